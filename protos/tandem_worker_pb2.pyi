@@ -217,7 +217,7 @@ class HostLedger(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ..., num_saving: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "transport")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "transport", "traits")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,7 @@ class WorkerRecord(_message.Message):
     TAKES_ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TAKES_BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRAITS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -256,7 +257,25 @@ class WorkerRecord(_message.Message):
     takes_allowed_token_ids: bool
     takes_bad_words: bool
     transport: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., transport: _Optional[str] = ...) -> None: ...
+    traits: ModelTraits
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ...) -> None: ...
+
+class ModelTraits(_message.Message):
+    __slots__ = ("num_layers", "hidden_size", "tokens")
+    class TokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    hidden_size: int
+    tokens: _containers.ScalarMap[int, str]
+    def __init__(self, num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., tokens: _Optional[_Mapping[int, str]] = ...) -> None: ...
 
 class GetWorkerStatusRequest(_message.Message):
     __slots__ = ()
@@ -359,7 +378,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable", "ejected", "of_another_kind", "apart", "not_connected")
+    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable", "ejected", "of_another_kind", "apart", "not_connected", "unused")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +390,7 @@ class ClusterStatus(_message.Message):
     OF_ANOTHER_KIND_FIELD_NUMBER: _ClassVar[int]
     APART_FIELD_NUMBER: _ClassVar[int]
     NOT_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     num_queued_requests: int
     num_queued_tokens: int
@@ -382,7 +402,8 @@ class ClusterStatus(_message.Message):
     of_another_kind: _containers.RepeatedScalarFieldContainer[str]
     apart: _containers.RepeatedCompositeFieldContainer[WorkerPair]
     not_connected: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., ejected: _Optional[_Iterable[str]] = ..., of_another_kind: _Optional[_Iterable[str]] = ..., apart: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., not_connected: _Optional[_Iterable[str]] = ...) -> None: ...
+    unused: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., ejected: _Optional[_Iterable[str]] = ..., of_another_kind: _Optional[_Iterable[str]] = ..., apart: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., not_connected: _Optional[_Iterable[str]] = ..., unused: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker")

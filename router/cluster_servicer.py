@@ -38,12 +38,14 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         num_running: Callable[[], int],
         running: Callable[[], list[Lifecycle]],
         is_registry_reachable: Callable[[], bool],
+        unused: Callable[[], list[str]],
     ) -> None:
         self._router_id = router_id
         self._cluster = cluster
         self._num_running = num_running
         self._running = running
         self._is_registry_reachable = is_registry_reachable
+        self._unused = unused
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetClusterStatusRequest, context: grpc.aio.ServicerContext
@@ -59,6 +61,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             is_registry_reachable=self._is_registry_reachable(),
             workers=workers,
             unreachable=unreachable,
+            unused=self._unused(),
             ejected=self._cluster.pool.ejected,
             of_another_kind=self._cluster.pool.of_another_kind,
             not_connected=self._cluster.pool.not_connected,

@@ -7,11 +7,13 @@ depends on how it was started: context length, block size, dtype.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
+from protos.tandem_worker_pb2 import ModelTraits
+from registry.model_traits import read_model_traits
 from router.generation_defaults import GenerationDefaults
 from router.text.calls.harmony import OPENAI
 from router.text.chat_template import ChatTemplate
@@ -46,6 +48,8 @@ class ModelInfo:
     """Further names that requests may call it by."""
     lora_names: tuple[str, ...] = ()
     """Adapters that workers have, which a request may ask for as its model."""
+    traits: ModelTraits = field(default_factory=ModelTraits)
+    """By what workers of this model are known."""
 
     @classmethod
     def from_folder(
@@ -74,6 +78,7 @@ class ModelInfo:
             vocab_size=vocab_size,
             eos_token_ids=_token_ids(config.get("eos_token_id")) | _token_ids(generation.get("eos_token_id")),
             defaults=GenerationDefaults.of(folder) if defaults is None else defaults,
+            traits=read_model_traits(folder),
         )
 
     def with_chat(self, template: ChatTemplate | None, parser: str, reasoning_parser: str = AUTO) -> ModelInfo:

@@ -44,8 +44,9 @@ class Needs:
             ("bad_words", self.has_bad_words),
         ]
         asked = " and ".join(field for field, is_asked in fields if is_asked)
+        kind = " of the kind that began this answer" if self.compat_digest else ""
         which = f" with the adapter {self.lora_name!r}" if self.lora_name else ""
-        return which + (f" that takes {asked}" if asked else "")
+        return kind + which + (f" that takes {asked}" if asked else "")
 
 
 NO_NEEDS = Needs()

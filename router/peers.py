@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from prefix_hash.compat import compat_difference
 from protos import tandem_worker_pb2 as pb
+from registry.model_traits import traits_difference
 from router.model_info import ModelInfo
 from rpc.session import PROTOCOL_VERSION
 
@@ -21,16 +22,20 @@ class Peers:
         self._model = model
         self._told: set[tuple[str, ...]] = set()
         """Incarnations of workers, and of pairs, that the log has a line of."""
+        self.unused: list[str] = []
+        """Ids of workers that are none for this router, each with why."""
 
     def look_at(self, records: Iterable[pb.WorkerRecord]) -> None:
         """Say in the log which of `records` are not used or not paired, where it has not been said before."""
         told, self._told = self._told, set()
-        used = []
+        used, self.unused = [], []
         for record in records:
             why = why_unused(self._model, record)
             if not why:
                 used.append(record)
-            elif self._is_news((record.incarnation,), told):
+                continue
+            self.unused.append(f"{record.worker_id}: {why}")
+            if self._is_news((record.incarnation,), told):
                 _log.warning("worker not used", extra={"worker": record.worker_id, "why": why})
         if all(each.role == pb.Role.ROLE_DECODE for each in used):  # else pairs tell
             self._compare_decode_workers(used, told)
@@ -73,4 +78,4 @@ def why_unused(model: ModelInfo, record: pb.WorkerRecord) -> str:
         return f"protocol_version is {record.protocol_version}, ours {PROTOCOL_VERSION}"
     if record.model.vocab_size != model.vocab_size:
         return f"its vocabulary has {record.model.vocab_size} tokens, ours {model.vocab_size}"
-    return ""
+    return traits_difference(record.traits, model.traits)

@@ -131,6 +131,7 @@ class Router:
             num_running=lambda: self._inference.num_running,
             running=lambda: self._inference.running,
             is_registry_reachable=lambda: self._directory.is_reachable,
+            unused=lambda: self._peers.unused,
         )
         self._server.add(add_ClusterServicer_to_server, cluster_servicer, CLUSTER_SERVICE)
         gauges = RouterGauges(

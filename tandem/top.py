@@ -73,6 +73,7 @@ def view(before: Look | None, now: Look, address: str) -> RenderableType:
         _workers(status, rates),
     ]
     lines += [Text(f"unreachable: {line}", style="red") for line in status.unreachable]
+    lines += [Text(f"not used: {line}", style="red") for line in status.unused]
     return Group(*lines)
 
 

@@ -35,6 +35,7 @@ from engine.scheduling.sequence import BlockExport
 from kv_transfer import Identity, KVPool, TransportMissing
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
+from registry.model_traits import read_model_traits
 from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KV_PING_TIMEOUT_MS
@@ -150,6 +151,7 @@ class WorkerProcess:
         self._is_draining = False
         self._address = ""
         self._load = pb.WorkerLoad()
+        self._traits = pb.ModelTraits()
         self.identity = Identity(
             worker_id=args.worker_id or random_worker_id(role),
             incarnation=secrets.token_hex(8),
@@ -174,6 +176,7 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
+        self._traits = await asyncio.to_thread(read_model_traits, config.model.path)
         memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE, on_rank_lost=self._on_rank_lost)
         try:
             self.engine = await AsyncLLMEngine.start(
@@ -393,4 +396,5 @@ class WorkerProcess:
             takes_allowed_token_ids=True,
             takes_bad_words=True,
             transport=self._args.transport,
+            traits=self._traits,
         )

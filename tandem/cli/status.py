@@ -36,6 +36,8 @@ def status(is_json: bool, address: str, tls: ClientTLS | None) -> None:
     print_table(status_table(answer))
     for line in answer.unreachable:
         click.echo(f"unreachable: {line}")
+    for line in answer.unused:
+        click.echo(f"not used: {line}")
 
 
 @click.command(

@@ -99,8 +99,9 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
         )
         cluster: Any = SimpleNamespace(pool=pool, queue=_EmptyQueue())
         servicer = ClusterServicer(
-            router_id="r", cluster=cluster, num_running=lambda: 0, running=list, is_registry_reachable=lambda: True
-        )
+            router_id="r", cluster=cluster, num_running=lambda: 0, running=list, is_registry_reachable=lambda: True,
+            unused=list,
+        )  # fmt: skip
         context: Any = None
         for answer in (
             await servicer.Audit(pb.AuditRequest(), context),

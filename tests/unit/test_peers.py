@@ -13,8 +13,9 @@ from engine.model_loader import create_engine_config
 from prefix_hash.compat import compat_difference, join_parts
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from registry.model_traits import read_model_traits
 from router.model_info import ModelInfo
-from router.peers import Peers
+from router.peers import Peers, why_unused
 from rpc.session import PROTOCOL_VERSION
 
 CONFIG: dict[str, Any] = {
@@ -165,6 +166,55 @@ def test_workers_that_are_none_of_ours(
         peers.look_at([stranger, record(pb.ROLE_PREFILL, "p", "x=2")])
         assert not peers.serves(stranger)
     assert lines(caplog) == [("worker not used", why)]
+
+
+WORDS = {f"w{number}": number for number in range(64)}
+BYTE_PAIRS = {"model": {"type": "BPE", "vocab": WORDS}}
+UNUSED_ARE_PADS = {f"w{number}" if number < 40 else f"[PAD{number}]": number for number in range(64)}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "why"),
+    [
+        ({}, BYTE_PAIRS, ""),
+        ({"quantization_config": {"quant_method": "fp8"}, "dtype": "bfloat16"}, BYTE_PAIRS, ""),
+        ({}, None, ""),
+        ({"hidden_size": None}, BYTE_PAIRS, ""),
+        ({}, {"model": {"vocab": UNUSED_ARE_PADS}}, ""),
+        ({}, {"model": {"vocab": [[word, -1.5] for word in WORDS]}}, ""),
+        ({}, {"model": {"vocab": [[], 1, ["x"]] * 9}}, "its tokens are others: 2 is 'x', ours 'w2'"),
+        ({"num_hidden_layers": 3}, BYTE_PAIRS, "its model has 3 layers of 16, ours 2 of 16"),
+        ({"hidden_size": 32}, None, "its model has 2 layers of 32, ours 2 of 16"),
+        (
+            {},
+            {"model": {"vocab": {word: 63 - number for word, number in WORDS.items()}}},
+            "its tokens are others: 2 is 'w61', ours 'w2'",
+        ),
+    ],
+    ids=[
+        "the same",
+        "quantised",
+        "no tokenizer",
+        "sizes unknown",
+        "of a GGUF file",
+        "pieces with scores",
+        "nonsense",
+        "layers",
+        "width",
+        "words",
+    ],
+)
+def test_workers_of_another_model_with_as_many_tokens(
+    folder: Path, tmp_path: Path, config: dict[str, Any], tokenizer: dict[str, Any] | None, why: str
+) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(BYTE_PAIRS))
+    theirs = with_config(tmp_path / "elsewhere", **config)
+    if tokenizer is not None:
+        (theirs / "tokenizer.json").write_text(json.dumps(tokenizer))
+    worker = record(pb.ROLE_DECODE, "d", "x=1")
+    assert why_unused(ModelInfo.from_folder(folder), worker) == "", "an older one, that says nothing of it"
+    worker.traits.CopyFrom(read_model_traits(theirs))
+    assert why_unused(ModelInfo.from_folder(folder), worker) == why
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,9 @@ async def test_an_audit_tells_what_it_finds_twice() -> None:
     """Once may be between two steps of the loop: planned, and its request has not heard of it yet."""
     bench = Bench()
     servicer = ClusterServicer(
-        router_id="r", cluster=bench.cluster, num_running=lambda: 0, running=list, is_registry_reachable=lambda: True
-    )
+        router_id="r", cluster=bench.cluster, num_running=lambda: 0, running=list, is_registry_reachable=lambda: True,
+        unused=list,
+    )  # fmt: skip
 
     async def audit(*, and_meanwhile: Any = lambda: None) -> list[str]:
         async def ask_all(ask: Any) -> tuple[list[pb.WorkerAudit], list[str]]:

@@ -50,12 +50,12 @@ def test_the_screen_shows_queue_rates_pools_and_remarks() -> None:
     before = look(0, worker("decode-1"))
     now = look(
         2, worker("decode-1", generated=3000, num_repairs=2), num_queued_requests=4, num_queued_tokens=900,
-        ejected=["decode-1"], unreachable=["decode-2 (somewhere): gone"],
+        ejected=["decode-1"], unreachable=["decode-2 (somewhere): gone"], unused=["other: another model"],
     )  # fmt: skip
     console.print(view(before, now, "here:1"))
     text = console.export_text()
     for part in ("here:1", "4 queued (900 tokens)", "generated 1,500 tokens/s", "1 (77 t)", "50 %", "ejected",
-                 "2 blocks repaired", "unreachable: decode-2"):  # fmt: skip
+                 "2 blocks repaired", "unreachable: decode-2", "not used: other: another"):  # fmt: skip
         assert part in text, part
 
 

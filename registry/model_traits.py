@@ -1,0 +1,73 @@
+"""By what a router knows its own model among others whose vocabulary has as many tokens: what both it and a worker read
+in their model's folder, and what quantising, converting or renaming it does not change.
+
+Neither names nor paths are: the same model may be called and kept otherwise. Nor a digest of all tokens: a GGUF file
+names unused ones in its own way, and a later tokenizer.json has some more. Nor weights, of which a router has none: a
+model and its fine-tuned one are told apart by their workers (`compat_digest`), not here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from protos import tandem_worker_pb2 as pb
+
+NUM_TOKENS = 16
+"""Looked at, evenly spread. Of two tokenizers' hardly one is the same."""
+MAX_TOKEN_CHARS = 32
+"""Of each."""
+
+
+def read_model_traits(folder: Path) -> pb.ModelTraits:
+    """Of the model in `folder`. What is not there, or cannot be read, is left out: others say so who need it."""
+    config = _read(folder / "config.json")
+    config = {**config, **_dict(config.get("text_config"))}  # models that also see or hear nest their text part
+    traits = pb.ModelTraits(
+        num_layers=_number(config.get("num_hidden_layers", config.get("n_layer"))),
+        hidden_size=_number(config.get("hidden_size", config.get("n_embd"))),
+    )
+    if tokens := _tokens(_read(folder / "tokenizer.json")):
+        vocab_size = _number(config.get("vocab_size"))
+        looked_at = {(2 * number + 1) * vocab_size // (2 * NUM_TOKENS) for number in range(NUM_TOKENS)}
+        traits.tokens.update({i: tokens[i][:MAX_TOKEN_CHARS] for i in looked_at if i in tokens})
+    return traits
+
+
+def traits_difference(theirs: pb.ModelTraits, ours: pb.ModelTraits) -> str:
+    """Why a worker's model is another than ours; empty where it is not, for all that both know."""
+    sizes = [(traits.num_layers, traits.hidden_size) for traits in (theirs, ours)]
+    if all(map(all, sizes)) and sizes[0] != sizes[1]:
+        return "its model has {} layers of {}, ours {} of {}".format(*sizes[0], *sizes[1])
+    shared = sorted(theirs.tokens.keys() & ours.tokens.keys())
+    others = [i for i in shared if theirs.tokens[i] != ours.tokens[i]]
+    if 2 * len(others) > len(shared):
+        return f"its tokens are others: {others[0]} is {theirs.tokens[others[0]]!r}, ours {ours.tokens[others[0]]!r}"
+    return ""
+
+
+def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
+    """As the file writes them, by id."""
+    vocab = _dict(tokenizer.get("model")).get("vocab")
+    if isinstance(vocab, list):  # of pairs, with how likely each is
+        found = {number: pair[0] for number, pair in enumerate(vocab) if isinstance(pair, list) and pair}
+    else:
+        found = {number: token for token, number in _dict(vocab).items()}
+    return {number: token for number, token in found.items() if isinstance(number, int) and isinstance(token, str)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return _dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: object) -> int:
+    """0 for what is none, or none that a message can carry."""
+    return value if isinstance(value, int) and 0 <= value < 1 << 32 else 0
