@@ -32,6 +32,7 @@ COMMANDS = {
     "top": "tandem.cli.top",
     "audit": "tandem.cli.status",
     "profile": "tandem.cli.profile",
+    "drain": "tandem.cli.drain",
     "bench": "tandem.cli.bench",
     "fetch": "tandem.cli.fetch",
     "chaos": "tandem.cli.chaos",

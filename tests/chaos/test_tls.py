@@ -137,3 +137,13 @@ def test_commands_take_who_to_trust(cluster: FragileCluster, tls: Certificate) -
     assert done.exit_code == 0, done.output
     assert "decode-1" in done.output
     assert CliRunner().invoke(main, ["audit", "--router", router]).exit_code == 1
+
+
+def test_only_who_has_a_certificate_may_drain_a_worker(cluster: FragileCluster, tls: Certificate) -> None:
+    # The file's last test: nobody needs that worker any more.
+    asked = ["drain", "decode-1", "--router", cluster.services["router-1"].address, "--ssl-ca-certs", str(tls.ca)]
+    refused = CliRunner().invoke(main, asked)
+    assert refused.exit_code == 1
+    assert "decode-1 does not answer at" in refused.output
+    done = CliRunner().invoke(main, [*asked, "--wait", "--ssl-certfile", str(tls.cert), "--ssl-keyfile", str(tls.key)])
+    assert done.output.splitlines()[-1:] == ["decode-1: has left"]

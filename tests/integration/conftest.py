@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 from clusters import RunningCluster, run_cluster
 from reference import Reference
 from reference import references as make_references
@@ -25,6 +27,22 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
             return stack.enter_context(run_cluster(tmp_path_factory.mktemp("cluster") / "log", *flags))
 
         yield start
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path, model_folder: Path) -> Path:
+    from tiny_cluster import make_model
+
+    return make_model(tmp_path / "model", model_folder / "tokenizer.json")
+
+
+@pytest_asyncio.fixture
+async def tiny_cluster(redis_url: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """`tests/tiny_cluster.py`: its router alone."""
+    from tiny_cluster import run_tiny_cluster  # torch with it, for which other tests need not wait
+
+    async with run_tiny_cluster(redis_url, tiny_model, monkeypatch) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,104 @@
+"""`tandem drain`: a worker takes no new work, finishes what it has, and leaves.
+
+Asked of the worker itself, over its own port, which hears only processes of the cluster: a router asks its clients for
+nothing, and whoever may send it prompts need not be able to stop its workers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+import grpc
+
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_worker_pb2_grpc import WorkerStub
+from rpc.channel import open_blocking_channel
+from rpc.entrypoint import build, options_of
+from rpc.errors import from_rpc_error
+from rpc.tls import ClientTLS, SslArgs
+from tandem.answer import message_to_dict
+from tandem.cli.errors import readable_errors
+from tandem.cli.options import examples, json_option, router_option
+from tandem.client import Client
+
+ANSWER_S = 10.0
+"""A worker answers at once, or not at all."""
+LOOK_S = 0.2
+
+
+@click.command(
+    short_help="Let a worker finish what it has, and leave.",
+    epilog=examples("tandem drain decode-1", "tandem drain decode-1 --wait && echo it has left"),
+)
+@click.argument("worker_id")
+@click.option("--wait", is_flag=True, help="Until it has left; tells what is left to finish, as that changes.")
+@json_option
+@router_option
+@options_of(SslArgs)
+def drain(worker_id: str, wait: bool, is_json: bool, address: str, **ssl: Any) -> None:
+    """Let a worker (its id: `tandem status`) take no new work, finish what it has, and leave, as SIGTERM does.
+
+    What it has not finished after its --drain-grace-s goes on at another worker. Whoever keeps it running (`tandem up`,
+    Kubernetes) starts another in its place.
+    """
+    tls = build(SslArgs, ssl).client_tls
+    with readable_errors(address), Client(address, tls=tls) as client:
+        record = _find(client.status(), worker_id)
+        _ask_to_drain(record, tls)
+        told = ""
+        while (left := _left_to_finish(client.status(), record)) is not None:
+            line = f"{worker_id}: draining; {_sentence(left)}"
+            if line != told and not is_json:
+                click.echo(line)
+            if not wait:
+                break
+            told = line
+            time.sleep(LOOK_S)
+    if is_json:
+        said = {"worker_id": worker_id, "incarnation": record.incarnation, "has_left": left is None}
+        click.echo(json.dumps(said | {"load": None if left is None else message_to_dict(left)}, indent=2))
+    elif left is None:
+        click.echo(f"{worker_id}: has left")
+
+
+def _find(status: pb.ClusterStatus, worker_id: str) -> pb.WorkerRecord:
+    for worker in status.workers:
+        if worker.record.worker_id == worker_id:
+            return worker.record
+    for line in status.unreachable:
+        if line.startswith(f"{worker_id} ("):
+            raise click.ClickException(f"the router cannot ask where {line}. Send its process SIGTERM instead.")
+    known = ", ".join(sorted(worker.record.worker_id for worker in status.workers)) or "none"
+    raise click.ClickException(f"no worker {worker_id!r}; there are: {known}")
+
+
+def _ask_to_drain(record: pb.WorkerRecord, tls: ClientTLS | None) -> None:
+    try:
+        with open_blocking_channel(record.address, tls=tls) as channel:
+            WorkerStub(channel).Drain(pb.DrainRequest(), timeout=ANSWER_S)
+    except grpc.RpcError as error:
+        why = from_rpc_error(error).message
+        raise click.ClickException(
+            f"{record.worker_id} does not answer at {record.address} ({why}). Ask from where routers run, with a "
+            f"certificate of the cluster where it has some (--ssl-certfile), or send its process, {record.pid} there, "
+            "SIGTERM."
+        ) from error
+
+
+def _left_to_finish(status: pb.ClusterStatus, asked: pb.WorkerRecord) -> pb.WorkerLoad | None:
+    """None: it has left. One that does not answer is about to."""
+    for worker in status.workers:
+        if (worker.record.worker_id, worker.record.incarnation) == (asked.worker_id, asked.incarnation):
+            return worker.record.load
+    is_unreachable = any(line.startswith(f"{asked.worker_id} (") for line in status.unreachable)
+    return pb.WorkerLoad() if is_unreachable else None
+
+
+def _sentence(load: pb.WorkerLoad) -> str:
+    parts = [f"{load.num_running} running", f"{load.num_waiting} waiting"]
+    if moving := load.blocks.num_grant + load.blocks.num_held:
+        parts.append(f"{moving} blocks of KV granted or held")
+    return ", ".join(parts)

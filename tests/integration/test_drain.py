@@ -1,0 +1,64 @@
+"""`tandem drain`: a worker takes no new work, finishes what it has, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import redis
+from click.testing import CliRunner, Result
+from tiny_cluster import Cluster, wait_for
+
+from tandem.cli import main
+from tandem.tables import not_at_rest
+
+PROMPT = [70, 71, 72]
+
+
+async def drain(cluster: Cluster, *arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, main, ["drain", "--router", cluster.address, *arguments])
+
+
+async def test_a_worker_that_is_drained_finishes_what_it_has_and_leaves(
+    tiny_cluster: Cluster, tiny_model: Path
+) -> None:
+    leaving = asyncio.create_task(tiny_cluster.run_decode_worker("first", tiny_model))
+    await tiny_cluster.wait_for_workers("first")
+    tokens: list[int] = []
+
+    async def read() -> None:
+        async for message in tiny_cluster.client.stream(PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True):
+            tokens.extend(message.token_ids)
+        assert message.timings.attempts == 1
+
+    reading = asyncio.create_task(read())
+
+    async def has_begun() -> bool:
+        return len(tokens) > 0
+
+    await wait_for(has_begun, "the stream has begun")
+    await tiny_cluster.start_decode_worker("second", tiny_model)
+    await tiny_cluster.wait_for_workers("first", "second")
+    told = json.loads((await drain(tiny_cluster, "first", "--json")).stdout)
+    assert (told["worker_id"], told["has_left"], told["load"]["num_running"]) == ("first", False, 1)
+    waiting = asyncio.create_task(drain(tiny_cluster, "first", "--wait"))
+    anew = await tiny_cluster.client.generate(PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True)
+    assert anew.timings.decode_worker == "second"
+    assert not reading.done(), "what began before goes on meanwhile"
+    await reading
+    assert len(tokens) == 400
+    assert tokens[:4] == anew.token_ids
+    assert await leaving == 0
+    said = await waiting
+    assert said.exit_code == 0, said.output
+    first, *_, last = said.output.splitlines()
+    assert (first, last) == ("first: draining; 1 running, 0 waiting", "first: has left")
+
+    await tiny_cluster.wait_for_workers("second")
+    assert not_at_rest(await tiny_cluster.client.audit()) == []
+    with redis.Redis.from_url(tiny_cluster.redis) as keys:
+        assert list(keys.scan_iter("*first*")) == []
+        assert keys.smembers("tandem:workers") == {b"second"}
+    unknown = await drain(tiny_cluster, "first", "--wait")
+    assert (unknown.exit_code, unknown.output) == (1, "Error: no worker 'first'; there are: second\n")
