@@ -192,8 +192,7 @@ class Push:
         if len(src_block_ids) != len(self._dst_block_ids):
             raise ValueError(f"{len(src_block_ids)} source blocks for a grant of {len(self._dst_block_ids)}")
         assert self._is_open, "commit or abandon ends a push once"
-        if self._started_s is None:
-            self._started_s = asyncio.get_running_loop().time()
+        computed_s = asyncio.get_running_loop().time()
         try:
             await self._push_until_committed(num_prompt_tokens, first_token_id, src_block_ids)
         except TransferError:
@@ -209,12 +208,15 @@ class Push:
         finally:
             self._sender.links.give_back(self._kept)
         num_cached = self.grant.num_cached_blocks
+        committed_s = asyncio.get_running_loop().time()
+        started_s = computed_s if self._started_s is None else self._started_s
         return inference_pb.KVTransferStats(
             transport=self._sender.transport,
             num_bytes=self._num_posted * self._sender.pool.layout.block_bytes,
             num_blocks=len(self._dst_block_ids) - num_cached,
             num_cached_blocks=num_cached,
-            push_ms=(asyncio.get_running_loop().time() - self._started_s) * 1000,
+            push_ms=(committed_s - started_s) * 1000,
+            commit_ms=(committed_s - computed_s) * 1000,
         )
 
     async def abandon(self) -> None:

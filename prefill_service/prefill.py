@@ -16,6 +16,7 @@ released in one place, `_let_go`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from engine.async_llm_engine import AsyncLLMEngine
 from engine.scheduling.sequence import BlockExport
@@ -33,8 +34,16 @@ from worker_service.sessions import RouterSession, SessionHost, Stream
 class PrefillRole:
     """Runs every prefill command as a task of its own. Loop-thread only."""
 
-    def __init__(self, *, host: SessionHost, engine: AsyncLLMEngine, sender: KVSender, num_blocks: int) -> None:
-        """`num_blocks`: of the pool."""
+    def __init__(
+        self,
+        *,
+        host: SessionHost,
+        engine: AsyncLLMEngine,
+        sender: KVSender,
+        num_blocks: int,
+        on_handed_over: Callable[[KVTransferStats], None],
+    ) -> None:
+        """`num_blocks`: of the pool. `on_handed_over` hears of each prompt that another worker has taken over."""
         self._host = host
         self._engine = engine
         self._sender = sender
@@ -44,10 +53,7 @@ class PrefillRole:
         self._num_blocks = num_blocks
         self._staying: dict[Stream, int] = {}
         """Those answered here, with the blocks that each may come to need."""
-        self.num_transfers = 0
-        """Prompts that another worker has taken over."""
-        self.num_transferred_bytes = 0
-        self.seconds_in_transfers = 0.0
+        self._on_handed_over = on_handed_over
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -133,17 +139,12 @@ class PrefillRole:
                     src_block_ids=output.held_block_ids[: len(command.grant.block_ids)],
                 )
                 is_settled = True
-                self._note_transfer(stats)
+                self._on_handed_over(stats)
                 await reach("prefill.after_commit")
                 stream.post(handed_over=pb.HandedOver(stats=stats))
         finally:
             # A task of its own: a cancel may come again while this waits, and must not keep it from its end.
             self._host.keep(self._let_go(stream, push, is_settled=is_settled))
-
-    def _note_transfer(self, stats: KVTransferStats) -> None:
-        self.num_transfers += 1
-        self.num_transferred_bytes += stats.num_bytes
-        self.seconds_in_transfers += stats.push_ms / 1000
 
     async def _let_go(self, stream: Stream, push: Push, *, is_settled: bool) -> None:
         """Free the blocks, once no transfer can read them any more."""

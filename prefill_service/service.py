@@ -32,19 +32,18 @@ class PrefillService:
             open_channel=partial(open_kv_channel, max_message_bytes=parts.max_message_bytes, tls=parts.args.client_tls),
         )
         self._role = PrefillRole(
-            host=parts.host, engine=parts.engine, sender=self._sender, num_blocks=parts.pool.layout.num_blocks
+            host=parts.host,
+            engine=parts.engine,
+            sender=self._sender,
+            num_blocks=parts.pool.layout.num_blocks,
+            on_handed_over=parts.on_handed_over,
         )
         self.on_layer_written = self._role.on_layer_written
         parts.server.add(add_PrefillServicer_to_server, PrefillServicer(parts.host, self._role), SERVICE_NAME)
 
     @property
     def counters(self) -> TransferCounters:
-        return TransferCounters(
-            num_repairs=self._sender.num_repaired_blocks,
-            num_transfers=self._role.num_transfers,
-            num_transferred_bytes=self._role.num_transferred_bytes,
-            seconds_in_transfers=self._role.seconds_in_transfers,
-        )
+        return TransferCounters(num_repairs=self._sender.num_repaired_blocks)
 
     def open_grants(self) -> dict[int, tuple[int, ...]]:
         return {}

@@ -336,18 +336,20 @@ class Timings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., time_to_first_token_ms: _Optional[float] = ..., time_per_output_token_ms: _Optional[float] = ..., mode: _Optional[_Union[Mode, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., kv_transfer: _Optional[_Union[KVTransferStats, _Mapping]] = ..., attempts: _Optional[int] = ...) -> None: ...
 
 class KVTransferStats(_message.Message):
-    __slots__ = ("transport", "num_bytes", "num_blocks", "num_cached_blocks", "push_ms")
+    __slots__ = ("transport", "num_bytes", "num_blocks", "num_cached_blocks", "push_ms", "commit_ms")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PUSH_MS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_MS_FIELD_NUMBER: _ClassVar[int]
     transport: str
     num_bytes: int
     num_blocks: int
     num_cached_blocks: int
     push_ms: float
-    def __init__(self, transport: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., push_ms: _Optional[float] = ...) -> None: ...
+    commit_ms: float
+    def __init__(self, transport: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., push_ms: _Optional[float] = ..., commit_ms: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

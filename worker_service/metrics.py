@@ -14,10 +14,15 @@ from prometheus_client.registry import Collector
 
 from engine.scheduling.stats import SchedulerStats
 from protos import tandem_worker_pb2 as pb
+from protos.tandem_inference_pb2 import KVTransferStats
 from worker_service.servicer import TransferCounters
 
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """vLLM's."""
+TRANSFER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+"""As the router's, of what of it was not hidden."""
+TRANSFER_BYTES = tuple(1 << exponent for exponent in range(16, 36, 2))
+"""64 KiB to 16 GiB."""
 LABELS = ("model_name", "worker_id", "role")
 
 
@@ -42,10 +47,16 @@ class WorkerMetrics(Collector):
         self._counters = counters
         self._num_sessions = num_sessions
         self.registry = CollectorRegistry()
-        self._iteration_tokens = Histogram(
-            "tandem:iteration_tokens_total", "Tokens computed in one step of the engine.", LABELS,
-            buckets=ITERATION_TOKENS, registry=self.registry,
-        ).labels(*labels)  # fmt: skip
+        self._iteration_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens computed in one step of the engine.", ITERATION_TOKENS
+        )
+        self._transfer_seconds = self._histogram(
+            "kv_transfer_seconds", "From a prompt's first push until another worker has it.", TRANSFER_SECONDS
+        )
+        self._commit_seconds = self._histogram(
+            "kv_commit_seconds", "Of it, what came after the prompt was computed.", TRANSFER_SECONDS
+        )
+        self._transfer_bytes = self._histogram("kv_transfer_bytes", "KV pushed of a prompt.", TRANSFER_BYTES)
         self._num_tokens_seen = 0
         self.registry.register(self)
 
@@ -55,6 +66,12 @@ class WorkerMetrics(Collector):
         if num_tokens > self._num_tokens_seen:
             self._iteration_tokens.observe(num_tokens - self._num_tokens_seen)
             self._num_tokens_seen = num_tokens
+
+    def handed_over(self, stats: KVTransferStats) -> None:
+        """Another worker has the KV of a prompt that was computed here."""
+        self._transfer_seconds.observe(stats.push_ms / 1000)
+        self._commit_seconds.observe(stats.commit_ms / 1000)
+        self._transfer_bytes.observe(stats.num_bytes)
 
     def collect(self) -> Iterable[Metric]:
         load, stats, counters = self._load(), self._stats, self._counters()
@@ -85,9 +102,6 @@ class WorkerMetrics(Collector):
             ("spec_decode_num_drafts", "Times that tokens were guessed ahead.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Tokens guessed ahead.", stats.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Tokens guessed rightly.", stats.num_accepted_tokens),
-            ("kv_transfers", "Prompts whose KV another worker has taken over.", counters.num_transfers),
-            ("kv_transfer_bytes", "Bytes of KV pushed.", counters.num_transferred_bytes),
-            ("kv_transfer_seconds", "Seconds from first pushes to commits.", counters.seconds_in_transfers),
             ("grants", "Promises of memory given.", counters.num_grants_issued),
             ("expired_leases", "Grants that ended by silence.", counters.num_expired_leases),
             ("late_writes", "Blocks that came after their grant's end, and were dropped.", counters.num_late_writes),
@@ -118,6 +132,10 @@ class WorkerMetrics(Collector):
             counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+
+    def _histogram(self, name: str, help_text: str, edges: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"tandem:{name}", help_text, LABELS, buckets=edges, registry=self.registry)
+        return histogram.labels(*self._labels)
 
     def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=LABELS)

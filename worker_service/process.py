@@ -34,6 +34,7 @@ from engine.running.executor import RankLost
 from engine.scheduling.sequence import BlockExport
 from kv_transfer import Identity, KVPool, TransportMissing
 from protos import tandem_worker_pb2 as pb
+from protos.tandem_inference_pb2 import KVTransferStats
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.model_traits import read_model_traits
 from registry.prefix_index import PrefixReporter
@@ -97,6 +98,8 @@ class WorkerParts:
     server: Server
     max_message_bytes: int
     """Of the connections that carry KV."""
+    on_handed_over: Callable[[KVTransferStats], None]
+    """Hears of each prompt that another worker has taken over."""
 
 
 MakeService = Callable[[WorkerParts], RoleService]
@@ -199,7 +202,9 @@ class WorkerProcess:
             tls=args.server_tls(asks_callers=True),
             ping_timeout_ms=KV_PING_TIMEOUT_MS,
         )
-        parts = WorkerParts(args, self.identity, self.engine, pool, self.host, self.server, max_bytes)
+        parts = WorkerParts(
+            args, self.identity, self.engine, pool, self.host, self.server, max_bytes, self._on_handed_over
+        )
         self.service = make_service(parts)
         servicer = WorkerServicer(
             record=self._record,
@@ -358,6 +363,10 @@ class WorkerProcess:
     def _on_failure(self, error: BaseException) -> None:
         _log.critical("the engine failed; this process ends", extra={"error": repr(error)})
         self.failed.set()
+
+    def _on_handed_over(self, stats: KVTransferStats) -> None:
+        if self._metrics is not None:
+            self._metrics.handed_over(stats)
 
     def _on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
         """On the stepping thread: hand over to the event loop and go on computing."""

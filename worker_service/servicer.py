@@ -33,11 +33,6 @@ class TransferCounters:
     num_grants: int = 0
     """Promises of memory that are open now."""
     num_grants_issued: int = 0
-    num_transfers: int = 0
-    """Prompts whose KV another worker has taken over."""
-    num_transferred_bytes: int = 0
-    seconds_in_transfers: float = 0.0
-    """From a prompt's first push to its acknowledged commit, hidden by computation or not."""
 
 
 class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]

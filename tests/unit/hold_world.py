@@ -69,7 +69,9 @@ class World:
             transport: Any = ScriptedTransport(self)
             self.sender = KVSender(transport=transport, pool=POOL, identity=IDENTITY)
             engine: Any = self.engine
-            self.role = PrefillRole(host=self.host, engine=engine, sender=self.sender, num_blocks=NUM_BLOCKS)
+            self.role = PrefillRole(
+                host=self.host, engine=engine, sender=self.sender, num_blocks=NUM_BLOCKS, on_handed_over=lambda _: None
+            )
             self.inbox: asyncio.Queue[pb.PrefillCommand] = asyncio.Queue()
         finally:
             asyncio._set_running_loop(None)

@@ -40,7 +40,7 @@ def staying(num_blocks: int, max_num_seqs: int) -> PrefillRole:
     )  # fmt: skip
     none: Any = None
     engine: Any = SimpleNamespace(config=config)
-    return PrefillRole(host=none, engine=engine, sender=none, num_blocks=num_blocks)
+    return PrefillRole(host=none, engine=engine, sender=none, num_blocks=num_blocks, on_handed_over=none)
 
 
 def answer(num_prompt_tokens: int, max_tokens: int) -> tuple[Stream, pb.EngineRequest]:

@@ -51,7 +51,7 @@ def worker_registry(load: pb.WorkerLoad | None = None, stats: SchedulerStats | N
 @pytest.mark.parametrize("accept", ACCEPTED.values(), ids=ACCEPTED.keys())
 @pytest.mark.parametrize(
     ("registry", "name"),
-    [(router_registry(), "tandem:retries_total"), (worker_registry(), "tandem:kv_transfers_total")],
+    [(router_registry(), "tandem:retries_total"), (worker_registry(), "tandem:grants_total")],
     ids=["router", "worker"],
 )
 async def test_names_keep_their_colons_whatever_is_accepted(

@@ -118,8 +118,11 @@ def test_workers_count_what_they_computed(scraped: dict[str, Samples]) -> None:
     assert total(prefill, "tandem:computed_prompt_tokens_total") == NUM_REQUESTS * PROMPT_TOKENS
     assert total(prefill, "tandem:computed_generation_tokens_total") == NUM_REQUESTS
     assert total(decode, "tandem:computed_generation_tokens_total") == NUM_REQUESTS * (NUM_TOKENS - 1)
-    assert total(prefill, "tandem:kv_transfers_total") == NUM_REQUESTS
-    assert total(prefill, "tandem:kv_transfer_bytes_total") > NUM_REQUESTS * 3e5
+    for name in ("transfer_seconds", "transfer_bytes", "commit_seconds"):
+        assert total(prefill, f"tandem:kv_{name}_count") == NUM_REQUESTS
+        assert total(decode, f"tandem:kv_{name}_count") == 0, "it receives"
+    assert total(prefill, "tandem:kv_transfer_bytes_sum") > NUM_REQUESTS * 3e5
+    assert 0 < total(prefill, "tandem:kv_commit_seconds_sum") < total(prefill, "tandem:kv_transfer_seconds_sum")
     assert total(decode, "tandem:grants_total") == NUM_REQUESTS
     assert total(decode, "tandem:num_grants") == 0
     for worker in (prefill, decode):
