@@ -32,6 +32,11 @@ class Account:
         self._has_second = False
         self._emitted_s: float | None = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """For workers."""
+        return not self.attempts or self.attempts[-1].plan is None
+
     def queued(self, why: str = "") -> None:
         """Another attempt begins. `why` the one before, if any, failed."""
         now_s = time.monotonic()

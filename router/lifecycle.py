@@ -88,8 +88,8 @@ class Lifecycle:
     ) -> None:
         """`numbers`: those that all requests of the router share, where ids come from clients and may come again.
         `after`: the first answer to the same prompt, where this one is to run once that one is prefilled."""
-        self.name, self.sequence = asked.name, asked.sequence
-        """To workers; among the answers to its prompt."""
+        self.name, self.sequence, self.lora_name = asked.name, asked.sequence, asked.lora_name
+        """To workers; among the answers to its prompt; the adapter that it asks for, if any."""
         self._asked = asked
         self._after = after
         self._cluster = cluster

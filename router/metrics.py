@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -23,6 +24,9 @@ from router.queue import RequestQueue
 from router.retry_budget import RetryBudget
 from router.worker_pool import WorkerPool
 from rpc.errors import STATUS_CODES
+
+if TYPE_CHECKING:
+    from router.lifecycle import Lifecycle
 
 FINISHED_REASONS = ("stop", "length", "abort")
 """Of requests that were answered."""
@@ -162,6 +166,7 @@ class RouterGauges(Collector):
         pool: WorkerPool,
         budget: RetryBudget,
         num_running: Callable[[], int],
+        running: Callable[[], list[Lifecycle]],
         is_registry_reachable: Callable[[], bool],
     ) -> None:
         self._model = model
@@ -169,6 +174,7 @@ class RouterGauges(Collector):
         self._pool = pool
         self._budget = budget
         self._num_running = num_running
+        self._running = running
         self._is_registry_reachable = is_registry_reachable
 
     def collect(self) -> Iterable[Metric]:
@@ -185,11 +191,29 @@ class RouterGauges(Collector):
             gauge.add_metric([self._model], value)
             yield gauge
         yield from self._costs()
+        yield from self._lora_requests()
         workers = GaugeMetricFamily("tandem:workers", "Workers that take new work.", labels=["model_name", "role"])
         for role in (worker_pb.ROLE_PREFILL, worker_pb.ROLE_DECODE):
             name = worker_pb.Role.Name(role).removeprefix("ROLE_").lower()
             workers.add_metric([self._model, name], len(self._pool.usable(role)))
         yield workers
+
+    def _lora_requests(self) -> Iterable[Metric]:
+        """Which adapters are asked for, where there are some: vLLM's gauge, whose value is the time."""
+        adapters = {name for record in self._pool.decode_records() for name in record.model.lora_names}
+        if not adapters:
+            return
+        asked = [lifecycle for lifecycle in self._running() if lifecycle.lora_name]
+        waiting = {lifecycle.lora_name for lifecycle in asked if lifecycle.account.is_waiting}
+        running = {lifecycle.lora_name for lifecycle in asked if not lifecycle.account.is_waiting}
+        gauge = GaugeMetricFamily(
+            "tandem:lora_requests_info",
+            "Adapters that requests ask for; max_lora: how many there are.",
+            labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        labels = [self._model, str(len(adapters)), ",".join(sorted(running)), ",".join(sorted(waiting))]
+        gauge.add_metric(labels, time.time())
+        yield gauge
 
     def _costs(self) -> Iterable[Metric]:
         """What plans are chosen by."""

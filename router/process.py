@@ -140,6 +140,7 @@ class Router:
             pool=self._pool,
             budget=budget,
             num_running=lambda: self._inference.num_running,
+            running=lambda: self._inference.running,
             is_registry_reachable=lambda: self._directory.is_reachable,
         )
         self._metrics.registry.register(gauges)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from clusters import RunningCluster, wait_until
 from handover import alone
 from lora_folders import CONFIG, write_adapter, write_model
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -64,7 +66,7 @@ def cluster(folder: Path, start_cluster: Callable[..., RunningCluster]) -> Runni
     return start_cluster(
         "--model", str(folder / "base"), "--load-format", "dummy", "--dtype", "float32", "--kv-cache-gib", "0.05",
         "--lora-modules", f"a={folder / 'a'},b={folder / 'b'}", "--num-threads", "1", "--decode", "2",
-        "--http-port", "0",
+        "--http-port", "0", "--metrics-port", "0",
     )  # fmt: skip
 
 
@@ -133,6 +135,33 @@ def test_over_http(cluster: RunningCluster, expected: dict[str, list[int]]) -> N
         refused = http.post("/v1/completions", json=body | {"model": "c"})
         assert refused.status_code == 404
         assert "'a', 'b'" in refused.json()["error"]["message"]
+
+
+def test_metrics_name_the_adapters_that_are_asked_for(cluster: RunningCluster) -> None:
+    """As vLLM's do: whatever a request asks for, it is counted with the model's."""
+    url = re.search(r"^router +\| .* metrics url=(\S+)$", cluster.log.read_text(), re.MULTILINE)
+    assert url is not None
+
+    def shown() -> tuple[list[dict[str, str]], float]:
+        families = {each.name: each for each in text_string_to_metric_families(httpx.get(url[1]).text)}
+        answered = sum(sample.value for sample in families["tandem:request_success"].samples)
+        return [sample.labels for sample in families["tandem:lora_requests_info"].samples], answered
+
+    idle = {"model_name": "base", "max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    wait_until(lambda: shown()[0] == [idle], 15, "nobody asks for an adapter", shown)
+    num_before = shown()[1]
+    with Client(cluster.address) as client:
+
+        def is_seen() -> bool:  # so small a model may be done before one looks
+            stream = client.stream(PROMPT, model="b", max_tokens=NUM_TOKENS, ignore_eos=True)
+            next(stream)
+            asked.append(shown()[0])
+            assert [*stream]
+            return asked[-1] == [idle | {"running_lora_adapters": "b"}]
+
+        asked: list[list[dict[str, str]]] = []
+        wait_until(is_seen, 30, "a request for an adapter runs", lambda: asked)
+    wait_until(lambda: shown() == ([idle], num_before + len(asked)), 15, "all were counted", shown)
 
 
 def test_from_the_command_line(cluster: RunningCluster) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from lifecycle_bench import Bench
+from lifecycle_bench import Asked, Bench, load, settle
 from prometheus_client import CollectorRegistry
 
 from engine.scheduling.stats import SchedulerStats
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from router.lifecycle import Lifecycle
 from router.metrics import COST_TOKENS, RouterGauges, RouterMetrics
 from rpc.http import HttpServer, metrics_app
 from rpc.server import CannotListen
@@ -102,21 +103,49 @@ def test_a_request_that_is_aborted_while_it_waits_is_counted() -> None:
     assert metrics.registry.get_sample_value("tandem:e2e_request_latency_seconds_count", {"model_name": "m"}) == 0
 
 
+def gauges_of(bench: Bench, *running: Lifecycle) -> RouterGauges:
+    return RouterGauges(
+        "m",
+        queue=bench.queue,
+        pool=bench.pool,
+        budget=bench.cluster.budget,
+        num_running=lambda: len(running),
+        running=lambda: list(running),
+        is_registry_reachable=lambda: True,
+    )
+
+
+async def test_adapters_that_are_asked_for_run_or_wait() -> None:
+    """As vLLM shows them: in one list, or in both."""
+    bench = Bench()
+    assert "tandem:lora_requests_info" not in {family.name for family in gauges_of(bench).collect()}
+    bench.decode.record.model.lora_names.extend(["poet", "sql", "other"])
+    lifecycles = [bench.lifecycle("a", lora_name="sql"), bench.lifecycle("b")]
+    asked = [Asked(each.run()) for each in lifecycles]
+    await settle()
+    bench.decode.set_load(load(0))
+    for number, name in enumerate(("sql", "poet")):
+        lifecycles.append(bench.lifecycle(f"c{number}", lora_name=name))
+        asked.append(Asked(lifecycles[-1].run()))
+    await settle()
+    gauges = gauges_of(bench, *lifecycles)
+    (info,) = (family for family in gauges.collect() if family.name == "tandem:lora_requests_info")
+    (shown,) = info.samples
+    assert shown.labels == {
+        "model_name": "m", "max_lora": "3", "running_lora_adapters": "sql", "waiting_lora_adapters": "poet,sql",
+    }  # fmt: skip
+    assert abs(shown.value - time.time()) < 60
+    for each in asked:
+        await each.leave()
+
+
 async def test_a_worker_that_is_started_again_is_shown_once_while_the_first_process_finishes() -> None:
     bench = Bench()
     old, new = bench.decode, bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
     old.is_leaving = True
     for handle, seconds in ((old, 10.0), (new, 1.0)):
         bench.pool.costs.computed(handle.key, 1000, seconds, time.monotonic())
-    gauges = RouterGauges(
-        "m",
-        queue=bench.queue,
-        pool=bench.pool,
-        budget=bench.cluster.budget,
-        num_running=lambda: 0,
-        is_registry_reachable=lambda: True,
-    )
-    (prompts,) = (family for family in gauges.collect() if family.name == "tandem:expected_prompt_seconds")
+    (prompts,) = (family for family in gauges_of(bench).collect() if family.name == "tandem:expected_prompt_seconds")
     (shown,) = prompts.samples
     assert shown.labels["worker"] == "d"
     assert shown.value < bench.pool.costs.prompt_s(old.key, COST_TOKENS, time.monotonic())
