@@ -15,6 +15,11 @@ GENERATION_HELP = (
     "Where what is sampled by comes from, if a request does not say: auto, the model's generation_config.json; vllm, "
     "nowhere; or another folder with such a file."
 )
+SCHEDULING_POLICIES = ("priority", "fcfs")
+SCHEDULING_HELP = (
+    "Who goes first of those that wait: priority, whose request says that it is more urgent, as any client's may; "
+    "fcfs, nobody for that: what requests say of their priority is ignored."
+)
 OVERRIDE_HELP = (
     'JSON object of what is sampled by instead, if a request does not say: {"temperature": 0.6, "max_new_tokens": 512}.'
 )
@@ -55,6 +60,7 @@ class RouterArgs(ServiceArgs):
     )
     generation_config: str = field(default=generation_defaults.AUTO, metadata={"help": GENERATION_HELP})
     override_generation_config: str = field(default="{}", metadata={"help": OVERRIDE_HELP})
+    scheduling_policy: str = field(default=SCHEDULING_POLICIES[0], metadata={"help": SCHEDULING_HELP})
     max_queue_tokens: int = field(
         default=1_000_000,
         metadata={"help": "Prompt tokens that may wait before a request; beyond, it gets RESOURCE_EXHAUSTED."},
@@ -85,6 +91,9 @@ class RouterArgs(ServiceArgs):
         if self.reasoning_parser not in (AUTO, *PARSERS, NONE):
             known = ", ".join((AUTO, *PARSERS, NONE))
             raise ValueError(f"reasoning_parser must be one of {known}, is {self.reasoning_parser!r}")
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            known = ", ".join(SCHEDULING_POLICIES)
+            raise ValueError(f"scheduling_policy must be one of {known}, is {self.scheduling_policy!r}")
         if self.max_queue_tokens < 1:
             raise ValueError(f"max_queue_tokens must be at least 1, is {self.max_queue_tokens}")
         if not 65_536 <= self.max_message_bytes <= 1 << 28:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import grpc
 
@@ -28,6 +29,7 @@ class Outcome:
     lora_name: str
     params: pb.SamplingParams
     """As they were asked for."""
+    fairness_id: str
     error: Exception | None = None
     lasts: list[pb.GenerateResponse] = field(default_factory=list)
     """The last message of each answer that has ended."""
@@ -56,6 +58,10 @@ class Outcome:
         facts: dict[str, object] = {"request_id": self.request_id}
         if self.lora_name:
             facts["lora_name"] = self.lora_name
+        if self.params.priority:
+            facts["priority"] = self.params.priority
+        if self.fairness_id:  # a person's name, maybe: told apart, and found by who knows it, but not read
+            facts["fairness_id_hash"] = blake2b(self.fairness_id.encode(), digest_size=8).hexdigest()
         if self.error is not None:
             code = code_of(self.error) if isinstance(self.error, TandemError) else "bug"
             facts |= {"code": code, "error": str(self.error)}

@@ -120,7 +120,11 @@ class Router:
         prefixes = PrefixLookup(self._index, self._pool)
         cluster = Cluster(self._pool, self._queue, prefixes, budget, forecast, self._metrics)
         self._inference = InferenceServicer(
-            texts=texts, cluster=cluster, max_request_bytes=args.max_message_bytes, tracing=tracing
+            texts=texts,
+            cluster=cluster,
+            max_request_bytes=args.max_message_bytes,
+            takes_priorities=args.scheduling_policy == "priority",
+            tracing=tracing,
         )
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
         self._tokenizer = TokenizerServicer(texts=texts, pool=self._pool, max_request_bytes=args.max_message_bytes)

@@ -51,11 +51,19 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     """One per router process."""
 
     def __init__(
-        self, *, texts: Texts, cluster: Cluster, max_request_bytes: int, tracing: Tracing | None = None
+        self,
+        *,
+        texts: Texts,
+        cluster: Cluster,
+        max_request_bytes: int,
+        takes_priorities: bool = True,
+        tracing: Tracing | None = None,
     ) -> None:
+        """`takes_priorities`: whether clients may say that they are more urgent than others."""
         self._texts = texts
         self._cluster = cluster
         self._max_request_bytes = max_request_bytes
+        self._takes_priorities = takes_priorities
         self._tracing = tracing or Untraced()
         self._running: dict[str, Sequences | None] = {}
         """By request id; None while the prompt is being tokenised."""
@@ -108,7 +116,12 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._names.update(names)
         self._is_idle.clear()
         outcome = Outcome(
-            request_id, arrived_s, len(validated.open_sequences), validated.lora_name, validated.sampling_params
+            request_id,
+            arrived_s,
+            len(validated.open_sequences),
+            validated.lora_name,
+            validated.sampling_params,
+            validated.fairness_id,
         )
         outcome.num_resumed_tokens = sum(len(begun.token_ids) for begun in validated.begun.values())
         try:
@@ -166,6 +179,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         if not model.max_model_len:
             require_worker(self._cluster.pool)  # only a worker knows how long a prompt may be
         validated = validate(request, model)
+        if not self._takes_priorities:
+            validated.sampling_params.ClearField("priority")
         names = names_at_workers(validated.request_id, validated.num_sequences)
         if validated.request_id in self._running or not self._names.isdisjoint(names):
             raise RequestExists(f"request_id {validated.request_id!r} is running; choose another, or leave it empty")

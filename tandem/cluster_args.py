@@ -71,6 +71,7 @@ class ClusterArgs:
     reasoning_parser: str = RouterArgs.reasoning_parser
     generation_config: str = RouterArgs.generation_config
     override_generation_config: str = RouterArgs.override_generation_config
+    scheduling_policy: str = RouterArgs.scheduling_policy
     metrics_port: int | None = None
     """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
     nobody does. The gateway's are on its own port."""
@@ -106,6 +107,7 @@ class ClusterArgs:
                 "tool_call_parser": self.tool_call_parser,
                 "reasoning_parser": self.reasoning_parser,
                 "override_generation_config": self.override_generation_config,
+                "scheduling_policy": self.scheduling_policy,
                 "otlp_traces_endpoint": self.otlp_traces_endpoint,
             }
             RouterArgs(model=self.engine.model, **router, **shared)
@@ -182,6 +184,7 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--reasoning-parser", args.reasoning_parser,
             "--generation-config", args.generation_config,
             "--override-generation-config", args.override_generation_config,
+            "--scheduling-policy", args.scheduling_policy,
             "--metrics-listen", args.metrics_listen(ROUTER),
             "--otlp-traces-endpoint", args.otlp_traces_endpoint,
             *flags_of(args.policy),

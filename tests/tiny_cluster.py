@@ -76,19 +76,21 @@ class Cluster:
 
 def _engine_args(model: Path, seed: int) -> EngineArgs:
     return EngineArgs(
-        model=str(model), load_format="dummy", seed=seed, num_threads=1, num_kv_blocks=300, max_num_seqs=4,
+        model=str(model), load_format="dummy", seed=seed, num_threads=1, num_kv_blocks=300, max_num_seqs=1,
         attention_backend="torch",
     )  # fmt: skip
 
 
 @asynccontextmanager
-async def run_tiny_cluster(redis_url: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+async def run_tiny_cluster(
+    redis_url: str, model: Path, monkeypatch: pytest.MonkeyPatch, **router_flags: Any
+) -> AsyncIterator[Cluster]:
     """Without workers."""
     addresses: list[str] = []
     for module in (worker_service.process, router.process):
         monkeypatch.setattr(module, "announce", addresses.append)
     async with AsyncExitStack() as stack:
-        args = RouterArgs(redis=redis_url, listen="127.0.0.1:0", model=str(model))
+        args = RouterArgs(redis=redis_url, listen="127.0.0.1:0", model=str(model), **router_flags)
         front = Router(args, PolicyConfig(), load_texts(args), Untraced())
         await front.start()
         stack.push_async_callback(front.close)

@@ -13,7 +13,7 @@ import click
 
 from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
-from router.args import GENERATION_HELP, OVERRIDE_HELP
+from router.args import GENERATION_HELP, OVERRIDE_HELP, SCHEDULING_HELP, SCHEDULING_POLICIES
 from router.policy import PolicyConfig
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
@@ -67,6 +67,8 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--generation-config", default=ClusterArgs.generation_config, metavar="SOURCE", help=GENERATION_HELP)
 @_option("--override-generation-config", default=ClusterArgs.override_generation_config, metavar="JSON",
          help=OVERRIDE_HELP)  # fmt: skip
+@_option("--scheduling-policy", type=click.Choice(SCHEDULING_POLICIES), default=ClusterArgs.scheduling_policy,
+         help=SCHEDULING_HELP)  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip
