@@ -1,4 +1,4 @@
-"""One answer, as it is asked for: what the front door makes of a request, and a life cycle runs."""
+"""One answer, as it is asked for: what is made of a request, and a life cycle runs. Of several, who is who."""
 
 from __future__ import annotations
 
@@ -46,3 +46,26 @@ class AskedAnswer:
     def num_prompt_logprobs(self) -> int:
         """That the client is told with the answer's first token: of each token of the prompt but the first."""
         return len(self.prompt_token_ids) - 1 if self.sampling_params.HasField("prompt_logprobs") else 0
+
+
+def names_at_workers(request_id: str, num_sequences: int) -> list[str]:
+    """What workers call the sequences of a request: one has the request's id, several have vLLM's names for them."""
+    if num_sequences == 1:
+        return [request_id]
+    return [f"{index}_{request_id}" for index in range(num_sequences)]
+
+
+def seed_of_sequence(seed: int, index: int) -> int:
+    """vLLM's rule: answer `index` of several to a seed is the one answer to seed + index (in 64 bits, signed)."""
+    return (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def params_of_sequence(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
+    """Of one of the sequences that `params` (every field set) ask for."""
+    own = pb.SamplingParams()
+    own.CopyFrom(params)
+    own.n = 1
+    if index:
+        own.ClearField("prompt_logprobs")  # the first one tells them
+    own.seed = seed_of_sequence(params.seed, index)
+    return own

@@ -12,7 +12,8 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import ClusterServicer as ClusterServicerBase
 from protos.tandem_worker_pb2_grpc import WorkerStub
 from router.audit import find_ownerless
-from router.lifecycle import Cluster, Lifecycle
+from router.lifecycle import Cluster
+from router.open_requests import OpenRequests
 from router.worker_handle import WorkerHandle
 from rpc.errors import InternalError, NotFound, TandemError, rpc_errors_as_tandem_errors
 
@@ -35,15 +36,13 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         *,
         router_id: str,
         cluster: Cluster,
-        num_running: Callable[[], int],
-        running: Callable[[], list[Lifecycle]],
+        open_requests: OpenRequests,
         is_registry_reachable: Callable[[], bool],
         unused: Callable[[], list[str]],
     ) -> None:
         self._router_id = router_id
         self._cluster = cluster
-        self._num_running = num_running
-        self._running = running
+        self._open_requests = open_requests
         self._is_registry_reachable = is_registry_reachable
         self._unused = unused
 
@@ -57,7 +56,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             router_id=self._router_id,
             num_queued_requests=len(self._cluster.queue),
             num_queued_tokens=self._cluster.queue.num_tokens,
-            num_running_requests=self._num_running(),
+            num_running_requests=len(self._open_requests),
             is_registry_reachable=self._is_registry_reachable(),
             workers=workers,
             unreachable=unreachable,
@@ -92,7 +91,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         return profile
 
     def _ownerless(self) -> dict[Hashable, str]:
-        return find_ownerless(self._cluster.pool, self._cluster.queue, self._running())
+        return find_ownerless(self._cluster.pool, self._cluster.queue, self._open_requests.lifecycles)
 
     async def _ask_all(self, ask: Callable[[WorkerStub], Awaitable[_T]]) -> tuple[list[_T], list[str]]:
         """What every known worker answers, and the ids of those that do not, with why."""

@@ -52,7 +52,6 @@ from router.validation.resumption import kind_name
 from router.worker_commands import WorkerCommands
 from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
-from rpc.errors import NoWorker
 
 _log = logging.getLogger(__name__)
 
@@ -392,9 +391,3 @@ class Lifecycle:
         # Where it began in the middle, more than the prompt may have been.
         num_cached_tokens = min(self._state.num_cached_tokens, len(self._asked.prompt_token_ids))
         return self._messages.last(finish_reason, num_cached_tokens=num_cached_tokens, timings=timings)
-
-
-def require_worker(pool: WorkerPool) -> None:
-    """Raise `NoWorker` at the door where nobody could serve the request."""
-    if not pool.has_decode_worker:
-        raise NoWorker("no decode worker is available; start one, or wait until one is ready", retry_after_s=2.0)

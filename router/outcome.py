@@ -13,6 +13,7 @@ import grpc
 from protos import tandem_inference_pb2 as pb
 from router.metrics import RouterMetrics
 from router.timings import AttemptStamps
+from router.validation.request import ValidatedRequest
 from rpc.errors import STATUS_CODES, TandemError, code_of
 from rpc.tracing import Value
 
@@ -23,25 +24,23 @@ _log = logging.getLogger(__name__)
 class Outcome:
     """Of one request, with all its answers."""
 
-    request_id: str
+    request: ValidatedRequest
     arrived_s: float
-    num_sequences: int
-    lora_name: str
-    params: pb.SamplingParams
-    """As they were asked for."""
-    fairness_id: str
     error: Exception | None = None
     lasts: list[pb.GenerateResponse] = field(default_factory=list)
     """The last message of each answer that has ended."""
-    num_resumed_tokens: int = 0
-    """That the client had before, of another router's."""
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     """Of all answers, that the client was sent."""
 
     @property
     def is_complete(self) -> bool:
-        return len(self.lasts) == self.num_sequences
+        return len(self.lasts) == self._num_answers
+
+    @property
+    def _num_answers(self) -> int:
+        """That were to be made: those that the client did not have."""
+        return len(self.request.open_sequences)
 
     @property
     def word(self) -> str:
@@ -55,13 +54,14 @@ class Outcome:
 
     def log(self, attempts: Mapping[int, Sequence[AttemptStamps]]) -> None:
         """`attempts`: at each answer, by its number."""
-        facts: dict[str, object] = {"request_id": self.request_id}
-        if self.lora_name:
-            facts["lora_name"] = self.lora_name
-        if self.params.priority:
-            facts["priority"] = self.params.priority
-        if self.fairness_id:  # a person's name, maybe: told apart, and found by who knows it, but not read
-            facts["fairness_id_hash"] = blake2b(self.fairness_id.encode(), digest_size=8).hexdigest()
+        request = self.request
+        facts: dict[str, object] = {"request_id": request.request_id}
+        if request.lora_name:
+            facts["lora_name"] = request.lora_name
+        if request.sampling_params.priority:
+            facts["priority"] = request.sampling_params.priority
+        if request.fairness_id:  # a person's name, maybe: told apart, and found by who knows it, but not read
+            facts["fairness_id_hash"] = blake2b(request.fairness_id.encode(), digest_size=8).hexdigest()
         if self.error is not None:
             code = code_of(self.error) if isinstance(self.error, TandemError) else "bug"
             facts |= {"code": code, "error": str(self.error)}
@@ -79,8 +79,8 @@ class Outcome:
                 "ttft_ms": first.timings.time_to_first_token_ms,
                 "attempts": sum(last.timings.attempts for last in self.lasts),
             }
-            if self.num_sequences > 1:
-                facts["n"] = self.num_sequences
+            if self._num_answers > 1:
+                facts["n"] = self._num_answers
         if not self.is_complete or self.error is not None:
             facts |= self._as_far_as_it_came(attempts)
         facts["total_ms"] = 1e3 * (time.monotonic() - self.arrived_s)
@@ -102,16 +102,17 @@ class Outcome:
     def trace_attributes(self, model: str) -> dict[str, Value]:
         """Of the request's span: vLLM's names, where it has them. Seconds."""
         attributes: dict[str, Value] = {
-            "gen_ai.request.id": self.request_id,
-            "gen_ai.response.model": self.lora_name or model,
-            "gen_ai.request.n": self.num_sequences,
+            "gen_ai.request.id": self.request.request_id,
+            "gen_ai.response.model": self.request.lora_name or model,
+            "gen_ai.request.n": self._num_answers,
             "tandem.outcome": self.word,
         }
+        params = self.request.sampling_params
         for name in ("max_tokens", "temperature", "top_p"):
-            if self.params.HasField(name):
-                attributes[f"gen_ai.request.{name}"] = getattr(self.params, name)
-        if self.num_resumed_tokens:
-            attributes["tandem.resumed_tokens"] = self.num_resumed_tokens
+            if params.HasField(name):
+                attributes[f"gen_ai.request.{name}"] = getattr(params, name)
+        if num_resumed := sum(len(begun.token_ids) for begun in self.request.begun.values()):
+            attributes["tandem.resumed_tokens"] = num_resumed
         if self.error is not None:
             attributes["error.type"] = reason_of(self.error)
         if self.is_complete:

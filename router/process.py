@@ -132,8 +132,7 @@ class Router:
         cluster_servicer = ClusterServicer(
             router_id=router_id,
             cluster=cluster,
-            num_running=lambda: self._inference.num_running,
-            running=lambda: self._inference.running,
+            open_requests=self._inference.open_requests,
             is_registry_reachable=lambda: self._directory.is_reachable,
             unused=lambda: self._peers.unused,
         )
@@ -143,8 +142,8 @@ class Router:
             queue=self._queue,
             pool=self._pool,
             budget=budget,
-            num_running=lambda: self._inference.num_running,
-            running=lambda: self._inference.running,
+            num_running=lambda: len(self._inference.open_requests),
+            running=lambda: self._inference.open_requests.lifecycles,
             is_registry_reachable=lambda: self._directory.is_reachable,
         )
         self._metrics.registry.register(gauges)
@@ -162,7 +161,7 @@ class Router:
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests; wait, at most `grace_s` seconds, until the running ones have ended."""
-        _log.info("draining", extra={"num_running": self._inference.num_running, "grace_s": grace_s})
+        _log.info("draining", extra={"num_running": len(self._inference.open_requests), "grace_s": grace_s})
         self._server.enter_drain()
         try:
             async with asyncio.timeout(grace_s):

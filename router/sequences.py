@@ -24,29 +24,6 @@ from rpc.merge import merged
 Responses = AsyncGenerator[pb.GenerateResponse, None]
 
 
-def names_at_workers(request_id: str, num_sequences: int) -> list[str]:
-    """What workers call the sequences of a request: one has the request's id, several have vLLM's names for them."""
-    if num_sequences == 1:
-        return [request_id]
-    return [f"{index}_{request_id}" for index in range(num_sequences)]
-
-
-def seed_of_sequence(seed: int, index: int) -> int:
-    """vLLM's rule: answer `index` of several to a seed is the one answer to seed + index (in 64 bits, signed)."""
-    return (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def params_of_sequence(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
-    """Of one of the sequences that `params` (every field set) ask for."""
-    own = pb.SamplingParams()
-    own.CopyFrom(params)
-    own.n = 1
-    if index:
-        own.ClearField("prompt_logprobs")  # the first one tells them
-    own.seed = seed_of_sequence(params.seed, index)
-    return own
-
-
 class Sequences:
     """All answers to one prompt. Iterate `run` once: whoever stops iterating cancels them all, on every worker."""
 

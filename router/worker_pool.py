@@ -45,6 +45,7 @@ from router.request_events import Plan, WorkerKey, WorkerPair
 from router.worker_handle import TakenRoom, WorkerHandle
 from router.worker_session import WorkerSession
 from rpc.channel import SESSION_READ_AHEAD_BYTES, open_channel
+from rpc.errors import NoWorker
 from rpc.tls import ClientTLS
 
 _log = logging.getLogger(__name__)
@@ -110,6 +111,11 @@ class WorkerPool:
         """Whether waiting makes sense: one is usable, or expected to be in a moment."""
         kind = self._choose_kind()
         return any(record.compat_digest == kind for record in self._expected_decode_records())
+
+    def require_decode_worker(self) -> None:
+        """Raise `NoWorker` at the door where nobody could serve a request."""
+        if not self.has_decode_worker:
+            raise NoWorker("no decode worker is available; start one, or wait until one is ready", retry_after_s=2.0)
 
     def decode_records(self) -> list[pb.WorkerRecord]:
         """Of the decode workers that new requests may wait for."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import RequestOutput as StepOutput
-from router.sequences import names_at_workers
+from router.asked_answer import names_at_workers
 from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine import sampling_params as engine_params
 from protos import tandem_inference_pb2 as pb
-from router.sequences import seed_of_sequence
+from router.asked_answer import seed_of_sequence
 from router.text.structured_outputs import grammar_of
 from router.validation.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N
 from tandem.checks import check_names, check_text, is_list, is_number, is_whole, without_array

@@ -16,6 +16,7 @@ from protos import tandem_kv_transfer_pb2 as kv_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import GetModelInfoResponse
 from router.cluster_servicer import ClusterServicer
+from router.open_requests import OpenRequests
 from router.request_events import Event, WorkerKey, WorkerLost
 from router.worker_handle import WorkerHandle
 from router.worker_session import WorkerSession
@@ -99,9 +100,12 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
         )
         cluster: Any = SimpleNamespace(pool=pool, queue=_EmptyQueue())
         servicer = ClusterServicer(
-            router_id="r", cluster=cluster, num_running=lambda: 0, running=list, is_registry_reachable=lambda: True,
+            router_id="r",
+            cluster=cluster,
+            open_requests=OpenRequests(),
+            is_registry_reachable=lambda: True,
             unused=list,
-        )  # fmt: skip
+        )
         context: Any = None
         for answer in (
             await servicer.Audit(pb.AuditRequest(), context),

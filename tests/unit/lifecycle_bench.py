@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
-from router.asked_answer import AskedAnswer
+from router.asked_answer import AskedAnswer, names_at_workers
 from router.forecast import Forecast
 from router.lifecycle import Cluster, Lifecycle
 from router.metrics import RouterMetrics
@@ -18,7 +18,7 @@ from router.queue import RequestQueue
 from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid, WorkerStalled
 from router.request_state import AttemptNumbers
 from router.retry_budget import RetryBudget
-from router.sequences import Sequences, names_at_workers
+from router.sequences import Sequences
 from router.text.detokenizer import IncrementalDetokenizer, TextDelta
 from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool

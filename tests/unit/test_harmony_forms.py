@@ -19,20 +19,19 @@ from tool_call_cases import outcome
 
 from engine.scheduling.grammar import Grammars
 from protos import tandem_inference_pb2 as pb
+from router.prepared import PreparedRequest
 from router.request_events import Emit
 from router.served_model import Texts
-from router.servicer import InferenceServicer
 from router.text.calls.call_format import Tool
 from router.text.calls.harmony import WORDS
 from router.text.calls.text_values import Schema
 from router.text.chat_template import ChatTemplate
-from router.text.detokenizer import StopStrings
 from router.text.harmony import Harmony
-from router.text.reasoning import reasoning_of
 from router.text.structured_outputs import grammar_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS, calls_grammar
+from router.validation.prompt import TokenizedPrompt
 from router.validation.request import validate
 from router.validation.resumption import BegunAnswer, resumption_of
 from tandem.messages import generate_request
@@ -202,15 +201,11 @@ def test_words_that_are_spelled_end_a_thought_too(tmp_path: Path) -> None:
 # -- in an answer -----------------------------------------------------------------------------------------------------
 
 
-def harmony_model(made: tokenizers.Tokenizer, ends: frozenset[int]) -> InferenceServicer:
+def harmony_model(made: tokenizers.Tokenizer, ends: frozenset[int]) -> Texts:
     model = replace(
         MODEL, tool_call_parser="openai", reasoning_parser="openai_gptoss", shows_tools=True, eos_token_ids=ends
     )
-    return InferenceServicer(
-        texts=Texts(model, Tokenizer(made), None),
-        cluster=None,  # type: ignore[arg-type]
-        max_request_bytes=1,
-    )
+    return Texts(model, Tokenizer(made), None)
 
 
 @pytest.mark.parametrize("has_tools", [False, True])
@@ -219,18 +214,15 @@ def test_an_answer_is_taken_up_at_any_token_and_tells_no_word(
     has_tools: bool, shows_special: bool, made: tokenizers.Tokenizer, ends: frozenset[int]
 ) -> None:
     """The words are special tokens, which are left out of text otherwise."""
-    servicer = harmony_model(made, ends)
-    model = servicer._texts.model
+    texts = harmony_model(made, ends)
     tools = [{"function": {"name": "now"}}] if has_tools else None
-    asked = validate(generate_request(HI, tools=tools), model).asked_tools
-    reasoning = reasoning_of("openai_gptoss", "", has_form=False)
-    params = pb.SamplingParams(skip_special_tokens=not shows_special)
+    validated = validate(generate_request(HI, tools=tools, skip_special_tokens=not shows_special), texts.model)
+    prepared = PreparedRequest(validated, texts.model, texts, TokenizedPrompt([0]))
     token_ids: list[int] = made.encode(f"{A}So é.{NEXT}{C}I look.{NEXT}{TO}now{JSON}{{}}<|call|>").ids
     whole = ("So é.", "I look." if has_tools else "I look.\n\n{}", "{}" if has_tools else "")
 
     def begin() -> Any:
-        detokenizer = servicer._detokenizer([0], params, model, StopStrings([]), asked, reasoning)
-        return reasoning.reader(asked.reader(str)), detokenizer
+        return prepared.reader(seed=1), prepared.detokenizer()
 
     for cut in range(len(token_ids)):
         has, _ = message_of(*begin(), 0).delta(Emit(0, token_ids[:cut], (), ()))
@@ -269,11 +261,10 @@ def test_what_is_asked_is_what_an_answer_is_held_to(
     made: tokenizers.Tokenizer,
     ends: frozenset[int],
 ) -> None:
-    servicer = harmony_model(made, ends)
-    validated = validate(generate_request(HI, **asked), servicer._texts.model)
-    reasoning = reasoning_of("openai_gptoss", opened, has_form=True)
+    texts = harmony_model(made, ends)
+    validated = validate(generate_request(HI, **asked), texts.model)
     form = grammar_of(validated.sampling_params.structured_outputs)
-    grammar = servicer._grammar(form, validated.asked_tools, reasoning)
+    grammar = PreparedRequest(validated, texts.model, texts, TokenizedPrompt([0], opened), form).grammar
     assert [may_be(grammars, made, grammar, each) for each in right] == [True] * len(right)
     assert [may_be(grammars, made, grammar, each) for each in wrong] == [False] * len(wrong)
     assert may_be(grammars, made, grammar, f"{A}So.{NEXT}{right[0]}") == (not opened)

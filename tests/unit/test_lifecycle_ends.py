@@ -96,7 +96,7 @@ async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.Log
     await first
     await answer.aclose()
     assert bench.d.sent[-1].WhichOneof("command") == "cancel"
-    assert (bench.d.names, bench.pool.rooms, servicer.num_running) == (set(), set(), 0)
+    assert (bench.d.names, bench.pool.rooms, len(servicer.open_requests)) == (set(), set(), 0)
     facts = vars(caplog.records[-1])
     assert facts["message"] == "cancelled"
     assert (facts["prompt_tokens"], facts["completion_tokens"], facts["decode_worker"]) == (3, 1, "d")

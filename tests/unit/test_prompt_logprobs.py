@@ -18,7 +18,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from engine.step_input import StepInput
 from protos import tandem_inference_pb2 as pb
-from router.sequences import params_of_sequence
+from router.asked_answer import params_of_sequence
 
 PROMPT = list(range(100, 120))
 VOCAB_SIZE = 300

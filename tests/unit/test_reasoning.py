@@ -19,17 +19,17 @@ from test_validation import MODEL, byte_tokenizer
 from protos import tandem_inference_pb2 as pb
 from router.answer_messages import AnswerMessages
 from router.args import RouterArgs
+from router.prepared import PreparedRequest
 from router.request_events import Emit
 from router.sequences import _as_one
 from router.served_model import Texts
-from router.servicer import InferenceServicer
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
-from router.text.detokenizer import IncrementalDetokenizer, StopStrings
+from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import NO_REASONING, PARSERS, THINK, Reasoning, ReasoningParser, opened_by, reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
-from router.validation.prompt import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, tokenize_prompt
+from router.validation.prompt import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, TokenizedPrompt, tokenize_prompt
 from router.validation.request import validate
 from router.validation.resumption import BegunAnswer, resumption_of
 from tandem.cluster_args import ClusterArgs
@@ -207,19 +207,11 @@ def test_a_word_that_ends_a_thought_is_not_hidden_for_being_special(is_special: 
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a")
     )
     backend.add_special_tokens(["<pad>", "<end>", *(words[1:3] if is_special else [])])
-    model = replace(MODEL, eos_token_ids=frozenset({9}))
-    servicer = InferenceServicer(
-        texts=Texts(model, Tokenizer(backend), None),
-        cluster=None,  # type: ignore[arg-type]
-        max_request_bytes=1,
-    )
-    params = pb.SamplingParams(skip_special_tokens=True)
-    asked = validate(generate_request(HI), MODEL).asked_tools
-    for reasoning, text in (
-        (Reasoning(marks=THINK), "a</think>a"),
-        (NO_REASONING, "aa" if is_special else "a</think>a"),
-    ):
-        detokenizer = servicer._detokenizer([0, 1], params, model, StopStrings([]), asked, reasoning)
+    validated = validate(generate_request(HI), MODEL)
+    for parser, text in (("qwen3", "a</think>a"), ("", "aa" if is_special else "a</think>a")):
+        model = replace(MODEL, eos_token_ids=frozenset({9}), reasoning_parser=parser)
+        texts = Texts(model, Tokenizer(backend), None)
+        detokenizer = PreparedRequest(validated, model, texts, TokenizedPrompt([0, 1])).detokenizer()
         said = detokenizer.push([0, 3, 2, 0, 4]).text + detokenizer.finish()
         assert said.replace(" ", "") == text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,10 +12,10 @@ from protos import tandem_worker_pb2 as pb
 from router.audit import find_ownerless
 from router.cluster_servicer import ClusterServicer
 from router.lifecycle import Cluster, Lifecycle
+from router.open_requests import OpenRequests
 from router.prefix_lookup import PrefixLookup
 from router.request_events import WorkerKey
 from router.sequences import Sequences
-from router.servicer import InferenceServicer
 
 
 def ownerless(bench: Bench, *running: Lifecycle) -> list[str]:
@@ -70,12 +69,11 @@ async def test_a_router_knows_the_life_cycles_of_all_answers() -> None:
     bench = Bench()
     first = bench.lifecycle("r", name="0_r")
     sequences = Sequences([first, bench.lifecycle("r", name="1_r", sequence=1, after=first)], is_streaming=True)
-    servicer = InferenceServicer(
-        texts=cast(Any, SimpleNamespace(model=None)), cluster=bench.cluster, max_request_bytes=1
-    )
-    servicer._running = {"r": sequences, "being tokenised": None}
-    assert [lifecycle.name for lifecycle in servicer.running] == ["0_r", "1_r"]
-    await servicer.close()
+    requests = OpenRequests()
+    requests.enter("r", ["0_r", "1_r"])
+    requests.enter("being tokenised", ["being tokenised"])
+    requests.begin("r", sequences)
+    assert [lifecycle.name for lifecycle in requests.lifecycles] == ["0_r", "1_r"]
 
 
 class ForgetsCancels:
@@ -128,9 +126,12 @@ async def test_an_audit_tells_what_it_finds_twice() -> None:
     """Once may be between two steps of the loop: planned, and its request has not heard of it yet."""
     bench = Bench()
     servicer = ClusterServicer(
-        router_id="r", cluster=bench.cluster, num_running=lambda: 0, running=list, is_registry_reachable=lambda: True,
+        router_id="r",
+        cluster=bench.cluster,
+        open_requests=OpenRequests(),
+        is_registry_reachable=lambda: True,
         unused=list,
-    )  # fmt: skip
+    )
 
     async def audit(*, and_meanwhile: Any = lambda: None) -> list[str]:
         async def ask_all(ask: Any) -> tuple[list[pb.WorkerAudit], list[str]]:

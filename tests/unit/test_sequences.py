@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from protos import tandem_inference_pb2 as pb
-from router.sequences import Sequences, _as_one, names_at_workers, params_of_sequence, seed_of_sequence
+from router.asked_answer import names_at_workers, params_of_sequence, seed_of_sequence
+from router.sequences import Sequences, _as_one
 
 
 def test_one_answer_has_the_name_of_its_request() -> None:

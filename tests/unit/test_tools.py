@@ -14,16 +14,14 @@ from test_validation import MODEL
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
+from router.prepared import PreparedRequest
 from router.served_model import Texts
-from router.servicer import InferenceServicer
 from router.text.chat_template import ChatMessage, ChatTemplate
-from router.text.detokenizer import StopStrings
-from router.text.reasoning import reasoning_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_formats import FORMATS
-from router.validation.prompt import ChatPrompt
+from router.validation.prompt import ChatPrompt, TokenizedPrompt
 from router.validation.request import validate
-from router.validation.tools import MAX_TOOL_BYTES, NO_TOOLS, AskedTools
+from router.validation.tools import MAX_TOOL_BYTES, AskedTools
 from rpc.errors import InvalidRequest
 from tandem.messages import generate_request
 from tandem.tools import CallsStream
@@ -355,17 +353,10 @@ def test_words_that_tell_calls_are_not_hidden_for_being_special(parser: str, is_
     tokenizer = Tokenizer(backend)
     assert tokenizer.hidden_ids(words) == {vocabulary[word] for word in words if is_special}
     model = replace(KNOWING, tool_call_parser=parser, eos_token_ids=frozenset({vocabulary["<end>"]}))
-    servicer = InferenceServicer(
-        texts=Texts(model, tokenizer, None),
-        cluster=None,  # type: ignore[arg-type]
-        max_request_bytes=1,
-    )
-    params = pb.SamplingParams(skip_special_tokens=True)
-    with_tools = validate(generate_request(HI, tools=[NOW]), model).asked_tools
-    said = "".join(words)
-    for asked, text in ((with_tools, said), (NO_TOOLS, "" if is_special else said)):
-        reasoning = reasoning_of("", "", has_form=False)
-        detokenizer = servicer._detokenizer([0], params, model, StopStrings([]), asked, reasoning)
+    texts, said = Texts(model, tokenizer, None), "".join(words)
+    for tools, text in (([NOW], said), (None, "" if is_special else said)):
+        validated = validate(generate_request(HI, tools=tools), model)
+        detokenizer = PreparedRequest(validated, model, texts, TokenizedPrompt([0])).detokenizer()
         ids = [vocabulary[word] for word in (*words, "<end>")]
         assert (detokenizer.push(ids).text + detokenizer.finish()).replace(" ", "") == text
 

@@ -1,0 +1,148 @@
+"""From a validated request to its answers, as a life cycle takes them. Asks no worker, queues nothing.
+
+ValidatedRequest ──> tokens ──> length checked ──> form compiled ──> PreparedRequest ──> AskedAnswer, one for each
+                     (a thread, if long)           (another process)                     that is not complete
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from router.asked_answer import AskedAnswer, names_at_workers, params_of_sequence
+from router.model_info import ModelInfo
+from router.served_model import Texts
+from router.text.bad_words import bad_words_token_ids
+from router.text.detokenizer import IncrementalDetokenizer, StopStrings
+from router.text.reasoning import AnswerReader, reasoning_of
+from router.text.tool_calls import call_id
+from router.validation.grammar_checker import GrammarChecker
+from router.validation.prompt import TokenizedPrompt, tokenize_prompt
+from router.validation.request import ValidatedRequest, check_prompt_length, compile_grammar
+from router.validation.resumption import NOTHING, Resumption, kind_name, resumption_of
+from router.validation.sampling import resolve_sampling
+from router.worker_pool import WorkerPool
+from rpc.errors import NoWorker
+
+
+async def prepare(
+    validated: ValidatedRequest, model: ModelInfo, texts: Texts, grammars: GrammarChecker, pool: WorkerPool
+) -> PreparedRequest:
+    """Raises `InvalidRequest` for what only tokens and grammars tell, and `NoWorker` where nobody could serve it."""
+    prompt = await tokenize_prompt(
+        validated.prompt,
+        texts.tokenizer,
+        texts.chat_template,
+        max_model_len=model.max_model_len,
+        num_kept=validated.num_kept_tokens(model),
+    )
+    check_prompt_length(validated, len(prompt.token_ids), model)
+    pool.require_decode_worker()
+    form = await compile_grammar(validated.sampling_params, grammars, validated.asked_tools)
+    return PreparedRequest(validated, model, texts, prompt, form)
+
+
+class PreparedRequest:
+    """What the answers to one prompt have in common, and each of them made of that."""
+
+    def __init__(
+        self, validated: ValidatedRequest, model: ModelInfo, texts: Texts, prompt: TokenizedPrompt, form: str = ""
+    ) -> None:
+        """`form`: what answers are held to, or their calls of tools, as it was compiled. Empty: nothing."""
+        self._validated = validated
+        self._names = names_at_workers(validated.request_id, validated.num_sequences)
+        self._open = validated.open_sequences
+        self._max_model_len = model.max_model_len
+        self._tokenizer = texts.tokenizer
+        self._prompt_token_ids = prompt.token_ids
+        self._reasoning = reasoning_of(
+            model.reasoning_parser if validated.is_chat else "",
+            prompt.thought_opened_by,
+            has_form=bool(form),
+            is_within=prompt.is_within_thought,
+        )
+        self.grammar = self._around(form)
+        self._params = resolve_sampling(validated.sampling_params, model, len(prompt.token_ids))
+        self._stop_token_ids = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else model.eos_token_ids)}
+        self._stops = StopStrings(self._params.stop)  # thousands of states: one for all answers
+        self._bad_words = bad_words_token_ids(self._params.bad_words, texts.tokenizer.encode_plain)
+
+    async def answer(
+        self, index: int, pool: WorkerPool, *, arrived_s: float, deadline_s: float | None = None
+    ) -> AskedAnswer:
+        """The one with that number. Raises `InvalidRequest` and `NoWorker` where it cannot go on as it has begun."""
+        params = params_of_sequence(self._params, index)
+        detokenizer, reader = self.detokenizer(), self.reader(params.seed)
+        return AskedAnswer(
+            request_id=self._validated.request_id,
+            name=self._names[index],
+            sequence=index,
+            num_answers=len(self._open) if index == self._open[0] else 1,
+            prompt_token_ids=self._prompt_token_ids,
+            sampling_params=params,
+            grammar=self.grammar,
+            bad_words=self._bad_words,
+            cache_salt=self._validated.cache_salt,
+            lora_name=self._validated.lora_name,
+            fairness_id=self._validated.fairness_id,
+            with_prompt_token_ids=self._validated.with_prompt_token_ids and index == 0,
+            detokenizer=detokenizer,
+            reader=reader,
+            resumption=await self._resumption(index, pool, detokenizer, reader),
+            arrived_s=arrived_s,
+            deadline_s=deadline_s,
+        )
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """Of one answer."""
+        told_apart_by = (*self._validated.asked_tools.words, *self._reasoning.words)
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            prompt_token_ids=self._prompt_token_ids,
+            stop=self._stops,
+            stop_token_ids=self._stop_token_ids,
+            include_stop_str_in_output=self._params.include_stop_str_in_output,
+            skip_special_tokens=self._params.skip_special_tokens,
+            shown_token_ids=self._tokenizer.hidden_ids(told_apart_by),
+            min_tokens=self._params.min_tokens,
+        )
+
+    def reader(self, seed: int) -> AnswerReader | None:
+        """Of one answer, with that seed. None: all that it says is content."""
+        asked = self._validated.asked_tools
+        id_of = partial(call_id, seed, self._prompt_token_ids, is_short=asked.has_short_ids)
+        return self._reasoning.reader(asked.reader(id_of, has_form=bool(self.grammar)))
+
+    def _around(self, form: str) -> str:
+        """The grammar of all that an answer says whose calls, or content, `form` holds. Empty: no form. `form` was
+        checked as text: of tokens by number nothing is known there."""
+        asked, added_ids = self._validated.asked_tools, self._tokenizer.added_ids
+        if asked.holds:
+            form = asked.grammar(added_ids(asked.words)).text
+        return self._reasoning.grammar(form, tokens=added_ids(self._reasoning.words), is_calls=asked.holds)
+
+    async def _resumption(
+        self, index: int, pool: WorkerPool, detokenizer: IncrementalDetokenizer, reader: AnswerReader | None
+    ) -> Resumption:
+        begun = self._validated.begun.get(index)
+        if begun is None or not begun.token_ids:
+            return NOTHING
+        return await asyncio.to_thread(  # milliseconds for every hundred tokens
+            resumption_of,
+            begun,
+            _compat_digest_of(begun.worker_kind, pool),
+            detokenizer,
+            reader,
+            max_tokens=min(self._params.max_tokens, self._max_model_len - len(self._prompt_token_ids)),
+            stop_token_ids=self._stop_token_ids,
+        )
+
+
+def _compat_digest_of(worker_kind: str, pool: WorkerPool) -> str:
+    """Of the workers that a client knows by this name. Raises `NoWorker` where none of them is here."""
+    if not worker_kind:
+        return ""
+    for handle in pool.handles:
+        if kind_name(handle.record.compat_digest) == worker_kind:
+            return handle.record.compat_digest
+    raise NoWorker("no worker of the kind that began this answer is available", retry_after_s=1.0)
