@@ -10,7 +10,7 @@ again. Pure: times are passed in, nothing is sent.
   kept apart, and both serve with others. What is said here of a worker goes for a pair.
 - A failure is what is the worker's own fault: an attempt that it failed, nonsense that it said, a session lost with
   requests on it, an engine that stands still with requests in it. Whoever calls decides that
-  (`RequestState`, `WorkerPool`).
+  (`RequestState`, `KnownWorkers`).
 - One event counts once. Attempts that were under way when a failure was counted may have ended by the same cause: that
   they fail too does not count. A session that is lost is one failure, however many requests it had.
 - A success is a prompt computed and handed over, or an answer completed. One that began before the ejection says

@@ -124,12 +124,12 @@ class Bench:
         record = pb.WorkerRecord(worker_id=name, incarnation=incarnation, role=role, model=model, load=load(100))
         handle = WorkerHandle(record, channel=None)
         handle.session = cast(Any, ScriptedSession(handle.key))
-        self.pool._handles[handle.key] = handle
+        self.pool.workers.handles[handle.key] = handle
         return handle
 
     def hear_load(self, handle: WorkerHandle, load: pb.WorkerLoad) -> None:
         """As a message of the worker brings it."""
-        self.pool._on_load(handle, load)
+        self.pool.workers._on_load(handle, load)
 
     def lose_decode_session(self, *, num_lost: int) -> None:
         """As WorkerSession and WorkerPool do when `num_lost` sessions in a row were lost."""

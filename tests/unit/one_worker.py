@@ -47,8 +47,8 @@ class OneWorker:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.channels: list[Channel] = []
         """One for each process."""
-        monkeypatch.setattr("router.worker_pool.open_channel", self._open_channel)
-        monkeypatch.setattr("router.worker_pool._RECONNECT_MIN_S", 0.0)
+        monkeypatch.setattr("router.known_workers.open_channel", self._open_channel)
+        monkeypatch.setattr("router.known_workers._RECONNECT_MIN_S", 0.0)
         self.pool = WorkerPool(
             router_id="r",
             policy=PolicyConfig(),

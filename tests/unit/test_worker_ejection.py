@@ -80,7 +80,7 @@ def tokens(*, is_last: bool = True) -> pb.Tokens:
 async def test_a_worker_that_fails_each_request_is_asked_no_more_then_probed_then_used_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "router.worker_pool")
+    caplog.set_level(logging.INFO, "router.worker_faults")
     bench = Two()
     await bench.eject()
     assert ids_of(bench.d) == ["r1", "r2", "r3"]
@@ -99,8 +99,8 @@ async def test_a_worker_that_fails_each_request_is_asked_no_more_then_probed_the
     assert ids_of(bench.d)[4:] == ["r12", "r13", "r14"]
     for each in asked:
         await each.leave()
-    of_pool = [record for record in caplog.records if record.name == "router.worker_pool"]
-    lines = [(record.message, vars(record).get("worker")) for record in of_pool]
+    told = [record for record in caplog.records if record.name == "router.worker_faults"]
+    lines = [(record.message, vars(record).get("worker")) for record in told]
     assert lines == [("worker ejected", "d"), ("worker readmitted", "d")]
 
 
@@ -343,12 +343,12 @@ async def test_a_pair_of_which_one_was_restarted_is_another() -> None:
     bench = Bench(with_prefill=True)
     await fail_transfers(bench)
     assert bench.pool.apart
-    del bench.pool._handles[bench.decode.key]
+    del bench.pool.workers.handles[bench.decode.key]
     bench.decode.record.incarnation = "2"
     bench.decode.key = WorkerKey("d", "2")
     session = ScriptedSession(bench.decode.key)
     bench.decode.session = cast(Any, session)
-    bench.pool._handles[bench.decode.key] = bench.decode
+    bench.pool.workers.handles[bench.decode.key] = bench.decode
     asked = bench.request("r")
     await settle()
     assert session.sent[-1].WhichOneof("command") == "reserve"

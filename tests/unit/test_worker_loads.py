@@ -6,7 +6,7 @@ import pytest
 from lifecycle_bench import Bench, load
 
 from protos import tandem_worker_pb2 as pb
-from router.worker_pool import LOOK_S
+from router.known_workers import LOOK_S
 
 
 class Looks(Bench):

@@ -43,7 +43,7 @@ async def test_a_pool_that_closes_closes_all_though_one_leaves_meanwhile(monkeyp
     async def finish() -> None:
         assert leaving.session is not None
         leaving.session.detach("r")
-        worker.pool._on_load(leaving, leaving.record.load)
+        worker.pool.workers._on_load(leaving, leaving.record.load)
 
     monkeypatch.setattr(worker.channels[0], "close", finish)
     await worker.pool.close()
