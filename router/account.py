@@ -1,8 +1,18 @@
-"""What is measured of one request, and what the router learns from it. Decides nothing about the request.
+"""What is measured of one request, and who learns from it for those that come later. Decides nothing about the request.
 
-queued ──> planned ──> sent ──> placed ──> first token ──> second token ──> ... ──> left
-  ^           └─ the attempt failed ──┐             │        └─ forecast, costs, metrics: what later requests may expect
-  └───────────────────────────────────┘             └─ Stamps: where its time went; AttemptStamps: that of each attempt
+    queued ──> planned ──> asked ──> granted ──> sent ──> placed ──> first token ──> second token ──> ... ──> left
+      ^                                   └─ the attempt failed ──┐
+      └───────────────────────────────────────────────────────────┘
+
+    from                                          learns         for
+    sent ──> first token                          Costs          which worker computes the next prompt
+    asked ──> granted, first ──> second token     Costs          whether another worker computes it
+    sent ──> first token                          Forecast       whether the next answer can be in time
+    first token ──> each token ──> left           Forecast       the same
+    arrived ──> first token, token ──> token      RouterMetrics  people
+    (queued ──> planned: the queue's own, `QueuePace`)
+
+`Stamps` tell the client where its request's time went, `AttemptStamps` tell traces that of each attempt.
 """
 
 from __future__ import annotations
@@ -31,6 +41,10 @@ class Account:
         """The attempt that gave the first token."""
         self._has_second = False
         self._emitted_s: float | None = None
+
+    def entered(self) -> None:
+        """It begins to wait for workers; `left` ends that."""
+        self._forecast.num_running += 1
 
     @property
     def is_waiting(self) -> bool:
@@ -121,6 +135,7 @@ class Account:
 
     def left(self, num_answer_tokens: int, why: str = "") -> None:
         """The request is over, well or not: `why` it failed."""
+        self._forecast.num_running -= 1
         self._end_attempt(time.monotonic(), why)
         if self.stamps.first_token_s is not None:
             is_complete = self.stamps.ended_s is not None

@@ -37,10 +37,10 @@ class Deadline:
         self._num_tokens = num_tokens
         self._num_answers = num_answers
 
-    def refuse_if_late(self, num_queued_tokens: int, num_tokens_ahead: float) -> None:
+    def refuse_if_late(self, queued_s: float, num_tokens_ahead: float) -> None:
         """Raise `Overloaded` where the answer could not be complete in time, before anything is done for it.
 
-        `num_queued_tokens`: that wait for room before it. `num_tokens_ahead`: to be computed before it at its worker.
+        `queued_s`: until it has room. `num_tokens_ahead`: to be computed before it at its worker.
         """
         if self._deadline_s is None:
             return
@@ -48,7 +48,7 @@ class Deadline:
         if left_s <= 0:
             raise DeadlinePassed("the request's deadline passed before it was begun")
         needed_s = CAUTION * self._forecast.needed_s(
-            num_queued_tokens,
+            queued_s,
             num_tokens_ahead,
             self._num_tokens,
             _min_tokens(self._params),

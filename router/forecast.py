@@ -1,23 +1,22 @@
-"""How long a request would take now, learned from those before it. Pure: times are passed in, in seconds.
+"""How long a request would take now, whoever computes it, learned from those before it: what requests are refused by
+that could not meet their deadline (`deadline`). Pure: times are passed in, in seconds.
 
-    waiting for room      queued, planned ──> how fast the queue moves while there is one
-    computing the prompt  computed ─────────> what a token takes at a worker, those before it there included
+    computing the prompt  computed ───────────────────> what a token takes at a worker, those before it there included
     answering             answering, emitted, ended ──> what a token takes, and how many answer meanwhile
 
 Every figure is a mean in which older parts count less. What nobody has seen yet counts as no time at all: nobody is
 refused on a guess, and where nothing runs, a request is always tried, so that a figure that has gone wrong corrects
-itself.
+itself. (How long it waits for room before is the queue's to know: `queue_pace`. Which worker is the best: `costs`.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from router.fading import FADE, FadingRatio
+
 HALF_LIFE_S = 2.0
 """Of what was learned from time that passed, in seconds in which something was going on."""
-HALF_LIFE_REQUESTS = 8.0
-MIN_WAIT_S = 0.005
-"""Who has room at once has not waited."""
 PROMPT_OVERHEAD_TOKENS = 64
 """A prompt costs as much as so many tokens before its first one: else what tiny ones take would be held against long
 ones."""
@@ -29,23 +28,6 @@ FREE_BATCH = 8
 
 
 @dataclass(slots=True)
-class FadingRatio:
-    """A sum over another, in both of which older parts count less."""
-
-    above: float = 0.0
-    below: float = 0.0
-
-    def add(self, above: float, below: float, fade: float) -> None:
-        self.above = self.above * fade + above
-        self.below = self.below * fade + below
-
-    @property
-    def value(self) -> float:
-        """0 while there is nothing."""
-        return self.above / self.below if self.below else 0.0
-
-
-@dataclass(slots=True)
 class Forecast:
     """Of one router."""
 
@@ -53,11 +35,8 @@ class Forecast:
     """Requests that have entered and not ended."""
     num_answering: int = 0
     """Of them those with a first token."""
-    _moved_s: float | None = None
-    """Since when requests have waited for room, or when the last one got it. None: nobody waits."""
     _looked_s: float = 0.0
     """Up to when answers are counted."""
-    _seconds_per_queued_token: FadingRatio = field(default_factory=FadingRatio)
     _seconds_per_prompt_token: FadingRatio = field(default_factory=lambda: FadingRatio(0.0, PRIOR_TOKENS))
     _seconds_per_answer_token: FadingRatio = field(default_factory=FadingRatio)
     """Of one answer among others."""
@@ -66,26 +45,9 @@ class Forecast:
 
     # -- what happens -------------------------------------------------------------------------------------------
 
-    def queued(self, now_s: float) -> None:
-        """A request waits for room."""
-        if self._moved_s is None:
-            self._moved_s = now_s
-
-    def planned(self, num_tokens: int, now_s: float, *, is_last: bool) -> None:
-        """A request that waited has got room. `is_last`: nobody waits behind it."""
-        seconds = 0.0 if self._moved_s is None else now_s - self._moved_s
-        if seconds > MIN_WAIT_S or not is_last:
-            self._seconds_per_queued_token.add(seconds, num_tokens, _fade(seconds))
-        self._moved_s = None if is_last else now_s
-
-    def nobody_waits(self) -> None:
-        """Whoever waited for room has left."""
-        self._moved_s = None
-
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A prompt's first token came so long after its worker was told. `num_tokens`: its own, and those before it."""
-        fade = 0.5 ** (1 / HALF_LIFE_REQUESTS)
-        self._seconds_per_prompt_token.add(seconds, num_tokens + PROMPT_OVERHEAD_TOKENS, fade)
+        self._seconds_per_prompt_token.add(seconds, num_tokens + PROMPT_OVERHEAD_TOKENS, FADE)
 
     def answering(self, now_s: float) -> None:
         """An answer has begun."""
@@ -101,11 +63,11 @@ class Forecast:
         self._look(now_s, 0)
         self.num_answering -= 1
         if is_complete:
-            self._tokens_per_answer.add(num_tokens, 1, 0.5 ** (1 / HALF_LIFE_REQUESTS))
+            self._tokens_per_answer.add(num_tokens, 1, FADE)
 
     def _look(self, now_s: float, num_tokens: int) -> None:
         seconds = now_s - self._looked_s if self.num_answering else 0.0
-        fade = _fade(seconds)
+        fade = 0.5 ** (seconds / HALF_LIFE_S)
         self._seconds_per_answer_token.add(seconds * self.num_answering, num_tokens, fade)
         self._answers_at_once.add(seconds * self.num_answering, seconds, fade)
         self._looked_s = now_s
@@ -124,13 +86,9 @@ class Forecast:
         crowd = (self.num_running + num_answers + FREE_BATCH) / (self._answers_at_once.value + FREE_BATCH)
         return num_tokens * self._seconds_per_answer_token.value * max(1.0, crowd)
 
-    def queued_s(self, num_tokens: int) -> float:
-        """Until so many tokens that wait for room have got it."""
-        return num_tokens * self._seconds_per_queued_token.value
-
     def needed_s(
         self,
-        num_queued_tokens: int,
+        queued_s: float,
         num_tokens_ahead: float,
         num_prompt_tokens: int,
         min_tokens: int,
@@ -139,18 +97,13 @@ class Forecast:
     ) -> float:
         """From now to the last token of a request that would enter now; 0 where nothing runs.
 
-        num_queued_tokens: that wait for room before it. num_tokens_ahead: to be computed before it at its worker.
+        queued_s: until it has room. num_tokens_ahead: to be computed before it at its worker.
         """
         if not self.num_running:
             return 0.0
         num_tokens = num_tokens_ahead + num_prompt_tokens + PROMPT_OVERHEAD_TOKENS
         return (
-            self.queued_s(num_queued_tokens)
+            queued_s
             + num_tokens * self._seconds_per_prompt_token.value
             + self.answer_s(min_tokens, max_tokens, num_answers)
         )
-
-
-def _fade(seconds: float) -> float:
-    fade: float = 0.5 ** (seconds / HALF_LIFE_S)
-    return fade

@@ -146,11 +146,11 @@ class Lifecycle:
             return
         if self._after is None:
             self._deadline.refuse_if_late(
-                self._cluster.queue.num_tokens_before(self._asked.sampling_params.priority, self._asked.fairness_id),
+                self._cluster.queue.wait_s(self._asked.sampling_params.priority, self._asked.fairness_id),
                 self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids)),
             )
         self._begun_s = time.monotonic()
-        self._cluster.forecast.num_running += 1
+        self.account.entered()
         self._share = self._cluster.queue.enter(self._asked.sampling_params.priority, self._asked.fairness_id)
         try:
             actions = self._state.start()
@@ -245,15 +245,11 @@ class Lifecycle:
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
         token_ids = self._asked.prompt_token_ids + self._state.token_ids
-        forecast, queue = self._cluster.forecast, self._cluster.queue
         try:
             shared = None if self._after is None else self._after.shared_prefix()
             self._cached = await self._cached_blocks(token_ids, shared)
             if self.room is not None:
                 self.room.end()  # not before: others would have it who are behind this one
-            if not queue.has_line:
-                forecast.nobody_waits()
-            forecast.queued(time.monotonic())
             request = QueuedRequest(
                 num_tokens=len(token_ids),
                 num_cached_blocks=self._cached,
@@ -264,22 +260,18 @@ class Lifecycle:
                 arrived_s=self._begun_s,
                 is_return=action.is_return,
             )
-            self.room = await queue.wait_for_plan(
+            self.room = await self._cluster.queue.wait_for_plan(
                 request,
                 priority=self._asked.sampling_params.priority,
                 fairness_id=self._asked.fairness_id,
                 is_admitted=self._after is not None,
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
-            forecast.planned(len(token_ids), time.monotonic(), is_last=not queue.has_line)
             self.account.planned(self.room.plan)
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
-            return
-        finally:
-            if not queue.has_line:
-                forecast.nobody_waits()
-        self._events.put_nowait(Planned(self.room.plan))
+        else:
+            self._events.put_nowait(Planned(self.room.plan))
 
     async def _cached_blocks(self, token_ids: list[int], shared: SharedPrefix | None) -> dict[WorkerKey, int]:
         """Leading blocks of `token_ids` that workers have, for all that is known. `shared`: with another answer."""
@@ -353,8 +345,6 @@ class Lifecycle:
 
     def _leave(self) -> None:
         """The request is over: nobody waits, counts or listens for it any more."""
-        forecast = self._cluster.forecast
-        forecast.num_running -= 1
         self.account.left(self._messages.num_tokens, "" if self._error is None else str(self._error))
         if self._share is not None:
             self._cluster.queue.leave(self._share)

@@ -100,13 +100,11 @@ class Router:
             on_change=self._on_change,
             tls=args.client_tls,
         )
-        forecast = Forecast()
         self._queue = RequestQueue(
             max_tokens=args.max_queue_tokens,
             choose=self._pool.choose,
             has_workers=self._pool.has_decode_worker_for,
             is_apart=self._pool.is_apart,
-            queued_s=forecast.queued_s,
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._on_records)
@@ -118,7 +116,7 @@ class Router:
             good_tpot_ms=args.good_tpot_ms,
         )
         prefixes = PrefixLookup(self._index, self._pool)
-        cluster = Cluster(self._pool, self._queue, prefixes, budget, forecast, self._metrics)
+        cluster = Cluster(self._pool, self._queue, prefixes, budget, Forecast(), self._metrics)
         self._inference = InferenceServicer(
             texts=texts,
             cluster=cluster,

@@ -29,6 +29,7 @@ from typing import TypeAlias
 
 from router.fair_shares import FairShares, Share
 from router.needs import NO_NEEDS, Needs
+from router.queue_pace import QueuePace
 from router.request_events import WorkerKey
 from router.worker_handle import TakenRoom
 from rpc.errors import NoWorker, Overloaded
@@ -97,16 +98,15 @@ class RequestQueue:
         choose: Callable[[QueuedRequest], TakenRoom | None],
         has_workers: Callable[[QueuedRequest], bool],
         is_apart: Callable[[QueuedRequest], bool] = lambda _: False,
-        queued_s: Callable[[int], float] = lambda num_tokens: 0.0,
     ) -> None:
         """`choose` plans one request with the workers as they are now, and takes the room for it. `has_workers`:
         whether waiting makes sense for it. `is_apart`: whether it is for none of the workers that new requests go
-        to. `queued_s`: until so many tokens that wait have got room, for those who are told to come again."""
+        to."""
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
         self._is_apart = is_apart
-        self._queued_s = queued_s
+        self.pace = QueuePace()
         self._shares: dict[int, FairShares[QueuedRequest]] = {}
         """By priority, for each at which a request has entered and not left."""
         self._priorities: list[int] = []
@@ -135,6 +135,10 @@ class RequestQueue:
         num_urgent = sum(self._shares[other].num_tokens for other in self._priorities if other < priority)
         shares = self._shares.get(priority)
         return num_urgent + (0 if shares is None else shares.num_tokens_before(fairness_id))
+
+    def wait_s(self, priority: int, fairness_id: str) -> float:
+        """Until a further request of this client would have room, as far as is known."""
+        return self.pace.queued_s(self.num_tokens_before(priority, fairness_id))
 
     def enter(self, priority: int, fairness_id: str) -> ClientShare:
         """A request of the client begins: what it is served is charged to the share, until it leaves."""
@@ -165,11 +169,26 @@ class RequestQueue:
         Raises `Overloaded` where a new request would pass the bound, or still waits at `give_up_s` (of the event
         loop's clock); and `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
         """
-        if not (request.is_return or is_admitted):
-            self._refuse_if_full(request.num_tokens, priority, fairness_id)
+        self._note_if_empty()
+        self.pace.queued(time.monotonic())
+        try:
+            if not (request.is_return or is_admitted):
+                self._refuse_if_full(request.num_tokens, priority, fairness_id)
+            room = await self._wait_turn(request, self.enter(priority, fairness_id), give_up_s)
+            self.pace.planned(request.num_tokens, time.monotonic(), is_last=not self.has_line)
+            return room
+        finally:
+            self._note_if_empty()
+
+    def _note_if_empty(self) -> None:
+        if not self.has_line:
+            self.pace.nobody_waits()
+
+    async def _wait_turn(self, request: QueuedRequest, share: ClientShare, give_up_s: float | None) -> TakenRoom:
+        """Leaves the `share` that was entered."""
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
         request.planned = future
-        request.share = share = self.enter(priority, fairness_id)
+        request.share = share
         self._wait(request)
         try:
             self.dispatch()
@@ -258,7 +277,7 @@ class RequestQueue:
         if is_full or (self._num_waiting and self.num_tokens + num_tokens > 2 * self._max_tokens):
             held = num_before if is_full else self.num_tokens
             bound = self._max_tokens if is_full else 2 * self._max_tokens
-            room_s = self._queued_s(held + num_tokens - bound)
+            room_s = self.pace.queued_s(held + num_tokens - bound)
             raise Overloaded(
                 f"the queue holds {held} tokens of at most {bound}; retry later",
                 retry_after_s=min(max(room_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),

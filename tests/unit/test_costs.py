@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from router.costs import HALF_LIFE_S, PROMPT_OVERHEAD_TOKENS, Costs, FadingLine
+from router.costs import PROMPT_OVERHEAD_TOKENS, Costs
+from router.fading import HALF_LIFE_S, FadingLine
 from router.request_events import WorkerKey
 
 FAST, SLOW, NEW = (WorkerKey(name, "1") for name in ("fast", "slow", "new"))

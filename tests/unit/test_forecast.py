@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.forecast import FREE_BATCH, PROMPT_OVERHEAD_TOKENS, Forecast
+from router.queue_pace import QueuePace
 
 
 def forecast_of(num_answering: int, seconds_per_token: float, num_seconds: int = 20) -> Forecast:
@@ -20,8 +21,9 @@ def forecast_of(num_answering: int, seconds_per_token: float, num_seconds: int =
 
 
 def test_nobody_is_refused_on_a_guess() -> None:
-    assert Forecast().needed_s(10_000, 10_000, 10_000, 1, 10_000) == 0
-    assert Forecast(num_running=5).needed_s(10_000, 10_000, 10_000, 1, 10_000) == 0
+    assert QueuePace().queued_s(10_000) == 0
+    assert Forecast().needed_s(10.0, 10_000, 10_000, 1, 10_000) == 0
+    assert Forecast(num_running=5).needed_s(0.0, 10_000, 10_000, 1, 10_000) == 0
     idle = forecast_of(1, 0.1)
     idle.num_running = 0
     assert idle.needed_s(0, 0, 10_000, 1, 10_000) == 0, "where nothing runs, it is tried"
@@ -66,17 +68,18 @@ def test_what_tiny_prompts_take_is_not_held_against_long_ones() -> None:
 
 
 def test_the_queue_counts_while_there_is_one() -> None:
-    forecast = Forecast(num_running=1)
-    forecast.queued(0.0)
+    pace = QueuePace()
+    pace.queued(0.0)
     for number in range(20):
-        forecast.planned(100, (number + 1) * 0.5, is_last=number == 19)
-    assert forecast.needed_s(1000, 0, 0, 0, 0) == pytest.approx(5.0)
-    forecast.queued(1000.0)  # idle time in between is not counted
-    forecast.planned(100, 1000.5, is_last=True)
-    assert forecast.needed_s(1000, 0, 0, 0, 0) == pytest.approx(5.0)
-    forecast.queued(2000.0)
-    forecast.planned(100, 2000.0, is_last=True)  # it had room at once
-    assert forecast.needed_s(1000, 0, 0, 0, 0) == pytest.approx(5.0)
+        pace.planned(100, (number + 1) * 0.5, is_last=number == 19)
+    assert pace.queued_s(1000) == pytest.approx(5.0)
+    pace.queued(1000.0)  # idle time in between is not counted
+    pace.planned(100, 1000.5, is_last=True)
+    assert pace.queued_s(1000) == pytest.approx(5.0)
+    pace.queued(2000.0)
+    pace.planned(100, 2000.0, is_last=True)  # it had room at once
+    assert pace.queued_s(1000) == pytest.approx(5.0)
+    assert Forecast(num_running=1).needed_s(pace.queued_s(1000), 0, 0, 0, 0) == pytest.approx(5.0)
 
 
 def test_one_tiny_prompt_that_met_a_pause_refuses_no_long_one() -> None:

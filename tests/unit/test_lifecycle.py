@@ -195,10 +195,10 @@ async def test_a_prompt_that_is_cached_costs_its_client_what_is_left_of_it() -> 
 async def test_who_sends_many_is_refused_for_its_deadline_and_others_are_not() -> None:
     bench = Bench()
     bench.decode.set_load(load(0))
-    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    now_s = asyncio.get_running_loop().time()
     asked = [Asked(bench.lifecycle(f"flood-{number}", fairness_id="a").run()) for number in range(5)]
     await settle()
-    forecast._seconds_per_queued_token.add(1.0, len(PROMPT), 1.0)  # a second for each prompt that goes before
+    bench.queue.pace._seconds_per_token.add(1.0, len(PROMPT), 1.0)  # a second for each prompt that goes before
     refused = Asked(bench.lifecycle("more", fairness_id="a", deadline_s=now_s + 4).run())
     other = Asked(bench.lifecycle("other", fairness_id="b", deadline_s=now_s + 4).run())
     await settle()

@@ -31,11 +31,10 @@ async def test_who_leaves_while_it_waits_is_not_taken_for_hours_of_waiting() -> 
     await asked.leave()
     await settle()
     assert len(bench.queue) == 0
-    forecast, later_s = bench.cluster.forecast, time.monotonic() + 7200
-    forecast.queued(later_s)  # the next one to wait
-    forecast.planned(10, later_s + 0.01, is_last=True)
-    forecast.num_running = 1
-    assert forecast.needed_s(10, 0, 0, 0, 0) < 1, "what later ones are refused by"
+    pace, later_s = bench.queue.pace, time.monotonic() + 7200
+    pace.queued(later_s)  # the next one to wait
+    pace.planned(10, later_s + 0.01, is_last=True)
+    assert pace.queued_s(10) < 1, "what later ones are refused by"
 
 
 async def test_the_room_of_a_failed_attempt_is_its_requests_until_that_is_in_the_queue_again() -> None:

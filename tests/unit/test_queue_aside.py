@@ -122,7 +122,7 @@ async def test_the_time_that_they_wait_is_no_measure_of_the_line() -> None:
     new = [bench.request(name) for name in ("new", "newer")]
     await settle()
     assert (len(bench.sent_to_new), len(bench.queue)) == (2, 1)
-    assert bench.cluster.forecast._moved_s is None
+    assert bench.queue.pace._moved_s is None
     for each in (moved, *new):
         await each.leave()
 

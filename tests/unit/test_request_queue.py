@@ -24,11 +24,7 @@ class Room:
         self.order: list[int] = []
         model = inference_pb.GetModelInfoResponse(block_size=1)
         self.worker = WorkerHandle(pb.WorkerRecord(worker_id="d", incarnation="1", model=model), channel=None)
-        self.seconds_per_token = 0.0
-        self.queue = RequestQueue(
-            max_tokens=100, choose=self.choose, has_workers=lambda _: self.is_there,
-            queued_s=lambda num_tokens: num_tokens * self.seconds_per_token,
-        )  # fmt: skip
+        self.queue = RequestQueue(max_tokens=100, choose=self.choose, has_workers=lambda _: self.is_there)
 
     def choose(self, request: QueuedRequest) -> TakenRoom | None:
         if request.num_tokens > self.num_tokens:
@@ -304,7 +300,7 @@ async def test_who_finds_the_queue_full_hears_when_there_may_be_room() -> None:
     waiting = asyncio.create_task(room.wait(100))
     await settle()
     for seconds_per_token, retry_after_s in ((0.0, 1.0), (0.1, 6.0), (10.0, 60.0)):
-        room.seconds_per_token = seconds_per_token
+        room.queue.pace._seconds_per_token.add(seconds_per_token, 1, 0.0)
         with pytest.raises(Overloaded) as caught:
             await room.wait(60)
         assert caught.value.retry_after_s == pytest.approx(retry_after_s)

@@ -1,0 +1,78 @@
+"""What is learned from numbers that come one after the other, of which older ones count less. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FADE = 0.5 ** (1 / 8)
+"""What each request leaves of the weight of those before it: a half, once eight have followed."""
+HALF_LIFE_S = 60.0
+"""Of the weight of a line to which nothing is added."""
+OUTLIER = 4.0
+"""A request counts as at most so many times slower than expected: a process that was held up is no news of it."""
+MIN_KNOWN = 1.5
+"""So much must two requests weigh before a third is compared with them."""
+MIN_S = 1e-6
+SPREAD_TOKENS = 64.0
+"""Prompts whose lengths differ by less tell hardly what a token costs."""
+
+
+@dataclass(slots=True)
+class FadingRatio:
+    """A sum over another, in both of which older parts count less."""
+
+    above: float = 0.0
+    below: float = 0.0
+
+    def add(self, above: float, below: float, fade: float) -> None:
+        self.above = self.above * fade + above
+        self.below = self.below * fade + below
+
+    @property
+    def value(self) -> float:
+        """0 while there is nothing."""
+        return self.above / self.below if self.below else 0.0
+
+
+@dataclass(slots=True)
+class FadingLine:
+    """Seconds over tokens, by least squares in which older requests count less."""
+
+    overhead_tokens: float | None = None
+    """Of the slope that is assumed while lengths do not show it: through 0 s at minus so many tokens. None: flat."""
+    _num: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+    _last_s: float = 0.0
+
+    def add(self, num_tokens: float, seconds: float, now_s: float, *, expected_s: float | None = None) -> None:
+        """`expected_s`: what was expected, for as long as the line knows too little to say so itself. None: nothing."""
+        if self._num >= MIN_KNOWN:
+            expected_s = self.at(num_tokens)
+        if expected_s is not None:
+            seconds = min(seconds, OUTLIER * max(expected_s, MIN_S))
+        self._num = self._num * FADE + 1
+        self._x = self._x * FADE + num_tokens
+        self._y = self._y * FADE + seconds
+        self._xx = self._xx * FADE + num_tokens * num_tokens
+        self._xy = self._xy * FADE + num_tokens * seconds
+        self._last_s = now_s
+
+    def weight(self, now_s: float) -> float:
+        """How many requests it stands for."""
+        weight: float = self._num * 0.5 ** (max(0.0, now_s - self._last_s) / HALF_LIFE_S)
+        return weight
+
+    def at(self, num_tokens: float) -> float:
+        """Never negative, and never less for more tokens. 0 where nothing was added."""
+        if not self._num:
+            return 0.0
+        mean_x, mean_y = self._x / self._num, self._y / self._num
+        assumed = 0.0 if self.overhead_tokens is None else mean_y / (mean_x + self.overhead_tokens)
+        ridge = SPREAD_TOKENS**2
+        spread = max(0.0, self._xx - mean_x * self._x)
+        slope = (self._xy - mean_y * self._x + ridge * assumed) / (spread + ridge)
+        slope = min(max(slope, 0.0), mean_y / mean_x if mean_x else 0.0)
+        return max(0.0, mean_y + slope * (num_tokens - mean_x))  # rounding may leave it below
