@@ -1,6 +1,6 @@
 """What is measured of one request, and who learns from it for those that come later. Decides nothing about the request.
 
-    queued ──> planned ──> asked ──> granted ──> sent ──> placed ──> first token ──> second token ──> ... ──> left
+    queued ──> planned ──> asked ──> granted ──> sent ──> begun ──> first token ──> second token ──> ... ──> left
       ^                                   └─ the attempt failed ──┐
       └───────────────────────────────────────────────────────────┘
 
@@ -23,8 +23,8 @@ from router.costs import Costs
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
 from router.request_events import Plan, WorkerSaid
+from router.taken_room import TakenRoom
 from router.timings import AttemptStamps, Stamps
-from router.worker_handle import TakenRoom
 
 
 class Account:
@@ -112,7 +112,7 @@ class Account:
         self._forecast.computed(num_tokens, seconds)
         self._costs.computed(said.worker, num_tokens, seconds, now_s)
         self._forecast.answering(now_s)
-        self.stamps.placed_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
+        self.stamps.begun_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
         self.stamps.first_token_s = now_s
 
     def _note_second(self, room: TakenRoom, attempt: AttemptStamps, now_s: float) -> None:

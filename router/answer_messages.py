@@ -9,38 +9,25 @@ import codecs
 from collections.abc import Iterable
 
 from protos import tandem_inference_pb2 as pb
+from router.asked_answer import AskedAnswer
 from router.request_events import Emit
-from router.text.detokenizer import IncrementalDetokenizer
-from router.text.reasoning import AnswerReader
 from router.text.tool_calls import Told
 
 
 class AnswerMessages:
     """Of one sequence of a request."""
 
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        sequence: int,
-        prompt_token_ids: list[int],
-        detokenizer: IncrementalDetokenizer,
-        reader: AnswerReader | None = None,
-        num_tokens: int = 0,
-        tells_prompt: bool = False,
-        with_prompt_token_ids: bool = False,
-    ) -> None:
-        """`num_tokens` of the answer the client has, and `detokenizer` and `reader` have taken in. With the answer's
-        first token comes, `tells_prompt`, how likely the prompt's were, and, `with_prompt_token_ids`, which."""
-        self._request_id = request_id
-        self._sequence = sequence
-        self._prompt_token_ids = prompt_token_ids
-        self._detokenizer = detokenizer
-        self._reader = reader
-        self._tells_prompt = tells_prompt
-        self._with_prompt_token_ids = with_prompt_token_ids
+    def __init__(self, asked: AskedAnswer) -> None:
+        self._request_id = asked.request_id
+        self._sequence = asked.sequence
+        self._prompt_token_ids = asked.prompt_token_ids
+        self._detokenizer = asked.detokenizer
+        self._reader = asked.reader
+        self._tells_prompt = asked.sampling_params.HasField("prompt_logprobs")
+        """With the answer's first token, how likely the prompt's were."""
+        self._with_prompt_token_ids = asked.with_prompt_token_ids
         self._has_begun = False
-        self.num_tokens = num_tokens
+        self.num_tokens = len(asked.resumption.token_ids)
         """Of the answer, up to the last message."""
 
     def delta(self, emit: Emit) -> tuple[pb.GenerateResponse, bool]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 
 from protos import tandem_inference_pb2 as pb
+from router.asked_answer import AskedAnswer
 from router.forecast import Forecast
 from rpc.errors import DeadlinePassed, Overloaded
 
@@ -18,24 +19,14 @@ MIN_ANSWER_S = 0.1
 
 
 class Deadline:
-    """Of one answer of `num_tokens` prompt tokens."""
+    """Of one answer, and of those that begin with it."""
 
-    def __init__(
-        self,
-        deadline_s: float | None,
-        forecast: Forecast,
-        params: pb.SamplingParams,
-        num_tokens: int,
-        *,
-        num_answers: int = 1,
-    ) -> None:
-        """`deadline_s`: when the client's time is up, on this process' monotonic clock. None: never. `num_answers`: to
-        the same prompt, once this one has begun."""
-        self._deadline_s = deadline_s
+    def __init__(self, asked: AskedAnswer, forecast: Forecast) -> None:
+        self._deadline_s = asked.deadline_s
         self._forecast = forecast
-        self._params = params
-        self._num_tokens = num_tokens
-        self._num_answers = num_answers
+        self._params = asked.sampling_params
+        self._num_tokens = len(asked.prompt_token_ids)
+        self._num_answers = asked.num_answers
 
     def refuse_if_late(self, queued_s: float, num_tokens_ahead: float) -> None:
         """Raise `Overloaded` where the answer could not be complete in time, before anything is done for it.

@@ -47,10 +47,10 @@ from router.request_events import (
 )
 from router.request_state import AttemptNumbers, Phase, RequestState
 from router.retry_budget import RetryBudget
+from router.taken_room import TakenRoom
 from router.timings import timings_of
 from router.validation.resumption import kind_name
 from router.worker_commands import WorkerCommands
-from router.worker_handle import TakenRoom
 from router.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
@@ -94,16 +94,7 @@ class Lifecycle:
         self._cluster = cluster
         self._share: ClientShare | None = None
         """Of its client, while it runs."""
-        self._messages = AnswerMessages(
-            request_id=asked.request_id,
-            sequence=asked.sequence,
-            prompt_token_ids=asked.prompt_token_ids,
-            detokenizer=asked.detokenizer,
-            reader=asked.reader,
-            num_tokens=len(asked.resumption.token_ids),
-            tells_prompt=asked.sampling_params.HasField("prompt_logprobs"),
-            with_prompt_token_ids=asked.with_prompt_token_ids,
-        )
+        self._messages = AnswerMessages(asked)
         self._state = RequestState(
             MAX_ATTEMPTS,
             cluster.budget,
@@ -122,16 +113,10 @@ class Lifecycle:
         """Which ended it."""
         self._num_failures = 0
         """Those of the state's that are logged and counted."""
-        self._deadline = Deadline(
-            asked.deadline_s,
-            cluster.forecast,
-            asked.sampling_params,
-            len(asked.prompt_token_ids),
-            num_answers=asked.num_answers,
-        )
+        self._deadline = Deadline(asked, cluster.forecast)
         self._cached: dict[WorkerKey, int] = {}
         """Leading blocks of the prompt that workers have, as the index said."""
-        self._begun_s = asked.arrived_s
+        self._entered_s = asked.arrived_s
         """Since when it waits for workers."""
         self.account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, asked.arrived_s)
 
@@ -149,7 +134,7 @@ class Lifecycle:
                 self._cluster.queue.wait_s(self._asked.sampling_params.priority, self._asked.fairness_id),
                 self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids)),
             )
-        self._begun_s = time.monotonic()
+        self._entered_s = time.monotonic()
         self.account.entered()
         self._share = self._cluster.queue.enter(self._asked.sampling_params.priority, self._asked.fairness_id)
         try:
@@ -257,7 +242,7 @@ class Lifecycle:
                 avoid=action.avoid,
                 shared=shared,
                 answer_s=self._deadline.answer_s(),
-                arrived_s=self._begun_s,
+                arrived_s=self._entered_s,
                 is_return=action.is_return,
             )
             self.room = await self._cluster.queue.wait_for_plan(

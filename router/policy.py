@@ -97,6 +97,10 @@ class DecodeCandidate(NamedTuple):
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_uncached_tokens(self, num_tokens: int) -> int:
+        """Of a prompt of `num_tokens`."""
+        return num_tokens - self.num_cached_blocks * self.block_size
+
 
 def choose_plan(
     config: PolicyConfig,
@@ -124,7 +128,6 @@ def choose_plan(
         with_room,
         key=lambda d: (d.key in avoid, max(0, d.num_blocks(num_tokens) - d.num_cached_blocks) + d.num_used_blocks),
     )
-    num_uncached_tokens = num_tokens - best.num_cached_blocks * best.block_size
     compatible = [
         p
         for p in prefill
@@ -132,23 +135,36 @@ def choose_plan(
         and p.key not in avoid
         and not are_apart(WorkerPair(p.key, best.key))
     ]
-    if num_uncached_tokens <= config.local_max_uncached_tokens or not compatible:
+    if best.num_uncached_tokens(num_tokens) <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
+
+    return _here_or_there(config, costs, now_s, num_tokens, best, compatible)
+
+
+def _here_or_there(
+    config: PolicyConfig,
+    costs: Costs,
+    now_s: float,
+    num_tokens: int,
+    decode: DecodeCandidate,
+    prefill: Sequence[PrefillCandidate],
+) -> Plan | None:
+    """Where the prompt costs less: at its decode worker, or at the best of those that may prefill for that. None: at
+    one of these, but each has too much before it."""
+    num_uncached_tokens = decode.num_uncached_tokens(num_tokens)
 
     def there_s(p: PrefillCandidate) -> float:
         return costs.prompt_s(p.key, p.num_queued_tokens + max(1, num_tokens - p.num_cached_tokens), now_s)
 
-    free = [p for p in compatible if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
-    soonest = min(free or compatible, key=there_s)
+    free = [p for p in prefill if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
+    soonest = min(free or prefill, key=there_s)
     # What this worker takes, beside streams, is stretched by them: they are held up by what it computes, not by that.
-    alone_s = min(costs.prompt_s(key, num_uncached_tokens, now_s) for key in (best.key, soonest.key))
-    stall_s = STALL_WEIGHT * (best.num_running + 1) * alone_s
-    here_s = costs.prompt_s(best.key, best.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
+    alone_s = min(costs.prompt_s(key, num_uncached_tokens, now_s) for key in (decode.key, soonest.key))
+    stall_s = STALL_WEIGHT * (decode.num_running + 1) * alone_s
+    here_s = costs.prompt_s(decode.key, decode.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
     if there_s(soonest) + costs.handover_s(num_uncached_tokens, now_s) > here_s:
-        return Plan(best.key, None)
-    if not free:
-        return None
-    return Plan(best.key, soonest.key)
+        return Plan(decode.key, None)
+    return Plan(decode.key, soonest.key) if free else None
 
 
 def _stay(

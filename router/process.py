@@ -108,7 +108,7 @@ class Router:
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._on_records)
-        budget, name = RetryBudget(), texts.model.served_model_name
+        name = texts.model.served_model_name
         self._metrics = RouterMetrics(
             name,
             texts.model.max_model_len or DEFAULT_CONTEXT,
@@ -116,7 +116,7 @@ class Router:
             good_tpot_ms=args.good_tpot_ms,
         )
         prefixes = PrefixLookup(self._index, self._pool)
-        cluster = Cluster(self._pool, self._queue, prefixes, budget, Forecast(), self._metrics)
+        cluster = Cluster(self._pool, self._queue, prefixes, RetryBudget(), Forecast(), self._metrics)
         self._inference = InferenceServicer(
             texts=texts,
             cluster=cluster,
@@ -124,22 +124,13 @@ class Router:
             takes_priorities=args.scheduling_policy == "priority",
             tracing=tracing,
         )
-        self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
         self._tokenizer = TokenizerServicer(texts=texts, pool=self._pool, max_request_bytes=args.max_message_bytes)
-        self._server.add(add_TokenizerServicer_to_server, self._tokenizer, TOKENIZER_SERVICE)
-        cluster_servicer = ClusterServicer(
-            router_id=router_id,
-            cluster=cluster,
-            open_requests=self._inference.open_requests,
-            is_registry_reachable=lambda: self._directory.is_reachable,
-            unused=lambda: self._peers.unused,
-        )
-        self._server.add(add_ClusterServicer_to_server, cluster_servicer, CLUSTER_SERVICE)
+        self._add_services(router_id, cluster)
         gauges = RouterGauges(
             name,
             queue=self._queue,
             pool=self._pool,
-            budget=budget,
+            budget=cluster.budget,
             num_running=lambda: len(self._inference.open_requests),
             running=lambda: self._inference.open_requests.lifecycles,
             is_registry_reachable=lambda: self._directory.is_reachable,
@@ -147,6 +138,18 @@ class Router:
         self._metrics.registry.register(gauges)
         self._metrics_listen = args.metrics_listen
         self._metrics_server: HttpServer | None = None
+
+    def _add_services(self, router_id: str, cluster: Cluster) -> None:
+        operators = ClusterServicer(
+            router_id=router_id,
+            cluster=cluster,
+            open_requests=self._inference.open_requests,
+            is_registry_reachable=lambda: self._directory.is_reachable,
+            unused=lambda: self._peers.unused,
+        )
+        self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)
+        self._server.add(add_TokenizerServicer_to_server, self._tokenizer, TOKENIZER_SERVICE)
+        self._server.add(add_ClusterServicer_to_server, operators, CLUSTER_SERVICE)
 
     async def start(self) -> None:
         await self._directory.start()

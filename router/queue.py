@@ -31,7 +31,7 @@ from router.fair_shares import FairShares, Share
 from router.needs import NO_NEEDS, Needs
 from router.queue_pace import QueuePace
 from router.request_events import WorkerKey
-from router.worker_handle import TakenRoom
+from router.taken_room import TakenRoom
 from rpc.errors import NoWorker, Overloaded
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protos.tandem_worker_pb2 import WorkerRecord
@@ -23,13 +23,13 @@ class Texts:
 class ServedModel:
     """`ModelInfo` with the context length and the adapters of the decode workers that are there, or were last."""
 
-    def __init__(self, model: ModelInfo) -> None:
+    def __init__(self, model: ModelInfo, decode_records: Callable[[], Sequence[WorkerRecord]]) -> None:
         self._model = model
         self._known = model
+        self._decode_records = decode_records
 
-    def now(self, workers: Sequence[WorkerRecord]) -> ModelInfo:
-        """`workers`: that are there and decode."""
-        if workers:
+    def now(self) -> ModelInfo:
+        if workers := self._decode_records():
             shortest = min(workers, key=lambda record: record.model.max_model_len)
             lora_names = {name for record in workers for name in record.model.lora_names}
             self._known = self._model.with_worker(shortest.model, lora_names)

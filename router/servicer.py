@@ -16,7 +16,6 @@ from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
 from router.asked_answer import names_at_workers
 from router.lifecycle import Cluster, Lifecycle
-from router.model_info import ModelInfo
 from router.open_requests import OpenRequests
 from router.outcome import Outcome, reason_of
 from router.prepared import prepare
@@ -50,7 +49,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._takes_priorities = takes_priorities
         self._tracing = tracing or Untraced()
         self._numbers = AttemptNumbers()
-        self._model = ServedModel(texts.model)
+        self._model = ServedModel(texts.model, cluster.pool.decode_records)
         self._grammars = GrammarChecker()
         self._is_draining = False
         self.open_requests = OpenRequests()
@@ -99,7 +98,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        return self._model_now().to_proto()
+        return self._model.now().to_proto()
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         check_size(request, self._max_request_bytes)
         if self._is_draining:
             raise Draining("this router is leaving; ask another", retry_after_s=1.0)
-        model = self._model_now()
+        model = self._model.now()
         if not model.max_model_len:
             self._cluster.pool.require_decode_worker()  # only a worker knows how long a prompt may be
         validated = validate(request, model)
@@ -121,7 +120,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self, validated: ValidatedRequest, arrived_s: float, deadline_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         pool, numbers = self._cluster.pool, self._numbers
-        prepared = await prepare(validated, self._model_now(), self._texts, self._grammars, pool)
+        prepared = await prepare(validated, self._model.now(), self._texts, self._grammars, pool)
         lifecycles: list[Lifecycle] = []
         for index in validated.open_sequences:
             asked = await prepared.answer(index, pool, arrived_s=arrived_s, deadline_s=deadline_s)
@@ -132,9 +131,6 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         async with aclosing(sequences.run()) as responses:
             async for response in responses:
                 yield response
-
-    def _model_now(self) -> ModelInfo:
-        return self._model.now(self._cluster.pool.decode_records())
 
     # -- what is told of it -------------------------------------------------------------------------------------
 

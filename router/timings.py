@@ -15,7 +15,7 @@ class Stamps:
     arrived_s: float
     sent_s: float | None = None
     """The worker that computes the prompt was told."""
-    placed_s: float | None = None
+    begun_s: float | None = None
     """That worker began."""
     first_token_s: float | None = None
     handed_over_s: float | None = None
@@ -58,12 +58,12 @@ def timings_of(
     """Of an answer of `num_tokens` tokens that has ended: four spans that sum up to the whole, where what never
     happened took no time. `plan` and `transfer` are the last attempt's."""
     assert stamps.ended_s is not None
-    placed_s = stamps.placed_s or stamps.first_token_s or stamps.ended_s
+    begun_s = stamps.begun_s or stamps.first_token_s or stamps.ended_s
     first_token_s = stamps.first_token_s or stamps.ended_s
     handed_over_s = max(stamps.handed_over_s or first_token_s, first_token_s)
     timings = inference_pb.Timings(
-        queue_ms=1e3 * (placed_s - stamps.arrived_s),
-        prefill_ms=1e3 * (first_token_s - placed_s),
+        queue_ms=1e3 * (begun_s - stamps.arrived_s),
+        prefill_ms=1e3 * (first_token_s - begun_s),
         transfer_ms=1e3 * (handed_over_s - first_token_s),
         decode_ms=1e3 * (stamps.ended_s - handed_over_s),
         total_ms=1e3 * (stamps.ended_s - stamps.arrived_s),

@@ -12,7 +12,6 @@ import grpc
 
 from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import TokenizerServicer as TokenizerServicerBase
-from router.model_info import ModelInfo
 from router.served_model import ServedModel, Texts
 from router.validation.prompt import tokenize_prompt
 from router.validation.request import check_size
@@ -28,16 +27,15 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
 
     def __init__(self, *, texts: Texts, pool: WorkerPool, max_request_bytes: int) -> None:
         self._texts = texts
-        self._pool = pool
         self._max_request_bytes = max_request_bytes
-        self._model = ServedModel(texts.model)
+        self._model = ServedModel(texts.model, pool.decode_records)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
         check_size(request, self._max_request_bytes)
-        model = self._model_now()
+        model = self._model.now()
         prompt = prompt_to_tokenize(request, model)
         tokenizer, template = self._texts.tokenizer, self._texts.chat_template
         token_ids = (await tokenize_prompt(prompt, tokenizer, template, threads=self._threads)).token_ids
@@ -51,7 +49,7 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         check_size(request, self._max_request_bytes)
-        token_ids = token_ids_to_read(request, self._model_now())
+        token_ids = token_ids_to_read(request, self._model.now())
         text = await self._in_thread(self._texts.tokenizer.decode, token_ids, request.skip_special_tokens)
         check_num_bytes(text)
         return pb.DetokenizeResponse(text=text)
@@ -62,6 +60,3 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-
-    def _model_now(self) -> ModelInfo:
-        return self._model.now(self._pool.decode_records())

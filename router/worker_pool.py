@@ -28,8 +28,9 @@ from router.policy import STALL_WEIGHT, STAY_SHARE, UNKNOWN_ANSWER_S, PolicyConf
 from router.queue import QueuedRequest
 from router.request_events import Plan, WorkerKey, WorkerPair
 from router.served_kind import ServedKind
+from router.taken_room import TakenRoom
 from router.worker_faults import WorkerFaults, keys_of
-from router.worker_handle import TakenRoom, WorkerHandle
+from router.worker_handle import WorkerHandle
 from rpc.errors import NoWorker
 from rpc.tls import ClientTLS
 

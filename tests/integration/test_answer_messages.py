@@ -8,11 +8,13 @@ import pytest
 
 from protos import tandem_inference_pb2 as pb
 from router.answer_messages import AnswerMessages
+from router.asked_answer import AskedAnswer
 from router.request_events import Emit
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
+from router.validation.resumption import Resumption
 
 WORD = "Hi \U0001f9ec\u4f60\u597d x"
 
@@ -23,10 +25,11 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 
 def message_of(tokenizer: Tokenizer, prompt_token_ids: list[int], *, tells_prompt: bool = True) -> pb.GenerateResponse:
-    messages = AnswerMessages(
-        request_id="r", sequence=0, prompt_token_ids=prompt_token_ids, detokenizer=IncrementalDetokenizer(tokenizer),
-        tells_prompt=tells_prompt,
+    asked = AskedAnswer(
+        request_id="r", name="r", prompt_token_ids=prompt_token_ids, detokenizer=IncrementalDetokenizer(tokenizer),
+        sampling_params=pb.SamplingParams(prompt_logprobs=0 if tells_prompt else None), arrived_s=0.0,
     )  # fmt: skip
+    messages = AnswerMessages(asked)
     told = [pb.TokenLogprobs(sampled=pb.Logprob(token_id=i, rank=1)) for i in prompt_token_ids[1:]]
     message, _ = messages.delta(Emit(0, [5], (), told if tells_prompt else ()))
     return message
@@ -73,10 +76,11 @@ def test_content_and_calls_add_up_to_what_was_said(
         if num_before:
             told = calls.push(detokenizer.push(token_ids[:num_before]).text)
             said.append(pb.GenerateResponse(text=told.content, tool_calls=told.calls))
-        messages = AnswerMessages(
-            request_id="r", sequence=0, prompt_token_ids=[1], detokenizer=detokenizer, reader=calls,
-            num_tokens=num_before,
+        asked = AskedAnswer(
+            request_id="r", name="r", prompt_token_ids=[1], sampling_params=pb.SamplingParams(), arrived_s=0.0,
+            detokenizer=detokenizer, reader=calls, resumption=Resumption(token_ids=token_ids[:num_before]),
         )  # fmt: skip
+        messages = AnswerMessages(asked)
         said.append(messages.delta(Emit(num_before, token_ids[num_before:], (), ()))[0])
         said.append(messages.last(pb.FINISH_REASON_STOP, num_cached_tokens=0, timings=pb.Timings()))
         assert "".join(each.text for each in said) == content

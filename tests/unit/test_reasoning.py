@@ -19,6 +19,7 @@ from test_validation import MODEL, byte_tokenizer
 from protos import tandem_inference_pb2 as pb
 from router.answer_messages import AnswerMessages
 from router.args import RouterArgs
+from router.asked_answer import AskedAnswer
 from router.prepared import PreparedRequest
 from router.request_events import Emit
 from router.sequences import _as_one
@@ -31,7 +32,7 @@ from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
 from router.validation.prompt import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, TokenizedPrompt, tokenize_prompt
 from router.validation.request import validate
-from router.validation.resumption import BegunAnswer, resumption_of
+from router.validation.resumption import BegunAnswer, Resumption, resumption_of
 from tandem.cluster_args import ClusterArgs
 from tandem.messages import generate_request
 
@@ -153,8 +154,11 @@ def test_no_text_takes_long(is_open: bool, piece: str) -> None:
 
 def message_of(reader: ReasoningParser, detokenizer: IncrementalDetokenizer, num_tokens: int) -> AnswerMessages:
     return AnswerMessages(
-        request_id="r", sequence=0, prompt_token_ids=[1], detokenizer=detokenizer, reader=reader, num_tokens=num_tokens
-    )
+        AskedAnswer(
+            request_id="r", name="r", prompt_token_ids=[1], sampling_params=pb.SamplingParams(), arrived_s=0.0,
+            detokenizer=detokenizer, reader=reader, resumption=Resumption(token_ids=range(num_tokens)),
+        )
+    )  # fmt: skip
 
 
 def test_an_answer_is_taken_up_at_any_token() -> None:

@@ -11,7 +11,8 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.queue import QueuedRequest, RequestQueue
 from router.request_events import Plan, WorkerKey
-from router.worker_handle import TakenRoom, WorkerHandle
+from router.taken_room import TakenRoom
+from router.worker_handle import WorkerHandle
 from rpc.errors import NoWorker, Overloaded
 
 

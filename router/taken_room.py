@@ -1,0 +1,90 @@
+"""What a plan counts as taken on its workers, until their own load tells of the request.
+
+    TAKEN ──settle_decode──> prompt still counted ──settle──> SETTLED ──end──> its trials end, too
+            the decode worker                      the prompt is computed,
+            has answered                           or will not be
+
+Each part is given back once; repeating it is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from protos import tandem_worker_pb2 as pb
+from router.ejection import Trial
+from router.request_events import Plan
+from router.worker_handle import WorkerHandle
+
+
+class TakenRoom:
+    """Of one attempt. Its `trials` tell how the workers did."""
+
+    def __init__(
+        self,
+        decode: WorkerHandle,
+        prefill: WorkerHandle | None,
+        num_tokens: int,
+        *,
+        num_cached_tokens: int = 0,
+        num_blocks_held: int = 0,
+        num_blocks_shared: int = 0,
+        trials: Sequence[Trial] = (),
+        on_end: Callable[[TakenRoom], None] = lambda _: None,
+    ) -> None:
+        """`num_tokens`: of the prompt, of which whoever computes it has `num_cached_tokens` already. `num_blocks_held`:
+        how many blocks of it the decode worker has. `num_blocks_shared`: those of them that another answer keeps in
+        use, so that they take no room."""
+        is_stay = decode.record.role == pb.Role.ROLE_PREFILL
+        self.plan = Plan(decode.key, prefill.key if prefill else None, is_stay=is_stay)
+        self.num_tokens = num_tokens
+        self.trials = tuple(trials)
+        self._on_end = on_end
+        self.compat_digest = decode.record.compat_digest
+        self._decode: WorkerHandle | None = decode
+        self._prefiller: WorkerHandle | None = prefill or decode
+        self.num_tokens_to_prefill = max(1, num_tokens - num_cached_tokens)
+        """Of the prompt."""
+        self.num_cached_tokens = num_cached_tokens
+        self._num_blocks = -(-num_tokens // decode.record.model.block_size) - num_blocks_shared
+        self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.record.model.block_size)
+        """To the decode worker, where another computes the prompt."""
+        decode.num_planned_blocks += self._num_blocks
+        decode.num_planned_seqs += 1
+        self._prefiller.num_prefill_tokens += self.num_tokens_to_prefill
+        self.num_tokens_to_compute = self._prefiller.num_queued_tokens
+        """At the worker that computes the prompt, with what is before it there."""
+
+    def taken(self) -> list[tuple[WorkerHandle, str, int]]:
+        """What this plan still counts as taken: where, what of, and how many."""
+        taken = []
+        if self._decode is not None:
+            taken += [(self._decode, "blocks", self._num_blocks), (self._decode, "sequences", 1)]
+        if self._prefiller is not None:
+            taken.append((self._prefiller, "tokens", self.num_tokens_to_prefill))
+        return taken
+
+    @property
+    def is_settled(self) -> bool:
+        return self._decode is None and self._prefiller is None
+
+    def settle_decode(self) -> None:
+        """The decode worker has answered."""
+        if self._decode is not None:
+            self._decode.num_planned_blocks -= self._num_blocks
+            self._decode.num_planned_seqs -= 1
+            self._decode = None
+
+    def settle(self) -> None:
+        """The prompt is computed, or will not be."""
+        self.settle_decode()
+        if self._prefiller is not None:
+            self._prefiller.num_prefill_tokens -= self.num_tokens_to_prefill
+            self._prefiller = None
+
+    def end(self) -> None:
+        """The attempt is over."""
+        self.settle()
+        for trial in self.trials:
+            trial.end()
+        self._on_end(self)
