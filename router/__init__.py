@@ -2,4 +2,14 @@
 
 Imports protos, rpc, registry and prefix_hash only; never torch, never a model's weights. A router needs nothing of a
 model but its folder's tokenizer, chat template and generation_config.
+
+    one request   servicer ──> validation, prepared ──> an asked_answer for each ──> sequences ──> a lifecycle for each
+                  open_requests: by their names; deadline: refused at once; outcome: the log's line, metrics, traces
+    one answer    lifecycle does ── request_events ── request_state decides; worker_commands, answer_messages; account
+    waiting       queue, fair_shares: whose turn it is; queue_pace; retry_budget
+    choosing      worker_pool ──> candidates ──> policy; taken_room; prefix_lookup, needs
+    workers       known_workers ──> worker_handle, worker_session; worker_faults ──> ejection; served_kind; peers
+    learning      forecast: whom to refuse; costs: whom to choose; fading: their means
+    text          text, validation: packages of their own; served_model ──> model_info, generation_defaults
+    process       __main__, args, process; tokenizer_servicer; cluster_servicer, audit: what operators ask; metrics
 """

@@ -61,7 +61,8 @@ class Load(NamedTuple):
         return (
             self.has_freed_since(before)
             or self.num_waiting_tokens < before.num_waiting_tokens
-            or self[-2:] != before[-2:]
+            or self.is_draining != before.is_draining
+            or self.is_stalled != before.is_stalled
         )
 
 
