@@ -1,7 +1,7 @@
 """Checks a request before anything is queued.
 
-    validate -> ValidatedRequest -> (prompt.py) tokenize_prompt -> check_prompt_length -> compile_grammar
-             -> (sampling.py) resolve
+    validate ──> ValidatedRequest ──> tokenize_prompt ──> check_prompt_length ──> compile_grammar ──> resolve_sampling
+                                      (prompt.py)         `router.prepared` calls these              (sampling.py)
 
 Every check runs: the client learns of all wrong fields at once. Each description states the bound and what was given;
 prompts are never quoted. Bounds are those of protos/tandem_inference.proto; those of prompts and of sampling parameters
@@ -86,10 +86,6 @@ class ValidatedRequest:
     def prompt_field(self) -> str:
         """Name of the prompt's field in the request, for violations."""
         return FIELD_OF_PROMPT[type(self.prompt)]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:MAX_NAMES_TOLD])) + (", …" if len(names) > MAX_NAMES_TOLD else "")
 
 
 def check_size(request: Message, max_bytes: int) -> None:
@@ -226,6 +222,10 @@ def check_model(name: str, model: ModelInfo, violations: Violations) -> None:
         adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
         known = f"{model.served_model_name!r}{aliases}{adapters}"
         violations.append(("model", f"must be {known} or empty, is {name[:128]!r}"))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:MAX_NAMES_TOLD])) + (", …" if len(names) > MAX_NAMES_TOLD else "")
 
 
 def _with_form(
