@@ -11,31 +11,31 @@ from router.worker_handle import WorkerHandle
 def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCandidate:
     return PrefillCandidate(
         key=handle.key,
-        compat_digest=handle.record.compat_digest,
+        compat_digest=handle.facts.compat_digest,
         num_queued_tokens=handle.num_queued_tokens,
         num_cached_tokens=num_cached_tokens(handle, request),
         num_blocks=handle.load.num_blocks,
         num_available_blocks=handle.num_available_blocks,
-        is_full=handle.is_full or not handle.record.can_generate,
-        transport=handle.record.transport,
+        is_full=handle.is_full or not handle.facts.can_generate,
+        transport=handle.facts.transport,
     )
 
 
 def decode_candidate(handle: WorkerHandle, request: QueuedRequest) -> DecodeCandidate:
     return DecodeCandidate(
         key=handle.key,
-        compat_digest=handle.record.compat_digest,
-        block_size=handle.record.model.block_size,
+        compat_digest=handle.facts.compat_digest,
+        block_size=handle.facts.block_size,
         num_available_blocks=handle.num_available_blocks + request.num_shared_blocks(handle.key),
         num_used_blocks=handle.load.num_used_blocks + handle.num_planned_blocks,
         num_cached_blocks=request.num_cached_blocks.get(handle.key, 0),
         is_full=handle.is_full or not handle.has_free_seqs,
         num_queued_tokens=handle.num_queued_tokens,
         num_running=handle.load.num_running,
-        transport=handle.record.transport,
+        transport=handle.facts.transport,
     )
 
 
 def num_cached_tokens(handle: WorkerHandle, request: QueuedRequest) -> int:
     """Of its prompt, that the worker has, as the index said."""
-    return request.num_cached_blocks.get(handle.key, 0) * handle.record.model.block_size
+    return request.num_cached_blocks.get(handle.key, 0) * handle.facts.block_size

@@ -62,6 +62,8 @@ class KnownWorkers:
         self._on_fault = on_fault
         self._on_forgotten = on_forgotten
         self.handles: dict[WorkerKey, WorkerHandle] = {}
+        self.num_changes = 0
+        """How often it has changed which of them take new work, or what these are."""
         self._looked_s = -LOOK_S
         """When those who wait were last looked at for a load."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,13 +80,13 @@ class KnownWorkers:
                 )
                 self._connect(handle)
             else:
-                handle.record = record
+                handle.take_record(record)
                 handle.is_leaving = False
         for key, handle in list(self.handles.items()):
             if key not in by_key:
                 handle.is_leaving = True  # what runs there goes on
                 self._forget_if_done(handle)
-        self._on_change()
+        self._note_change()
 
     async def close(self) -> None:
         """End every session."""
@@ -100,7 +102,7 @@ class KnownWorkers:
         def on_open() -> None:
             handle.num_lost = 0
             _log.info("worker joined", extra={"worker": handle.record.worker_id, "address": handle.record.address})
-            self._on_change()
+            self._note_change()
 
         handle.session = WorkerSession(
             record=handle.record,
@@ -114,10 +116,11 @@ class KnownWorkers:
 
     def _on_load(self, handle: WorkerHandle, load: pb.WorkerLoad) -> None:
         """With each step of each worker: what follows looks at all of them, and must not."""
-        was_stalled = handle.load.is_stalled
+        before = handle.load
         is_news = handle.set_load(load)
+        self.num_changes += handle.load.stands_otherwise_since(before)
         if handle.load.is_stalled:
-            self._on_stalled(handle, is_news=not was_stalled)
+            self._on_stalled(handle, is_news=not before.is_stalled)
         self._forget_if_done(handle)
         now_s = self._now_s()
         if is_news or now_s - self._looked_s >= LOOK_S:
@@ -141,7 +144,7 @@ class KnownWorkers:
         if handle.session.num_requests_lost and not handle.session.is_our_fault and not handle.is_going:
             self._on_fault(handle.key)
         self._spawn(self._reconnect(handle))
-        self._on_change()
+        self._note_change()
 
     async def _reconnect(self, handle: WorkerHandle) -> None:
         """Try again while the registry knows the worker, with a pause that doubles: the peer may be restarting."""
@@ -151,6 +154,10 @@ class KnownWorkers:
             self._forget_if_done(handle)
         elif self.handles.get(handle.key) is handle:
             self._connect(handle)
+
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        self._on_change()
 
     def _forget_if_done(self, handle: WorkerHandle) -> None:
         """Drop a worker that left the registry once none of our requests is there."""

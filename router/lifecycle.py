@@ -169,8 +169,8 @@ class Lifecycle:
         handle = None if self._last_plan is None else self._cluster.pool.get(self._last_plan.decode)
         if handle is None or handle.record.keeps_no_prefixes or self._state.phase is Phase.DONE:
             return None
-        num_blocks = (len(self._asked.prompt_token_ids) - 1) // handle.record.model.block_size
-        return SharedPrefix(handle.key, num_blocks, num_blocks * handle.record.model.block_size)
+        num_blocks = (len(self._asked.prompt_token_ids) - 1) // handle.facts.block_size
+        return SharedPrefix(handle.key, num_blocks, num_blocks * handle.facts.block_size)
 
     @property
     def _last_plan(self) -> Plan | None:

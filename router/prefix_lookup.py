@@ -22,15 +22,11 @@ class PrefixLookup:
         One round trip per prefix key (that is: one, unless workers of several models share the registry), within a
         bounded time. Empty where Redis does not answer.
         """
-        keys_by_hash: dict[tuple[bytes, int], list[WorkerKey]] = {}
-        for handle in self._pool.usable():
-            group = (handle.record.prefix_key, handle.record.model.block_size)
-            keys_by_hash.setdefault(group, []).append(handle.key)
         found: dict[WorkerKey, int] = {}
-        for (prefix_key, block_size), keys in keys_by_hash.items():
+        for (prefix_key, block_size), keys in self._pool.roster.usable_by_prefix.items():
             known = token_ids[: self._index.max_hashes * block_size]  # of a long prompt the rest is not looked up
             hashes = block_hashes(known, block_size, salted_key(prefix_key, cache_salt, lora_name))
             if hashes:
-                match = await self._index.longest_match(hashes, [(k.worker_id, k.incarnation) for k in keys])
+                match = await self._index.longest_match(hashes, keys)
                 found |= {k: match[k.worker_id] for k in keys if match.get(k.worker_id)}
         return found

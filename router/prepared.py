@@ -143,6 +143,6 @@ def _compat_digest_of(worker_kind: str, pool: WorkerPool) -> str:
     if not worker_kind:
         return ""
     for handle in pool.handles:
-        if kind_name(handle.record.compat_digest) == worker_kind:
-            return handle.record.compat_digest
+        if kind_name(handle.facts.compat_digest) == worker_kind:
+            return handle.facts.compat_digest
     raise NoWorker("no worker of the kind that began this answer is available", retry_after_s=1.0)

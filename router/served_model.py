@@ -27,9 +27,12 @@ class ServedModel:
         self._model = model
         self._known = model
         self._decode_records = decode_records
+        self._known_of: Sequence[WorkerRecord] = ()
 
     def now(self) -> ModelInfo:
-        if workers := self._decode_records():
+        workers = self._decode_records()
+        if workers and workers is not self._known_of:  # the same list for as long as they are the same
+            self._known_of = workers
             shortest = min(workers, key=lambda record: record.model.max_model_len)
             lora_names = {name for record in workers for name in record.model.lora_names}
             self._known = self._model.with_worker(shortest.model, lora_names)

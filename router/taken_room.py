@@ -35,19 +35,19 @@ class TakenRoom:
         """`num_tokens`: of the prompt, of which whoever computes it has `num_cached_tokens` already. `num_blocks_held`:
         how many blocks of it the decode worker has. `num_blocks_shared`: those of them that another answer keeps in
         use, so that they take no room."""
-        is_stay = decode.record.role == pb.Role.ROLE_PREFILL
+        is_stay = decode.facts.role == pb.Role.ROLE_PREFILL
         self.plan = Plan(decode.key, prefill.key if prefill else None, is_stay=is_stay)
         self.num_tokens = num_tokens
         self.trials = tuple(trials)
         self._on_end = on_end
-        self.compat_digest = decode.record.compat_digest
+        self.compat_digest = decode.facts.compat_digest
         self._decode: WorkerHandle | None = decode
         self._prefiller: WorkerHandle | None = prefill or decode
         self.num_tokens_to_prefill = max(1, num_tokens - num_cached_tokens)
         """Of the prompt."""
         self.num_cached_tokens = num_cached_tokens
-        self._num_blocks = -(-num_tokens // decode.record.model.block_size) - num_blocks_shared
-        self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.record.model.block_size)
+        self._num_blocks = -(-num_tokens // decode.facts.block_size) - num_blocks_shared
+        self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.facts.block_size)
         """To the decode worker, where another computes the prompt."""
         decode.num_planned_blocks += self._num_blocks
         decode.num_planned_seqs += 1

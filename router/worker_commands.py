@@ -93,7 +93,7 @@ class WorkerCommands:
     def _in_words_of(self, key: WorkerKey, **command: Any) -> pb.PrefillCommand | pb.DecodeCommand:
         """Of the worker's role. One that is gone hears none."""
         handle = self._pool.get(key)
-        is_prefill = handle is not None and handle.record.role == pb.Role.ROLE_PREFILL
+        is_prefill = handle is not None and handle.facts.role == pb.Role.ROLE_PREFILL
         return pb.PrefillCommand(**command) if is_prefill else pb.DecodeCommand(**command)
 
     def _ask(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:

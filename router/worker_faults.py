@@ -22,10 +22,17 @@ class WorkerFaults:
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self._ejections = Ejections()
+        self._pairs: dict[str, WorkerPair] = {}
+        """By name, those that have failed."""
 
     def is_ejected(self, who: Who) -> bool:
         """Whether it is not in use, or only to try."""
         return self._ejections.is_ejected(_name_of(who))
+
+    def ejected_pairs(self) -> list[WorkerPair]:
+        """All that are not in use, or only to try. There are too many pairs to ask of each."""
+        self._pairs = {name: pair for name, pair in self._pairs.items() if name in self._ejections.troubles}
+        return [pair for pair in self._pairs.values() if self.is_ejected(pair)]
 
     def is_set_aside(self, who: Who, now_s: float) -> bool:
         """Whether requests are to go elsewhere now."""
@@ -44,6 +51,8 @@ class WorkerFaults:
 
     def note_fault(self, who: Who, trials: Sequence[Trial]) -> None:
         """The attempt whose `trials` these are failed, and that is its own fault."""
+        if isinstance(who, WorkerPair):
+            self._pairs[_name_of(who)] = who
         for trial in _those_of(who, trials):
             self._log_ejection(who, trial.fail(self._now_s()))
 

@@ -19,9 +19,32 @@ ASK_AGAIN_S = 1.0
 request takes and gives back within a step is in no load, and the worker would be full for ever."""
 
 
+class WorkerFacts(NamedTuple):
+    """What a worker says of itself that plans are made by. It is asked for far more often than it changes, for each
+    request of each worker: hence no message, whose fields take as long to read as all the rest that is done with them.
+    """
+
+    role: pb.Role
+    compat_digest: str
+    block_size: int
+    max_model_len: int
+    transport: str
+    can_generate: bool
+
+    @classmethod
+    def of(cls, record: pb.WorkerRecord) -> WorkerFacts:
+        return cls(
+            role=record.role,
+            compat_digest=record.compat_digest,
+            block_size=record.model.block_size,
+            max_model_len=record.model.max_model_len,
+            transport=record.transport,
+            can_generate=record.can_generate,
+        )
+
+
 class Load(NamedTuple):
-    """What a worker says of how busy it is. It is asked for far more often than it changes, for each request of each
-    worker: hence no message, whose fields take as long to read as all the rest that is done with them."""
+    """What a worker says of how busy it is; no message, as `WorkerFacts`."""
 
     num_running: int
     num_active: int
@@ -61,9 +84,12 @@ class Load(NamedTuple):
         return (
             self.has_freed_since(before)
             or self.num_waiting_tokens < before.num_waiting_tokens
-            or self.is_draining != before.is_draining
-            or self.is_stalled != before.is_stalled
+            or self.stands_otherwise_since(before)
         )
+
+    def stands_otherwise_since(self, before: Load) -> bool:
+        """Whether it takes new work now and did not then, or the other way round."""
+        return self.is_draining != before.is_draining or self.is_stalled != before.is_stalled
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +97,11 @@ class WorkerHandle:
     """One worker process."""
 
     record: pb.WorkerRecord
+    """To change it, `take_record`."""
     channel: grpc.aio.Channel
     session: WorkerSession | None = None
     key: WorkerKey = field(init=False)
+    facts: WorkerFacts = field(init=False)
     load: Load = field(init=False)
     num_planned_blocks: int = 0
     """Of requests planned here whose Granted or Busy has not come yet."""
@@ -94,6 +122,7 @@ class WorkerHandle:
 
     def __post_init__(self) -> None:
         self.key = WorkerKey(self.record.worker_id, self.record.incarnation)
+        self.take_record(self.record)
         self.load = Load.of(self.record.load)
 
     @property
@@ -125,6 +154,11 @@ class WorkerHandle:
         """Whether it takes another sequence, as far as their number goes. One that is asked for more says Busy, and who
         was planned there comes back to go before all that wait: nobody's share would be asked any more."""
         return self.load.num_free_seqs is None or self.load.num_free_seqs > self.num_planned_seqs
+
+    def take_record(self, record: pb.WorkerRecord) -> None:
+        """Of the same process, as the registry has it now. Its load is older than what the session says."""
+        self.record = record
+        self.facts = WorkerFacts.of(record)
 
     def set_load(self, load: pb.WorkerLoad) -> bool:
         """Returns whether that is news to those who wait."""

@@ -16,7 +16,7 @@ it fails. Two workers between which transfers fail again and again are not paire
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2 import ROLE_DECODE, ROLE_PREFILL
@@ -27,6 +27,7 @@ from router.needs import Needs
 from router.policy import STALL_WEIGHT, STAY_SHARE, UNKNOWN_ANSWER_S, PolicyConfig, choose_plan
 from router.queue import QueuedRequest
 from router.request_events import Plan, WorkerKey, WorkerPair
+from router.roster import Roster
 from router.served_kind import ServedKind
 from router.taken_room import TakenRoom
 from router.worker_faults import WorkerFaults, keys_of
@@ -55,6 +56,7 @@ class WorkerPool:
         """What plans are chosen by."""
         self._faults = WorkerFaults(now_s)
         self._kind = ServedKind()
+        self._last_roster: Roster | None = None
         self.rooms: set[TakenRoom] = set()
         """Of the attempts that are under way."""
         self.workers = KnownWorkers(
@@ -86,34 +88,33 @@ class WorkerPool:
 
     def usable(self, role: pb.Role | None = None) -> list[WorkerHandle]:
         """None: of both."""
-        return [h for h in self.workers.handles.values() if h.is_usable and role in (None, h.record.role)]
+        return [h for h in self.roster.usable if role in (None, h.facts.role)]
 
     @property
     def has_decode_worker(self) -> bool:
         """Whether waiting makes sense: one is usable, or expected to be in a moment."""
-        return bool(self.decode_records())
+        return bool(self.roster.served_decode)
 
     def require_decode_worker(self) -> None:
         """Raise `NoWorker` at the door where nobody could serve a request."""
         if not self.has_decode_worker:
             raise NoWorker("no decode worker is available; start one, or wait until one is ready", retry_after_s=2.0)
 
-    def decode_records(self) -> list[pb.WorkerRecord]:
+    def decode_records(self) -> Sequence[pb.WorkerRecord]:
         """Of the decode workers that new requests may wait for."""
-        kind = self._served_kind()
-        return [record for record in self._expected_decode_records() if record.compat_digest == kind]
+        return self.roster.served_decode
 
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
         """Whether waiting makes sense for `request`."""
-        kind = request.needs.compat_digest or self._served_kind()
-        return any(
-            record.compat_digest == kind and request.needs.are_met_by(record)
-            for record in self._expected_decode_records()
-        )
+        begun_on, roster = request.needs.compat_digest, self.roster
+        expected = roster.served_decode
+        if begun_on:
+            expected = [record for record in roster.expected_decode if record.compat_digest == begun_on]
+        return any(request.needs.are_met_by(record) for record in expected)
 
     def is_apart(self, request: QueuedRequest) -> bool:
         """Whether `request` has begun on workers of another kind than new requests go to."""
-        return request.needs.compat_digest not in ("", self._served_kind())
+        return request.needs.compat_digest not in ("", self.roster.kind)
 
     def is_anybody_usable_for(self, needs: Needs) -> bool:
         """Whether somebody takes such a request now, full or not."""
@@ -123,21 +124,21 @@ class WorkerPool:
         handle = self.get(key)
         return handle is not None and handle.load.is_stalled
 
-    def _expected_decode_records(self) -> list[pb.WorkerRecord]:
-        return [h.record for h in self.workers.handles.values() if h.is_expected and h.record.role == ROLE_DECODE]
-
-    def _served_kind(self) -> str | None:
-        return self._kind.among(record.compat_digest for record in self._expected_decode_records())
+    @property
+    def roster(self) -> Roster:
+        """Who takes new work now."""
+        workers = self.workers
+        if self._last_roster is None or self._last_roster.num_changes != workers.num_changes:
+            self._last_roster = Roster.of(workers.handles.values(), workers.num_changes, self._kind.among)
+        return self._last_roster
 
     # -- planning -----------------------------------------------------------------------------------------------
 
     def num_tokens_ahead_of(self, num_tokens: int) -> float:
         """How many tokens a new prompt of `num_tokens` would wait for where it would be computed soonest. That streams
         slow it down there counts as tokens, too."""
-        kind = self._served_kind()
-        prefill, decode = (
-            [h for h in self.usable(role) if h.record.compat_digest == kind] for role in (ROLE_PREFILL, ROLE_DECODE)
-        )
+        roster = self.roster
+        prefill, decode = (roster.usable_by.get((role, roster.kind), []) for role in (ROLE_PREFILL, ROLE_DECODE))
         ahead = [float(h.num_queued_tokens) for h in prefill]
         ahead += [h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens for h in decode]
         return min(ahead, default=0.0)
@@ -149,12 +150,12 @@ class WorkerPool:
         if not decode:
             return None
         # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
-        max_model_len = min(h.record.model.max_model_len for h in decode)
+        max_model_len = min(h.facts.max_model_len for h in decode)
         decode = [h for h in decode if not self._faults.is_set_aside(h.key, now_s)] or decode
         prefill = [
             h
             for h in self.usable(ROLE_PREFILL)
-            if h.record.model.max_model_len >= max_model_len
+            if h.facts.max_model_len >= max_model_len
             and not self._faults.is_set_aside(h.key, now_s)
             and request.needs.are_met_by(h.record)
         ]
@@ -188,9 +189,9 @@ class WorkerPool:
         return room
 
     def _usable_decode_workers(self, needs: Needs) -> list[WorkerHandle]:
-        kind = needs.compat_digest or self._served_kind()
-        decode = self.usable(ROLE_DECODE)
-        return [h for h in decode if h.record.compat_digest == kind and needs.are_met_by(h.record)]
+        roster = self.roster
+        decode = roster.usable_by.get((ROLE_DECODE, needs.compat_digest or roster.kind), [])
+        return [h for h in decode if needs.are_met_by(h.record)]
 
     # -- who fails, and who does well ---------------------------------------------------------------------------
 
@@ -217,8 +218,8 @@ class WorkerPool:
     @property
     def of_another_kind(self) -> list[str]:
         """Ids of workers that get no new requests, since most decode workers are of another kind."""
-        kind = self._served_kind()
-        return sorted(h.record.worker_id for h in self.workers.handles.values() if h.record.compat_digest != kind)
+        kind = self.roster.kind
+        return sorted(h.record.worker_id for h in self.workers.handles.values() if h.facts.compat_digest != kind)
 
     @property
     def ejected(self) -> list[str]:
@@ -228,7 +229,5 @@ class WorkerPool:
     @property
     def apart(self) -> list[WorkerPair]:
         """Pairs of workers here that are not used together, or only to try, because transfers between them failed."""
-        prefill = [h.key for h in self.handles if h.record.role == ROLE_PREFILL]
-        decode = [h.key for h in self.handles if h.record.role == ROLE_DECODE]
-        pairs = [WorkerPair(p, d) for p in prefill for d in decode]
-        return [pair for pair in pairs if self._faults.is_ejected(pair)]
+        known = [pair for pair in self._faults.ejected_pairs() if all(map(self.get, keys_of(pair)))]
+        return sorted(known, key=keys_of)

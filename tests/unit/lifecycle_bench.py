@@ -125,7 +125,20 @@ class Bench:
         handle = WorkerHandle(record, channel=None)
         handle.session = cast(Any, ScriptedSession(handle.key))
         self.pool.workers.handles[handle.key] = handle
+        self.pool.workers.num_changes += 1
         return handle
+
+    def tell(self, handle: WorkerHandle, **fields: Any) -> None:
+        """Of a worker, as the registry does."""
+        for name, value in fields.items():
+            setattr(handle.record, name, value)
+        handle.take_record(handle.record)
+        self.pool.workers.num_changes += 1
+
+    def take_away(self, handle: WorkerHandle) -> None:
+        """Its record has gone from the registry; its session is open, and what runs there goes on."""
+        handle.is_leaving = True
+        self.pool.workers.num_changes += 1
 
     def hear_load(self, handle: WorkerHandle, load: pb.WorkerLoad) -> None:
         """As a message of the worker brings it."""
@@ -135,6 +148,7 @@ class Bench:
         """As WorkerSession and WorkerPool do when `num_lost` sessions in a row were lost."""
         session, self.d.is_open, self.d.is_lost = self.d, False, True
         self.decode.num_lost = num_lost
+        self.pool.workers.num_changes += 1
         inboxes, session.inboxes = session.inboxes, {}
         for inbox in inboxes.values():
             inbox(WorkerLost(session.key))
@@ -144,6 +158,7 @@ class Bench:
         self.d = ScriptedSession(self.decode.key)
         self.decode.session = cast(Any, self.d)
         self.decode.num_lost = 0
+        self.pool.workers.num_changes += 1
         return self.d
 
     def request(

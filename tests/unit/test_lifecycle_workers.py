@@ -34,13 +34,13 @@ async def test_a_prefill_worker_with_a_shorter_context_is_not_used() -> None:
 @pytest.mark.parametrize("other", ["the same", "another"])
 async def test_an_answer_that_has_begun_goes_on_with_the_same_model_or_not_at_all(other: str) -> None:
     bench = Bench()
-    bench.decode.record.compat_digest = "the same"
+    bench.tell(bench.decode, compat_digest="the same")
     asked = bench.request("first")
     await settle()
     bench.d.say("first", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
     await settle()
     second = bench.add("d2", pb.Role.ROLE_DECODE, 2048)
-    second.record.compat_digest = other
+    bench.tell(second, compat_digest=other)
     bench.lose_decode_session(num_lost=99)
     await settle()
     sent = cast(ScriptedSession, second.session).sent
@@ -54,11 +54,11 @@ async def test_an_answer_that_has_begun_goes_on_with_the_same_model_or_not_at_al
 
 async def test_a_request_that_has_not_begun_may_go_to_any_model() -> None:
     bench = Bench()
-    bench.decode.record.compat_digest = "the same"
+    bench.tell(bench.decode, compat_digest="the same")
     asked = bench.request("first")
     await settle()
     second = bench.add("d2", pb.Role.ROLE_DECODE, 2048)
-    second.record.compat_digest = "another"
+    bench.tell(second, compat_digest="another")
     bench.lose_decode_session(num_lost=99)
     await settle()
     assert len(cast(ScriptedSession, second.session).sent) == 1
@@ -82,16 +82,30 @@ async def test_of_a_worker_that_was_started_again_the_newer_is_connected_or_not(
     bench = Bench()
     newer = bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
     newer.session = None
-    bench.decode.is_leaving = True  # gone from the registry; its session is open, and what runs there goes on
+    bench.take_away(bench.decode)  # gone from the registry; its session is open, and what runs there goes on
     assert bench.pool.not_connected == ["d"]
+
+
+async def test_a_worker_that_the_registry_forgets_gets_nothing_new_from_then_on() -> None:
+    bench = Bench()
+    other = bench.add("other", pb.Role.ROLE_DECODE, 512)
+    asked = bench.request("r")
+    await settle()
+    assert bench.pool.usable() == [bench.decode, other]
+    bench.pool.set_records([other.record])
+    assert (bench.pool.usable(), bench.pool.decode_records()) == ([other], [other.record])
+    bench.pool.set_records([bench.decode.record, other.record])
+    assert bench.pool.usable() == [bench.decode, other]
+    await asked.leave()
 
 
 async def test_new_requests_go_to_workers_of_one_kind() -> None:
     """Other weights would give other answers. The kind is that of most decode workers, also when they change."""
     bench = Bench()
-    bench.decode.record.compat_digest = "a"
+    bench.tell(bench.decode, compat_digest="a")
     other, third = bench.add("other", pb.Role.ROLE_DECODE, 512), bench.add("third", pb.Role.ROLE_DECODE, 2048)
-    other.record.compat_digest, third.record.compat_digest = "b", "a"
+    bench.tell(other, compat_digest="b")
+    bench.tell(third, compat_digest="a")
     for handle, num_free in ((bench.decode, 5000), (third, 5000), (other, 9000)):  # `other` would be first choice
         handle.set_load(load(num_free))
     sessions = [cast(ScriptedSession, handle.session) for handle in (bench.decode, other, third)]
@@ -100,11 +114,11 @@ async def test_new_requests_go_to_workers_of_one_kind() -> None:
     assert [len(session.sent) > 0 for session in sessions] == [True, False, True]
     assert bench.pool.of_another_kind == ["other"]
     assert {record.model.max_model_len for record in bench.pool.decode_records()} == {2048}
-    third.is_leaving = True
+    bench.take_away(third)
     asked.append(bench.request("one of each kind: as before"))
     await settle()
     assert not sessions[1].sent
-    bench.decode.is_leaving = True
+    bench.take_away(bench.decode)
     asked.append(bench.request("only the other kind is left"))
     await settle()
     assert len(sessions[1].sent) == 1
@@ -118,14 +132,14 @@ async def test_workers_that_would_leave_out_a_grammar_do_not_get_it() -> None:
     bench = Bench(with_prefill=True)
     with pytest.raises(NoWorker, match="no decode worker that takes structured_outputs is available"):
         await bench.request("a", grammar="g").task
-    bench.decode.record.takes_grammars = True
+    bench.tell(bench.decode, takes_grammars=True)
     asked = bench.request("b", grammar="g")
     await settle()
     [command] = bench.d.sent
     assert command.generate.grammar == "g", "prompt and answer: the prefill worker does not know"
     assert not command.generate.sampling_params.HasField("structured_outputs")
     await asked.leave()
-    bench.prefill.record.takes_grammars = True
+    bench.tell(bench.prefill, takes_grammars=True)
     asked = bench.request("c", grammar="g")
     await settle()
     assert bench.d.sent[-1].reserve.grammar == "g"
@@ -136,13 +150,13 @@ async def test_workers_that_would_share_prefixes_with_everybody_get_no_salted_re
     bench = Bench(with_prefill=True)
     with pytest.raises(NoWorker, match="no decode worker that takes cache_salt is available"):
         await bench.request("a", cache_salt="s").task
-    bench.decode.record.takes_cache_salts = True
+    bench.tell(bench.decode, takes_cache_salts=True)
     asked = bench.request("b", cache_salt="s")
     await settle()
     [command] = bench.d.sent
     assert command.generate.cache_salt == "s", "prompt and answer: the prefill worker would share its prefix"
     await asked.leave()
-    bench.prefill.record.takes_cache_salts = True
+    bench.tell(bench.prefill, takes_cache_salts=True)
     asked = bench.request("c", cache_salt="s")
     await settle()
     assert bench.d.sent[-1].reserve.cache_salt == "s"
@@ -153,7 +167,7 @@ async def test_workers_that_would_sample_any_token_get_no_requests_for_some() ->
     bench = Bench()
     with pytest.raises(NoWorker, match="no decode worker that takes allowed_token_ids is available"):
         await Asked(bench.lifecycle("a", allowed_token_ids=[5]).run()).task
-    bench.decode.record.takes_allowed_token_ids = True
+    bench.tell(bench.decode, takes_allowed_token_ids=True)
     asked = Asked(bench.lifecycle("b", allowed_token_ids=[5]).run())
     await settle()
     assert bench.d.sent[-1].generate.sampling_params.allowed_token_ids == [5]
@@ -164,7 +178,7 @@ async def test_workers_that_would_say_bad_words_get_no_requests_without() -> Non
     bench = Bench()
     with pytest.raises(NoWorker, match="no decode worker that takes bad_words is available"):
         await Asked(bench.lifecycle("a", bad_words=[(5, 6)]).run()).task
-    bench.decode.record.takes_bad_words = True
+    bench.tell(bench.decode, takes_bad_words=True)
     asked = Asked(bench.lifecycle("b", bad_words=[(5, 6)]).run())
     await settle()
     assert [list(word.token_ids) for word in bench.d.sent[-1].generate.bad_words] == [[5, 6]]

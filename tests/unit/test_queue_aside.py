@@ -15,10 +15,10 @@ class Upgrade(Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        self.decode.record.compat_digest = "old"
+        self.tell(self.decode, compat_digest="old")
         self.new = [self.add(name, pb.Role.ROLE_DECODE, 2048) for name in ("new-1", "new-2")]
         for handle in self.new:
-            handle.record.compat_digest = "new"
+            self.tell(handle, compat_digest="new")
         self.decode.set_load(load(0))
 
     def moved(self, name: str, **asked: Any) -> Asked:
@@ -143,7 +143,7 @@ async def test_where_their_kind_is_the_one_that_is_left_they_go_before_new_ones_
     moved = [bench.moved("batch", priority=5), *(bench.moved(name) for name in ("moved", "moved too"))]
     await settle()
     for handle in bench.new:
-        handle.is_leaving = True
+        bench.take_away(handle)
     new = bench.request("new")
     await settle()
     assert len(bench.queue) == 4

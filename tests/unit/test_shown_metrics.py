@@ -142,7 +142,7 @@ async def test_adapters_that_are_asked_for_run_or_wait() -> None:
 async def test_a_worker_that_is_started_again_is_shown_once_while_the_first_process_finishes() -> None:
     bench = Bench()
     old, new = bench.decode, bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
-    old.is_leaving = True
+    bench.take_away(old)
     for handle, seconds in ((old, 10.0), (new, 1.0)):
         bench.pool.costs.computed(handle.key, 1000, seconds, time.monotonic())
     (prompts,) = (family for family in gauges_of(bench).collect() if family.name == "tandem:expected_prompt_seconds")

@@ -112,7 +112,7 @@ async def test_news_of_a_stall_that_is_over_moves_nobody() -> None:
 
 async def test_whoever_can_do_less_is_nobody() -> None:
     bench = Two()
-    bench.decode.record.takes_grammars = True
+    bench.tell(bench.decode, takes_grammars=True)
     asked = bench.request("a", grammar="x")
     await settle()
     bench.stall()
@@ -123,12 +123,12 @@ async def test_whoever_can_do_less_is_nobody() -> None:
 
 async def test_a_stream_does_not_go_to_another_kind() -> None:
     bench = Two()
-    bench.decode.record.compat_digest = "mine"
+    bench.tell(bench.decode, compat_digest="mine")
     asked = bench.request("a")
     await settle()
     bench.d.say("a", 1, tokens=tokens(0, 7))
     await settle()
-    bench.other_handle.record.compat_digest = "another"
+    bench.tell(bench.other_handle, compat_digest="another")
     bench.stall()
     await settle()
     assert (what(bench.d), what(bench.other)) == (["generate"], [])

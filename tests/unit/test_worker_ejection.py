@@ -188,7 +188,7 @@ async def test_an_ejected_worker_gets_nothing_though_the_others_are_full() -> No
 async def test_where_all_decode_workers_are_ejected_they_serve_all_the_same() -> None:
     bench = Two()
     await bench.eject()
-    bench.other_handle.is_leaving = True
+    bench.take_away(bench.other_handle)
     request_id, asked = await bench.ask()
     bench.d.say(request_id, 1, tokens=tokens())
     await asked.task
