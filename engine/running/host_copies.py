@@ -9,6 +9,8 @@ elsewhere (`engine.scheduling.block_manager`): a block that is on its way is nei
 
 What is saved was computed by steps whose tokens the host has; what is loaded, steps launched afterwards read. So no
 copy waits for a step, and no step for a copy.
+
+Shapes: L layers, N blocks of the pool, H of the host's memory, E numbers of a block's layer, R rows: layers of blocks.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ import numpy.typing as npt
 import torch
 
 from engine.config import GIB, EngineConfig
-from engine.kv_cache import KVCacheShape, as_movable
+from engine.kv_cache import KVCacheShape
 from engine.scheduling.offloading import BlockCopy
+from engine.to_device import to_device
 
 COPIES_AT_ONCE = 16
 """Then the next loads come before the rest of the saves."""
 PIECE_BYTES = 256 << 20
 """Of the host's memory, allocated at once: torch rounds what it pins up to a power of two."""
+STAGED_BYTES = 64 << 20
+"""Of a device's memory, that blocks on their way lie in side by side, unless one block has more."""
 
 
 def num_host_blocks(config: EngineConfig, shape: KVCacheShape) -> int:
@@ -55,14 +60,16 @@ class HostCopies:
         self.num_blocks = num_host_blocks
         self._device = pool.device
         is_pinned = self._device.type != "cpu"
-        pool_LNE = as_movable(pool).flatten(2)
+        pool_LNE = _as_words(pool)
         num_layers, _, size = pool_LNE.shape
-        self._num_in_piece = max(1, PIECE_BYTES // (num_layers * size * pool.itemsize))
+        self._num_in_piece = max(1, PIECE_BYTES // (num_layers * size * pool_LNE.itemsize))
         pieces_HLE = self._allocate(pool_LNE, is_pinned=is_pinned)
-        # On a CPU numpy's: torch would share a copy out among threads of its own, beside those of the steps.
-        self._pool_LNE: Any = pool_LNE if is_pinned else _as_array(pool_LNE)
-        self._pieces_HLE: list[Any] = pieces_HLE if is_pinned else [_as_array(piece) for piece in pieces_HLE]
-        self._assign: Callable[[Any, Any], object] = _copy_late if is_pinned else np.copyto
+        self._copy: Callable[[list[BlockCopy]], None]
+        """Begins copies, which are all loads, or all saves."""
+        if is_pinned:
+            self._copy = _ByDevice(pool_LNE, self._num_in_piece, pieces_HLE)
+        else:
+            self._copy = _ByHost(pool_LNE, self._num_in_piece, pieces_HLE)
         self.on_done: Callable[[], object] = lambda: None
         """Called on this object's thread, when there is something to be taken."""
         self._loads: deque[BlockCopy] = deque()
@@ -132,8 +139,7 @@ class HostCopies:
         try:
             with torch.inference_mode(), self._beside_steps() as wait_for_copies:
                 while copies := self._next():
-                    for copy in copies:
-                        self._copy(copy)
+                    self._copy(copies)
                     wait_for_copies()
                     self._tell(copies, None)
         except BaseException as error:
@@ -158,15 +164,6 @@ class HostCopies:
             copies = self._loads or self._saves
             return [copies.popleft() for _ in range(min(COPIES_AT_ONCE, len(copies)))]
 
-    def _copy(self, copy: BlockCopy) -> None:
-        piece, number = divmod(copy.host_block_id, self._num_in_piece)
-        on_host_LE = self._pieces_HLE[piece][number]
-        in_pool_LE = self._pool_LNE[:, copy.block_id]
-        if copy.is_load:
-            self._assign(in_pool_LE, on_host_LE)
-        else:
-            self._assign(on_host_LE, in_pool_LE)
-
     def _tell(self, copies: list[BlockCopy], error: BaseException | None) -> None:
         with self._changed:
             self._done += copies
@@ -175,8 +172,65 @@ class HostCopies:
         self.on_done()
 
 
-def _as_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    return tensor.view(torch.uint8).numpy()
+class _ByHost:
+    """Block by block: numpy's copies, as torch would share one out among threads of its own, beside those of the
+    steps."""
+
+    def __init__(self, pool_LNE: torch.Tensor, num_in_piece: int, pieces_HLE: list[torch.Tensor]) -> None:
+        self._pool_LNE: npt.NDArray[Any] = pool_LNE.numpy()
+        self._num_in_piece = num_in_piece
+        self._pieces_HLE: list[npt.NDArray[Any]] = [piece.numpy() for piece in pieces_HLE]
+
+    def __call__(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            piece, number = divmod(copy.host_block_id, self._num_in_piece)
+            on_host_LE, in_pool_LE = self._pieces_HLE[piece][number], self._pool_LNE[:, copy.block_id]
+            if copy.is_load:
+                np.copyto(in_pool_LE, on_host_LE)
+            else:
+                np.copyto(on_host_LE, in_pool_LE)
+
+
+class _ByDevice:
+    """Some blocks at once: their layers, which lie all over the pool, are put side by side by one launch, and from
+    there each block is one copy. As a view across layers a block would take torch a launch for every 2 GiB that it
+    reaches over: of a large pool one for each layer."""
+
+    def __init__(self, pool_LNE: torch.Tensor, num_in_piece: int, pieces_HLE: list[torch.Tensor]) -> None:
+        self._num_layers, self._num_blocks, size = pool_LNE.shape
+        self._pool_RE = pool_LNE.flatten(0, 1)
+        self._num_in_piece = num_in_piece
+        self._pieces_HLE = pieces_HLE
+        self._num_at_once = max(1, STAGED_BYTES // (self._num_layers * size * pool_LNE.itemsize))
+
+    def __call__(self, copies: list[BlockCopy]) -> None:
+        for first in range(0, len(copies), self._num_at_once):
+            self._copy(copies[first : first + self._num_at_once])
+
+    def _copy(self, copies: list[BlockCopy]) -> None:
+        block_ids = np.array([copy.block_id for copy in copies], dtype=np.int64)
+        rows = block_ids[:, None] + np.arange(self._num_layers) * self._num_blocks
+        rows_R = to_device(rows.reshape(-1), self._pool_RE.device)
+        if copies[0].is_load:
+            staged_RE = self._pool_RE.new_empty(rows.size, self._pool_RE.shape[1])
+            for on_host_LE, block_LE in self._pairs(copies, staged_RE):
+                block_LE.copy_(on_host_LE, non_blocking=True)
+            self._pool_RE.index_copy_(0, rows_R, staged_RE)
+        else:
+            for on_host_LE, block_LE in self._pairs(copies, self._pool_RE.index_select(0, rows_R)):
+                on_host_LE.copy_(block_LE, non_blocking=True)
+
+    def _pairs(self, copies: list[BlockCopy], staged_RE: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for copy, block_LE in zip(copies, torch.split(staged_RE, self._num_layers), strict=True):
+            piece, number = divmod(copy.host_block_id, self._num_in_piece)
+            yield self._pieces_HLE[piece][number], block_LE
+
+
+def _as_words(pool: torch.Tensor) -> torch.Tensor:
+    """[L, N, E], the same memory in integers as wide as a block's layer is made of: rows are picked number by
+    number."""
+    bytes_LNE = pool.view(torch.uint8).flatten(2)
+    return bytes_LNE.view(torch.int64) if bytes_LNE.shape[2] % 8 == 0 else bytes_LNE
 
 
 def _wait_asleep() -> None:
@@ -184,7 +238,3 @@ def _wait_asleep() -> None:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     event.synchronize()
-
-
-def _copy_late(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)

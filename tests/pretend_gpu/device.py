@@ -39,6 +39,11 @@ class PretendGpu:
         self._operations = Operations(total_bytes)
         self.memory = self._operations.memory
 
+    @property
+    def num_launches(self) -> int:
+        """Of torch's operations so far, see operations.py."""
+        return self._operations.num_launches
+
     def launch(self, action: Callable[[], object], touched: list[torch.Tensor]) -> None:
         """Something that is no operation of torch, on memory of the device (a tensor of the host each), which tells
         `memory.accesses` of it."""

@@ -37,6 +37,10 @@ TAKES_HOST_SCALARS = (aten.where, aten.masked_fill_, *INDEXED[1:])
 PICKING = (*INDEXED, aten.index_select, aten.index_copy_, aten.index_fill_, aten.index_add_)
 """Parts of their first tensor, by indices in the others."""
 
+FAR_BYTES = 2**31 - 1
+"""As far as a launch of torch's reaches in a tensor: an operation on one that reaches further is as many launches as
+that takes. One that picks rows is one, wherever they are."""
+
 
 class Operations:
     def __init__(self, total_bytes: int) -> None:
@@ -44,6 +48,8 @@ class Operations:
         self.memory = DeviceMemory(total_bytes, self.dispatch, self.accesses)
         self.mode = _Mode(self.dispatch)
         """Entered by every thread that uses the device."""
+        self.num_launches = 0
+        """Of torch's, copies between host and device included."""
         self._pinned: dict[int, torch.UntypedStorage] = {}
         """Kept, so that no other memory takes their place."""
 
@@ -109,6 +115,8 @@ class Operations:
         compute = _histogram if func.overloadpacket is aten.histc else func
         for use in uses:
             use.touch(self.accesses)
+        if _computes(func):
+            self.num_launches += 1 if func.overloadpacket in PICKING else _num_launches(tensors)
         result = compute(*args, **kwargs)
         is_new = [not any(storage_of(m) == storage_of(t.memory) for t in tensors) for m in tensors_in(result)]
         allocated = [memory for memory, new in zip(tensors_in(result), is_new, strict=True) if new]
@@ -178,6 +186,8 @@ class Operations:
         host = source if isinstance(target, DeviceTensor) else target
         if current_graph():
             raise RuntimeError("a copy between host and device, while a graph is recorded")
+        on_device = target if isinstance(target, DeviceTensor) else source
+        self.num_launches += 1 if on_device.is_contiguous() else 1 + _num_launches([on_device])
         is_late = non_blocking and storage_of(host) in self._pinned
         if not is_late:
             wait(f"a copy between host and device ({'not pinned' if non_blocking else 'not non_blocking'})")
@@ -234,6 +244,12 @@ def _numbers(num_elements: int) -> torch.Tensor:
 
 def _launching() -> Timeline | None:
     return None if current_graph() else current_stream().launching()
+
+
+def _num_launches(tensors: list[torch.Tensor]) -> int:
+    """Of an operation on all their elements."""
+    spans = [sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 for x in tensors]
+    return max([-(-span * x.itemsize // FAR_BYTES) for x, span in zip(tensors, spans, strict=True)], default=1)
 
 
 def _computes(func: Any) -> bool:

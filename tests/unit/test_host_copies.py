@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from pretend_gpu import pretend_gpu
+from pretend_gpu import operations, pretend_gpu
 
 from engine.running import host_copies
 from engine.running.host_copies import COPIES_AT_ONCE, HostCopies
@@ -67,6 +67,24 @@ def test_what_comes_back_is_what_was_saved(device: str, dtype: torch.dtype, monk
     assert torch.equal(after[:, 0:26:2], before[:, 0:26:2])
     assert torch.equal(after[:, 26:], before[:, 26:])
     copies.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("is_load", [False, True])
+def test_launches_do_not_grow_with_the_pool(is_load: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of torch's reaches as far as 2 GiB, a layer of a large pool or two: one for each layer of each block
+    would take longer than the way to the host."""
+    num_copies = COPIES_AT_ONCE
+    with pretend_gpu() as gpu:
+        pool = pool_of("cuda", torch.bfloat16)
+        monkeypatch.setattr(operations, "FAR_BYTES", pool[0].numel() * pool.itemsize)
+        copies = HostCopies(pool, num_copies)
+        torch.cuda.synchronize()
+        before = gpu.num_launches
+        copies.begin([BlockCopy(is_load, number, number) for number in range(num_copies)])
+        done(copies, num_copies)
+        copies.close()
+        assert num_copies <= gpu.num_launches - before <= num_copies + 2
 
 
 def test_who_waits_for_a_load_does_not_wait_for_all_saves() -> None:
