@@ -42,11 +42,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.sampling.forbidden import add_bias, forbid
 from engine.sampling.penalties import apply_penalties
 from engine.sampling.random import exponentials
-from engine.scheduling.grammar import GrammarState
 from engine.scheduling.sequence import INVALID_TOKEN, Sequence
-from engine.to_device import integers, to_device
+from engine.to_device import integers
 
 HOPELESS = 5e-12
 """A token with less than this of the largest probability cannot win the race: the bounds of `exponentials` say so."""
@@ -77,19 +77,9 @@ class Sampler:
         `last_token_ids_S`: the token that each sequence ends with, which the host need not know yet. Nothing is read
         back from a device. Rows that need nothing special cost one argmax, whatever other rows ask for.
         """
-        for row, seq in enumerate(seqs):
-            if seq.sampling_params.logit_bias:
-                _add_bias(logits_SV[row], seq)
+        add_bias(logits_SV, seqs)
         apply_penalties(logits_SV, seqs, last_token_ids_S)
-        for row, seq in enumerate(seqs):
-            if seq.num_output_tokens < seq.sampling_params.min_tokens:
-                self._forbid_ends(logits_SV[row], seq)
-            if seq.sampling_params.allowed_token_ids:
-                _forbid_others(logits_SV[row], seq)
-            if seq.sampling_params.bad_words_token_ids:
-                _forbid_bad_words(logits_SV[row], seq)
-            if seq.grammar is not None:
-                _forbid_ungrammatical(logits_SV[row], seq, seq.grammar)
+        forbid(logits_SV, seqs, self._eos_token_ids)
         rows_of: dict[ChooseRows, list[int]] = {}
         for row, seq in enumerate(seqs):
             rows_of.setdefault(self._how_to_choose(seq), []).append(row)
@@ -107,43 +97,6 @@ class Sampler:
         if params.is_greedy:
             return self._choose_greedy
         return self._draw_filtered if params.has_filters else self._draw_unfiltered
-
-    def _forbid_ends(self, logits_V: torch.Tensor, seq: Sequence) -> None:
-        stop_ids = self._eos_token_ids | seq.sampling_params.stop_token_ids
-        logits_V.index_fill_(0, integers([*stop_ids], logits_V.device), float("-inf"))
-
-
-def _add_bias(logits_V: torch.Tensor, seq: Sequence) -> None:
-    bias, device = seq.sampling_params.logit_bias, logits_V.device
-    values = to_device(np.array(list(bias.values()), dtype=np.float32), device)
-    logits_V.index_add_(0, integers(list(bias), device), values.to(logits_V.dtype))
-
-
-def _forbid_others(logits_V: torch.Tensor, seq: Sequence) -> None:
-    allowed = integers([*seq.sampling_params.allowed_token_ids], logits_V.device)
-    forbidden_V = ~logits_V.isnan()  # a NaN stays one
-    forbidden_V.index_fill_(0, allowed, False)
-    logits_V.masked_fill_(forbidden_V, float("-inf"))
-
-
-def _forbid_bad_words(logits_V: torch.Tensor, seq: Sequence) -> None:
-    words = seq.sampling_params.bad_words_token_ids
-    longest = max(map(len, words)) - 1
-    before = tuple(seq.token_ids[max(seq.num_prompt_tokens, len(seq) - longest) :])
-    # Of a word longer than what there is, the slice is shorter than the word.
-    ending = [word[-1] for word in words if word[:-1] == before[len(before) - len(word) + 1 :]]
-    if ending:
-        logits_V.index_fill_(0, integers(ending, logits_V.device), float("-inf"))
-
-
-def _forbid_ungrammatical(logits_V: torch.Tensor, seq: Sequence, grammar: GrammarState) -> None:
-    allowed = grammar.allowed(seq.token_ids[seq.num_prompt_tokens :], seq.num_drafts)
-    if allowed is None:
-        logits_V.fill_(float("nan"))
-        return
-    # A NaN stays one: it means that the model's numbers are none, wherever it is.
-    forbidden_V = to_device(~allowed, logits_V.device) & ~logits_V.isnan()
-    logits_V.masked_fill_(forbidden_V, float("-inf"))
 
 
 def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:
