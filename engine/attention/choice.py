@@ -15,11 +15,9 @@ from engine.cache_dir import report
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import MIN_CAPABILITY, WITH_THEIR_OWN
+from engine.models.experts_config import GROUPED_MAJORS, reads_groups_back
 from engine.models.stored_weights import AS_STORED
 
-GROUPED_MAJORS = (9, 10)
-"""Compute capabilities of GPUs for which torch has one kernel for all experts: elsewhere it loops over them, and reads
-their sizes back."""
 TRITON_THAT_FENCES = (3, 7, 1)
 """From this version on tensor cores that read shared memory by themselves see what copies have brought there
 (triton-lang/triton pull request 9610). With 3.7.0 a B200 read too early now and then (pytorch/pytorch issue 181248);
@@ -144,7 +142,8 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         calls = _flash_calls(needs)
         if not calls.is_capturable:
             return f"this version of {calls.name} waits for the device in every call"
-    # In 8 bits, and with `batch_invariant`, they are multiplied by kernels of ours, which read nothing back.
+    # In 8 bits, and with `batch_invariant`, they are multiplied by kernels of ours, which read nothing back. What a
+    # checkpoint in 8 bits has left plain is known when it is read: see `Model.reads_back`.
     is_ours = needs.quantization == AS_STORED or needs.batch_invariant
     has_grouped_products = needs.model.has_experts and not is_ours
     return _why_no_grouped_products(needs) if has_grouped_products else ""
@@ -164,7 +163,7 @@ def why_not_invariant(name: str, backend: str, needs: Needs) -> str:
 
 def _why_no_grouped_products(needs: Needs) -> str:
     """Why `torch.nn.functional.grouped_mm`, which multiplies plain experts, cannot be recorded; empty if it can."""
-    if needs.dtype == "bfloat16" and needs.capability is not None and needs.capability[0] in GROUPED_MAJORS:
+    if not reads_groups_back(needs.dtype, needs.capability):
         return ""
     return (
         "experts are multiplied without waiting for the device in bfloat16 on GPUs of compute capability "

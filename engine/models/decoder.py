@@ -48,6 +48,8 @@ class Decoder:
         self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         factory = PartsFactory(weights, parts, config.rms_norm_eps)
         layers = [_make_layer(config, i, factory, backend, self._rotary) for i in range(config.num_layers)]
+        experts = [each.feed_forward for each in layers if isinstance(each.feed_forward, ExpertsFeedForward)]
+        self.reads_back = any(each.reads_back for each in experts)
         self._layers = parts.stack(layers)
         self._norm = parts.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         self._lm_head = parts.lm_head(self._head_weight(config, weights))

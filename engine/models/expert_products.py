@@ -21,12 +21,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.model_loader.weights import Weights
-from engine.models.experts_config import EXPERT_GRAIN, ExpertsConfig
+from engine.models.experts_config import EXPERT_GRAIN, ExpertsConfig, reads_groups_back
 from engine.scaled_weight import ScaledWeight, Weight, stacked
 
 
 class ExpertProducts(ABC):
     """`down(silu(gate(x)) * up(x))` of each row, with its expert's weights."""
+
+    reads_back: bool
+    """The host has to know how many rows each expert has, and waits for that on a GPU."""
 
     @abstractmethod
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -39,6 +42,9 @@ class PlainExperts(ExpertProducts):
     def __init__(self, gate_up_EXD: torch.Tensor, down_EDI: torch.Tensor) -> None:
         """X: 2 I."""
         self._gate_up_EDX, self._down_EID = gate_up_EXD.transpose(1, 2), down_EDI.transpose(1, 2)
+        device = gate_up_EXD.device
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        self.reads_back = reads_groups_back(str(gate_up_EXD.dtype).removeprefix("torch."), capability)
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         gate, up = F.grouped_mm(x_RD, self._gate_up_EDX, offs=ends_E).chunk(2, dim=-1)
@@ -85,6 +91,8 @@ class ScaledStack:
 
 class ScaledExperts(ExpertProducts):
     """Weights alone: what is multiplied with them keeps its dtype."""
+
+    reads_back = True
 
     def __init__(self, gate_up: ScaledStack, down: ScaledStack) -> None:
         self.gate_up, self.down = gate_up, down

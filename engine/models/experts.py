@@ -56,6 +56,7 @@ class ExpertsFeedForward:
         self._sum_of_experts = factory.parts.sum_of_experts
         self._sum_over_ranks = factory.parts.sum_over_ranks
         self._products = factory.experts(f"{name}.experts", config, hidden_size)
+        self.reads_back = self._products.reads_back
         self._experts_E = torch.arange(config.num_experts, device=factory.weights.device)
 
     def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:

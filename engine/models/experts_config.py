@@ -13,6 +13,14 @@ from engine.models.hf_fields import flag, integer, number, one_of
 
 EXPERT_GRAIN = 8
 """Divides the hidden size: `torch.nn.functional.grouped_mm` wants rows of whole 16 bytes."""
+GROUPED_MAJORS = (9, 10)
+"""Compute capabilities of GPUs for which torch has one kernel for all experts, in bfloat16: elsewhere it loops over
+them, and reads their sizes back."""
+
+
+def reads_groups_back(dtype: str, capability: tuple[int, int] | None) -> bool:
+    """Whether `grouped_mm` waits for a GPU of that compute capability."""
+    return not (dtype == "bfloat16" and capability is not None and capability[0] in GROUPED_MAJORS)
 
 
 @dataclass(frozen=True, kw_only=True)

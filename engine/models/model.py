@@ -22,6 +22,9 @@ class Model(Protocol):
     adapters: Adapters | None
     """Of the engine. Who calls `forward` has told them whose rows are whose."""
 
+    reads_back: bool
+    """A step asks for numbers of the device, so that none can be recorded."""
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -46,6 +46,7 @@ class TransformersModel:
     ) -> None:
         """`causal_lm`: transformers', with weights on the device and `PAGED` for its attention. It is taken apart."""
         self.adapters: Adapters | None = None
+        self.reads_back = False  # where it would, the configuration has turned recording off
         replace_products(causal_lm, parts)
         self._embedding = causal_lm.get_input_embeddings()
         self._body = causal_lm.get_submodule(config.body)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.attention import create_attention_backend
+from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_cache_shape
 from engine.model_loader import load_model
@@ -61,6 +62,12 @@ class Worker:
                 _release_freed_memory()
             else:
                 _release_pinned_memory()
+        if config.device.uses_graphs and model.reads_back:
+            report(
+                "decoding steps are not recorded as CUDA graphs: the checkpoint has left experts plain, and this GPU "
+                "multiplies them one after the other"
+            )
+            config = replace(config, device=replace(config.device, uses_graphs=False))
         load_s = time.monotonic() - start_s
         if load_s > REPORT_AFTER_S:
             print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201

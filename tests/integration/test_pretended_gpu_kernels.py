@@ -25,6 +25,7 @@ from many_endings import CONFIG, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from pretend_gpu.triton import triton_interprets
+from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
 from quantized_on_gpu import WIDE, check_checkpoint, check_experts
 from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 from triton_device import DEVICE
@@ -167,6 +168,23 @@ def test_steps_with_experts_in_8_bits_are_recorded_where_those_of_plain_ones_are
         assert engine.config.device.uses_graphs
         assert len(alone(engine, prompt_of(4), GREEDY)) == GREEDY.max_tokens
         assert not make_engine(tmp_path, EXPERTS, **settings).config.device.uses_graphs
+
+
+def test_steps_with_plain_experts_in_a_checkpoint_of_8_bits_are_not_recorded_where_torch_reads_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which it has left plain is known when it is read."""
+    form = FORMS["int channel"]
+    tensors = deepseek_tensors(EXPERTS, torch.bfloat16)
+    stored, _ = quantized({name: x for name, x in tensors.items() if ".experts." not in name}, form)
+    config = EXPERTS | {"quantization_config": form.quantization_config}
+    save_checkpoint(tmp_path, config, tensors | stored)
+    settings = SMALL | {"dtype": "bfloat16", "max_num_seqs": 1, "max_num_batched_tokens": 8, "load_format": "auto"}
+    with pretend_gpu(has_triton=True, kind=GPU_KINDS[8, 0]) as gpu, triton_interprets(gpu):
+        engine = make_engine(tmp_path, config, **settings)
+        assert engine.config.model.quantization == "stored"
+        assert len(alone(engine, prompt_of(4), GREEDY)) == GREEDY.max_tokens
+    assert "are not recorded as CUDA graphs: the checkpoint has left experts plain" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # in 8 bits, blocks too small for the kernel of digests

@@ -36,7 +36,7 @@ class PretendGpu:
     def __init__(self, total_bytes: int, kind: GpuKind) -> None:
         self.total_bytes = total_bytes
         self.kind = kind
-        self._operations = Operations(total_bytes)
+        self._operations = Operations(total_bytes, has_grouped_products=kind.capability[0] in (9, 10))
         self.memory = self._operations.memory
 
     @property

@@ -43,9 +43,12 @@ that takes. One that picks rows is one, wherever they are."""
 
 
 class Operations:
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, *, has_grouped_products: bool) -> None:
+        """`has_grouped_products`: torch has one kernel for all experts of a layer, in bfloat16; otherwise it reads back
+        how many rows each has."""
         self.accesses = Accesses(host, _launching)
         self.memory = DeviceMemory(total_bytes, self.dispatch, self.accesses)
+        self._has_grouped_products = has_grouped_products
         self.mode = _Mode(self.dispatch)
         """Entered by every thread that uses the device."""
         self.num_launches = 0
@@ -103,6 +106,10 @@ class Operations:
             wait(f"{func} by a mask")
         if packet in READ_BACK or (packet is aten.repeat_interleave and kwargs.get("output_size") is None):
             wait(str(func))
+        # Not recorded it waits, too: a thing of speed, which engines in float32 do not have in tests either.
+        is_looped = packet is aten._grouped_mm and not (self._has_grouped_products and args[0].dtype == torch.bfloat16)
+        if is_looped and current_graph():
+            wait("a product for each group")
         if packet is aten.histc and (len(args) < 4 or args[2] == args[3]):
             wait("a histogram between bounds that have to be found first")
 

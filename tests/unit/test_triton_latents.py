@@ -22,7 +22,6 @@ from recorder import RelaunchingRecorder
 from triton_device import DEVICE  # before the kernels
 
 from engine.attention import Needs, choose_attention_backend, triton_unfolded, why_no_graphs
-from engine.attention.choice import GROUPED_MAJORS
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.kernels.gpu.decode import partial_size
@@ -33,6 +32,7 @@ from engine.model_loader.weights import DummyWeights
 from engine.models import load_decoder_config
 from engine.models.decoder import PLAIN_PARTS
 from engine.models.experts import ExpertsFeedForward
+from engine.models.experts_config import GROUPED_MAJORS
 from engine.models.parts import PartsFactory
 from engine.models.rope_config import RopeConfig
 from engine.running import model_runner

@@ -64,6 +64,8 @@ class InvariantHeadProducts(HeadProducts):
 
 
 class InvariantExperts(ExpertProducts):
+    reads_back = False
+
     def __init__(self, gate_up_EXD: torch.Tensor, down_EDI: torch.Tensor) -> None:
         self._gate_up_EXD, self._down_EDI = gate_up_EXD, down_EDI
         self._kind = gpu_kind(gate_up_EXD.device)

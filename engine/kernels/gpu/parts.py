@@ -92,6 +92,8 @@ class TritonGroupScaledLinear(GroupScaledLinear):
 
 
 class TritonScaledExperts(ScaledExperts):
+    reads_back = False
+
     def __init__(self, gate_up: ScaledStack, down: ScaledStack) -> None:
         super().__init__(gate_up, down)
         self._kind = gpu_kind(gate_up.weight.device)
