@@ -42,6 +42,8 @@ class Needs:
     """Of the pool."""
     block_size: int
     quantization: str = "none"
+    has_float8_products: bool = False
+    """Of layers, some of them, with a scale for each output: by torch, where there are more than a few rows."""
     batch_invariant: bool = False
 
     @property

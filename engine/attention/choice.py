@@ -8,6 +8,8 @@ name works, or is refused with the reason.
 
 from __future__ import annotations
 
+import torch
+
 from engine.attention.base import Needs
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flash_calls, release_of
@@ -18,6 +20,10 @@ from engine.kernels.gpu.gpu_kind import MIN_CAPABILITY, WITH_THEIR_OWN
 from engine.models.experts_config import GROUPED_MAJORS, reads_groups_back
 from engine.models.stored_weights import AS_STORED
 
+FORGETFUL_CAPABILITY, TORCH_THAT_REMEMBERS = (8, 9), (2, 12)
+"""On such GPUs torch before this version clears the scratch of a product of 8-bit floats, with a scale for each row, on
+the default stream, whichever is current (pytorch/pytorch issue 177651; `initialize` in its RowwiseScaledMM.cu). That is
+no part of a recording, and what is replayed over scratch that others wrote to is wrong, or waits for ever."""
 TRITON_THAT_FENCES = (3, 7, 1)
 """From this version on tensor cores that read shared memory by themselves see what copies have brought there
 (triton-lang/triton pull request 9610). With 3.7.0 a B200 read too early now and then (pytorch/pytorch issue 181248);
@@ -142,6 +148,8 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         calls = _flash_calls(needs)
         if not calls.is_capturable:
             return f"this version of {calls.name} waits for the device in every call"
+    if why_not := _why_no_float8_products(needs):
+        return why_not
     # In 8 bits, and with `batch_invariant`, they are multiplied by kernels of ours, which read nothing back. What a
     # checkpoint in 8 bits has left plain is known when it is read: see `Model.reads_back`.
     is_ours = needs.quantization == AS_STORED or needs.batch_invariant
@@ -159,6 +167,17 @@ def why_not_invariant(name: str, backend: str, needs: Needs) -> str:
     device = "the CPU" if needs.device == "cpu" else "GPUs"
     why = f"our kernels for {device} do not serve: {why_no_kernels(name, needs)}" if name == "auto" else "give auto"
     return f"attention_backend is {backend}, which computes by the number of rows; {why}"
+
+
+def _why_no_float8_products(needs: Needs) -> str:
+    """Why `torch._scaled_mm`, which multiplies more than a few rows, cannot be recorded; empty if it can."""
+    is_forgetful = needs.capability == FORGETFUL_CAPABILITY and release_of(torch.__version__) < TORCH_THAT_REMEMBERS
+    if not is_forgetful or not needs.has_float8_products or needs.batch_invariant:
+        return ""
+    return (
+        "on a GPU of compute capability {}.{} products of 8-bit floats can be from torch {}.{} on, "
+        "and this is {}".format(*FORGETFUL_CAPABILITY, *TORCH_THAT_REMEMBERS, torch.__version__)
+    )
 
 
 def _why_no_grouped_products(needs: Needs) -> str:

@@ -41,7 +41,7 @@ from engine.memory import memory_bytes
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
-from engine.models.stored_weights import StoredWeights
+from engine.models.stored_weights import AS_STORED, StoredWeights
 from engine.quantization import resolve_quantization
 from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import share_of
@@ -87,7 +87,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     )
     model = _model_config(args, folder, hf_config, shape, device, dtype=dtype, quantization=quantization)
     num_blocks = _num_blocks(args, model, device, kv_dtype)
-    needs = replace(needs, quantization=quantization)
+    has_float8_products = quantization == "fp8" or (quantization == AS_STORED and "fp8" in stored.quantizations)
+    needs = replace(needs, quantization=quantization, has_float8_products=has_float8_products)
     backend = choose_attention_backend(args.attention_backend, needs)
     if args.batch_invariant and (why_not := why_not_invariant(args.attention_backend, backend, needs)):
         raise ValueError(f"batch_invariant cannot be kept here: {why_not}")

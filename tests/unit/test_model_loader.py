@@ -14,6 +14,7 @@ import pytest
 import torch
 from gpu_kinds import GPU_KINDS
 from pretend_gpu import pretend_gpu
+from quantized_checkpoints import FORMS
 from safetensors.torch import load_file, save_file
 
 from engine.cache_dir import build_once
@@ -225,6 +226,35 @@ def test_what_keeps_bits_whatever_the_batch(tmp_path: Path) -> None:
         assert [config.device.batch_invariant for config in configs] == [False, True]
         digests |= {config.compat_digest for config in configs}
     assert len(digests) == 3, "without it, those of other kinds are"
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "settings", "is_recorded"),
+    [
+        ((8, 9), "2.11.0+cu130", {"quantization": "fp8"}, False),
+        ((8, 9), "2.11.0+cu130", {"config": FORMS["float channel"].quantization_config}, False),
+        ((8, 9), "2.11.0+cu130", {"config": FORMS["int channel"].quantization_config}, True),
+        ((8, 9), "2.11.0+cu130", {"quantization": "fp8", "batch_invariant": True}, True),
+        ((8, 9), "2.12.0", {"quantization": "fp8"}, True),
+        ((9, 0), "2.11.0+cu130", {"quantization": "fp8"}, True),
+    ],
+)
+def test_products_of_8_bit_floats_are_not_recorded_where_torch_forgets_the_stream(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    version: str,
+    settings: dict[str, Any],
+    is_recorded: bool,
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    settings = dict(settings)
+    folder = folder_with(tmp_path / "m", **sizes, dtype="bfloat16", quantization_config=settings.pop("config", None))
+    monkeypatch.setattr(torch, "__version__", version)
+    with pretend_gpu(has_triton=True, kind=GPU_KINDS[capability]):
+        config = config_of(folder, device="cuda", **settings)
+    assert config.model.quantization in ("fp8", "stored")
+    assert config.device.uses_graphs == is_recorded
 
 
 @pytest.mark.parametrize(
