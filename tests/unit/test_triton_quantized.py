@@ -203,7 +203,7 @@ def test_rows_are_quantised_as_plain_torch_does(num_rows: int, size: int) -> Non
 
 
 @pytest.mark.skipif(CAPABILITY is not None and why_no_float8(CAPABILITY) != "", reason="a GPU without 8-bit floats")
-@pytest.mark.parametrize(("num_rows", "has_bias"), [(1, False), (9, True), (130, True)])
+@pytest.mark.parametrize(("num_rows", "has_bias"), [(1, False), (9, True), (67, False), (130, True)])
 def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> None:
     """Of few rows by our kernels, rows as they are; of more by torch: a GPU's tensor cores, or what a CPU does in their
     place."""
