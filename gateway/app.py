@@ -2,8 +2,9 @@
 
     body ──requests──> prompts, sampling ──Run──> one stream for each prompt ──Rendering──> JSON, or server-sent events
 
-A stream's status is known before its first byte: headers are sent with the first token, so that whoever is refused
-(429, 503 …) hears of it as of any other request. What fails later is the stream's last event, in its route's words.
+A stream's status is sent with its first token, so that whoever is refused (429, 503 …) hears of it as of any other
+request; but where the first token takes longer than proxies keep silent connections, with a sign of life. What fails
+later is the stream's last event, in its route's words.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from gateway.requests import ChatRequest, CompletionRequest
 from gateway.responses.rendering import ResponseRendering
 from gateway.responses.request import ResponseRequest
 from gateway.run import Run
-from gateway.streams import ClientGone, EventStream, to_json, while_connected, with_first
+from gateway.streams import Begun, ClientGone, EventStream, to_json, while_connected
 from gateway.tokens import CountMessagesRequest, CountRequest, DetokenizeRequest, TokenizeRequest
 from gateway.traced import Traced
 from protos.tandem_inference_pb2 import GenerateResponse
@@ -57,10 +58,13 @@ _REF = "#/components/schemas/{model}"
 class Rendering(Protocol):
     """How a request's answer looks."""
 
+    keep_alive: bytes
+    """What a stream of it says where there is nothing to say."""
+
     async def whole(self) -> bytes:
         """The answer as one object, in JSON."""
 
-    def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
+    def events(self, messages: Begun[tuple[int, GenerateResponse]]) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, as the run's `messages` come, which it closes."""
 
 
@@ -70,12 +74,20 @@ def create_app(
     api_key: str = "",
     allowed_origins: Sequence[str] = (),
     max_body_bytes: int = 4 * 1024 * 1024,
+    sse_keep_alive_s: float = 0.0,
     leaving: asyncio.Event | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
     """The gateway's ASGI application over `client`, which its caller closes, as `tracing`. `allowed_origins`: whose
-    pages may read the answers in a browser. `leaving`: set when answers that still run are to end, and say why."""
-    gateway = Gateway(client, api_key=api_key, max_body_bytes=max_body_bytes, leaving=leaving or asyncio.Event())
+    pages may read the answers in a browser. `sse_keep_alive_s`: for how long a stream may be silent; 0: for ever.
+    `leaving`: set when answers that still run are to end, and say why."""
+    gateway = Gateway(
+        client,
+        api_key=api_key,
+        max_body_bytes=max_body_bytes,
+        keep_alive_s=sse_keep_alive_s or None,
+        leaving=leaving or asyncio.Event(),
+    )
     app = FastAPI(title="Tandem", version=__version__, docs_url=None, redoc_url=None)
     posting: list[tuple[str, Any, type[Body]]] = [
         ("/v1/completions", gateway.completions, CompletionRequest),
@@ -155,8 +167,17 @@ async def _on_http_exception(request: Request, error: HTTPException) -> Response
 class Gateway:
     """The handlers. Keeps nothing of a request beyond its answer."""
 
-    def __init__(self, client: AsyncClient, *, api_key: str, max_body_bytes: int, leaving: asyncio.Event) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        *,
+        api_key: str,
+        max_body_bytes: int,
+        keep_alive_s: float | None,
+        leaving: asyncio.Event,
+    ) -> None:
         self._client = client
+        self._keep_alive_s = keep_alive_s
         self._leaving = leaving
         self._api_key = api_key.encode()
         self._max_body_bytes = max_body_bytes
@@ -194,13 +215,18 @@ class Gateway:
         if not body.stream:
             content = await while_connected(request.receive, rendering.whole())
             return Response(content, headers=run.headers, media_type="application/json")
-        messages = run.messages()
+        messages = Begun(run.messages())
         try:
-            first = await while_connected(request.receive, anext(messages))
+            await while_connected(request.receive, messages.wait_first(self._keep_alive_s))
         except BaseException:
             await messages.aclose()
             raise
-        return EventStream(rendering.events(with_first(first, messages)), run.headers)
+        return EventStream(
+            rendering.events(messages),
+            run.headers,
+            keep_alive=rendering.keep_alive,
+            keep_alive_s=self._keep_alive_s,
+        )
 
     async def _read(self, request: Request) -> bytes:
         data = bytearray()

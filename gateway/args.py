@@ -32,6 +32,13 @@ class GatewayArgs(SslArgs):
         },
     )
     max_body_bytes: int = field(default=4 * 1024 * 1024, metadata={"help": "Largest request body, in bytes."})
+    sse_keep_alive_s: float = field(
+        default=15.0,
+        metadata={
+            "help": "A stream that is silent for so many seconds is sent a comment (of /v1/messages: a ping), so that "
+            "no proxy cuts it. Its status is 200 then, and a later error its last event. 0: never."
+        },
+    )
     resume_s: float = field(
         default=30.0,
         metadata={
@@ -62,10 +69,9 @@ class GatewayArgs(SslArgs):
             )
         if not 1024 <= self.max_body_bytes <= 1 << 28:
             raise ValueError(f"max_body_bytes must be in [1024, {1 << 28}], is {self.max_body_bytes}")
-        if not 0 <= self.drain_grace_s < float("inf"):
-            raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")
-        if not 0 <= self.resume_s < float("inf"):
-            raise ValueError(f"resume_s must be at least 0 and finite, is {self.resume_s}")
+        for name in ("sse_keep_alive_s", "resume_s", "drain_grace_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be at least 0 and finite, is {getattr(self, name)}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")
 

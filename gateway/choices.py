@@ -18,13 +18,15 @@ from gateway.errors import refusal_of_any
 from gateway.logprobs import OfContent
 from gateway.requests import AskedForChoices, ChatRequest, CompletionRequest
 from gateway.run import Run
-from gateway.streams import DONE, event, to_json
+from gateway.streams import COMMENT, DONE, Begun, event, to_json
 from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs, Usage
 from tandem.answer import AnswersStream
 
 
 class Choices:
     """Of one request."""
+
+    keep_alive = COMMENT
 
     def __init__(self, run: Run, body: AskedForChoices, model: str) -> None:
         """`model`: its name in what is answered."""
@@ -66,7 +68,7 @@ class Choices:
             return await asyncio.to_thread(render)
         return render()
 
-    async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
+    async def events(self, messages: Begun[tuple[int, GenerateResponse]]) -> AsyncGenerator[bytes, None]:
         """Of the run's `messages`, which it closes."""
         usages = [Usage() for _ in range(len(self._run.prompts) * self._run.n)]
         opened: set[int] = set()

@@ -43,8 +43,9 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
         self._seconds = Histogram(
-            "tandem:gateway_seconds_to_status", "Until the status is sent; of a stream, with its first token.",
-            ["route"], buckets=SECONDS, registry=self._registry,
+            "tandem:gateway_seconds_to_status",
+            "Until the status is sent; of a stream, with its first token or sign of life.", ["route"],
+            buckets=SECONDS, registry=self._registry,
         )  # fmt: skip
 
     @contextmanager

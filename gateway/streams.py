@@ -1,19 +1,20 @@
-"""Answers on their way to an HTTP client: server-sent events, clients that leave.
+"""Answers on their way to an HTTP client: server-sent events, signs of life between them, clients that leave.
 
 A client that disconnects cancels what is done for it: whoever waits here for the router is cancelled, which drops the
 streams, which cancels their requests on every worker.
 
     request ──> while_connected(the first message, or the whole answer) ──> EventStream(events) ──> data: … data: [DONE]
-                    └─ disconnected: cancelled                                  └─ disconnected: events are closed
+                    ├─ disconnected: cancelled                                  ├─ disconnected: events are closed
+                    └─ none for a while: the stream begins without it           └─ no event for a while: a sign of life
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, Generic, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,6 +22,8 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+"""Which clients pass over."""
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """`json.dumps` with these makes an encoder each time."""
 
@@ -76,10 +79,22 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        *,
+        keep_alive: bytes = COMMENT,
+        keep_alive_s: float | None = None,
+    ) -> None:
+        """`keep_alive`: what is sent whenever nothing was for `keep_alive_s` seconds, unless that is None."""
         super().__init__(headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._events = events
+        self._keep_alive = keep_alive
+        self._keep_alive_s = keep_alive_s
+        self._sent_s = 0.0
+        """When something was sent last, by the loop's clock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -88,11 +103,29 @@ class EventStream(Response):
             pass
 
     async def _send_all(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._sent_s = clock()
+            living = None if self._keep_alive_s is None else asyncio.create_task(self._live(send, self._keep_alive_s))
+            try:
+                async for data in events:
+                    self._sent_s = clock()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            finally:
+                if living is not None:
+                    living.cancel()
+                    await asyncio.wait({living})
             await send({"type": "http.response.body", "body": b""})
+
+    async def _live(self, send: Send, every_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        with suppress(OSError):  # the client has gone, of which others hear
+            while True:
+                await asyncio.sleep(self._sent_s + every_s - clock())
+                if self._sent_s + every_s <= clock():
+                    self._sent_s = clock()
+                    await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
 
 
 async def until_leaving(items: AsyncGenerator[T, None], leaving: asyncio.Event) -> AsyncGenerator[T, None]:
@@ -126,9 +159,28 @@ async def until_leaving(items: AsyncGenerator[T, None], leaving: asyncio.Event) 
         await items.aclose()
 
 
-async def with_first(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """`first`, taken from `rest` before, and then the rest; closing it closes `rest`."""
-    async with aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
+class Begun(AsyncIterator[T], Generic[T]):
+    """`items`, the first of which is asked for already. Whoever has it closes it, which closes `items`."""
+
+    def __init__(self, items: AsyncGenerator[T, None]) -> None:
+        self._items = items
+        self._first: asyncio.Task[T] | None = asyncio.create_task(anext(items))
+
+    async def wait_first(self, timeout_s: float | None) -> None:
+        """Until the first item is there, for at most `timeout_s`. Raises what came instead of it."""
+        assert self._first is not None
+        done, _ = await asyncio.wait({self._first}, timeout=timeout_s)
+        for first in done:
+            first.result()
+
+    async def __anext__(self) -> T:
+        if self._first is None:
+            return await anext(self._items)
+        first, self._first = self._first, None
+        return await first
+
+    async def aclose(self) -> None:
+        if self._first is not None:
+            self._first.cancel()
+            await asyncio.wait({self._first})
+        await self._items.aclose()

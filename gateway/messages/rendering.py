@@ -13,12 +13,14 @@ from gateway.messages.answer import Event, MessageAnswer
 from gateway.messages.errors import error_of
 from gateway.messages.request import MessageRequest
 from gateway.run import Run
-from gateway.streams import named_event, to_json
+from gateway.streams import Begun, named_event, to_json
 from protos.tandem_inference_pb2 import GenerateResponse
 
 
 class MessageRendering:
     """Of one request."""
+
+    keep_alive = named_event({"type": "ping"})
 
     def __init__(self, run: Run, body: MessageRequest, model: str) -> None:
         """`model`: its name in what is answered."""
@@ -32,7 +34,7 @@ class MessageRendering:
                 self._answer.accept(message)
         return to_json(self._answer.whole())
 
-    async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
+    async def events(self, messages: Begun[tuple[int, GenerateResponse]]) -> AsyncGenerator[bytes, None]:
         """Of the run's `messages`, which it closes."""
         try:
             async for _, message in messages:

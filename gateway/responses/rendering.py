@@ -15,12 +15,14 @@ from gateway.responses.answer import ResponseAnswer
 from gateway.responses.output import Event
 from gateway.responses.request import ResponseRequest
 from gateway.run import Run
-from gateway.streams import named_event, to_json
+from gateway.streams import COMMENT, Begun, named_event, to_json
 from protos.tandem_inference_pb2 import GenerateResponse
 
 
 class ResponseRendering:
     """Of one request."""
+
+    keep_alive = COMMENT
 
     def __init__(self, run: Run, body: ResponseRequest, model: str) -> None:
         """`model`: its name in what is answered."""
@@ -38,7 +40,7 @@ class ResponseRendering:
             return await asyncio.to_thread(to_json, self._answer.whole())
         return to_json(self._answer.whole())
 
-    async def events(self, messages: AsyncGenerator[tuple[int, GenerateResponse], None]) -> AsyncGenerator[bytes, None]:
+    async def events(self, messages: Begun[tuple[int, GenerateResponse]]) -> AsyncGenerator[bytes, None]:
         """Of the run's `messages`, which it closes."""
         try:
             yield _sent(self._answer.opening())

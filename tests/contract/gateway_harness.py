@@ -53,6 +53,13 @@ def last(
     )
 
 
+async def slowly(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    """Two tokens, each of which takes some time."""
+    for message in (tokens(0, 1, text="one "), tokens(1, 2, text="two"), last(2)):
+        await asyncio.sleep(0.05)
+        yield message
+
+
 class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from gateway_harness import TIMEOUT_S, failing, gateway
+from gateway_harness import TIMEOUT_S, failing, gateway, slowly
 from responses_harness import NAMED, begins, goes_on, piece, saying
 
 from protos import tandem_inference_pb2 as pb
@@ -248,6 +248,14 @@ async def test_what_fails_later_is_the_last_event() -> None:
             assert told([*events, None, None])[:2] == [(0, "start"), (0, "text_delta")]
             with pytest.raises(anthropic.APIStatusError):
                 await client_of(http).messages.create(model="m", max_tokens=9, messages=HI)
+
+
+async def test_pings_before_and_between_tokens_are_no_part_of_the_answer() -> None:
+    async with gateway(sse_keep_alive_s=0.01) as (router, http):
+        router.script = slowly
+        asked: Any = {"model": "the-model", "max_tokens": 9, "messages": HI}
+        async with client_of(http).messages.stream(**asked) as stream:
+            assert await stream.get_final_text() == "one two"
 
 
 async def test_a_client_that_leaves_cancels_its_request() -> None:

@@ -7,8 +7,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import openai
 import pytest
-from gateway_harness import TIMEOUT_S, failing, gateway, tokens
+from gateway_harness import TIMEOUT_S, failing, gateway, slowly, tokens
 from openai.types.responses import Response
 from responses_harness import (
     LOGPROBS,
@@ -295,6 +296,18 @@ async def test_an_answer_that_outlasts_the_grace_ends_with_the_reason(is_stream:
     error = events_of(answer.text)[-1]["response"]["error"] if is_stream else answer.json()["error"]
     assert answer.status_code == (200 if is_stream else 503)
     assert "this gateway is leaving" in error["message"]
+
+
+async def test_comments_before_and_between_tokens_are_no_part_of_the_answer() -> None:
+    async with gateway(sse_keep_alive_s=0.01) as (router, http):
+        router.script = slowly
+        client = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, http_client=http)
+        chat = await client.chat.completions.create(
+            model="the-model", messages=[{"role": "user", "content": "Hi"}], stream=True
+        )
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in chat]) == "one two"
+        async with client.responses.stream(model="the-model", input="Hi") as stream:
+            assert (await stream.get_final_response()).output_text == "one two"
 
 
 async def wait_without_a_token(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
