@@ -71,19 +71,20 @@ class Rendering(Protocol):
 def create_app(
     client: AsyncClient,
     *,
-    api_key: str = "",
+    api_keys: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
     max_body_bytes: int = 4 * 1024 * 1024,
     sse_keep_alive_s: float = 0.0,
     leaving: asyncio.Event | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The gateway's ASGI application over `client`, which its caller closes, as `tracing`. `allowed_origins`: whose
-    pages may read the answers in a browser. `sse_keep_alive_s`: for how long a stream may be silent; 0: for ever.
-    `leaving`: set when answers that still run are to end, and say why."""
+    """The gateway's ASGI application over `client`, which its caller closes, as `tracing`. `api_keys`: one of which is
+    asked for, if there are any. `allowed_origins`: whose pages may read the answers in a browser.
+    `sse_keep_alive_s`: for how long a stream may be silent; 0: for ever. `leaving`: set when answers that still run
+    are to end, and say why."""
     gateway = Gateway(
         client,
-        api_key=api_key,
+        api_keys=api_keys,
         max_body_bytes=max_body_bytes,
         keep_alive_s=sse_keep_alive_s or None,
         leaving=leaving or asyncio.Event(),
@@ -171,7 +172,7 @@ class Gateway:
         self,
         client: AsyncClient,
         *,
-        api_key: str,
+        api_keys: Sequence[str],
         max_body_bytes: int,
         keep_alive_s: float | None,
         leaving: asyncio.Event,
@@ -179,7 +180,7 @@ class Gateway:
         self._client = client
         self._keep_alive_s = keep_alive_s
         self._leaving = leaving
-        self._api_key = api_key.encode()
+        self._api_keys = [key.encode() for key in api_keys]
         self._max_body_bytes = max_body_bytes
         self._started_s = int(time.time())
         self._metrics = Metrics()
@@ -329,7 +330,9 @@ class Gateway:
     def _check_key(self, request: Request) -> None:
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = (bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
-        if self._api_key and not any(hmac.compare_digest(each.encode(), self._api_key) for each in given):
+        # All of them, so that time does not tell which.
+        same = [hmac.compare_digest(each.encode(), key) for each in given for key in self._api_keys]
+        if self._api_keys and not any(same):
             raise Refusal(
                 NO_KEY, "the API key is missing or wrong: give it as Authorization: Bearer KEY, or as x-api-key: KEY"
             )

@@ -12,6 +12,11 @@ from rpc.server import split_address
 from rpc.tls import SslArgs
 from tandem.client import DEFAULT_ADDRESS
 
+API_KEY_HELP = (
+    "If given, what is asked of the model needs it: Authorization: Bearer KEY, or x-api-key. Given several times: any "
+    "of them; in the environment variable, with spaces between."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayArgs(SslArgs):
@@ -21,10 +26,7 @@ class GatewayArgs(SslArgs):
         default="127.0.0.1:8000", metadata={"help": "HOST:PORT to serve HTTP on. Port 0 takes a free one."}
     )
     router: str = field(default=DEFAULT_ADDRESS, metadata={"help": "HOST:PORT of the router, or any gRPC target."})
-    api_key: str = field(
-        default="",
-        metadata={"help": "If given, what is asked of the model needs it: Authorization: Bearer KEY, or x-api-key."},
-    )
+    api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})
     allowed_origins: str = field(
         default="[]",
         metadata={
@@ -60,7 +62,9 @@ class GatewayArgs(SslArgs):
         check_endpoint(self.otlp_traces_endpoint)
         if not self.router:
             raise ValueError("router must be the address of a router, is empty")
-        if not re.fullmatch(r"[\x21-\x7e]*", self.api_key):
+        if not all(self.api_key):  # a variable that is not set, in some script
+            raise ValueError("api_key must not be empty: anybody could ask; leave it out if all may")
+        if not all(re.fullmatch(r"[\x21-\x7e]+", key) for key in self.api_key):
             raise ValueError("api_key must be of visible ASCII characters: HTTP headers carry no others safely")
         if not _is_list_of_origins(self.allowed_origins):
             raise ValueError(

@@ -41,7 +41,7 @@ async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Calla
         leaving = asyncio.Event()
         app = create_app(
             client,
-            api_key=args.api_key,
+            api_keys=args.api_key,
             allowed_origins=args.origins,
             max_body_bytes=args.max_body_bytes,
             sse_keep_alive_s=args.sse_keep_alive_s,

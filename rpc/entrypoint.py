@@ -33,6 +33,7 @@ from rpc.tls import SslArgs
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_TEXTS = tuple[str, ...]
 LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ def options_of(
 ) -> Callable[[Function], Function]:
     """Decorator of a click command: one option per field of `dataclass_type`, in the fields' order.
 
-    A field is of type str, int, float or bool (--x/--no-x); `metadata["help"]` is its help, `metadata["env"]` its
+    A field is of type str, int, float or bool (--x/--no-x), or tuple[str, ...]: its flag is given once for each, its
+    environment variable has them apart by spaces. `metadata["help"]` is its help, `metadata["env"]` its
     environment variable (else PREFIX_FIELD), `metadata["also"]` another flag that means the same. `defaults` replaces
     fields' defaults; a field with none is required.
     """
@@ -109,20 +111,21 @@ def options_of(
 def _option_of(
     field: dataclasses.Field[Any], field_type: type, env_prefix: str, defaults: Mapping[str, object]
 ) -> Callable[[Function], Function]:
-    assert field_type in (str, int, float, bool), f"{field.name}: no option for {field_type}"
+    assert field_type in (str, int, float, bool, _TEXTS), f"{field.name}: no option for {field_type}"
     assert field.default_factory is dataclasses.MISSING, f"{field.name}: a flag has a plain default"
     default = defaults.get(field.name, field.default)
     if default is dataclasses.MISSING:
         presence: dict[str, Any] = {"required": True}
     else:
-        presence = {"default": default, "show_default": default != ""}
+        presence = {"default": default, "show_default": default not in ("", ())}
     flag = _flag(field.name)
     also = [field.metadata["also"]] if "also" in field.metadata else []
     return click.option(
         f"{flag}/--no-{flag.removeprefix('--')}" if field_type is bool else flag,
         *also,
         field.name,
-        type=field_type,
+        type=str if field_type == _TEXTS else field_type,
+        multiple=field_type == _TEXTS,
         envvar=field.metadata.get("env", f"{env_prefix}_{field.name.upper()}"),
         show_envvar=True,
         help=field.metadata.get("help"),

@@ -61,8 +61,8 @@ class ClusterArgs:
     log_level: str = "info"
     drain_grace_s: float = 30.0
     """How long running streams may go on after `stop`."""
-    api_key: str = ""
-    """The key that HTTP requests must bring. Empty: none."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Keys, of which HTTP requests must bring one, if there are any."""
     allowed_origins: str = "[]"
     """Whose pages may call over HTTP from a browser: a JSON list."""
     chat_template: str = ""
@@ -211,7 +211,7 @@ def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
             *NO_TLS,
         ]  # fmt: skip
 
-    env = {**python_env(), "TANDEM_API_KEY": args.api_key}  # command lines are for all to see
+    env = {**python_env(), "TANDEM_API_KEY": " ".join(args.api_key)}  # command lines are for all to see
     return ProcessSpec(name=GATEWAY, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 

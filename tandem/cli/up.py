@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from engine.config import EngineArgs
+from gateway.args import API_KEY_HELP
 from kv_transfer import TRANSPORTS
 from router.args import GENERATION_HELP, OVERRIDE_HELP, SCHEDULING_HELP, SCHEDULING_POLICIES
 from router.policy import PolicyConfig
@@ -30,7 +31,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Command]:
     """A flag whose default and environment variable stand in the help."""
     settings.setdefault("envvar", "TANDEM_" + flag.removeprefix("--").replace("-", "_").upper())
-    return click.option(flag, *names, show_default=settings.get("default") != "", show_envvar=True, **settings)
+    return click.option(
+        flag, *names, show_default=settings.get("default") not in ("", ()), show_envvar=True, **settings
+    )
 
 
 @click.command(
@@ -53,7 +56,7 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--http-port", type=int, default=8000,
          help="Port of OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
 @_option("--no-http", "has_no_http", is_flag=True, help="No HTTP: gRPC alone.")
-@_option("--api-key", default="", help="If given, HTTP requests need it: Authorization: Bearer KEY, or x-api-key.")
+@_option("--api-key", multiple=True, default=(), help=API_KEY_HELP)
 @_option("--allowed-origins", default="[]", metavar="LIST",
          help="JSON list of the origins whose pages may call over HTTP from a browser: "
          '["https://chat.example"], or ["*"].')  # fmt: skip
@@ -105,8 +108,6 @@ def up(context: click.Context, /, **options: Any) -> None:
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     if options["is_aggregated"] and _is_given(context, "num_prefill"):
         raise click.UsageError("--aggregated starts no prefill workers: leave --prefill out, or --aggregated")
-    if not options["api_key"] and _is_given(context, "api_key"):  # a variable that is not set, in some script
-        raise click.UsageError("--api-key must not be empty: anybody could ask; leave it out if all may")
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
         own["http_port"] = None

@@ -233,7 +233,9 @@ async def test_answers_that_outlast_the_grace_end_with_the_reason(
 
 def test_a_key_that_no_header_can_carry_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="api_key must be of visible ASCII characters"):
-        GatewayArgs(api_key="s\u00e9cret")
+        GatewayArgs(api_key=("a", "s\u00e9cret"))
+    with pytest.raises(ValueError, match="api_key must not be empty"):
+        GatewayArgs(api_key=("a", ""))
 
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
@@ -271,7 +273,7 @@ async def test_what_ended_an_answer(
 
 async def test_what_is_refused_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    async with gateway(api_key="k") as (_, http):
+    async with gateway(api_key=("k",)) as (_, http):
         await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine"})
     (line,) = [vars(record) for record in caplog.records if record.getMessage() == "refused"]
     assert (line["route"], line["status"], line["request_id"]) == ("completions", 401, "mine")
@@ -346,7 +348,7 @@ async def test_without_a_router_it_says_so() -> None:
 
 
 async def test_a_key_where_one_is_asked_for() -> None:
-    async with gateway(api_key="secret") as (_, http):
+    async with gateway(api_key=("secret",)) as (_, http):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret2"}):
             refused = await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -357,11 +359,21 @@ async def test_a_key_where_one_is_asked_for() -> None:
         assert (await http.get("/health")).status_code == 200
 
 
+async def test_any_of_several_keys(caplog: pytest.LogCaptureFixture) -> None:
+    """One is to be replaced by another while both are in use."""
+    caplog.set_level("DEBUG")
+    async with gateway(api_key=("older", "newer")) as (_, http):
+        for key, status in (("older", 200), ("newer", 200), ("older newer", 401), ("old", 401)):
+            for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                assert (await http.get("/v1/models", headers=headers)).status_code == status, headers
+    assert "older" not in caplog.text + repr(GatewayArgs(api_key=("older",)))
+
+
 async def test_pages_of_other_origins_where_they_are_allowed() -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     ours, another = {"origin": "https://chat.example"}, {"origin": "https://another.example"}
     key, prompt = {"authorization": "Bearer secret"}, {"prompt": "a", "stream": True}
-    async with gateway(allowed_origins='["https://chat.example"]', api_key="secret") as (_, http):
+    async with gateway(allowed_origins='["https://chat.example"]', api_key=("secret",)) as (_, http):
         may = await http.options("/v1/chat/completions", headers=ours | asked)
         assert (may.status_code, may.headers["access-control-allow-origin"]) == (200, "https://chat.example")
         assert may.headers["access-control-allow-headers"] == "authorization,content-type"

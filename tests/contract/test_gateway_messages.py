@@ -273,7 +273,7 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
 
 async def test_keys_bounds_and_routes() -> None:
     """The key is Anthropic's header, too; other routes keep their words."""
-    async with gateway(api_key="secret", max_body_bytes=4096) as (_, http):
+    async with gateway(api_key=("secret",), max_body_bytes=4096) as (_, http):
         body = {"max_tokens": 9, "messages": HI}
         for wrong in ({}, {"x-api-key": "other"}, {"authorization": "Bearer other"}, {"authorization": "secret"}):
             refused = await http.post(PATH, json=body, headers=wrong)

@@ -340,7 +340,7 @@ async def test_a_client_that_leaves_cancels_its_request(is_stream: bool, begins:
 
 
 async def test_headers_keys_bounds_and_counts_are_those_of_other_routes() -> None:
-    async with gateway(api_key="secret", max_body_bytes=4096) as (router, http):
+    async with gateway(api_key=("secret",), max_body_bytes=4096) as (router, http):
         key = {"authorization": "Bearer secret"}
         refused = await http.post(PATH, json={"input": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")

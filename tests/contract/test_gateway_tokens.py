@@ -173,7 +173,7 @@ async def test_no_tokens_are_no_text(texts: Texts) -> None:
 
 
 async def test_it_is_counted_and_asks_for_the_key(texts: Texts) -> None:
-    async with gateway(texts, api_key="secret") as (_, http):
+    async with gateway(texts, api_key=("secret",)) as (_, http):
         refused = await http.post("/tokenize", json={"prompt": "a"})
         taken = await http.post("/tokenize", json={"prompt": "a"}, headers={"Authorization": "Bearer secret"})
         counted = (await http.get("/metrics")).text

@@ -392,6 +392,13 @@ def test_certificates_in_the_environment_are_not_for_a_local_cluster() -> None:
             assert command[command.index(flag) + 1] == "", spec.name
 
 
+def test_keys_reach_the_gateway_where_nobody_else_reads_them() -> None:
+    spec = gateway_spec(ClusterArgs(api_key=("older", "newer")), "127.0.0.1:1")
+    assert spec.env is not None
+    assert spec.env["TANDEM_API_KEY"] == "older newer"
+    assert "older" not in " ".join(spec.command(""))
+
+
 def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     given = EngineArgs(
         model="m", served_model_name="s", dtype="float32", load_format="dummy", seed=1, max_model_len=2, block_size=4,

@@ -28,6 +28,7 @@ class Args:
     batch_size: int = field(default=4, metadata={"help": "How many."})
     share: float = field(default=0.5, metadata={"help": "Of all."})
     is_eager: bool = field(default=True, metadata={"help": "At once."})
+    names: tuple[str, ...] = field(default=(), metadata={"help": "Any number."})
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -57,6 +58,7 @@ def test_defaults_flags_and_environment() -> None:
         "batch_size": 4,
         "share": 0.5,
         "is_eager": True,
+        "names": [],
         "listen": "127.0.0.1:50051",
         "redis": "redis://127.0.0.1:6379/0",
         "namespace": "tandem",
@@ -72,6 +74,9 @@ def test_defaults_flags_and_environment() -> None:
     given = values(invoke(env=env))
     assert (given["needed"], given["batch_size"], given["is_eager"], given["redis"]) == ("e", 9, False, "unix:///x")
     assert values(invoke("--batch-size", "2", env=env))["batch_size"] == 2  # the flag wins
+    assert values(invoke("--needed", "x", "--names", "a", "--names", "b c"))["names"] == ["a", "b c"]
+    assert values(invoke(env=env | {"TANDEM_NAMES": "a b\n"}))["names"] == ["a", "b"]
+    assert values(invoke(env=env | {"TANDEM_NAMES": ""}))["names"] == []
 
 
 def test_help_shows_everything_in_order() -> None:
