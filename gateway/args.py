@@ -25,7 +25,10 @@ class GatewayArgs(SslArgs):
     listen: str = field(
         default="127.0.0.1:8000", metadata={"help": "HOST:PORT to serve HTTP on. Port 0 takes a free one."}
     )
-    router: str = field(default=DEFAULT_ADDRESS, metadata={"help": "HOST:PORT of the router, or any gRPC target."})
+    router: str = field(
+        default=DEFAULT_ADDRESS,
+        metadata={"help": "HOST:PORT of the router, or any gRPC target. Behind it may be several: they take turns."},
+    )
     api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})
     allowed_origins: str = field(
         default="[]",

@@ -37,7 +37,7 @@ async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Calla
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
-    async with AsyncClient(args.router, tls=args.client_tls, resume_s=args.resume_s) as client:
+    async with AsyncClient(args.router, tls=args.client_tls, resume_s=args.resume_s, is_spread=True) as client:
         leaving = asyncio.Event()
         app = create_app(
             client,

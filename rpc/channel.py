@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import grpc
 
 from rpc.tls import ClientTLS
@@ -26,6 +29,11 @@ has other workers, and goes on to one of them. A second is too short where the f
 again after one), or a machine stands still for that long."""
 
 
+MIN_RESOLUTION_MS = 5_000
+"""Between two questions to a name server, which gRPC asks when a connection is lost, or a peer can serve no more: by
+default 30 seconds, in which all peers that it knows may have been replaced."""
+
+
 SESSION_READ_AHEAD_BYTES = 16 * 1024
 """Some steps of a worker. Whoever reads more slowly than is written has so much waiting, which is as much delay, and
 the writer does not hear of it: gRPC begins with four times as much, and lets it grow to megabytes. What waits at the
@@ -38,9 +46,11 @@ def channel_options(
     connect_ms: int = CONNECT_MS,
     ping_timeout_ms: int | None = None,
     read_ahead_bytes: int = 0,
-) -> list[tuple[str, int]]:
+    spread_service: str = "",
+) -> list[tuple[str, int | str]]:
     """What every channel of ours is opened with. `ping_timeout_ms`: `KEEPALIVE_TIMEOUT_MS` unless given.
-    `read_ahead_bytes`: of one stream, that may come before they are read; 0: as many as a round trip takes."""
+    `read_ahead_bytes`: of one stream, that may come before they are read; 0: as many as a round trip takes.
+    `spread_service`: calls go to all peers behind the address in turn that say they serve this; "": to the first."""
     read_ahead = [("grpc.http2.lookahead_bytes", read_ahead_bytes), ("grpc.http2.bdp_probe", 0)]
     return [
         ("grpc.max_send_message_length", max_message_bytes),
@@ -62,6 +72,15 @@ def channel_options(
         # Else all channels of one process to one address share a connection, and one TCP window.
         ("grpc.use_local_subchannel_pool", 1),
         *(read_ahead if read_ahead_bytes else []),
+        *(_spread(spread_service) if spread_service else []),
+    ]
+
+
+def _spread(service: str) -> list[tuple[str, int | str]]:
+    config = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": service}}
+    return [
+        ("grpc.service_config", json.dumps(config)),
+        ("grpc.dns_min_time_between_resolutions_ms", MIN_RESOLUTION_MS),
     ]
 
 
@@ -93,7 +112,45 @@ def open_kv_channel(
     )
 
 
-def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int]]) -> grpc.aio.Channel:
+class SpreadChannel:
+    """Of peers behind one address: calls go in turn to those that serve `service`, and where none does to anyone, who
+    says why. On the event loop; the caller closes it."""
+
+    def __init__(self, address: str, *, service: str, tls: ClientTLS | None = None) -> None:
+        connect_ms = CONNECT_MS if tls is None else TLS_CONNECT_MS
+        options = channel_options(connect_ms=connect_ms, spread_service=service)
+        # Streams take turns by themselves: with a question before each, all would be the same peer's.
+        self._streams, self._questions = (_open(address, tls, options) for _ in range(2))
+        for channel in (self._streams, self._questions):
+            channel.get_state(try_to_connect=True)
+        self._any = open_channel(address, tls=tls)
+
+    def unary_unary(self, *described: Any, **further: Any) -> Any:
+        """As of gRPC's channels, of which stubs are made."""
+        at_any = self._any.unary_unary(*described, **further)
+        return _either(self._questions, self._questions.unary_unary(*described, **further), at_any)
+
+    def unary_stream(self, *described: Any, **further: Any) -> Any:
+        """As of gRPC's channels."""
+        at_any = self._any.unary_stream(*described, **further)
+        return _either(self._streams, self._streams.unary_stream(*described, **further), at_any)
+
+    async def close(self) -> None:
+        for channel in (self._streams, self._questions, self._any):
+            await channel.close()
+
+
+def _either(channel: grpc.aio.Channel, at_serving: Any, at_any: Any) -> Any:
+    """How to call one that serves, if `channel` knows one by now, or anyone."""
+
+    def call(*request: Any, **how: Any) -> Any:
+        is_one_serving = channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+        return (at_serving if is_one_serving else at_any)(*request, **how)
+
+    return call
+
+
+def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int | str]]) -> grpc.aio.Channel:
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)

@@ -2,11 +2,13 @@
 
     name     added       set_serving(name, b)        enter_drain()
     ""       SERVING     -                           SERVING (the process lives until it has left)
-    service  NOT_SERVING SERVING / NOT_SERVING       NOT_SERVING for good; Watch streams end after saying so
+    service  NOT_SERVING SERVING / NOT_SERVING       NOT_SERVING for good
+    Watch    begins      says each change            says so; ends with `end_watches`, before the server stops
 
 Our own servicer instead of grpcio-health-checking's: the library's Watch never ends, so that one watcher would make
-every drain take its whole grace; and it turns liveness off at drain, on which an orchestrator kills the process that is
-still handing over its streams.
+every drain take its whole grace (while it drains it must not end either: gRPC's clients would begin another one at
+once, and again, hundreds of times a second); and it turns liveness off at drain, on which an orchestrator kills the
+process that is still handing over its streams.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": health_pb2.HealthCheckResponse.SERVING}
         self._is_draining = False
+        self._is_ending = False
         self._changed = asyncio.Event()
         """Set, and replaced by a fresh one, at every change."""
 
@@ -48,6 +51,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if service:
                 self._set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
 
+    def end_watches(self) -> None:
+        """Those that run, and any to come, once they have said what is new."""
+        self._is_ending = True
+        self._tell()
+
     async def Check(  # noqa: N802 - gRPC's name
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> health_pb2.HealthCheckResponse:
@@ -64,12 +72,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if status != last_status:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last_status = status
-            elif self._is_draining:
+            elif self._is_ending:
                 return
             else:
                 await changed.wait()
 
     def _set(self, service: str, status: int) -> None:
         self._statuses[service] = status
+        self._tell()
+
+    def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

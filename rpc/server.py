@@ -92,6 +92,7 @@ class Server:
     async def drain(self, grace_s: float) -> None:
         """Refuse new RPCs, wait for the running ones, cancel what still runs after `grace_s` seconds."""
         self.enter_drain()
+        self._health.end_watches()
         await self._server.stop(grace_s)
 
 

@@ -23,12 +23,11 @@ from grpc_health.v1 import health_pb2
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
-from rpc.channel import open_blocking_channel, open_channel
+from rpc.channel import SpreadChannel, open_blocking_channel, open_channel
 from rpc.errors import TandemError
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
-from tandem.checks import check_text
-from tandem.client_base import NO_HEADERS, ClientBase, ClientClosed
+from tandem.client_base import INFERENCE_SERVICE, NO_HEADERS, ClientBase, ClientClosed
 from tandem.messages import (
     Messages,
     Prompt,
@@ -48,17 +47,7 @@ PROFILE_READ_S = 70.0
 """What a router and a worker may take, once steps are profiled, to say what was seen."""
 RESUME_S = 20.0
 """For how long a broken stream waits by default: longer than a router takes to start, or to notice a cut."""
-_READINESS = health_pb2.HealthCheckRequest(service="tandem.v1.Inference")
-
-
-def _abort_request(request_id: str) -> pb.AbortRequest:
-    check_text("request_id", request_id)
-    return pb.AbortRequest(request_id=request_id)
-
-
-def _check_one_answer(sampling: Mapping[str, object]) -> None:
-    if "n" in sampling:
-        raise ValueError("n: generate has one answer; generate_n(prompt, n) has several")
+_READINESS = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
 
 
 class Client(ClientBase):
@@ -87,7 +76,7 @@ class Client(ClientBase):
         **sampling: Unpack[Sampling],
     ) -> Answer:
         """The whole answer. `timeout_s` becomes the request's deadline everywhere; None and infinity: there is none."""
-        _check_one_answer(sampling)
+        self._check_one_answer(sampling)
         (answer,) = self.generate_n(prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling)
         return answer
 
@@ -150,7 +139,7 @@ class Client(ClientBase):
     def abort(self, request_id: str) -> bool:
         """End a running request; its stream then ends with finish_reason abort. False if it was not running."""
         with self._errors_of_ours():
-            response = self._inference.Abort(_abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
+            response = self._inference.Abort(self._abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
         return bool(response.was_running)
 
     def tokenize(self, prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeResponse:
@@ -232,9 +221,11 @@ class AsyncClient(ClientBase):
         tls: ClientTLS | None = None,
         resume_s: float = RESUME_S,
         on_broken: OnBroken = lambda error, left_s: None,
+        is_spread: bool = False,
     ) -> None:
-        """As `Client`'s."""
-        super().__init__(address, resume_s=resume_s, on_broken=on_broken)
+        """As `Client`'s. `is_spread`: there may be several routers behind `address`. Requests go in turn to those that
+        can serve; one that none has taken on is asked of another, once."""
+        super().__init__(address, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -242,7 +233,10 @@ class AsyncClient(ClientBase):
         """gRPC's channels belong to the loop that they are opened on."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
-            self._use(open_channel(self._address, tls=self._tls))
+            if self._is_spread:
+                self._use(SpreadChannel(self._address, service=INFERENCE_SERVICE, tls=self._tls))
+            else:
+                self._use(open_channel(self._address, tls=self._tls))
             self._loop = loop
         if self._loop is not loop:
             raise RuntimeError("this AsyncClient was first used on another event loop: make one for each loop")
@@ -263,7 +257,7 @@ class AsyncClient(ClientBase):
         **sampling: Unpack[Sampling],
     ) -> Answer:
         """As `Client.generate`."""
-        _check_one_answer(sampling)
+        self._check_one_answer(sampling)
         (answer,) = await self.generate_n(
             prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling
         )
@@ -324,9 +318,9 @@ class AsyncClient(ClientBase):
             return
 
     async def abort(self, request_id: str) -> bool:
-        """As `Client.abort`."""
+        """As `Client.abort`. Of a client that is spread: `RuntimeError`."""
         with self._errors_of_ours():
-            response = await self._inference.Abort(_abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
+            response = await self._inference.Abort(self._abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
         return bool(response.was_running)
 
     async def tokenize(self, prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeResponse:

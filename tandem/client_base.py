@@ -18,10 +18,11 @@ from protos import tandem_inference_pb2_grpc, tandem_worker_pb2_grpc
 from rpc.errors import from_rpc_error, is_being_cancelled
 from rpc.server import split_address
 from rpc.tracing import TRACE_HEADERS, trace_headers_of
-from tandem.checks import is_number
+from tandem.checks import check_text, is_number
 from tandem.resume import OnBroken, ResumableStream
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+INFERENCE_SERVICE = "tandem.v1.Inference"
 MAX_TIMEOUT_S = 1e8
 """Three years: gRPC takes much longer ones for none at all."""
 
@@ -49,11 +50,12 @@ def checked_address(address: str) -> str:
 class ClientBase:
     """Owns no channel: whoever opens one hands it to `_use`."""
 
-    def __init__(self, address: str, *, resume_s: float, on_broken: OnBroken) -> None:
+    def __init__(self, address: str, *, resume_s: float, on_broken: OnBroken, is_spread: bool = False) -> None:
         if not is_number(resume_s) or not resume_s >= 0:
             raise ValueError(f"resume_s: must be at least 0, is {resume_s!r:.80}")
         self._resume_s = resume_s
         self._on_broken = on_broken
+        self._is_spread = is_spread
         self._address = checked_address(address)
         self._closed = threading.Event()
 
@@ -64,6 +66,17 @@ class ClientBase:
         self._cluster = tandem_worker_pb2_grpc.ClusterStub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
 
+    def _abort_request(self, request_id: str) -> pb.AbortRequest:
+        if self._is_spread:
+            raise RuntimeError("abort: another router may be asked than the one that runs the request: drop the stream")
+        check_text("request_id", request_id)
+        return pb.AbortRequest(request_id=request_id)
+
+    @staticmethod
+    def _check_one_answer(sampling: Mapping[str, object]) -> None:
+        if "n" in sampling:
+            raise ValueError("n: generate has one answer; generate_n(prompt, n) has several")
+
     def _stream_of(
         self, request: pb.GenerateRequest, timeout_s: float | None, trace_headers: Mapping[str, str] = NO_HEADERS
     ) -> ResumableStream:
@@ -73,6 +86,7 @@ class ClientBase:
             request,
             timeout_s=_timeout(timeout_s),
             resume_s=self._resume_s,
+            has_others=self._is_spread,
             metadata=tuple(trace_headers.items()),
             on_broken=self._on_broken,
         )

@@ -5,9 +5,9 @@
 
 What has been received is handed to the router as the beginning of the answer; with the seed and the kind of workers
 that it began with, what follows is what would have followed. Where nothing has been received yet, all of it is asked
-again, if a router had taken it on: else its error is the caller's, at once. So is that of a router that named no kind
-of workers: it is older than all this. Of several answers, each goes on where it was; those that are complete are not
-asked for again.
+again, if a router had taken it on: else its error is the caller's, at once, or after another router was asked, once,
+where there may be several. So is that of a router that named no kind of workers: it is older than all this. Of several
+answers, each goes on where it was; those that are complete are not asked for again.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ class ResumableStream:
         *,
         timeout_s: float | None,
         resume_s: float,
+        has_others: bool = False,
         metadata: tuple[tuple[str, str], ...] = (),
         on_broken: OnBroken = lambda error, left_s: None,
         now_s: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0),
     ) -> None:
         """`request` gets a seed, if it has none. `metadata`: of every call. `timeout_s`: for all calls together.
-        `resume_s`: how long a broken stream may stay so; 0: its error is raised at once. `jitter`: what a wait is
-        multiplied with, so that not all clients of a router come back at once."""
+        `has_others`: the next call may reach another router, now. `resume_s`: how long a broken stream may stay so; 0:
+        its error is raised at once. `jitter`: what a wait is multiplied with, so that not all clients of a router come
+        back at once."""
         if not request.sampling_params.HasField("seed"):
             request.sampling_params.seed = secrets.randbits(63)
         self._request = request
@@ -67,6 +69,7 @@ class ResumableStream:
         self._now_s = now_s
         self._jitter = jitter
         self._resume_s = resume_s
+        self._may_ask_another = has_others
         self._on_broken = on_broken
         self._deadline_s = None if timeout_s is None else now_s() + timeout_s
         self._broken_s: float | None = None
@@ -124,6 +127,9 @@ class ResumableStream:
 
     def wait_s(self, error: TandemError) -> float:
         """How long to wait before the next call, after one ended with `error`. Raises it where there is none."""
+        if self._may_ask_another and not (self.is_accepted or self._has_received) and isinstance(error, LOST):
+            self._may_ask_another = False
+            return 0.0
         now_s, has_just_broken = self._now_s(), self._broken_s is None
         if self._broken_s is None:
             if not self._may_go_on(error):

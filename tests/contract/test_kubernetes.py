@@ -305,7 +305,10 @@ def test_programs_ask_services_that_are_there(overlay: str, manifests: list[Mani
     (gateway,) = [flags_of(container, manifests) for one, container in ours(manifests)
                   if component_of(one) == "gateway"]  # fmt: skip
     host, _, port = gateway["router"].rpartition(":")
-    assert int(port) in [one["port"] for one in named(manifests, "Service", host)["spec"]["ports"]]
+    routers = named(manifests, "Service", host)["spec"]
+    assert int(port) in [one["port"] for one in routers["ports"]]
+    assert routers.get("clusterIP") == "None", "a gateway would know one router, and stay with it"
+    assert routers["publishNotReadyAddresses"], "gateways ask each router by themselves whether it can serve"
     for secret in of_kind(manifests, "Secret"):
         if secret["metadata"]["name"] == "tandem-redis":
             url = base64.b64decode(secret["data"]["url"]).decode()

@@ -4,17 +4,21 @@ time, so that whoever dies may have some that nobody knows of."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import openai
 import psutil
 import pytest
@@ -194,6 +198,62 @@ def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, openai_cli
 
     assert added_up(killing()) == expected
     cluster.wait_until_at_rest(60)
+
+
+@contextmanager
+def process_of_ours(command: list[str], log: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Where it listens."""
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().strip()
+            assert line.startswith("listening "), log.read_text()
+            yield line.partition("=")[2], process
+        finally:
+            process.kill()
+
+
+def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster, tmp_path: Path) -> None:
+    """Two in turn have one name: each knows its own."""
+    command = router_process(cluster).cmdline()
+    command[command.index("--listen") + 1] = "127.0.0.1:0"
+    gateway = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router"]
+    asked = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0.0, "ignore_eos": True}
+    with ExitStack() as stack:
+        other, process = stack.enter_context(process_of_ours(command, tmp_path / "router.log"))
+        targets = [*gateway, f"ipv4:{cluster.address},{other}"]
+        address, _ = stack.enter_context(process_of_ours(targets, tmp_path / "gateway.log"))
+        http = stack.enter_context(httpx.Client(base_url=f"http://{address}/v1", timeout=60, trust_env=False))
+        here, there = (stack.enter_context(Client(router)) for router in (cluster.address, other))
+        wait_until(there.is_serving, 20, "the other router knows its workers")
+
+        def reaches_it() -> bool:
+            told = http.post("/completions", json={"prompt": "a", "max_tokens": 1})
+            return told.headers["x-request-id"] in (tmp_path / "router.log").read_text()
+
+        wait_until(reaches_it, 20, "the gateway has found the other router")
+        streams = []
+        for number in range(6):
+            headers = {"x-request-id": f"r-{number // 2}"}
+            opened = http.stream("POST", "/completions", json={**asked, "stream": True}, headers=headers)
+            streams.append(stack.enter_context(opened).iter_lines())
+            assert next(streams[-1]).startswith("data: ")
+        assert [client.status().num_running_requests for client in (here, there)] == [3, 3]
+        process.kill()
+        texts = ["".join(map(text_of, lines)) for lines in streams]
+        expected = http.post("/completions", json=asked).json()["choices"][0]["text"]
+    assert [expected.endswith(text) for text in texts] == [True] * 6
+    assert len(set(map(len, texts))) == 1
+    cluster.wait_until_at_rest(60)
+
+
+def text_of(line: str) -> str:
+    """Of an event of a completion."""
+    data = line.removeprefix("data: ")
+    return "" if data in ("", "[DONE]") else json.loads(data)["choices"][0]["text"]
 
 
 def test_the_gateway_comes_back_where_it_was(cluster: RunningCluster, openai_client: openai.OpenAI, model: str) -> None:

@@ -1,0 +1,195 @@
+# ruff: noqa: N802 - gRPC's method names
+"""Requests are spread over the routers behind one address, and go to those that can serve: over real connections, with
+routers whose answers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from gateway_harness import TIMEOUT_S, last, tokens
+
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_inference_pb2_grpc
+from rpc.errors import Draining, NoWorker, Overloaded, TandemError, Unreachable
+from rpc.health import HealthServicer
+from rpc.metadata import ACCEPTED_KEY
+from rpc.server import Server
+from tandem.client import AsyncClient
+
+SERVICE = "tandem.v1.Inference"
+
+
+class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+    """Says "one two", and waits between the two until it may go on."""
+
+    def __init__(self) -> None:
+        self.server = Server("127.0.0.1:0")
+        self.server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, self, SERVICE)
+        self.requests: list[pb.GenerateRequest] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.refusal: TandemError | None = None
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+        if not request.output_token_ids:
+            yield pb.GenerateResponse(request_id="r", token_ids=[1], text="one ", worker_kind="k")
+        await self.may_go_on.wait()
+        yield tokens(1, 2, text="two")
+        yield last(2)
+
+    async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
+        return pb.GetModelInfoResponse(model="m")
+
+
+@asynccontextmanager
+async def spread(num_ready: int = 2) -> AsyncIterator[tuple[list[Router], AsyncClient]]:
+    """Two routers, so many of which can serve, and a client that knows all of them."""
+    routers = [Router(), Router()]
+    addresses = [await router.server.start() for router in routers]
+    for router in routers[:num_ready]:
+        router.server.set_serving(SERVICE, True)
+    client = AsyncClient(f"ipv4:{','.join(addresses)}", is_spread=True, resume_s=TIMEOUT_S)
+    try:
+        async with asyncio.timeout(3 * TIMEOUT_S), client:
+            yield routers, client
+    finally:
+        for router in routers:
+            await router.server.drain(0)
+
+
+async def until_asked(client: AsyncClient, *routers: Router) -> None:
+    """Until it has found each of them. They have been asked nothing then."""
+    while not all(router.requests for router in routers):
+        await client.generate("a")
+    for router in routers:
+        router.requests.clear()
+
+
+async def until_left_aside(client: AsyncClient, router: Router, other: Router) -> None:
+    """Until the client has heard that `router` can serve no more: a second request in turn would be its own."""
+    while True:
+        router.requests.clear()
+        for _ in range(2):
+            await client.generate("a")
+        if not router.requests:
+            other.requests.clear()
+            return
+
+
+async def test_each_in_turn() -> None:
+    async with spread() as (routers, client):
+        await until_asked(client, *routers)
+        for _ in range(6):
+            assert (await client.model_info()).model == "m", "a question takes no request's turn"
+            assert (await client.generate("a")).text == "one two"
+        assert [len(router.requests) for router in routers] == [3, 3]
+        assert await client.is_serving()
+
+
+async def test_one_that_cannot_serve_is_left_aside_until_it_can() -> None:
+    async with spread(num_ready=1) as ((ready, other), client):
+        for _ in range(4):
+            await client.generate("a")
+        assert other.requests == []
+        assert await client.is_serving()
+        other.server.set_serving(SERVICE, True)
+        await until_asked(client, other)
+        ready.server.set_serving(SERVICE, False)
+        await until_left_aside(client, ready, other)
+
+
+async def test_one_that_drains_ends_its_streams_and_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_watches, watch = 0, HealthServicer.Watch
+
+    async def counted(self: HealthServicer, request: Any, context: Any) -> None:
+        nonlocal num_watches
+        num_watches += 1
+        await watch(self, request, context)
+
+    monkeypatch.setattr(HealthServicer, "Watch", counted)
+    async with spread(num_ready=1) as ((leaving, other), client):
+        leaving.may_go_on.clear()
+        stream = client.stream("a")
+        await anext(stream)
+        other.server.set_serving(SERVICE, True)
+        leaving.server.enter_drain()
+        leaving.refusal = Draining("leaving")
+        await until_left_aside(client, leaving, other)
+        leaving.may_go_on.set()
+        assert "".join([message.text async for message in stream]) == "two"
+        assert other.requests == [], "the stream did not move"
+        for _ in range(20):
+            await client.generate("a")
+        assert leaving.requests == []
+        assert num_watches <= 4, "who leaves is not asked again and again whether it does"
+
+
+async def test_one_that_dies_is_left_aside_and_its_streams_go_on() -> None:
+    async with spread(num_ready=1) as ((dying, other), client):
+        dying.may_go_on.clear()
+        streams = [client.stream("a", request_id=f"r-{number}") for number in range(4)]
+        for stream in streams:
+            await anext(stream)
+        other.server.set_serving(SERVICE, True)
+        await dying.server.drain(0)
+        for stream in streams:
+            assert "".join([message.text async for message in stream]) == "two"
+        assert sorted(request.request_id for request in other.requests) == [f"r-{number}" for number in range(4)]
+        assert all(request.output_token_ids == [1] for request in other.requests)
+        for _ in range(4):
+            await client.generate("a")
+
+
+@pytest.mark.parametrize("refusal", [Draining("leaving"), Unreachable("cut")], ids=lambda error: type(error).__name__)
+async def test_what_one_did_not_take_on_is_asked_of_another(refusal: TandemError) -> None:
+    """It may not have been heard yet that the first one leaves, or has gone."""
+    async with spread() as (routers, client):
+        await until_asked(client, *routers)
+        routers[0].refusal = refusal
+        for _ in range(4):
+            await client.generate("a")
+        assert len(routers[1].requests) == 4
+        assert routers[0].requests
+        routers[1].refusal = refusal
+        with pytest.raises(type(refusal), match=refusal.message):
+            await client.generate("a")
+
+
+async def test_any_other_refusal_is_the_callers() -> None:
+    async with spread() as (routers, client):
+        await until_asked(client, *routers)
+        for router in routers:
+            router.refusal = Overloaded("full", retry_after_s=3.0)
+        with pytest.raises(Overloaded, match="full"):
+            await client.generate("a")
+        assert sum(len(router.requests) for router in routers) == 1
+
+
+async def test_where_none_can_serve_one_says_why() -> None:
+    async with spread(num_ready=0) as (routers, client):
+        for router in routers:
+            router.refusal = NoWorker("no decode worker is available", retry_after_s=2.0)
+        with pytest.raises(NoWorker, match="no decode worker is available") as caught:
+            await client.generate("a")
+        assert caught.value.retry_after_s == 2.0
+        assert not await client.is_serving()
+        for router in routers:
+            await router.server.drain(0)
+        with pytest.raises(Unreachable):
+            await client.is_serving()
+        with pytest.raises(Unreachable):
+            await client.generate("a")
+
+
+async def test_an_abort_might_reach_another_router_and_is_refused() -> None:
+    async with spread() as (_, client):
+        with pytest.raises(RuntimeError, match="drop the stream"):
+            await client.abort("r")
