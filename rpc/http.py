@@ -179,6 +179,9 @@ class HttpServer:
             server_header=False, http=_Http, ws="none",
             ssl_certfile=tls.files[0] if tls else None, ssl_keyfile=tls.files[1] if tls else None,
         )  # fmt: skip
+        config.load()
+        if tls is not None and config.ssl is not None:
+            tls.follow(config.ssl)
         self._config = config
         self._server = _Uvicorn(config)
         self._serving: asyncio.Task[None] | None = None

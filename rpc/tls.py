@@ -1,20 +1,23 @@
 """TLS, from the flags to what gRPC and HTTP servers and channels are given.
 
-    SslArgs (flags, files checked) ── read, once, at the start ──> server_tls: what callers are shown, and who may call
-                                                               └─> client_tls: whom we trust, and what we show
+    SslArgs (flags, files checked) ── read at the start ──> server_tls: what callers are shown, and who may call
+       ^                                                └─> client_tls: whom we trust, and what we show
+       └── read again: for each connection that comes, where a file has changed (Renewals); for each channel opened
 
-Files that change or go away later change nothing. vLLM's words for the flags. gRPC compares the name or IP address
-under which a peer is called with those in its certificate.
+Connections that are there stay as they are. Files that go away, or that nobody could serve, change nothing. vLLM's
+words for the flags. gRPC compares the name or IP address under which a peer is called with those in its certificate.
 """
 
 from __future__ import annotations
 
+import logging
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
+_log = logging.getLogger(__name__)
 _KEY_KINDS = ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")
 """In a certificate, by what it says its key is: RSA, P-256, P-384. BoringSSL, which gRPC brings, accepts a server with
 another and then fails every handshake."""
@@ -28,6 +31,8 @@ class ClientTLS:
     ca: bytes
     cert: bytes | None = None
     key: bytes | None = None
+    files: tuple[str, ...] = field(default=(), compare=False)
+    """Where they are from."""
 
     @classmethod
     def of_files(cls, *, ca: str | Path, cert: str | Path | None = None, key: str | Path | None = None) -> ClientTLS:
@@ -37,7 +42,15 @@ class ClientTLS:
         return args.client_tls
 
     def credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+        """Of what the files hold now, where that can be used."""
+        newest = self._newest()
+        return grpc.ssl_channel_credentials(newest.ca, newest.key, newest.cert)
+
+    def _newest(self) -> ClientTLS:
+        try:
+            return (_args_of(self.files).client_tls if self.files else None) or self
+        except ValueError:
+            return self
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -47,15 +60,81 @@ class ServerTLS:
     cert: bytes
     key: bytes
     client_ca: bytes | None = None
-    files: tuple[str, str]
-    """Where `cert` and `key` are from, for servers that take nothing else."""
+    files: tuple[str, ...]
+    """Where `cert`, `key` and `client_ca`, if there is one, are from."""
 
     def credentials(self) -> grpc.ServerCredentials:
-        return grpc.ssl_server_credentials(
-            [(self.key, self.cert)],
-            root_certificates=self.client_ca,
-            require_client_auth=self.client_ca is not None,
+        """That follow the files."""
+        renewals = self.renewals()
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            renewed = renewals()
+            return None if renewed is None else renewed._configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), fetch, require_client_authentication=self.client_ca is not None
         )
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.client_ca)
+
+    def follow(self, context: ssl.SSLContext) -> None:
+        """Have `context`, which has loaded `cert` and `key`, show whoever connects what the files hold by then."""
+        renewals, newest = self.renewals(), context
+
+        def on_hello(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            nonlocal newest
+            if (renewed := renewals()) is not None:
+                newest = renewed._context() or newest
+            connection.context = newest
+
+        context.sni_callback = on_hello
+
+    def _context(self) -> ssl.SSLContext | None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(*self.files[:2])
+        except OSError:  # changed since they were read: they will be read again
+            return None
+        return context
+
+    def renewals(self) -> Renewals:
+        return Renewals(self)
+
+
+class Renewals:
+    """What a server's files hold once they have changed. For one server: a renewal is told once."""
+
+    def __init__(self, tls: ServerTLS) -> None:
+        self._tls = tls
+        self._stamps: list[tuple[int, ...]] | None = None
+        """Of the files when they were last read."""
+
+    def __call__(self) -> ServerTLS | None:
+        """None: nothing is new, or nothing that could be served, which is logged once."""
+        stamps = [_stamp(path) for path in self._tls.files]
+        if stamps == self._stamps:
+            return None
+        self._stamps = stamps
+        try:
+            read = _args_of(self._tls.files).server_tls(asks_callers=self._tls.client_ca is not None)
+        except ValueError as error:
+            _log.warning("certificate not renewed", extra={"why": error})
+            return None
+        if read is None or read == self._tls:
+            return None
+        _log.info("certificate renewed", extra={"file": read.files[0]})
+        self._tls = read
+        return read
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """What differs once there is another file. Of none: empty."""
+    try:
+        stat = Path(path).stat()
+    except OSError:
+        return ()
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +175,7 @@ class SslArgs:
             ca=self._read("ssl_ca_certs"),
             cert=self._read("ssl_certfile") if has_own else None,
             key=self._read("ssl_keyfile") if has_own else None,
+            files=(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs),
         )
 
     def server_tls(self, *, asks_callers: bool = False) -> ServerTLS | None:
@@ -107,7 +187,7 @@ class SslArgs:
             cert=self._read("ssl_certfile"),
             key=self._read("ssl_keyfile"),
             client_ca=self._read("ssl_ca_certs") if asks_callers else None,
-            files=(self.ssl_certfile, self.ssl_keyfile),
+            files=(self.ssl_certfile, self.ssl_keyfile, *([self.ssl_ca_certs] if asks_callers else [])),
         )
 
     def _read(self, name: str) -> bytes:
@@ -121,6 +201,11 @@ class SslArgs:
 
 
 SSL_FIELDS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+
+
+def _args_of(files: tuple[str, ...]) -> SslArgs:
+    """Certificate, key, and whom to trust, if that is there: read and checked again. Raises `ValueError`."""
+    return SslArgs(**dict(zip(SSL_FIELDS, files, strict=False)))
 
 
 def hint(details: str) -> str:

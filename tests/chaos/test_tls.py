@@ -112,7 +112,7 @@ def test_a_gateway_serves_https(cluster: FragileCluster, tls: Certificate, tmp_p
 def test_a_file_that_goes_away_changes_nothing(
     cluster: FragileCluster, tls: Certificate, tmp_path: Path, redis_server: Any, few_layers: Path
 ) -> None:
-    """Files are read once: whoever renews certificates does not cut off workers that join meanwhile."""
+    """What was read before is shown on: whoever renews certificates does not cut off workers that join meanwhile."""
     own = Certificate(*(tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem")))
     for source, copy in zip((tls.ca, tls.cert, tls.key), (own.ca, own.cert, own.key), strict=True):
         copy.write_bytes(source.read_bytes())

