@@ -17,6 +17,8 @@ from prometheus_client import (
     generate_latest,
 )
 
+from rpc.http import tell_of_process
+
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -34,6 +36,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        tell_of_process(self._registry)
         self._requests = Counter(
             "tandem:gateway_requests", "HTTP requests answered, by route and status.", ["route", "status"],
             registry=self._registry,

@@ -16,7 +16,7 @@ from typing import Any
 
 import httptools
 import uvicorn
-from prometheus_client import CollectorRegistry, make_asgi_app
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, make_asgi_app
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rpc.server import CannotListen, split_address
@@ -213,10 +213,18 @@ def show_metrics(registry: CollectorRegistry, listen: str) -> HttpServer | None:
     """Serve `registry` at `listen`, unless that is empty. The caller closes the server. Raises `CannotListen`."""
     if not listen:
         return None
+    tell_of_process(registry)
     server = HttpServer(metrics_app(registry))
     address = server.start(listen, flag=METRICS_FLAG)
     _log.info("metrics", extra={"url": f"http://{address}/metrics"})
     return server
+
+
+def tell_of_process(registry: CollectorRegistry) -> None:
+    """Have `registry` show what Prometheus' clients show of every process (CPU seconds, memory, open files), and its
+    Python's version."""
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
 
 
 def metrics_app(registry: CollectorRegistry) -> Any:

@@ -181,6 +181,13 @@ def queries() -> Iterator[tuple[str, str]]:
             yield f"alert {rule['alert']}", rule["expr"]
 
 
+def test_every_process_tells_of_itself(scraped: dict[str, Samples]) -> None:
+    for name, samples in scraped.items():
+        assert "process_cpu_seconds_total" in samples, name
+        assert total(samples, "process_resident_memory_bytes") > 10e6, name
+        assert total(samples, "process_open_fds") > 3, name
+
+
 def test_dashboards_and_alerts_ask_for_what_is_exported(scraped: dict[str, Samples]) -> None:
     exported = {name for samples in scraped.values() for name in samples}
     asked = list(queries())
