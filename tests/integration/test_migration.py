@@ -217,11 +217,10 @@ def process_of_ours(command: list[str], log: Path) -> Iterator[tuple[str, subpro
 
 
 def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster, tmp_path: Path) -> None:
-    """Two in turn have one name: each knows its own."""
     command = router_process(cluster).cmdline()
     command[command.index("--listen") + 1] = "127.0.0.1:0"
     gateway = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router"]
-    asked = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
+    asked = {"prompt": PROMPT, "max_tokens": 120, "temperature": 0.0, "ignore_eos": True}
     with ExitStack() as stack:
         other, process = stack.enter_context(process_of_ours(command, tmp_path / "router.log"))
         targets = [*gateway, f"ipv4:{cluster.address},{other}"]
@@ -236,16 +235,15 @@ def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster
 
         wait_until(reaches_it, 20, "the gateway has found the other router")
         streams = []
-        for number in range(6):
-            headers = {"x-request-id": f"r-{number // 2}"}
-            opened = http.stream("POST", "/completions", json={**asked, "stream": True}, headers=headers)
+        for _ in range(6):
+            opened = http.stream("POST", "/completions", json={**asked, "stream": True})
             streams.append(stack.enter_context(opened).iter_lines())
             assert next(streams[-1]).startswith("data: ")
         assert [client.status().num_running_requests for client in (here, there)] == [3, 3]
         process.kill()
         texts = ["".join(map(text_of, lines)) for lines in streams]
     assert len(set(texts)) == 1, "those that moved, and those that did not"
-    assert len(texts[0]) > 150
+    assert len(texts[0]) > 120
     cluster.wait_until_at_rest(60)
 
 
