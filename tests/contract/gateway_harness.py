@@ -120,10 +120,13 @@ async def gateway(texts: Texts | None = None, **args: Any) -> AsyncIterator[tupl
         async with httpx.AsyncClient(
             base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False, verify=False
         ) as http:
-            yield router, http
-        stop.set()
-        assert await running == 0
-        await server.drain(0)
+            try:
+                yield router, http
+            finally:  # where the test has failed, too: a server that nobody stops ends the whole run
+                stop.set()
+                await asyncio.wait([running])
+                await server.drain(0)
+        assert running.result() == 0
 
 
 def events_of(body: str) -> list[Any]:
