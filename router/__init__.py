@@ -8,8 +8,9 @@ model but its folder's tokenizer, chat template and generation_config.
     one answer    lifecycle does ── request_events ── request_state decides; worker_commands, answer_messages; account
     waiting       queue, fair_shares: whose turn it is; queue_pace; retry_budget
     choosing      worker_pool ──> candidates ──> policy; taken_room; prefix_lookup, needs
-    workers       known_workers ──> worker_handle, worker_session; worker_faults ──> ejection; served_kind; peers
-    learning      forecast: whom to refuse; costs: whom to choose; fading: their means
+    workers       known_workers ──> worker_handle, worker_session; roster, served_kind; peers
+                  worker_faults ──> ejection
+    learning      forecast: whom to refuse; costs, paces: whom to choose; fading: their means
     text          text, validation: packages of their own; served_model ──> model_info, generation_defaults
     process       __main__, args, process; tokenizer_servicer; cluster_servicer, audit: what operators ask; metrics
 """

@@ -9,6 +9,7 @@
     asked ──> granted, first ──> second token     Costs          whether another worker computes it
     sent ──> first token                          Forecast       whether the next answer can be in time
     first token ──> each token ──> left           Forecast       the same
+    third token ──> last token                    Costs          which worker decodes the next answer
     arrived ──> first token, token ──> token      RouterMetrics  people
     (queued ──> planned: the queue's own, `QueuePace`)
 
@@ -22,9 +23,36 @@ import time
 from router.costs import Costs
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
+from router.paces import Paces
 from router.request_events import Plan, WorkerSaid
 from router.taken_room import TakenRoom
 from router.timings import AttemptStamps, Stamps
+from router.worker_handle import WorkerHandle
+
+
+class _Decoding:
+    """What an attempt's decode worker took for its tokens. The first comes with the prompt, and the second, where KV
+    moved, after that: from the second on they show how it steps."""
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+        self._num_messages = 0
+        self._num_tokens = 0
+        self._num_blocks = 0
+        self._began_s = 0.0
+        self._last_s = 0.0
+
+    def emitted(self, num_tokens: int, now_s: float) -> None:
+        self._num_messages += 1
+        if self._num_messages > 2:
+            self._num_tokens += num_tokens
+            self._last_s = now_s
+        elif self._num_messages == 2:
+            self._began_s, self._num_blocks = now_s, self._worker.load.num_used_blocks
+
+    def ended(self, paces: Paces, now_s: float) -> None:
+        num_blocks = (self._num_blocks + self._worker.load.num_used_blocks) / 2
+        paces.answered(self._worker.key, self._num_tokens, self._last_s - self._began_s, num_blocks, now_s)
 
 
 class Account:
@@ -41,6 +69,8 @@ class Account:
         """The attempt that gave the first token."""
         self._has_second = False
         self._emitted_s: float | None = None
+        self._decoding: _Decoding | None = None
+        """Of the running attempt."""
 
     def entered(self) -> None:
         """It begins to wait for workers; `left` ends that."""
@@ -57,9 +87,10 @@ class Account:
         self._end_attempt(now_s, why)
         self.attempts.append(AttemptStamps(now_s))
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, room: TakenRoom) -> None:
         """There are workers for it."""
-        self.attempts[-1].planned_s, self.attempts[-1].plan = time.monotonic(), plan
+        self.attempts[-1].planned_s, self.attempts[-1].plan = time.monotonic(), room.plan
+        self._decoding = _Decoding(room.decode)
 
     def room_asked(self) -> None:
         """A decode worker was asked for room."""
@@ -129,6 +160,8 @@ class Account:
         now_s, before_s = time.monotonic(), self._emitted_s
         self._emitted_s = now_s
         self._forecast.emitted(num_tokens, now_s)
+        if self._decoding is not None:
+            self._decoding.emitted(num_tokens, now_s)
         if before_s is None and not is_resumed:
             self._metrics.first_token(now_s - self.stamps.arrived_s)
         self._metrics.tokens(num_tokens, None if before_s is None else now_s - before_s)
@@ -144,3 +177,6 @@ class Account:
     def _end_attempt(self, now_s: float, why: str) -> None:
         if self.attempts:
             self.attempts[-1].ended_s, self.attempts[-1].why = now_s, why
+        if self._decoding is not None:
+            self._decoding.ended(self._costs.paces, now_s)
+            self._decoding = None

@@ -21,7 +21,7 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
     )
 
 
-def decode_candidate(handle: WorkerHandle, request: QueuedRequest) -> DecodeCandidate:
+def decode_candidate(handle: WorkerHandle, request: QueuedRequest, slowness: float) -> DecodeCandidate:
     return DecodeCandidate(
         key=handle.key,
         compat_digest=handle.facts.compat_digest,
@@ -33,6 +33,7 @@ def decode_candidate(handle: WorkerHandle, request: QueuedRequest) -> DecodeCand
         num_queued_tokens=handle.num_queued_tokens,
         num_running=handle.load.num_running,
         transport=handle.facts.transport,
+        slowness=slowness,
     )
 
 

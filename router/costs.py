@@ -1,14 +1,15 @@
-"""What prompts cost at each worker of this cluster, and moving them, in seconds, learned from those before: what plans
-are chosen by (`policy`). Pure: times are passed in.
+"""What prompts cost at each worker of this cluster, and moving them, in seconds, learned from those before, and how
+fast each decodes: what plans are chosen by (`policy`). Pure: times are passed in.
 
     the first token came          computed ─────> prompt_s     at that worker, behind what waits there
     the decode worker went on     handed_over ──> handover_s   the room asked for, and the gap before the second token:
                                                                what a prompt computed where it decodes is spared
+    the answer has ended          paces.answered ──> paces.slowness
 
-Each is a straight line over tokens. Newer requests count more than older ones, and a line to which nothing was added
-for minutes is believed less: a worker that has computed nothing for long is thought to be as the others are, so that it
-is tried again, however slow it once was; and moving KV, if nobody has seen it for as long, to cost nothing. (Whom to
-refuse is another question, and another learner's: `forecast`.)
+Seconds are a straight line over tokens. Newer requests count more than older ones, and a line to which nothing was
+added for minutes is believed less: a worker that has computed nothing for long is thought to be as the others are, so
+that it is tried again, however slow it once was; and moving KV, if nobody has seen it for as long, to cost nothing.
+(Whom to refuse is another question, and another learner's: `forecast`.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 from dataclasses import dataclass, field
 
 from router.fading import FADE, MIN_S, FadingLine
+from router.paces import Paces
 from router.request_events import WorkerKey
 
 PRIOR_REQUESTS = 0.25
@@ -37,6 +39,7 @@ class Costs:
     _log_rates: float = 0.0
     """Of all workers' prompts, newer ones counting more: how many, and the logarithms of their seconds per token."""
     _handovers: FadingLine = field(default_factory=FadingLine)
+    paces: Paces = field(default_factory=Paces)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -57,6 +60,7 @@ class Costs:
     def forget(self, worker: WorkerKey) -> None:
         """It is gone."""
         self._by_worker.pop(worker, None)
+        self.paces.forget(worker)
 
     # -- what is to be expected ---------------------------------------------------------------------------------
 

@@ -259,7 +259,7 @@ class Lifecycle:
                 is_admitted=self._after is not None,
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
-            self.account.planned(self.room.plan)
+            self.account.planned(self.room)
         except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
         else:

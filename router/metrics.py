@@ -229,8 +229,14 @@ class RouterGauges(Collector):
             f"What a prompt of {COST_TOKENS} tokens is expected to take at an idle worker.",
             labels=["model_name", "worker"],
         )
+        slowness = GaugeMetricFamily(
+            "tandem:decode_slowness",
+            "How many times longer a worker's steps take than the others' under the same load, from 1.25 times on.",
+            labels=["model_name", "worker"],
+        )
         # Of one that was started again the newer: a process may still finish what it has.
         keys = {handle.record.worker_id: handle.key for handle in self._pool.handles}
         for worker_id, key in keys.items():
             prompts.add_metric([self._model, worker_id], costs.prompt_s(key, COST_TOKENS, now_s))
-        yield from (handover, prompts)
+            slowness.add_metric([self._model, worker_id], costs.paces.slowness(key, now_s))
+        yield from (handover, prompts, slowness)

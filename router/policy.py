@@ -1,9 +1,9 @@
 """Which workers serve a request, and in which mode. Pure: numbers in, a plan out.
 
 The decode worker is the one with room whose cost in blocks is least: what it would have to receive, plus what it
-already works on. The prefill worker is the one that would have the first token soonest, after what is in its queue and
-what of this prompt its prefix cache lacks. So the longest cached prefix wins unless its owner is busier by more than
-the prefix saves.
+already works on, times how much slower than the others it was seen to step (`paces`). The prefill worker is the one
+that would have the first token soonest, after what is in its queue and what of this prompt its prefix cache lacks. So
+the longest cached prefix wins unless its owner is busier by more than the prefix saves.
 
 The decode worker prefills the prompt itself where that costs less, in seconds as they were learned (`costs`):
 
@@ -48,8 +48,8 @@ class PolicyConfig:
     learn_costs: bool = field(
         default=True,
         metadata={
-            "help": "Compare workers in seconds, as learned from earlier requests; else in tokens, as if all were "
-            "equally fast and KV moved in no time."
+            "help": "Compare workers in seconds, as learned from earlier requests; else in tokens and blocks, as if "
+            "all were equally fast and KV moved in no time."
         },
     )
     max_prefill_backlog_tokens: int = field(
@@ -93,6 +93,12 @@ class DecodeCandidate(NamedTuple):
     num_running: int
     """Requests that decode here, and would stand still while it prefills."""
     transport: str = ""
+    slowness: float = 1.0
+    """How many times longer its steps take than others' under the same load."""
+
+    def cost_blocks(self, num_tokens: int) -> float:
+        """Of a prompt of `num_tokens` here."""
+        return self.slowness * (max(0, self.num_blocks(num_tokens) - self.num_cached_blocks) + self.num_used_blocks)
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -124,10 +130,7 @@ def choose_plan(
     with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= d.num_blocks(num_tokens)]
     if not with_room:
         return _stay(costs, now_s, num_tokens, prefill, decode, avoid) if may_stay else None
-    best = min(
-        with_room,
-        key=lambda d: (d.key in avoid, max(0, d.num_blocks(num_tokens) - d.num_cached_blocks) + d.num_used_blocks),
-    )
+    best = min(with_room, key=lambda d: (d.key in avoid, d.cost_blocks(num_tokens), d.slowness))
     compatible = [
         p
         for p in prefill

@@ -41,7 +41,8 @@ class TakenRoom:
         self.trials = tuple(trials)
         self._on_end = on_end
         self.compat_digest = decode.facts.compat_digest
-        self._decode: WorkerHandle | None = decode
+        self.decode = decode
+        self._is_decode_settled = False
         self._prefiller: WorkerHandle | None = prefill or decode
         self.num_tokens_to_prefill = max(1, num_tokens - num_cached_tokens)
         """Of the prompt."""
@@ -58,22 +59,22 @@ class TakenRoom:
     def taken(self) -> list[tuple[WorkerHandle, str, int]]:
         """What this plan still counts as taken: where, what of, and how many."""
         taken = []
-        if self._decode is not None:
-            taken += [(self._decode, "blocks", self._num_blocks), (self._decode, "sequences", 1)]
+        if not self._is_decode_settled:
+            taken += [(self.decode, "blocks", self._num_blocks), (self.decode, "sequences", 1)]
         if self._prefiller is not None:
             taken.append((self._prefiller, "tokens", self.num_tokens_to_prefill))
         return taken
 
     @property
     def is_settled(self) -> bool:
-        return self._decode is None and self._prefiller is None
+        return self._is_decode_settled and self._prefiller is None
 
     def settle_decode(self) -> None:
         """The decode worker has answered."""
-        if self._decode is not None:
-            self._decode.num_planned_blocks -= self._num_blocks
-            self._decode.num_planned_seqs -= 1
-            self._decode = None
+        if not self._is_decode_settled:
+            self.decode.num_planned_blocks -= self._num_blocks
+            self.decode.num_planned_seqs -= 1
+            self._is_decode_settled = True
 
     def settle(self) -> None:
         """The prompt is computed, or will not be."""

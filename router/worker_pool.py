@@ -165,12 +165,15 @@ class WorkerPool:
             now_s=now_s,
             num_tokens=request.num_tokens,
             prefill=[prefill_candidate(h, request) for h in prefill],
-            decode=[decode_candidate(h, request) for h in decode],
+            decode=[decode_candidate(h, request, self._slowness(h, now_s)) for h in decode],
             avoid=request.avoid,
             are_apart=lambda pair: self._faults.is_set_aside(pair, now_s),
             may_stay=request.waited_s >= STAY_SHARE * (request.answer_s or UNKNOWN_ANSWER_S),
         )
         return None if plan is None else self._take_room(plan, request, now_s)
+
+    def _slowness(self, handle: WorkerHandle, now_s: float) -> float:
+        return self.costs.paces.slowness(handle.key, now_s) if self._policy.learn_costs else 1.0
 
     def _take_room(self, plan: Plan, request: QueuedRequest, now_s: float) -> TakenRoom:
         handles = self.workers.handles

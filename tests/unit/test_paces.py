@@ -1,0 +1,91 @@
+"""What the router learns of how fast decode workers step, and what it does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import cast
+
+from lifecycle_bench import Bench, ScriptedSession, settle
+
+from protos import tandem_worker_pb2 as pb
+from router.fading import HALF_LIFE_S
+from router.paces import MIN_TOKENS, Paces
+from router.request_events import WorkerKey
+
+FAST, ALSO_FAST, SLOW, NEW = (WorkerKey(name, "1") for name in ("fast", "also fast", "slow", "new"))
+
+
+def step_s(num_blocks: float) -> float:
+    return 0.01 + 1e-5 * num_blocks
+
+
+def learned(factor: float, *, noise: float = 0.0, busy: int = 0) -> Paces:
+    """`factor`: how many times longer SLOW's steps take. `busy`: blocks that FAST has more."""
+    paces, chance = Paces(), random.Random(1)
+    for number in range(60):
+        for worker in (FAST, ALSO_FAST, SLOW):
+            num_blocks = chance.randrange(2000) + busy * (worker == FAST)
+            seconds = 100 * step_s(num_blocks) * (factor if worker == SLOW else 1) * (1 + chance.uniform(0, noise))
+            paces.answered(worker, 100, seconds, num_blocks, float(number))
+    return paces
+
+
+def test_a_slow_worker_is_told_from_one_that_has_more_to_do() -> None:
+    paces = learned(3.0, busy=3000)
+    assert 2 < paces.slowness(SLOW, 60.0) < 4
+    assert paces.slowness(FAST, 60.0) == paces.slowness(ALSO_FAST, 60.0) == 1
+    assert paces.slowness(NEW, 60.0) == 1
+
+
+def test_what_chance_makes_is_no_difference() -> None:
+    paces = learned(1.0, noise=0.3)
+    assert {paces.slowness(worker, 60.0) for worker in (FAST, ALSO_FAST, SLOW)} == {1.0}
+
+
+def test_a_worker_that_has_answered_nothing_for_long_is_tried_again() -> None:
+    assert learned(4.0).slowness(SLOW, 60.0 + 6 * HALF_LIFE_S) == 1.0
+
+
+def test_one_that_recovers_is_soon_as_the_others() -> None:
+    paces = learned(4.0)
+    for number in range(40):
+        for worker in (FAST, ALSO_FAST, SLOW):
+            paces.answered(worker, 100, 100 * step_s(1000), 1000, 60.0 + number)
+    assert paces.slowness(SLOW, 100.0) == 1
+
+
+def test_one_answer_says_little_and_a_short_one_nothing() -> None:
+    paces = learned(1.0)
+    paces.answered(NEW, 100, 100 * 100 * step_s(0), 0, 60.0)
+    assert 1 <= paces.slowness(NEW, 60.0) < 1.5
+    paces = learned(1.0)
+    paces.answered(NEW, MIN_TOKENS - 1, 100.0, 0, 60.0)
+    assert paces.slowness(NEW, 60.0) == 1
+
+
+def test_one_that_is_gone_is_forgotten() -> None:
+    paces = learned(3.0)
+    paces.forget(SLOW)
+    assert paces.slowness(SLOW, 60.0) == 1
+
+
+async def test_the_next_answer_goes_to_who_steps_faster() -> None:
+    bench = Bench()
+    other = bench.add("other", pb.Role.ROLE_DECODE, 2048)
+    for worker in (FAST, ALSO_FAST):
+        bench.pool.costs.paces.answered(worker, 100, 100 * step_s(0), 0, time.monotonic())
+    asked = bench.request("r")
+    await settle()
+    for index in range(3 + MIN_TOKENS):
+        if index == 2 + MIN_TOKENS:
+            await asyncio.sleep(0.5)  # for what the others take some 0.1 s
+        bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
+        await settle()
+    await asked.leave()
+    assert bench.pool.costs.paces.slowness(bench.decode.key, time.monotonic()) > 1.1
+    next_one = bench.request("next")
+    await settle()
+    assert [command.WhichOneof("command") for command in cast(ScriptedSession, other.session).sent] == ["generate"]
+    await next_one.leave()
