@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -33,6 +38,10 @@ MIN_RESOLUTION_MS = 5_000
 """Between two questions to a name server, which gRPC asks when a connection is lost, or a peer can serve no more: by
 default 30 seconds, in which all peers that it knows may have been replaced."""
 
+RENEW_CONNECTIONS_S = 300.0
+"""So long those of a `SpreadChannel` are used for new calls."""
+_A_STREAM_S = 86_400.0
+"""More than any stream lasts."""
 
 SESSION_READ_AHEAD_BYTES = 16 * 1024
 """Some steps of a worker. Whoever reads more slowly than is written has so much waiting, which is as much delay, and
@@ -114,9 +123,71 @@ def open_kv_channel(
 
 class SpreadChannel:
     """Of peers behind one address: calls go in turn to those that serve `service`, and where none does to anyone, who
-    says why. On the event loop; the caller closes it."""
+    says why. On the event loop; the caller closes it.
 
-    def __init__(self, address: str, *, service: str, tls: ClientTLS | None = None) -> None:
+        connected to all ──renew_s──> connecting to all anew ──one serves there──> the new connections; the old ones
+                                                                                    close when their streams have ended
+
+    gRPC asks a name server only when a connection is lost, and reads certificates when a channel is opened: without
+    new ones, a peer that was added would get nothing, and a certificate that was renewed would run out.
+    """
+
+    def __init__(
+        self, address: str, *, service: str, tls: ClientTLS | None = None, renew_s: float = RENEW_CONNECTIONS_S
+    ) -> None:
+        self._open = partial(_Spread, address, service, tls)
+        self._renew_s = renew_s
+        self._now = self._open()
+        self._now_s = time.monotonic()
+        """When its connections were opened."""
+        self._next: _Spread | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def unary_unary(self, *described: Any, **further: Any) -> Any:
+        """As of gRPC's channels, of which stubs are made."""
+        return self._calling(lambda spread: spread.unary_unary(*described, **further))
+
+    def unary_stream(self, *described: Any, **further: Any) -> Any:
+        """As of gRPC's channels."""
+        return self._calling(lambda spread: spread.unary_stream(*described, **further))
+
+    async def close(self) -> None:
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for spread in (self._now, self._next):
+            if spread is not None:
+                await spread.close()
+
+    def _calling(self, describe: Callable[[_Spread], Any]) -> Any:
+        """What is called with a request; `describe`: how, over some connections."""
+        calls: WeakKeyDictionary[_Spread, Any] = WeakKeyDictionary()
+
+        def call(*request: Any, **how: Any) -> Any:
+            spread = self._newest()
+            if spread not in calls:
+                calls[spread] = describe(spread)
+            return calls[spread](*request, **how)
+
+        return call
+
+    def _newest(self) -> _Spread:
+        if self._next is None:
+            if time.monotonic() - self._now_s < self._renew_s:
+                return self._now
+            self._next = self._open()
+        if self._next.is_one_serving():
+            closing = asyncio.create_task(self._now.close(_A_STREAM_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            self._now, self._next, self._now_s = self._next, None, time.monotonic()
+        return self._now
+
+
+class _Spread:
+    """The connections of a `SpreadChannel`, as of one resolution of its address."""
+
+    def __init__(self, address: str, service: str, tls: ClientTLS | None) -> None:
         connect_ms = CONNECT_MS if tls is None else TLS_CONNECT_MS
         options = channel_options(connect_ms=connect_ms, spread_service=service)
         # Streams take turns by themselves: with a question before each, all would be the same peer's.
@@ -125,29 +196,33 @@ class SpreadChannel:
             channel.get_state(try_to_connect=True)
         self._any = open_channel(address, tls=tls)
 
+    def is_one_serving(self) -> bool:
+        return all(_is_ready(channel) for channel in (self._streams, self._questions))
+
     def unary_unary(self, *described: Any, **further: Any) -> Any:
-        """As of gRPC's channels, of which stubs are made."""
         at_any = self._any.unary_unary(*described, **further)
         return _either(self._questions, self._questions.unary_unary(*described, **further), at_any)
 
     def unary_stream(self, *described: Any, **further: Any) -> Any:
-        """As of gRPC's channels."""
         at_any = self._any.unary_stream(*described, **further)
         return _either(self._streams, self._streams.unary_stream(*described, **further), at_any)
 
-    async def close(self) -> None:
-        for channel in (self._streams, self._questions, self._any):
-            await channel.close()
+    async def close(self, grace_s: float | None = None) -> None:
+        """Calls that run have `grace_s` seconds to end."""
+        await asyncio.gather(*(channel.close(grace_s) for channel in (self._streams, self._questions, self._any)))
 
 
 def _either(channel: grpc.aio.Channel, at_serving: Any, at_any: Any) -> Any:
     """How to call one that serves, if `channel` knows one by now, or anyone."""
 
     def call(*request: Any, **how: Any) -> Any:
-        is_one_serving = channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
-        return (at_serving if is_one_serving else at_any)(*request, **how)
+        return (at_serving if _is_ready(channel) else at_any)(*request, **how)
 
     return call
+
+
+def _is_ready(channel: grpc.aio.Channel) -> bool:
+    return channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
 
 def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int | str]]) -> grpc.aio.Channel:

@@ -14,6 +14,7 @@ from gateway_harness import TIMEOUT_S, last, tokens
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc
+from rpc.channel import SpreadChannel
 from rpc.errors import Draining, NoWorker, Overloaded, TandemError, Unreachable
 from rpc.health import HealthServicer
 from rpc.metadata import ACCEPTED_KEY
@@ -33,6 +34,8 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.refusal: TandemError | None = None
+        self.peers: set[str] = set()
+        """That have asked for its model."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -46,6 +49,7 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         yield last(2)
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
+        self.peers.add(context.peer())
         return pb.GetModelInfoResponse(model="m")
 
 
@@ -187,6 +191,27 @@ async def test_where_none_can_serve_one_says_why() -> None:
             await client.is_serving()
         with pytest.raises(Unreachable):
             await client.generate("a")
+
+
+async def test_connections_are_opened_anew_and_old_ones_end_with_their_streams() -> None:
+    """Else a router that is added would be found only when another is lost."""
+    router = Router()
+    address = await router.server.start()
+    router.server.set_serving(SERVICE, True)
+    router.may_go_on.clear()
+    channel = SpreadChannel(address, service=SERVICE, renew_s=0.0)
+    stub = tandem_inference_pb2_grpc.InferenceStub(channel)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            messages = aiter(stub.Generate(pb.GenerateRequest()))
+            assert (await anext(messages)).text == "one "
+            while len(router.peers) < 5:
+                await stub.GetModelInfo(pb.GetModelInfoRequest())
+            router.may_go_on.set()
+            assert [message.text async for message in messages] == ["two", ""]
+    finally:
+        await channel.close()
+        await router.server.drain(0)
 
 
 async def test_an_abort_might_reach_another_router_and_is_refused() -> None:
