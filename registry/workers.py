@@ -195,6 +195,8 @@ class WorkerDirectory:
         self._read_all = self._redis.register_script(_READ_ALL)
         self._outage = Outage(logger, "worker directory")
         self._records: dict[str, pb.WorkerRecord] = {}
+        self._read: dict[str, tuple[bytes, pb.WorkerRecord]] = {}
+        """What the well-formed ones were read from: most are as they were, several times between two beats."""
         self._bad_ids: set[str] = set()
         """Workers whose record is no record: logged already."""
         self._generation: bytes | None = None
@@ -253,18 +255,22 @@ class WorkerDirectory:
 
     def _parsed(self, found: Iterable[tuple[bytes, bytes | int]]) -> dict[str, pb.WorkerRecord]:
         """The well-formed records by worker id. Others are logged the first time, and skipped."""
-        records: dict[str, pb.WorkerRecord] = {}
+        read: dict[str, tuple[bytes, pb.WorkerRecord]] = {}
         bad_ids: set[str] = set()
         for id_bytes, data in found:
             worker_id = id_bytes.decode(errors="backslashreplace")
+            before = self._read.get(worker_id)
+            if before is not None and before[0] == data:
+                read[worker_id] = before
+                continue
             try:
-                records[worker_id] = _parse(worker_id, data)
+                read[worker_id] = _parse(worker_id, data)
             except ValueError as error:
                 bad_ids.add(worker_id)
                 if worker_id not in self._bad_ids:
                     logger.warning("the record of %.200s is skipped: %s", worker_id, error)
-        self._bad_ids = bad_ids
-        return records
+        self._read, self._bad_ids = read, bad_ids
+        return {worker_id: record for worker_id, (_, record) in read.items()}
 
     def _apply(self, records: dict[str, pb.WorkerRecord]) -> None:
         if time.monotonic() < self._absence_counts_at:
@@ -275,8 +281,8 @@ class WorkerDirectory:
             self._on_change(self.records)
 
 
-def _parse(worker_id: str, data: bytes | int) -> pb.WorkerRecord:
-    """The record of `worker_id`. Raises `ValueError` saying what is wrong with it."""
+def _parse(worker_id: str, data: bytes | int) -> tuple[bytes, pb.WorkerRecord]:
+    """The record of `worker_id`, and what it was read from. Raises `ValueError` saying what is wrong with it."""
     if isinstance(data, int):
         raise ValueError(f"{data} bytes are more than {MAX_RECORD_BYTES}")
     try:
@@ -291,7 +297,7 @@ def _parse(worker_id: str, data: bytes | int) -> pb.WorkerRecord:
         raise ValueError("it has no address")
     if record.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
         raise ValueError(f"it says role {record.role}")
-    return record
+    return data, record
 
 
 def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[str, str, int, bool]]:
