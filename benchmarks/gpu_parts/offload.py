@@ -47,10 +47,14 @@ def copy_rows(setting: Setting) -> Iterator[Row]:
     num_layers = sizes.model.config["num_hidden_layers"]
     block_bytes = sizes.model.kv_bytes(EngineArgs.block_size) // num_layers
     num_blocks = max(2, sizes.host_bytes // (num_layers * block_bytes))
-    pool = torch.randint(0, 256, (num_layers, num_blocks, block_bytes), dtype=torch.uint8, device=setting.device)
-    before = pool.clone()
+    # Blocks of a pool as large as they are: a block's layers lie gigabytes apart.
+    num_in_pool = max(num_blocks, int(sizes.kv_cache_gib * GIB) // (num_layers * block_bytes))
+    pool = torch.zeros(num_layers, num_in_pool, block_bytes, dtype=torch.uint8, device=setting.device)
+    before = torch.randint(0, 256, (num_layers, num_blocks, block_bytes), dtype=torch.uint8, device=setting.device)
+    order = torch.randperm(num_in_pool)[:num_blocks].tolist()
+    on_device = torch.tensor(order, device=setting.device)
+    pool.index_copy_(1, on_device, before)
     copies = HostCopies(pool, num_blocks)
-    order = torch.randperm(num_blocks).tolist()
     for what, is_load, limit in (
         ("saved to the host", False, setting.known.get(floors.TO_HOST)),
         ("loaded from the host", True, setting.known.get(floors.TO_DEVICE)),
@@ -64,7 +68,7 @@ def copy_rows(setting: Setting) -> Iterator[Row]:
         value = num_blocks * num_layers * block_bytes / statistics.median(seconds) / 1e9
         yield Row(what=f"blocks {what}", value=value, unit="GB/s", limit=limit, target=SHARE,
                   note=f"{num_blocks} of {num_layers} layers")  # fmt: skip
-    num_wrong = int((pool != before).any(dim=2).any(dim=0).sum())
+    num_wrong = int((pool.index_select(1, on_device) != before).any(dim=2).any(dim=0).sum())
     yield Row(what="blocks unlike what was saved", value=num_wrong, unit="of them", at_most=0, is_check=True)
     copies.close()
 
