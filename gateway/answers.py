@@ -5,11 +5,13 @@ Beside what OpenAI defines, the last object of an answer carries `timings`: who 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from gateway.echo import Echo
-from gateway.logprobs import of_chat, of_completion, of_prompt
+from gateway.logprobs import OfContent, of_chat, of_completion, of_prompt
+from gateway.requests import AskedForChoices, ChatRequest, CompletionRequest
 from protos.tandem_inference_pb2 import (
     FinishReason,
     GenerateResponse,
@@ -22,172 +24,216 @@ from protos.tandem_inference_pb2 import (
 from tandem.answer import Answer, message_to_dict, short_name
 
 
-class Style:
-    """How the objects of one request look; `of_completion` and `of_chat` make them."""
+class Style(ABC):
+    """How the choices of one request look, as one object and as a stream's events: what completions and chats share."""
 
-    def __init__(
-        self,
-        *,
-        is_chat: bool,
-        answer_id: str,
-        created_s: int,
-        model: str,
-        echo: Echo | None = None,
-        names_tool: bool = False,
-        role: str = "assistant",
-        tells_token_ids: bool = False,
-        names_by_id: bool = False,
-        stop_token_ids: Collection[int] = (),
-    ) -> None:
-        """`echo`: of a completion that begins with its prompt. Of a chat, `names_tool`: it said which tool to call,
-        `role`: who answers. `tells_token_ids`: beside the text. `names_by_id`: tokens of logprobs. `stop_token_ids`:
-        that were asked for."""
-        self.is_chat = is_chat
-        self._role = role
-        self._tells_token_ids = tells_token_ids
-        self._names_by_id = names_by_id
-        self._echo = echo
-        self._names_tool = names_tool
-        self._stop_token_ids = frozenset(stop_token_ids)
+    whole_name: ClassVar[str]
+    """`object` of the whole."""
+    event_name: ClassVar[str]
+    """`object` of an event."""
+
+    def __init__(self, body: AskedForChoices, head: dict[str, Any]) -> None:
+        """`head`: what all objects begin with, whose they are."""
+        self._n = body.num_answers
+        self._num_prompt_top = body.prompt_logprobs
+        self._tells_token_ids = bool(body.return_token_ids)
+        self._names_by_id = bool(body.return_tokens_as_token_ids)
+        self._stop_token_ids = frozenset(body.stop_token_ids or ())
         self._last_token_ids: dict[int, int] = {}
-        """Of each choice whose stream has begun."""
-        self._calling: set[int] = set()
-        """Choices whose streams have called tools."""
-        self._head = {"id": answer_id, "created": created_s, "model": model}
+        """Of each choice that has tokens."""
+        self._prompt_token_ids: dict[int, Sequence[int]] = {}
+        """By prompt, where a stream tells them."""
+        self._head = head
+
+    def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
+        """Those that are told with `message`, the next one of `choice`."""
+        return message.logprobs
 
     # -- a whole answer -----------------------------------------------------------------------------------------
 
-    def whole(
-        self, answers: list[Answer], logprobs: list[list[TokenLogprobs]], n: int, num_prompt_top: int | None = None
-    ) -> dict[str, Any]:
-        """All choices at once, `n` to each prompt. `logprobs`: what is told of each one's. `num_prompt_top`: how likely
-        the prompt's tokens were, too, with so many alternatives, as vLLM says it."""
-        name = "chat.completion" if self.is_chat else "text_completion"
+    def whole(self, answers: list[Answer], logprobs: list[list[TokenLogprobs]]) -> dict[str, Any]:
+        """All choices at once. `logprobs`: what is told of each one's."""
         choices = [
-            self._whole_choice(index, answer, told)
-            for index, (answer, told) in enumerate(zip(answers, logprobs, strict=True))
+            self._whole_choice(choice, answer, told)
+            for choice, (answer, told) in enumerate(zip(answers, logprobs, strict=True))
         ]
         whole = {
             **self._head,
-            "object": name,
+            "object": self.whole_name,
             "choices": choices,
-            "usage": usage_of([answer.usage for answer in answers], n),
+            "usage": usage_of([answer.usage for answer in answers], self._n),
             "timings": timings_of([answer.timings for answer in answers]),
         }
-        if self._tells_token_ids and self.is_chat:
-            whole["prompt_token_ids"] = answers[0].prompt_token_ids
-        elif self._tells_token_ids:
-            for index, choice in enumerate(choices):
-                choice["prompt_token_ids"] = answers[index - index % n].prompt_token_ids
-        if num_prompt_top is not None:
-            of_prompts = [of_prompt(answer.prompt_logprobs, num_prompt_top) for answer in answers[::n]]
-            if self.is_chat:
-                whole["prompt_logprobs"] = of_prompts[0]
-            else:
-                for index, choice in enumerate(choices):
-                    choice["prompt_logprobs"] = of_prompts[index // n]
+        self._tell_prompts(whole, [self._prompt_of(first) for first in answers[:: self._n]])
         return whole
 
-    def _whole_choice(self, index: int, answer: Answer, logprobs: list[TokenLogprobs]) -> dict[str, Any]:
-        said, told = self._said(index, answer.text, logprobs, answer.prompt_logprobs)
-        text: dict[str, Any] = {"text": said}
-        if self.is_chat:
-            message: dict[str, Any] = {"role": self._role, "content": said, "refusal": None}
-            if answer.tool_calls:
-                message["content"] = said or None
-                message["tool_calls"] = [call.to_dict() for call in answer.tool_calls]
-            if answer.reasoning:
-                message["reasoning"] = answer.reasoning
-            text = {"message": message}
-        finish_reason = self._finish_reason(answer.finish_reason, bool(answer.tool_calls))
-        shown = self._logprobs(told, has_any=self.is_chat and bool(answer.logprobs))
+    def _whole_choice(self, choice: int, answer: Answer, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if answer.token_ids:
+            self._last_token_ids[choice] = answer.token_ids[-1]
+        said = self._said(choice, answer, logprobs)
+        end = self._end(choice, answer.finish_reason, answer.stop_reason)
         ids = {"token_ids": answer.token_ids} if self._tells_token_ids else {}
-        why = self._stop_reason(answer.finish_reason, answer.stop_reason, answer.token_ids[-1:])
-        return {
-            "index": index, **text, "logprobs": shown, "finish_reason": finish_reason, "stop_reason": why, **ids,
-        }  # fmt: skip
+        return {"index": choice, **said, **end, **ids}
+
+    def _prompt_of(self, first: Answer) -> dict[str, Any]:
+        """What is told of a prompt, by the first answer to it: vLLM's."""
+        told: dict[str, Any] = {"prompt_token_ids": first.prompt_token_ids} if self._tells_token_ids else {}
+        if self._num_prompt_top is not None:
+            told["prompt_logprobs"] = of_prompt(first.prompt_logprobs, self._num_prompt_top)
+        return told
+
+    @abstractmethod
+    def _tell_prompts(self, whole: dict[str, Any], prompts: Sequence[dict[str, Any]]) -> None:
+        """Put what is told of each prompt in its place."""
+
+    @abstractmethod
+    def _said(self, choice: int, answer: Answer, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """A whole choice's text and logprobs."""
 
     # -- a stream's events --------------------------------------------------------------------------------------
 
-    def opening(self, index: int, prompt_token_ids: Sequence[int] | None = None) -> dict[str, Any]:
-        """Of a chat: who speaks, and the prompt that is answered."""
-        event = self._event([self._piece(index, {"role": self._role, "content": ""}, None, None)])
-        return event if prompt_token_ids is None else {**event, "prompt_token_ids": prompt_token_ids}
+    def note_prompt(self, choice: int, message: GenerateResponse) -> None:
+        """What `message` tells of the prompt that `choice` answers."""
+        if message.prompt_token_ids:
+            self._prompt_token_ids[choice // self._n] = list(message.prompt_token_ids)
 
-    def piece(
-        self,
-        index: int,
-        message: GenerateResponse,
-        logprobs: Sequence[TokenLogprobs],
-        prompt_token_ids: Sequence[int] | None = None,
-    ) -> dict[str, Any]:
-        """New text, or the end of one choice. `logprobs`: what is told of them with it. `prompt_token_ids`: with the
-        first piece of a completion."""
-        if message.tool_calls:
-            self._calling.add(index)
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        """The event before the first piece of a choice; None: there is none."""
+        return None
+
+    def first_piece(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """As `piece`, the first one."""
+        return self.piece(choice, message, logprobs)
+
+    def piece(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """New text, or the end of one choice. `logprobs`: what is told of them with it."""
         if message.token_ids:
-            self._last_token_ids[index] = message.token_ids[-1]
-        finish_reason = why = None
+            self._last_token_ids[choice] = message.token_ids[-1]
+        said = self._newly_said(choice, message, logprobs)
+        end: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
         if message.finish_reason:
             reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
-            finish_reason = self._finish_reason(reason, index in self._calling)
-            last = [self._last_token_ids[index]] if index in self._last_token_ids else []
-            why = self._stop_reason(reason, message.stop_reason, last)
-        text, told = self._said(index, message.text, logprobs, message.prompt_logprobs)
-        is_other_news = finish_reason or message.tool_calls or message.reasoning
-        delta: dict[str, Any] = {"reasoning": message.reasoning} if message.reasoning else {}
-        if text or not is_other_news:
-            delta["content"] = text
-        if message.tool_calls:
-            delta["tool_calls"] = [_piece_of_call(piece) for piece in message.tool_calls]
-        piece = {**self._piece(index, delta, finish_reason, self._logprobs(told)), "stop_reason": why}
-        if prompt_token_ids is not None:
-            piece["prompt_token_ids"] = prompt_token_ids
-        if self._tells_token_ids:
-            piece["token_ids"] = list(message.token_ids)
-        event = self._event([piece])
+            end = self._end(choice, reason, message.stop_reason)
+        ids = {"token_ids": list(message.token_ids)} if self._tells_token_ids else {}
+        event = self._event([{"index": choice, **said, **end, **ids}])
         if message.HasField("timings"):
             event["timings"] = message_to_dict(message.timings)
         return event
 
-    def usage(self, usages: list[Usage], n: int) -> dict[str, Any]:
-        """The last event where usage was asked for; `n` choices to each prompt."""
-        return {**self._event([]), "usage": usage_of(usages, n)}
+    def usage(self, usages: list[Usage]) -> dict[str, Any]:
+        """The last event where usage was asked for."""
+        return {**self._event([]), "usage": usage_of(usages, self._n)}
 
-    def _piece(
-        self, index: int, delta: dict[str, Any], finish_reason: str | None, logprobs: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        text: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
-        return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
+    @abstractmethod
+    def _newly_said(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """A piece's text and logprobs."""
 
-    def _said(
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self.event_name, "choices": choices}
+
+    # -- both ---------------------------------------------------------------------------------------------------
+
+    def _end(self, choice: int, finish_reason: str, stop: str) -> dict[str, Any]:
+        """Why it ended. vLLM's `stop_reason`: the stop string, or the stop token, that ended it."""
+        stop_reason: str | int | None = None
+        if finish_reason == "stop":
+            last = self._last_token_ids.get(choice)
+            stop_reason = stop or (last if last in self._stop_token_ids else None)
+        return {"finish_reason": self._finish_reason(choice, finish_reason), "stop_reason": stop_reason}
+
+    def _finish_reason(self, choice: int, reason: str) -> str:
+        return reason
+
+
+class CompletionStyle(Style):
+    whole_name = event_name = "text_completion"
+
+    def __init__(self, body: CompletionRequest, head: dict[str, Any]) -> None:
+        super().__init__(body, head)
+        self._echo = None
+        if body.echo:
+            self._echo = Echo(body.prompts(), body.num_answers, body.logprobs, is_known=body.knows_its_texts)
+
+    def first_piece(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        event = self.piece(choice, message, logprobs)
+        if (prompt := self._prompt_token_ids.get(choice // self._n)) is not None:
+            event["choices"][0]["prompt_token_ids"] = prompt
+        return event
+
+    def _tell_prompts(self, whole: dict[str, Any], prompts: Sequence[dict[str, Any]]) -> None:
+        """With each choice."""
+        for index, choice in enumerate(whole["choices"]):
+            choice.update(prompts[index // self._n])
+
+    def _said(self, choice: int, answer: Answer, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return self._text(choice, answer.text, logprobs, answer.prompt_logprobs)
+
+    def _newly_said(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return self._text(choice, message.text, logprobs, message.prompt_logprobs)
+
+    def _text(
         self,
-        index: int,
+        choice: int,
         text: str,
         logprobs: Sequence[TokenLogprobs],
         prompt_logprobs: Sequence[TokenLogprobs],
-    ) -> tuple[str, Sequence[TokenLogprobs]]:
-        return (text, logprobs) if self._echo is None else self._echo.before(index, text, logprobs, prompt_logprobs)
+    ) -> dict[str, Any]:
+        if self._echo is not None:
+            text, logprobs = self._echo.before(choice, text, logprobs, prompt_logprobs)
+        return {"text": text, "logprobs": of_completion(logprobs, by_id=self._names_by_id) if logprobs else None}
 
-    def _finish_reason(self, reason: str, has_calls: bool) -> str:
+
+class ChatStyle(Style):
+    whole_name = "chat.completion"
+    event_name = "chat.completion.chunk"
+
+    def __init__(self, body: ChatRequest, head: dict[str, Any]) -> None:
+        super().__init__(body, head)
+        self._role = body.role
+        self._names_tool = body.names_tool
+        self._calling: set[int] = set()
+        """Choices that have called tools."""
+        self._contents: dict[int, OfContent] = {}
+
+    def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
+        return self._contents.setdefault(choice, OfContent()).accept(message)
+
+    def opening(self, choice: int) -> dict[str, Any]:
+        """Who speaks, and the prompt that is answered."""
+        delta = {"role": self._role, "content": ""}
+        event = self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
+        if (prompt := self._prompt_token_ids.get(0)) is not None:
+            event["prompt_token_ids"] = prompt
+        return event
+
+    def _tell_prompts(self, whole: dict[str, Any], prompts: Sequence[dict[str, Any]]) -> None:
+        """There is one."""
+        whole.update(prompts[0])
+
+    def _said(self, choice: int, answer: Answer, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": self._role, "content": answer.text, "refusal": None}
+        if answer.tool_calls:
+            self._calling.add(choice)
+            message["content"] = answer.text or None
+            message["tool_calls"] = [call.to_dict() for call in answer.tool_calls]
+        if answer.reasoning:
+            message["reasoning"] = answer.reasoning
+        # Where all that there are is left out, as of a thought, there is a list without any.
+        has_any = bool(logprobs or answer.logprobs)
+        return {"message": message, "logprobs": of_chat(logprobs, by_id=self._names_by_id) if has_any else None}
+
+    def _newly_said(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        delta: dict[str, Any] = {"reasoning": message.reasoning} if message.reasoning else {}
+        if message.text or not (message.finish_reason or message.tool_calls or message.reasoning):
+            delta["content"] = message.text
+        if message.tool_calls:
+            self._calling.add(choice)
+            delta["tool_calls"] = [_piece_of_call(piece) for piece in message.tool_calls]
+        return {"delta": delta, "logprobs": of_chat(logprobs, by_id=self._names_by_id) if logprobs else None}
+
+    def _finish_reason(self, choice: int, reason: str) -> str:
         """An answer that stops at its calls was no answer yet; one that had to be that call is one: as OpenAI says."""
-        return "tool_calls" if reason == "stop" and has_calls and not self._names_tool else reason
-
-    def _stop_reason(self, finish_reason: str, stop: str, last: Sequence[int]) -> str | int | None:
-        """vLLM's: the stop string, or the stop token, that ended an answer. `last`: its last token, if it has one."""
-        if finish_reason != "stop":
-            return None
-        return stop or next((token_id for token_id in last if token_id in self._stop_token_ids), None)
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs], *, has_any: bool = False) -> dict[str, Any] | None:
-        """None where there are none. `has_any`: of other tokens there are."""
-        if not logprobs and not has_any:
-            return None
-        return (of_chat if self.is_chat else of_completion)(logprobs, by_id=self._names_by_id)
-
-    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return {**self._head, "object": name, "choices": choices}
+        return "tool_calls" if reason == "stop" and choice in self._calling and not self._names_tool else reason
 
 
 def _piece_of_call(piece: ToolCallDelta) -> dict[str, Any]:
