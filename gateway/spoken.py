@@ -6,11 +6,13 @@ calls.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from protos.tandem_inference_pb2 import GenerateResponse, ToolCallDelta
 from tandem.answer import StreamBroken
 
+Event = dict[str, Any]
+"""Of a stream, before it is JSON."""
 Kind = Literal["thought", "text", "call"]
 
 

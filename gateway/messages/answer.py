@@ -14,10 +14,11 @@ from typing import Any
 from pydantic_core import from_json
 
 from gateway.answers import timings_of
-from gateway.spoken import Piece, Spoken
+from gateway.errors import Refusal
+from gateway.messages.errors import error_of
+from gateway.spoken import Event, Piece, Spoken
 from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Usage
 
-Event = dict[str, Any]
 _DELTAS = {
     "thought": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -29,6 +30,7 @@ class MessageAnswer:
     """To one request."""
 
     def __init__(self, *, request_id: str, model: str) -> None:
+        self._request_id = request_id
         self._spoken = Spoken(request_id)
         self._told = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []
@@ -37,9 +39,13 @@ class MessageAnswer:
         self._end: dict[str, Any] = {}
         self._has_begun = False
 
+    def opening(self) -> list[Event]:
+        """None: `message_start` says how long the prompt is, which comes with the first message."""
+        return []
+
     def accept(self, message: GenerateResponse) -> list[Event]:
         """What is new with `message`; with the last one, the end. Raises `StreamBroken`."""
-        events: list[Event] = [] if self._has_begun else [self._opening(message)]
+        events: list[Event] = [] if self._has_begun else [self._start(message)]
         self._has_begun = True
         for piece in self._spoken.accept(message):
             if piece.is_first:
@@ -52,12 +58,16 @@ class MessageAnswer:
             events += [*self._close(), *self._ends(message)]
         return events
 
+    def failed(self, refusal: Refusal) -> Event:
+        """The last event where there is no end."""
+        return error_of(refusal, self._request_id)
+
     def whole(self) -> dict[str, Any]:
         """After the last message."""
         content = [_with_text(*each) for each in zip(self._blocks, map("".join, self._texts), strict=True)]
         return {**self._told, "content": content, **self._end}
 
-    def _opening(self, first: GenerateResponse) -> Event:
+    def _start(self, first: GenerateResponse) -> Event:
         """That there will be one. How many tokens of the prompt were found in a cache is said at its end."""
         usage = _usage(Usage(prompt_tokens=first.prompt_tokens), 0)
         why = {"stop_reason": None, "stop_sequence": None}

@@ -12,8 +12,9 @@ from typing import Any
 
 from gateway.answers import timings_of
 from gateway.errors import KINDS, Refusal
-from gateway.responses.output import Event, Output
+from gateway.responses.output import Output
 from gateway.responses.request import ChosenTool, ResponseRequest
+from gateway.spoken import Event
 from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Usage
 from rpc.errors import InvalidRequest, Overloaded
 

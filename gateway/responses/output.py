@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from gateway.logprobs import OfContent, entries_of
-from gateway.spoken import Piece, Spoken
+from gateway.spoken import Event, Piece, Spoken
 from protos.tandem_inference_pb2 import GenerateResponse, ToolCallDelta
 
-Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
