@@ -1,11 +1,14 @@
-"""Texts in bodies, and whose they are: what all routes share. Pure."""
+"""Texts in bodies, whose they are, and lists that may stand in place of one: what all routes share. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from gateway.asked import Listed
 
@@ -35,9 +38,39 @@ def text_or_parts(kind: Any) -> Any:
             raise ValueError(f"must be a text, or a list of parts of type {names}")
         return value
 
+    return _text_or(Listed[Part[kind]], check)
+
+
+def text_or_objects(one: str, kinds: Mapping[str, Any], *, untyped: str = "", min_length: int | None = None) -> Any:
+    """The type of a text, or of a list of objects, each of one of the `kinds`, by its `type`. `one`: what a refusal
+    calls such an object. `untyped`: the kind of one that has a role, and no type."""
+
+    def tag_of(value: Any) -> str:
+        kind = None
+        if isinstance(value, dict):
+            kind = value.get("type") or (untyped if "role" in value else None)
+        return f"[{kind}]" if isinstance(kind, str) and kind in kinds else "[other]"
+
+    def refuse(value: Any) -> Any:
+        told = f"of type {json.dumps(value.get('type')):.60}" if isinstance(value, dict) else f"{json.dumps(value):.60}"
+        raise ValueError(f"must be {one} of one of the types {', '.join(kinds)}, is {told}")
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, str | list):
+            raise ValueError(f"must be a text, or a list of {one.split()[-1]}s, is {json.dumps(value):.40}")
+        return value
+
+    other: Any = Annotated[Any, BeforeValidator(refuse), WithJsonSchema({"not": {}}), Tag("[other]")]
+    tagged = [Annotated[kind, Tag(f"[{name}]")] for name, kind in kinds.items()]
+    union = Annotated[reduce(or_, [*tagged, other]), Discriminator(tag_of)]  # type: ignore[valid-type]
+    return _text_or(Annotated[Listed[union], Field(min_length=min_length)], check)  # type: ignore[valid-type]
+
+
+def _text_or(many: Any, check: Callable[[Any], Any]) -> Any:
+    """The type of a text, or of a list, which `many` is. `check`: raises `ValueError` for what is neither."""
     return Annotated[
-        Annotated[str, Tag("str")] | Annotated[Listed[Part[kind]], Tag("[parts]")],
-        Discriminator(lambda value: "str" if isinstance(value, str) else "[parts]"),
+        Annotated[str, Tag("str")] | Annotated[many, Tag("[many]")],
+        Discriminator(lambda value: "str" if isinstance(value, str) else "[many]"),
         BeforeValidator(check),
     ]
 

@@ -10,15 +10,14 @@ Blocks may be those that answers have in their `content`. `cache_control` has no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Tag, WithJsonSchema, model_validator
+from pydantic import model_validator
 
-from gateway.asked import Known, Listed, WithoutNulls, only
+from gateway.asked import Known, WithoutNulls, only
 from gateway.placed import PlacedMessage
-from gateway.texts import role_of, text_of, text_or_parts
+from gateway.texts import role_of, text_of, text_or_objects, text_or_parts
 
 _Texts = text_or_parts(Literal["text"])
 
@@ -62,47 +61,13 @@ _OF_ROLE = {
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
-_TAGS = {kind: f"[{kind}]" for kind in ("text", "thinking", "tool_use", "tool_result")}
-_OTHER = "[other]"
-
-
-def _tag_of(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return _TAGS.get(kind, _OTHER) if isinstance(kind, str) else _OTHER
-
-
-def _refuse_block(value: Any) -> Any:
-    is_one = f"of type {json.dumps(value.get('type')):.60}" if isinstance(value, dict) else f"{json.dumps(value):.60}"
-    raise ValueError(f"must be a block of one of the types {', '.join(_TAGS)}, is {is_one}")
-
-
-AnyBlock = Annotated[
-    Annotated[TextBlock, Tag("[text]")]
-    | Annotated[ThinkingBlock, Tag("[thinking]")]
-    | Annotated[ToolUseBlock, Tag("[tool_use]")]
-    | Annotated[ToolResultBlock, Tag("[tool_result]")]
-    | Annotated[Any, BeforeValidator(_refuse_block), WithJsonSchema({"not": {}}), Tag(_OTHER)],
-    Discriminator(_tag_of),
-]
-
-
-def _check_content(value: Any) -> Any:
-    if not isinstance(value, str | list):
-        raise ValueError(f"must be a text, or a list of blocks, is {json.dumps(value):.40}")
-    return value
-
-
-Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Listed[AnyBlock], Tag("[blocks]")],
-    Discriminator(lambda value: "str" if isinstance(value, str) else "[blocks]"),
-    BeforeValidator(_check_content),
-]
+_KINDS = {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock, "tool_result": ToolResultBlock}
 System = _Texts
 
 
 class MessageParam(Known):
     role: role_of(*_OF_ROLE)  # type: ignore[valid-type]
-    content: Content
+    content: text_or_objects("a block", _KINDS)  # type: ignore[valid-type]
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:

@@ -10,21 +10,12 @@ out. A field that is null is absent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-)
-
-from gateway.asked import Listed, WithoutNulls, only
+from gateway.asked import WithoutNulls, only
 from gateway.placed import PlacedMessage
-from gateway.texts import role_of, text_of, text_or_parts
+from gateway.texts import role_of, text_of, text_or_objects, text_or_parts
 
 _NOT_READ = "it cannot be read here; what was thought is in content"
 
@@ -69,51 +60,13 @@ class CallOutputItem(Item):
     name: str | None = None
 
 
-_OTHER = "[other]"
-_TAGS = {
-    "message": "[message]",
-    "reasoning": "[reasoning]",
-    "function_call": "[call]",
-    "function_call_output": "[output]",
+_KINDS = {
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
 }
-
-
-def _tag_of(value: Any) -> str:
-    if not isinstance(value, dict):
-        return _OTHER
-    kind = value.get("type") or ("message" if "role" in value else None)
-    return _TAGS.get(kind, _OTHER) if isinstance(kind, str) else _OTHER
-
-
-def _refuse_item(value: Any) -> Any:
-    kinds = ", ".join(_TAGS)
-    is_one = (
-        f"is of type {json.dumps(value.get('type')):.60}" if isinstance(value, dict) else f"is {json.dumps(value):.60}"
-    )
-    raise ValueError(f"must be an item of one of the types {kinds}, {is_one}")
-
-
-AnyItem = Annotated[
-    Annotated[MessageItem, Tag("[message]")]
-    | Annotated[ReasoningItem, Tag("[reasoning]")]
-    | Annotated[CallItem, Tag("[call]")]
-    | Annotated[CallOutputItem, Tag("[output]")]
-    | Annotated[Any, BeforeValidator(_refuse_item), WithJsonSchema({"not": {}}), Tag(_OTHER)],
-    Discriminator(_tag_of),
-]
-
-
-def _check_input(value: Any) -> Any:
-    if not isinstance(value, str | list):
-        raise ValueError(f"must be a text, or a list of items, is {json.dumps(value):.40}")
-    return value
-
-
-Input = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Listed[AnyItem], Field(min_length=1), Tag("[items]")],
-    Discriminator(lambda value: "str" if isinstance(value, str) else "[items]"),
-    BeforeValidator(_check_input),
-]
+Input = text_or_objects("an item", _KINDS, untyped="message", min_length=1)
 
 
 # -- messages -------------------------------------------------------------------------------------------------------
