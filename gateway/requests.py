@@ -258,10 +258,6 @@ class Message(Known):
         return {"role": self.role, "content": text_of(self.content or ""), **said}
 
 
-def _tool_choice(value: Any) -> Any:
-    return tool_choice_of(value, ChosenTool, '{"type": "function", "function": {"name": …}}')
-
-
 class ChatRequest(AskedForChoices):
     """POST /v1/chat/completions."""
 
@@ -270,7 +266,7 @@ class ChatRequest(AskedForChoices):
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
     tools: Listed[ToolParam] | None = None
-    tool_choice: Annotated[Any, BeforeValidator(_tool_choice)] = None
+    tool_choice: tool_choice_of(ChosenTool, '{"type": "function", "function": {"name": …}}') = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -327,13 +323,6 @@ class ChatRequest(AskedForChoices):
     def names_tool(self) -> bool:
         """The one that is to be called."""
         return isinstance(self.tool_choice, ChosenTool)
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _check_tool_choice(cls, value: Any, info: ValidationInfo) -> Any:
-        if value not in (None, "none", "auto") and not info.data.get("tools"):
-            raise ValueError("is of no use without tools")
-        return value
 
     @field_validator("top_logprobs")
     @classmethod

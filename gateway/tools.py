@@ -5,9 +5,9 @@ Their bounds are the router's.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
 
 from gateway.asked import Known
 
@@ -54,15 +54,24 @@ class ChosenTool(Known):
     function: ChosenFunction
 
 
-def tool_choice_of(value: Any, chosen: type[BaseModel], shape: str) -> Any:
-    """A word, or which tool is `chosen`, as a body of `shape` says it. Refused here, where it is known which of the two
-    was meant: raises `ValueError`."""
+def tool_choice_of(chosen: type[BaseModel], shape: str) -> Any:
+    """The type of a word, or of which tool is `chosen`, as a body of `shape` says it. Refused here, where it is known
+    which of the two was meant. It comes after `tools`."""
     wanted = f'must be "none", "auto", "required" or {shape}'
-    if isinstance(value, dict):
-        try:
-            return chosen.model_validate(value)
-        except ValidationError as error:
-            raise ValueError(wanted) from error
-    if value not in (None, "none", "auto", "required"):
-        raise ValueError(wanted)
-    return value
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict):
+            try:
+                return chosen.model_validate(value)
+            except ValidationError as error:
+                raise ValueError(wanted) from error
+        if value not in (None, "none", "auto", "required"):
+            raise ValueError(wanted)
+        return value
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value not in (None, "none", "auto") and not info.data.get("tools"):
+            raise ValueError("is of no use without tools")
+        return value
+
+    return Annotated[Any, BeforeValidator(read), AfterValidator(check)]

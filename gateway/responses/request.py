@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     ValidationInfo,
     field_validator,
@@ -73,10 +72,6 @@ class ChosenTool(Known):
     name: str
 
 
-def _tool_choice(value: Any) -> Any:
-    return tool_choice_of(value, ChosenTool, '{"type": "function", "name": …}')
-
-
 class TextFormat(WithoutNulls):
     """The form of the answer. A schema is kept to, strict or not."""
 
@@ -135,7 +130,7 @@ class ResponseRequest(Asked):
     text: TextConfig | None = None
     """After structured_outputs, which says the same in vLLM's words."""
     tools: Listed[FunctionTool] | None = None
-    tool_choice: Annotated[Any, BeforeValidator(_tool_choice)] = None
+    tool_choice: tool_choice_of(ChosenTool, '{"type": "function", "name": …}') = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
     include: Annotated[Listed[str], AfterValidator(_include)] | None = None
     top_logprobs: NumAlternatives | None = None
@@ -239,13 +234,6 @@ class ResponseRequest(Asked):
         is_form = value is not None and value.format is not None and value.format.type != "text"
         if is_form and info.data.get("structured_outputs") is not None:
             raise ValueError("format cannot be had with structured_outputs, which says the same in other words")
-        return value
-
-    @field_validator("tool_choice")
-    @classmethod
-    def _check_tool_choice(cls, value: Any, info: ValidationInfo) -> Any:
-        if value not in (None, "none", "auto") and not info.data.get("tools"):
-            raise ValueError("is of no use without tools")
         return value
 
     @field_validator("top_logprobs")
