@@ -15,10 +15,9 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,38 +28,21 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput as StepOutput
 from engine.running.executor import RankLost
-from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
-from router.text.chat_template import GIVEN_NAMES, ChatTemplate
+from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from router.text.tool_formats import AUTO
-from router.validation.prompt import check_end
-from router.validation.sampling import Violations
-from router.validation.tools import check_messages, tools_of
 from tandem.checks import check_names, check_text, is_list
-from tandem.messages import set_end
+from tandem.lora_request import LoRARequest, lora_name_of_each
 from tandem.offline_answer import CompletionOutput, Logprob, OfflineAnswer, OfflineRequest, RequestOutput
+from tandem.offline_chat import ChatRendering, Message, named_conversations, template_variables, tools_for
 from tandem.prompts import Prompt, ReadPrompt, TextPrompt, Tokenization, TokensPrompt, named_prompts, read_prompt
 from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
-from tandem.tools import add_tools, chat_message
 
 __all__ = [
     "LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
     "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
-
-Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class LoRARequest:
-    """The adapter that answers a prompt, by its name in `lora_modules`. The other fields are vLLM's: all adapters are
-    there from the start on, and have their numbers then."""
-
-    lora_name: str
-    lora_int_id: int = 0
-    lora_path: str = ""
 
 
 class LLM:
@@ -156,20 +138,20 @@ class LLM:
         template = self._own_chat_template if chat_template is None else self._given_chat_template(chat_template)
         if template is None:
             raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")
-        shown = self._tools(tools or (), template)
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise ValueError(f"chat_template_kwargs: must be a dict, is {chat_template_kwargs!r:.80}")
-        variables = dict(chat_template_kwargs or {})
-        if given := GIVEN_NAMES & variables.keys():
-            raise ValueError(f"chat_template_kwargs: may not say what {', '.join(sorted(given))} is")
+        rendering = ChatRendering(
+            info=self._info,
+            template=template,
+            tools=tools_for(template, tools or ()),
+            variables=template_variables(chat_template_kwargs),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         asked = Tokenization.of(tokenization_kwargs, self.config.model.max_model_len)
-        prompts: list[ReadPrompt] = []
-        conversations = _conversations(messages)
+        conversations = named_conversations(messages)
         params = self._params_of_each(sampling_params, len(conversations))
+        prompts: list[ReadPrompt] = []
         for (name, conversation), each in zip(conversations, params, strict=True):
-            chat = pb.Chat(messages=map(chat_message, conversation))
-            set_end(chat, add_generation_prompt, continue_final_message)
-            text = self._rendered(chat, template, shown, variables)
+            text = rendering.text_of(conversation)
             num_kept = asked.num_kept(each, self.config.model.max_model_len)
             token_ids = self._tokenizer.encode(text, bool(asked.add_special_tokens), num_kept)
             prompts.append(ReadPrompt(name=name, text=text, token_ids=token_ids))
@@ -186,25 +168,6 @@ class LLM:
         check_text("chat_template", source)
         return ChatTemplate(source, variables=self._tokenizer.special_tokens)
 
-    def _tools(self, tools: Any, template: ChatTemplate) -> list[dict[str, Any]]:
-        """As the template shows them, to the same model the same as a router's."""
-        chat, violations = pb.Chat(), Violations()
-        add_tools(chat, tools, None, None)
-        checked = tools_of(chat, violations)
-        if not violations and checked and (problem := template.problem_with_tools()) is not None:
-            violations.append(("tools", f"the chat template {problem}; give another one (chat_template)"))
-        _raise(violations)
-        return [tool.to_template() for tool in checked]
-
-    def _rendered(
-        self, chat: pb.Chat, template: ChatTemplate, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> str:
-        violations = Violations()
-        messages = check_messages(chat.messages, self._info.with_chat(template, AUTO), violations)
-        adds, continues = check_end(chat, violations)
-        _raise(violations)
-        return template.render(messages, tools, variables, add_generation_prompt=adds, continue_final_message=continues)
-
     def _generate(
         self,
         prompts: list[ReadPrompt],
@@ -212,7 +175,8 @@ class LLM:
         use_tqdm: bool,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
-        lora_names = self._lora_names_of_each(lora_request, len(prompts))
+        loaded = {module.name: module.path for module in self.config.lora_modules}
+        lora_names = lora_name_of_each(lora_request, len(prompts), loaded)
         requests: list[OfflineRequest] = []
         answers: dict[str, OfflineAnswer] = {}
         with self._alone(), self._with_all_ranks():
@@ -287,34 +251,6 @@ class LLM:
             raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
         return sampling_params
 
-    def _lora_names_of_each(
-        self, lora_request: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
-    ) -> list[str]:
-        if lora_request is None or isinstance(lora_request, LoRARequest | str):
-            lora_request = [lora_request] * num_prompts
-        if not is_list(lora_request):
-            raise ValueError(
-                f"lora_request must be a LoRARequest, or one or None for each prompt, is {lora_request!r:.80}"
-            )
-        if len(lora_request) != num_prompts:
-            raise ValueError(f"lora_request has {len(lora_request)} entries for {num_prompts} prompts")
-        there = {module.name: module.path for module in self.config.lora_modules}
-        for request in lora_request:
-            if request is None:
-                continue
-            if not isinstance(request, LoRARequest):
-                raise ValueError(f"lora_request must be a LoRARequest, as LoRARequest('name'), is {request!r:.60}")
-            check_text("lora_request: lora_name", request.lora_name)
-            path = there.get(request.lora_name)
-            if path is not None and request.lora_path and Path(request.lora_path).expanduser().resolve() != path:
-                raise ValueError(f"lora_request: {request.lora_name!r} was loaded from {path}, not {request.lora_path}")
-            if path is None:
-                raise ValueError(
-                    f"lora_request names {request.lora_name!r}, lora_modules has {', '.join(there) or 'none'}; "
-                    "give LLM the folders of all adapters: lora_modules={name: folder}"
-                )
-        return ["" if request is None else request.lora_name for request in lora_request]
-
     def _step_until_done(self, answers: Mapping[str, OfflineAnswer], use_tqdm: bool) -> None:
         with ExitStack() as stack:
             progress = stack.enter_context(_progress()) if use_tqdm else None
@@ -350,24 +286,6 @@ def _as_text(name: str, given: Any) -> str:
     if not isinstance(given, str):
         raise ValueError(f"{name} must be a dict or a text, is {given!r:.80}")
     return given
-
-
-def _conversations(messages: Any) -> list[tuple[str, Sequence[Message]]]:
-    """Each, with what errors call it."""
-    wrong = "must be a list of messages ({'role': ..., 'content': ...}), or a list of such lists"
-    if not is_list(messages):
-        raise ValueError(f"messages {wrong}, is {messages!r:.80}")
-    if messages and isinstance(messages[0], Mapping):
-        return [("messages", messages)]
-    for conversation in messages:
-        if not is_list(conversation):
-            raise ValueError(f"messages {wrong}, holds {conversation!r:.80}")
-    return [(f"messages[{i}]", conversation) for i, conversation in enumerate(messages)]
-
-
-def _raise(violations: Violations) -> None:
-    if violations:
-        raise ValueError("; ".join(f"{field.removeprefix('chat.')}: {said}" for field, said in violations))
 
 
 def _progress() -> Progress:
