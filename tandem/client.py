@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from protos import tandem_inference_pb2 as pb
@@ -39,6 +40,8 @@ from tandem.messages import (
     tokenize_request,
 )
 from tandem.resume import OnBroken, ResumableStream
+
+T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
@@ -136,53 +139,46 @@ class Client(ClientBase):
             stream.answers().check_ended()
             return
 
+    def _ask(self, method: Callable[..., T], request: Message, timeout_s: float = CONTROL_TIMEOUT_S) -> T:
+        """One message for one."""
+        with self._errors_of_ours():
+            return method(request, timeout=timeout_s)
+
     def abort(self, request_id: str) -> bool:
         """End a running request; its stream then ends with finish_reason abort. False if it was not running."""
-        with self._errors_of_ours():
-            response = self._inference.Abort(self._abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
-        return bool(response.was_running)
+        response: pb.AbortResponse = self._ask(self._inference.Abort, self._abort_request(request_id))
+        return response.was_running
 
     def tokenize(self, prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeResponse:
         """The token ids that `generate` would make of a text or of messages, and how many a context has room for."""
-        request = tokenize_request(prompt, **asked)
-        with self._errors_of_ours():
-            response: pb.TokenizeResponse = self._tokenizer.Tokenize(request, timeout=CONTROL_TIMEOUT_S)
+        response: pb.TokenizeResponse = self._ask(self._tokenizer.Tokenize, tokenize_request(prompt, **asked))
         return response
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`."""
         request = detokenize_request(token_ids, model, skip_special_tokens)
-        with self._errors_of_ours():
-            response: pb.DetokenizeResponse = self._tokenizer.Detokenize(request, timeout=CONTROL_TIMEOUT_S)
+        response: pb.DetokenizeResponse = self._ask(self._tokenizer.Detokenize, request)
         return response.text
 
     def is_serving(self) -> bool:
         """Whether requests can be served now: a decode worker is there. Raises `Unreachable` without a router."""
-        with self._errors_of_ours():
-            health: health_pb2.HealthCheckResponse = self._health.Check(_READINESS, timeout=CONTROL_TIMEOUT_S)
+        health: health_pb2.HealthCheckResponse = self._ask(self._health.Check, _READINESS)
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
     def model_info(self) -> pb.GetModelInfoResponse:
-        with self._errors_of_ours():
-            info: pb.GetModelInfoResponse = self._inference.GetModelInfo(
-                pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S
-            )
+        info: pb.GetModelInfoResponse = self._ask(self._inference.GetModelInfo, pb.GetModelInfoRequest())
         return info
 
     def status(self) -> tandem_worker_pb2.ClusterStatus:
         """What the router and every worker are doing."""
-        with self._errors_of_ours():
-            status: tandem_worker_pb2.ClusterStatus = self._cluster.GetStatus(
-                tandem_worker_pb2.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S
-            )
+        status: tandem_worker_pb2.ClusterStatus = self._ask(
+            self._cluster.GetStatus, tandem_worker_pb2.GetClusterStatusRequest()
+        )
         return status
 
     def audit(self) -> tandem_worker_pb2.ClusterAudit:
         """Who owns each KV block of every worker, counted anew."""
-        with self._errors_of_ours():
-            audit: tandem_worker_pb2.ClusterAudit = self._cluster.Audit(
-                tandem_worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S
-            )
+        audit: tandem_worker_pb2.ClusterAudit = self._ask(self._cluster.Audit, tandem_worker_pb2.AuditRequest())
         return audit
 
     def profile(
@@ -190,10 +186,7 @@ class Client(ClientBase):
     ) -> tandem_worker_pb2.WorkerProfile:
         """What the next steps of a worker take, operation by operation; as many as there are within `timeout_s`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
-        with self._errors_of_ours():
-            profile: tandem_worker_pb2.WorkerProfile = self._cluster.Profile(
-                request, timeout=timeout_s + PROFILE_READ_S
-            )
+        profile: tandem_worker_pb2.WorkerProfile = self._ask(self._cluster.Profile, request, timeout_s + PROFILE_READ_S)
         return profile
 
     def close(self) -> None:
@@ -317,65 +310,50 @@ class AsyncClient(ClientBase):
             stream.answers().check_ended()
             return
 
+    async def _ask(
+        self, method: Callable[[], Callable[..., Awaitable[T]]], request: Message, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> T:
+        """As `Client._ask`. `method` is looked up once there is a channel."""
+        with self._errors_of_ours():
+            return await method()(request, timeout=timeout_s)
+
     async def abort(self, request_id: str) -> bool:
         """As `Client.abort`. Of a client that is spread: `RuntimeError`."""
-        with self._errors_of_ours():
-            response = await self._inference.Abort(self._abort_request(request_id), timeout=CONTROL_TIMEOUT_S)
-        return bool(response.was_running)
+        response: pb.AbortResponse = await self._ask(lambda: self._inference.Abort, self._abort_request(request_id))
+        return response.was_running
 
     async def tokenize(self, prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeResponse:
         """As `Client.tokenize`."""
-        request = tokenize_request(prompt, **asked)
-        with self._errors_of_ours():
-            response: pb.TokenizeResponse = await self._tokenizer.Tokenize(request, timeout=CONTROL_TIMEOUT_S)
-        return response
+        return await self._ask(lambda: self._tokenizer.Tokenize, tokenize_request(prompt, **asked))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
         """As `Client.detokenize`."""
         request = detokenize_request(token_ids, model, skip_special_tokens)
-        with self._errors_of_ours():
-            response: pb.DetokenizeResponse = await self._tokenizer.Detokenize(request, timeout=CONTROL_TIMEOUT_S)
+        response: pb.DetokenizeResponse = await self._ask(lambda: self._tokenizer.Detokenize, request)
         return response.text
 
     async def is_serving(self) -> bool:
         """As `Client.is_serving`."""
-        with self._errors_of_ours():
-            health: health_pb2.HealthCheckResponse = await self._health.Check(_READINESS, timeout=CONTROL_TIMEOUT_S)
+        health: health_pb2.HealthCheckResponse = await self._ask(lambda: self._health.Check, _READINESS)
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        with self._errors_of_ours():
-            info: pb.GetModelInfoResponse = await self._inference.GetModelInfo(
-                pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S
-            )
-        return info
+        return await self._ask(lambda: self._inference.GetModelInfo, pb.GetModelInfoRequest())
 
     async def status(self) -> tandem_worker_pb2.ClusterStatus:
         """As `Client.status`."""
-        with self._errors_of_ours():
-            status: tandem_worker_pb2.ClusterStatus = await self._cluster.GetStatus(
-                tandem_worker_pb2.GetClusterStatusRequest(), timeout=CONTROL_TIMEOUT_S
-            )
-        return status
+        return await self._ask(lambda: self._cluster.GetStatus, tandem_worker_pb2.GetClusterStatusRequest())
 
     async def audit(self) -> tandem_worker_pb2.ClusterAudit:
         """As `Client.audit`."""
-        with self._errors_of_ours():
-            audit: tandem_worker_pb2.ClusterAudit = await self._cluster.Audit(
-                tandem_worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S
-            )
-        return audit
+        return await self._ask(lambda: self._cluster.Audit, tandem_worker_pb2.AuditRequest())
 
     async def profile(
         self, worker_id: str, *, num_steps: int = 5, timeout_s: float = 30.0, with_trace: bool = False
     ) -> tandem_worker_pb2.WorkerProfile:
         """As `Client.profile`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
-        with self._errors_of_ours():
-            profile: tandem_worker_pb2.WorkerProfile = await self._cluster.Profile(
-                request, timeout=timeout_s + PROFILE_READ_S
-            )
-        return profile
+        return await self._ask(lambda: self._cluster.Profile, request, timeout_s + PROFILE_READ_S)
 
     async def close(self) -> None:
         """What still runs, in other tasks, ends with `ClientClosed`."""
