@@ -98,11 +98,15 @@ class AnswersStream:
 
     def check_ended(self) -> None:
         """The stream has ended with status OK: raises `StreamBroken` unless each answer's last message has come."""
-        self.answers()
+        for stream in self._in_order():
+            stream.check_ended()
 
     def answers(self) -> list[Answer]:
         """All, whole. Raises `StreamBroken` unless the last message of each has come."""
-        return [self._streams.get(sequence, AnswerStream(sequence)).answer() for sequence in range(self._n)]
+        return [stream.answer() for stream in self._in_order()]
+
+    def _in_order(self) -> list[AnswerStream]:
+        return [self._streams.get(sequence, AnswerStream(sequence)) for sequence in range(self._n)]
 
 
 class AnswerStream:
