@@ -30,10 +30,6 @@ from kv_transfer.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES_AT_ONCE = {"DRAM": 0, "VRAM": 128 << 20}
-"""Of several transfers in one copy, by the sender's memory, unless the transport says otherwise. A host copies one
-after the other: one that is late ends alone. A network is given up with all of a copy."""
-
 
 @dataclass(slots=True, eq=False)
 class OpenedPool:
@@ -48,10 +44,11 @@ class OpenedPool:
 class CopyAgent:
     """`close` must be called."""
 
-    def __init__(self, pool: KVPool, max_bytes_at_once: int | None = None) -> None:
-        """`max_bytes_at_once`: of several transfers in one copy. None: as `MAX_BYTES_AT_ONCE` has it."""
+    def __init__(self, pool: KVPool, max_vram_bytes_at_once: int) -> None:
+        """`max_vram_bytes_at_once`: of several transfers in one copy, out of a GPU's memory. A host copies one after
+        the other: one that is late ends alone."""
         self._pool = pool
-        self._max_bytes_at_once = MAX_BYTES_AT_ONCE[pool.memory] if max_bytes_at_once is None else max_bytes_at_once
+        self._max_bytes_at_once = max_vram_bytes_at_once if pool.memory == "VRAM" else 0
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Transfer] = deque()
         self._under_way: deque[tuple[list[Transfer], Copying]] = deque()

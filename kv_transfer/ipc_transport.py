@@ -19,9 +19,9 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
 
-MAX_BYTES_AT_ONCE = {"DRAM": 0, "VRAM": 1 << 30}
-"""In one copy, by the memory. On one GPU the larger number takes less than a millisecond, and a launch costs the host
-nearly half of one: in eight launches an H100 pushed a gigabyte at 219 GB/s, in one at 384 to 415."""
+MAX_VRAM_BYTES_AT_ONCE = 1 << 30
+"""In one copy. On one GPU that takes less than a millisecond, and a launch costs the host nearly half of one: in eight
+launches an H100 pushed a gigabyte at 219 GB/s, in one at 384 to 415."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -48,7 +48,7 @@ class IpcTransport:
     def __init__(self, pool: KVPool, open_channel: OpenChannel) -> None:
         self._pool = pool
         self._open_channel = open_channel
-        self._agent = CopyAgent(pool, MAX_BYTES_AT_ONCE[pool.memory])
+        self._agent = CopyAgent(pool, MAX_VRAM_BYTES_AT_ONCE)
 
     async def dial(self, address: str) -> Link:
         return IpcLink(self._pool, self._agent, self._open_channel(address))

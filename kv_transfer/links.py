@@ -22,25 +22,25 @@ Key: TypeAlias = tuple[str, str, str]
 
 
 class KeptLink:
-    """A link or its making, and how many use it."""
+    """A link, or the task that connects it, and how many use it."""
 
-    def __init__(self, making: asyncio.Task[Link]) -> None:
-        self.making = making
+    def __init__(self, connecting: asyncio.Task[Link]) -> None:
+        self.connecting = connecting
         self.num_users = 0
         self.is_retired = False
         self.is_closed = False
 
     @property
     def link(self) -> Link:
-        return self.making.result()
+        return self.connecting.result()
 
     @property
-    def is_made(self) -> bool:
-        return self.making.done() and not self.making.cancelled() and self.making.exception() is None
+    def is_connected(self) -> bool:
+        return self.connecting.done() and not self.connecting.cancelled() and self.connecting.exception() is None
 
     @property
     def is_useless(self) -> bool:
-        return self.making.done() and (not self.is_made or self.link.is_broken)
+        return self.connecting.done() and (not self.is_connected or self.link.is_broken)
 
 
 class Links:
@@ -62,14 +62,14 @@ class Links:
             self._retire(key)
             kept = None
         if kept is None:
-            making = asyncio.create_task(self._connect(grant), name=f"kv-connect-{key[0]}")
-            kept = self._kept[key] = KeptLink(making)
+            connecting = asyncio.create_task(self._connect(grant), name=f"kv-connect-{key[0]}")
+            kept = self._kept[key] = KeptLink(connecting)
             self._open.add(kept)
             self._watches[kept] = asyncio.create_task(self._retire_when_lost(key, kept), name=f"kv-watch-{key[0]}")
         kept.num_users += 1
         try:
             # Shielded: others may be waiting for the same connection.
-            await asyncio.shield(kept.making)
+            await asyncio.shield(kept.connecting)
         except BaseException:
             self.give_back(kept)
             raise
@@ -87,7 +87,7 @@ class Links:
         """Close all of them, used or not."""
         self._kept.clear()
         for kept in list(self._open):
-            kept.making.cancel()
+            kept.connecting.cancel()
             kept.is_retired, kept.num_users = True, 0
             self._close_if_unused(kept)
         while self._closing:
@@ -111,14 +111,14 @@ class Links:
 
     async def _retire_when_lost(self, key: Key, kept: KeptLink) -> None:
         """Whoever asked for it may wait for it no more."""
-        await asyncio.wait([kept.making])
-        if kept.is_made:
+        await asyncio.wait([kept.connecting])
+        if kept.is_connected:
             await kept.link.lost()
         if self._kept.get(key) is kept:
             self._retire(key)
 
 
 async def _close(kept: KeptLink) -> None:
-    await asyncio.wait([kept.making])
-    if kept.is_made:
+    await asyncio.wait([kept.connecting])
+    if kept.is_connected:
         await kept.link.close()

@@ -25,6 +25,9 @@ from kv_transfer.nixl_transport import check_memory, receiver_name, sender_name
 from kv_transfer.pool import KVPool, PoolAgent
 from protos import tandem_kv_transfer_pb2 as pb
 
+MAX_VRAM_BYTES_AT_ONCE = 128 << 20
+"""In one copy: a network that is late is given up with all of it."""
+
 
 class NixlTransportOfRanks:
     """The sending side."""
@@ -35,7 +38,7 @@ class NixlTransportOfRanks:
         self._pool = pool
         self._open_channel = open_channel
         self._pool_agent = pool.start_agent(sender_name(identity))
-        self._agent = CopyAgent(pool)
+        self._agent = CopyAgent(pool, MAX_VRAM_BYTES_AT_ONCE)
 
     async def dial(self, address: str) -> Link:
         return NixlLinkOfRanks(self._pool, self._pool_agent, self._agent, self._open_channel(address))

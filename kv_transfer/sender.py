@@ -155,8 +155,8 @@ class Push:
         self._dst_block_ids = list(grant.block_ids)
         self._lease_s = grant.lease_ms / 1000
         self._is_open = True
-        self._owes_word = True
-        """The receiver is still to be told how this ends. Whoever has told it, or need not, gives the link back."""
+        self._has_link = True
+        """Until the receiver knows how this ends, or need not: whoever has seen to that gives the link back."""
         self._last_blocks: tuple[Sequence[int], Sequence[int]] = ((), ())
         """Ours and theirs, written last. Layers of a prompt have the same: as the same lists they compare at once."""
         self._num_posted = 0
@@ -199,14 +199,18 @@ class Push:
             self._is_open = False
             await self._writer.stop()
             # The receiver's blocks wait for this word, our own need not wait for its delivery.
-            self._owes_word = False
+            self._has_link = False
             self._sender.spawn(self._send_abandon())
             raise
-        self._is_open = self._owes_word = False
+        self._is_open = self._has_link = False
         try:
             await self._writer.stop()
         finally:
             self._sender.links.give_back(self._kept)
+        return self._stats(computed_s)
+
+    def _stats(self, computed_s: float) -> inference_pb.KVTransferStats:
+        """Of a push that was just committed. `computed_s`: when all of it was written."""
         num_cached = self.grant.num_cached_blocks
         committed_s = asyncio.get_running_loop().time()
         started_s = computed_s if self._started_s is None else self._started_s
@@ -224,8 +228,8 @@ class Push:
         passed without it listening. Harmless after `commit` and when repeated."""
         self._is_open = False
         await self._writer.stop()
-        if self._owes_word:  # also after a commit that was cancelled while it stopped the writer
-            self._owes_word = False
+        if self._has_link:  # also after a commit that was cancelled while it stopped the writer
+            self._has_link = False
             await self._send_abandon()
 
     async def _push_until_committed(
@@ -286,12 +290,8 @@ class Push:
             await self._link.abandon(request, self._lease_s)
         except TransferError as error:
             # The receiver then waits until our connection has been gone for one lease.
-            logger.info(
-                "worker %s was not told that grant %d is abandoned: %s",
-                self.grant.worker_id,
-                self.grant.grant_id,
-                error,
-            )
+            told = self.grant.worker_id, self.grant.grant_id
+            logger.info("worker %s was not told that grant %d is abandoned: %s", *told, error)
         finally:
             self._sender.links.give_back(self._kept)
 

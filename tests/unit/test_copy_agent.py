@@ -103,7 +103,7 @@ class Ends:
 class Stage:
     def __init__(self) -> None:
         self.pool = DevicePool()
-        self.agent = CopyAgent(self.pool)
+        self.agent = CopyAgent(self.pool, 128 << 20)
         self.ends = Ends()
         self.is_cancelled = threading.Event()
 
