@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ MAX_WORKERS = 64
 """Of a role, on one machine: each is a process that loads the model."""
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Of an HTTP request: as many as the router takes over gRPC."""
-NO_TLS = tuple(part for name in SSL_FIELDS for part in (f"--{name.replace('_', '-')}", ""))
+NO_TLS = dict.fromkeys(SSL_FIELDS, "")
 """On one machine there is nobody between the processes; and what the environment says is for others."""
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 """Of compute threads. A step has some two hundred parallel regions, and a thread that sleeps between them is late for
@@ -88,39 +89,59 @@ class ClusterArgs:
             raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
         if self.num_prefill > MAX_WORKERS:
             raise ValueError(f"--prefill must be at most {MAX_WORKERS}, is {self.num_prefill}")
-        shared: dict[str, Any] = {
-            "listen": self.listen,
-            "redis": self.redis_url or ServiceArgs.redis,
-            "namespace": self.namespace,
-            "log_level": self.log_level,
-            "drain_grace_s": self.drain_grace_s,
-        }
         for flag, port, num in (
             ("--http-port", self.http_port, 1),
             ("--metrics-port", self.metrics_port, 1 + len(self.worker_names)),
         ):
             if port is not None and not 0 <= port <= 65536 - num:
                 raise ValueError(f"{flag} must be in [0, {65536 - num}], is {port}")
-        try:
-            router: dict[str, Any] = {
-                "max_queue_tokens": self.max_queue_tokens,
-                "tool_call_parser": self.tool_call_parser,
-                "reasoning_parser": self.reasoning_parser,
-                "override_generation_config": self.override_generation_config,
-                "scheduling_policy": self.scheduling_policy,
-                "otlp_traces_endpoint": self.otlp_traces_endpoint,
-            }
-            RouterArgs(model=self.engine.model, **router, **shared)
-            WorkerArgs(
-                transport=self.transport,
-                lease_ms=self.lease_ms,
-                engine_iteration_timeout_s=self.engine_iteration_timeout_s,
-                **shared,
-            )
-            GatewayArgs(api_key=self.api_key, allowed_origins=self.allowed_origins)
+        own: dict[str, Any] = {"listen": self.listen, "redis": self.redis_url or ServiceArgs.redis}
+        try:  # as the processes will
+            RouterArgs(model=self.engine.model, **own, **self.router_settings)
+            WorkerArgs(**own, **self.worker_settings)
+            GatewayArgs(api_key=self.api_key, **self.gateway_settings)
         except ValueError as error:
             field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
             raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
+
+    @property
+    def router_settings(self) -> dict[str, Any]:
+        """Fields of `RouterArgs` that are ours to say."""
+        return {
+            **self._service_settings,
+            "max_queue_tokens": self.max_queue_tokens,
+            "chat_template": self.chat_template,
+            "tool_call_parser": self.tool_call_parser,
+            "reasoning_parser": self.reasoning_parser,
+            "generation_config": self.generation_config,
+            "override_generation_config": self.override_generation_config,
+            "scheduling_policy": self.scheduling_policy,
+            "otlp_traces_endpoint": self.otlp_traces_endpoint,
+        }
+
+    @property
+    def worker_settings(self) -> dict[str, Any]:
+        """The same of `WorkerArgs`."""
+        return {
+            **self._service_settings,
+            "transport": self.transport,
+            "lease_ms": self.lease_ms,
+            "engine_iteration_timeout_s": self.engine_iteration_timeout_s,
+        }
+
+    @property
+    def gateway_settings(self) -> dict[str, Any]:
+        """The same of `GatewayArgs`, but for its keys."""
+        return {
+            "allowed_origins": self.allowed_origins,
+            "otlp_traces_endpoint": self.otlp_traces_endpoint,
+            "drain_grace_s": self.drain_grace_s,
+            "log_level": self.log_level,
+        }
+
+    @property
+    def _service_settings(self) -> dict[str, Any]:
+        return {"namespace": self.namespace, "log_level": self.log_level, "drain_grace_s": self.drain_grace_s}
 
     @property
     def worker_names(self) -> list[str]:
@@ -174,21 +195,11 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
             "--listen", announced or args.listen,
             "--model", str(folder),
             "--redis", redis_url,
-            "--namespace", args.namespace,
-            "--log-level", args.log_level,
-            "--drain-grace-s", str(args.drain_grace_s),
-            "--max-queue-tokens", str(args.max_queue_tokens),
             "--served-model-name", args.served_model_name,
-            "--chat-template", args.chat_template,
-            "--tool-call-parser", args.tool_call_parser,
-            "--reasoning-parser", args.reasoning_parser,
-            "--generation-config", args.generation_config,
-            "--override-generation-config", args.override_generation_config,
-            "--scheduling-policy", args.scheduling_policy,
             "--metrics-listen", args.metrics_listen(ROUTER),
-            "--otlp-traces-endpoint", args.otlp_traces_endpoint,
+            *flags_by_name(args.router_settings),
             *flags_of(args.policy),
-            *NO_TLS,
+            *flags_by_name(NO_TLS),
         ]  # fmt: skip
 
     return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=python_env(), must_start=True)
@@ -203,12 +214,9 @@ def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
             sys.executable, "-P", "-m", "gateway",
             "--listen", announced or f"{host}:{args.http_port}",
             "--router", router_address,
-            "--allowed-origins", args.allowed_origins,
             "--max-body-bytes", str(MAX_BODY_BYTES),
-            "--otlp-traces-endpoint", args.otlp_traces_endpoint,
-            "--drain-grace-s", str(args.drain_grace_s),
-            "--log-level", args.log_level,
-            *NO_TLS,
+            *flags_by_name(args.gateway_settings),
+            *flags_by_name(NO_TLS),
         ]  # fmt: skip
 
     env = {**python_env(), "TANDEM_API_KEY": " ".join(args.api_key)}  # command lines are for all to see
@@ -234,23 +242,14 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         "--listen", "127.0.0.1:0",
         "--worker-id", args.worker_id(name),
         "--redis", redis_url,
-        "--namespace", args.namespace,
-        "--log-level", args.log_level,
-        "--transport", args.transport,
-        *flags_of(engine),
-        "--lease-ms", str(args.lease_ms),
-        "--drain-grace-s", str(args.drain_grace_s),
         "--advertise", advertise,
         "--failpoints", "",
         "--metrics-listen", args.metrics_listen(name),
-        "--engine-iteration-timeout-s", str(args.engine_iteration_timeout_s),
-        *NO_TLS,
+        *flags_by_name(args.worker_settings),
+        *flags_of(engine),
+        *flags_by_name(NO_TLS),
     ]  # fmt: skip
-    env = {
-        **python_env(),
-        "OMP_NUM_THREADS": str(num_threads),
-        **WAITING_THREADS,
-    }
+    env = {**python_env(), "OMP_NUM_THREADS": str(num_threads), **WAITING_THREADS}
     return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
 
 
@@ -258,12 +257,21 @@ def flags_of(settings: EngineArgs | PolicyConfig) -> list[str]:
     """`settings` as a service's command-line flags, all of them: the environment then changes nothing."""
     flags: list[str] = []
     for entry in fields(settings):
-        name, value = entry.name.replace("_", "-"), getattr(settings, entry.name)
+        name, value = entry.name, getattr(settings, entry.name)
         if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
+            flags.append(_flag(name if value else f"no_{name}"))
         elif value != "":
-            flags += [f"--{name}", str(value)]
+            flags += flags_by_name({name: value})
     return flags
+
+
+def flags_by_name(settings: Mapping[str, object]) -> list[str]:
+    """Those that are no booleans; empty texts, too."""
+    return [part for name, value in settings.items() for part in (_flag(name), str(value))]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def python_env() -> dict[str, str]:
