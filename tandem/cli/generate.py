@@ -101,11 +101,6 @@ def generate(
     address: str,
     tls: ClientTLS | None,
     timeout_s: float | None,
-    ignore_eos: bool,
-    json_schema: str | None,
-    tools: str | None,
-    tool_choice: str | None,
-    chat_template_kwargs: str | None,
     **options: Any,
 ) -> None:
     """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin. What a model thinks before it answers
@@ -114,7 +109,37 @@ def generate(
     Ctrl-C cancels the request on every worker.
     """
     text = _text_of(_stdin(), "PROMPT: what stdin gives") if prompt == "-" else prompt
-    sampling = Sampling(**{name: value for name, value in options.items() if value is not None})  # type: ignore[typeddict-item]
+    sampling = _sampling_of(prompt, **options)
+    is_chat = is_chat or system is not None or "tools" in sampling or "chat_template_kwargs" in sampling
+    if not is_chat and not text:
+        raise click.UsageError("PROMPT: must not be empty")
+    asked = _as_chat(text, system) if is_chat else text
+    _check_can_be_sent(asked, sampling)
+    try:
+        with readable_errors(address), Client(address, tls=tls, on_broken=_said(address, is_json)) as client:
+            if is_json:
+                answer = client.generate(asked, model=model, timeout_s=timeout_s, **sampling)
+                has_all_letters = not sys.stdout or codecs.lookup(sys.stdout.encoding).name == "utf-8"
+                click.echo(json.dumps(answer.to_dict(), ensure_ascii=not has_all_letters, indent=2))
+            else:
+                _stream(client, asked, model, timeout_s, sampling)
+    except KeyboardInterrupt:
+        tell("cancelled")
+        sys.exit(INTERRUPTED)
+
+
+def _sampling_of(
+    prompt: str,
+    *,
+    ignore_eos: bool,
+    json_schema: str | None,
+    tools: str | None,
+    tool_choice: str | None,
+    chat_template_kwargs: str | None,
+    **plain: Any,
+) -> Sampling:
+    """What the flags say; `plain`: those whose values are sent as they are."""
+    sampling: Sampling = {name: value for name, value in plain.items() if value is not None}  # type: ignore[assignment]
     if ignore_eos:
         sampling["ignore_eos"] = True
     if json_schema is not None:
@@ -128,28 +153,17 @@ def generate(
         raise click.UsageError("--tool-choice: is of no use without --tools")
     if chat_template_kwargs is not None:
         sampling["chat_template_kwargs"] = _read_template_kwargs(chat_template_kwargs)
-    is_chat = is_chat or any(given is not None for given in (system, tools, chat_template_kwargs))
-    if not is_chat and not text:
-        raise click.UsageError("PROMPT: must not be empty")
-    asked = _as_chat(text, system) if is_chat else text
+    return sampling
+
+
+def _check_can_be_sent(prompt: Prompt, sampling: Sampling) -> None:
     try:
-        num_bytes = generate_request(asked, **sampling).ByteSize()
+        num_bytes = generate_request(prompt, **sampling).ByteSize()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if num_bytes > (most := DEFAULT_MAX_MESSAGE_BYTES):
-        too_long = f"is too long: the request has {num_bytes} bytes, and at most {most} can be sent"
-        raise click.UsageError(f"PROMPT: {too_long}")
-    try:
-        with readable_errors(address), Client(address, tls=tls, on_broken=_said(address, is_json)) as client:
-            if is_json:
-                answer = client.generate(asked, model=model, timeout_s=timeout_s, **sampling)
-                has_all_letters = not sys.stdout or codecs.lookup(sys.stdout.encoding).name == "utf-8"
-                click.echo(json.dumps(answer.to_dict(), ensure_ascii=not has_all_letters, indent=2))
-            else:
-                _stream(client, asked, model, timeout_s, sampling)
-    except KeyboardInterrupt:
-        tell("cancelled")
-        sys.exit(INTERRUPTED)
+        bound = f"the request has {num_bytes} bytes, and at most {most} can be sent"
+        raise click.UsageError(f"PROMPT: is too long: {bound}")
 
 
 def _said(address: str, is_json: bool) -> OnBroken:
