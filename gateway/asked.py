@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import InitErrorDetails
 
+from gateway.names import named, renamed
 from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
@@ -184,9 +185,18 @@ class Asked(Body, ABC):
     def prompts(self) -> list[Prompt]:
         """Each of which `num_answers` answer."""
 
-    @abstractmethod
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
         """What a router says of this request, by the names that its fields have in this body."""
+        return renamed(named(error, self._name_of), self._words)
+
+    @abstractmethod
+    def _name_of(self, field: str) -> str:
+        """In this body, of a field of the wire. Empty: of none."""
+
+    @property
+    def _words(self) -> dict[str, str]:
+        """Of the wire, and what this body says instead."""
+        return {}
 
     @property
     def num_answers(self) -> int:

@@ -19,10 +19,9 @@ from pydantic import (
 
 from gateway.asked import AT_START, Asked, Known, Listed, NumAlternatives, only
 from gateway.effort import Effort, effort_variables
-from gateway.names import name_in_body, named, renamed
+from gateway.names import name_in_body
 from gateway.texts import role_of, text_of, text_or_parts
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
-from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
@@ -141,12 +140,12 @@ class AskedForChoices(Asked):
         sampling["with_prompt_token_ids"] = bool(self.return_token_ids)
         return sampling
 
-    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        return renamed(named(error, name_in_body), self._words)
+    def _name_of(self, field: str) -> str:
+        return name_in_body(field)
 
     @property
     def _words(self) -> dict[str, str]:
-        """Of the wire, for which it has others. Who gave a response_format has not heard of structured_outputs."""
+        """Who gave a response_format has not heard of structured_outputs."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
     @property

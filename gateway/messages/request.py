@@ -11,9 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from gateway.asked import AT_START, Asked, FairnessId, Listed, WithoutNulls, only
 from gateway.effort import Effort, thinking_variables
 from gateway.messages.input import MessageParam, System, messages_of
-from gateway.names import named, renamed
 from gateway.placed import PlacedMessage, place_of
-from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
@@ -167,12 +165,11 @@ class AskedOfMessages(Asked):
     def fairness_id(self) -> str:
         return (self.metadata.user_id if self.metadata is not None else None) or super().fairness_id
 
-    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        words = {} if self._format is None else {"structured_outputs": "output_config.format"}
-        return renamed(named(error, self._name_of), words)
+    @property
+    def _words(self) -> dict[str, str]:
+        return {} if self._format is None else {"structured_outputs": "output_config.format"}
 
     def _name_of(self, field: str) -> str:
-        """Here, of a field of the wire."""
         if field in ("chat", "chat.messages"):
             return "messages"
         if field == "chat.tool_name":

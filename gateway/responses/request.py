@@ -25,11 +25,9 @@ from gateway.asked import (
     only,
 )
 from gateway.effort import Effort, effort_variables
-from gateway.names import named, renamed
 from gateway.placed import PlacedMessage, place_of
 from gateway.responses.input import Input, messages_of, says_something
 from gateway.tools import tool_choice_of
-from rpc.errors import InvalidRequest
 from tandem.messages import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
@@ -196,14 +194,13 @@ class ResponseRequest(Asked):
             sampling["chat_template_kwargs"] = variables
         return sampling
 
-    def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        words = {"max_tokens": "max_output_tokens"}
-        if self._held_to is not None:
-            words["structured_outputs"] = "text.format"
-        return renamed(named(error, self._name_of), words)
+    @property
+    def _words(self) -> dict[str, str]:
+        of_form = {} if self._held_to is None else {"structured_outputs": "text.format"}
+        return {"max_tokens": "max_output_tokens", **of_form}
 
     def _name_of(self, field: str) -> str:
-        """Here, of a field of the wire: of a message, the item that it comes from."""
+        """Of a message, the item that it comes from."""
         if field in ("chat", "chat.messages"):
             return "input"
         if field == "sampling_params.logprobs":
