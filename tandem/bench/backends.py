@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, Overloaded, TandemError
@@ -102,6 +102,10 @@ class HttpServer:
     def path(self) -> str:
         return self.endpoint or ("/v1/chat/completions" if self.is_chat else "/v1/completions")
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
 
 class OpenAIBackend:
     """Completions of token ids, or chats of as many words. Every stream is checked (`tandem.bench.openai_stream`)."""
@@ -112,7 +116,7 @@ class OpenAIBackend:
         self._client = client
         self._server = server
         self._timeout_s = sending.timeout_s
-        self._headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+        self._headers = server.headers
         if sending.timeout_s is not None:
             # Ours refuses what would come too late; others do not know it.
             self._headers["x-request-timeout-ms"] = str(max(1, round(1000 * sending.timeout_s)))
@@ -217,16 +221,14 @@ async def open_http(server: HttpServer, sending: Sending) -> AsyncIterator[tuple
         base_url=server.base_url.removesuffix("/").removesuffix("/v1"), timeout=timeout, limits=limits, trust_env=False
     ) as client:
         model = server.model or await _first_model(client, server)
-        named = HttpServer(**{**vars(server), "model": model})
-        yield OpenAIBackend(client, named, sending), model
+        yield OpenAIBackend(client, replace(server, model=model), sending), model
 
 
 async def _first_model(client: Any, server: HttpServer) -> str:
     import httpx2
 
-    headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     try:
-        response = await client.get("/v1/models", headers=headers, timeout=CONNECT_TIMEOUT_S)
+        response = await client.get("/v1/models", headers=server.headers, timeout=CONNECT_TIMEOUT_S)
         if response.status_code == 200:
             return str(response.json()["data"][0]["id"])
         no = await _not_answered(response)

@@ -143,6 +143,18 @@ def mean_rate(records: list[Record]) -> float:
     return (len(records) - 1) / span_s if span_s else float("inf")
 
 
+def _time_factor(natural_rate: float, rate: float, num_records: int) -> float:
+    """What makes `rate` of a trace's own."""
+    if rate == float("inf"):
+        return 0.0
+    if natural_rate == float("inf"):
+        raise TraceError(
+            f"all records chosen ({num_records}) come at one moment, which no factor stretches to {rate:g} requests "
+            "per second: choose more (--num-prompts), or send all at once (--request-rate inf)"
+        )
+    return natural_rate / rate
+
+
 def trace_workload(
     records: list[Record],
     source: TokenSource,
@@ -161,15 +173,8 @@ def trace_workload(
     if not kept:
         raise TraceError(f"none of {len(records)} records has at most {max_total_len} tokens (--trace-max-total-len)")
     natural_rate = mean_rate(kept)
-    if rate == float("inf"):
-        time_factor = 0.0
-    elif rate is not None:
-        if natural_rate == float("inf"):
-            raise TraceError(
-                f"all records chosen ({len(kept)}) come at one moment, which no factor stretches to {rate:g} requests "
-                "per second: choose more (--num-prompts), or send all at once (--request-rate inf)"
-            )
-        time_factor = natural_rate / rate
+    if rate is not None:
+        time_factor = _time_factor(natural_rate, rate, len(kept))
     requests = [
         Request(
             at_s=(record.at_s - kept[0].at_s) * time_factor,
