@@ -1,4 +1,4 @@
-"""The "local" transport: receivers of the same process, called directly. For tests and for one-process clusters.
+"""The "local" transport: receivers of the same process, called directly. For tests and benchmarks.
 
 Two-sided: every write goes through the receiver's checks, in the order of posting, at the next drain or turn of the
 event loop.
@@ -23,7 +23,7 @@ class LocalEndpoint(Endpoint):
     is_one_sided = False
 
     def describe(self, response: pb.ConnectResponse) -> None:
-        response.grpc.max_chunk_bytes = 0
+        """There is nothing that a sender of this process would have to know."""
 
 
 class LocalTransport:
