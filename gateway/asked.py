@@ -18,7 +18,7 @@ from pydantic_core import InitErrorDetails
 
 from gateway.names import named, renamed
 from rpc.errors import InvalidRequest
-from tandem.messages import Prompt, Sampling
+from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
 MAX_FAIRNESS_ID_BYTES = 256

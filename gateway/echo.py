@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, TokenLogprobs
-from tandem.messages import Prompt
+from tandem.requests import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from gateway.effort import Effort, effort_variables
 from gateway.names import name_in_body
 from gateway.texts import role_of, text_of, text_or_parts
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
-from tandem.messages import Prompt, Sampling
+from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPTS = 256

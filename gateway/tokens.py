@@ -15,7 +15,7 @@ from gateway.responses.request import ResponseRequest
 from gateway.tools import ToolParam
 from rpc.errors import InvalidRequest
 from tandem.client import AsyncClient
-from tandem.messages import Messages
+from tandem.requests import Messages
 
 
 class TokenizeRequest(Body):

@@ -29,7 +29,7 @@ from rpc.errors import TandemError
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
 from tandem.client_base import INFERENCE_SERVICE, NO_HEADERS, ClientBase, ClientClosed
-from tandem.messages import (
+from tandem.requests import (
     Messages,
     Prompt,
     Sampling,

@@ -14,7 +14,7 @@ from router.validation.prompt import check_end
 from router.validation.sampling import Violations
 from router.validation.tools import check_messages, tools_of
 from tandem.checks import is_list
-from tandem.messages import set_end
+from tandem.requests import set_end
 from tandem.tools import add_tools, chat_message
 
 Message = Mapping[str, Any]

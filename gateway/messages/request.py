@@ -12,7 +12,7 @@ from gateway.asked import AT_START, Asked, FairnessId, Listed, WithoutNulls, onl
 from gateway.effort import Effort, thinking_variables
 from gateway.messages.input import MessageParam, System, messages_of
 from gateway.placed import PlacedMessage, place_of
-from tandem.messages import Prompt, Sampling
+from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
 

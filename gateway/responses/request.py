@@ -28,7 +28,7 @@ from gateway.effort import Effort, effort_variables
 from gateway.placed import PlacedMessage, place_of
 from gateway.responses.input import Input, messages_of, says_something
 from gateway.tools import tool_choice_of
-from tandem.messages import Prompt, Sampling
+from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
 LOGPROBS = "message.output_text.logprobs"

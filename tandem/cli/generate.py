@@ -18,7 +18,7 @@ from tandem.cli.errors import readable_errors
 from tandem.cli.options import examples, json_option, no_nan, router_option, tls_option
 from tandem.client import Client
 from tandem.interrupts import INTERRUPTED
-from tandem.messages import Prompt, Sampling, generate_request
+from tandem.requests import Prompt, Sampling, generate_request
 from tandem.resume import OnBroken
 from tandem.stderr import tell
 from tandem.tables import logprobs_table, print_table

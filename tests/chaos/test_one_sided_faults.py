@@ -18,7 +18,7 @@ from nixl_marks import needs_nixl
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceStub
 from tandem.client import Client
-from tandem.messages import generate_request
+from tandem.requests import generate_request
 
 SOON_S = 3.0
 SLOW_S = 0.1

@@ -19,7 +19,7 @@ from protos import tandem_inference_pb2 as pb
 from rpc.errors import DETAILS_KEY, STATUS_CODES, InvalidRequest, Overloaded, Unreachable, to_status
 from tandem.answer import Answer, AnswersStream, AnswerStream, StreamBroken
 from tandem.client import AsyncClient, Client
-from tandem.messages import Sampling, detokenize_request, generate_request, tokenize_request
+from tandem.requests import Sampling, detokenize_request, generate_request, tokenize_request
 
 
 def add_up(messages: list[pb.GenerateResponse]) -> Answer:

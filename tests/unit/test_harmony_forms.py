@@ -34,7 +34,7 @@ from router.text.tool_formats import FORMATS, calls_grammar
 from router.validation.prompt import TokenizedPrompt
 from router.validation.request import validate
 from router.validation.resumption import BegunAnswer, resumption_of
-from tandem.messages import generate_request
+from tandem.requests import generate_request
 
 RIGHT = {"json": '{"name": "a", "size": 12, "list": []}', "json_object": "{}", "regex": "abcé", "choice": "reddish",
          "grammar": "((ab))"}  # fmt: skip

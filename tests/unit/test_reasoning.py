@@ -34,7 +34,7 @@ from router.validation.prompt import MAX_TEMPLATE_KWARGS_BYTES, ChatPrompt, Toke
 from router.validation.request import validate
 from router.validation.resumption import BegunAnswer, Resumption, resumption_of
 from tandem.cluster_args import ClusterArgs
-from tandem.messages import generate_request
+from tandem.requests import generate_request
 
 Outcome = tuple[str, str, list[str]]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

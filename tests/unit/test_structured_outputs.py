@@ -32,7 +32,7 @@ from router.validation.sampling import resolve_sampling
 from rpc.errors import InvalidRequest
 from tandem import SamplingParams as OfflineParams
 from tandem import StructuredOutputsParams
-from tandem.messages import generate_request
+from tandem.requests import generate_request
 from worker_service.messages import sampling_params_of
 
 MODEL = ModelInfo(

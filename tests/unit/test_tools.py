@@ -23,7 +23,7 @@ from router.validation.prompt import ChatPrompt, TokenizedPrompt
 from router.validation.request import validate
 from router.validation.tools import MAX_TOOL_BYTES, AskedTools
 from rpc.errors import InvalidRequest
-from tandem.messages import generate_request
+from tandem.requests import generate_request
 from tandem.tools import CallsStream
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "templates" / "chatml_tools.jinja"

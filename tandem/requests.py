@@ -1,5 +1,5 @@
-"""What a client asks of a router, as messages: prompts and sampling parameters in Python's own types, and the errors of
-what the wire cannot carry."""
+"""Requests to a router, made of prompts and sampling parameters in Python's own types. Errors say what the wire cannot
+carry."""
 
 from __future__ import annotations
 
