@@ -125,6 +125,8 @@ def _side_by_side(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 class PanelExperts(ExpertProducts):
     """One expert after the other, each of which reads its weights once for all its rows."""
 
+    reads_back = True
+
     def __init__(self, gate_up_EXD: torch.Tensor, down_EDI: torch.Tensor) -> None:
         """X: gate above up."""
         gates_EID, ups_EID = gate_up_EXD.chunk(2, dim=1)

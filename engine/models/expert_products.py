@@ -42,9 +42,8 @@ class PlainExperts(ExpertProducts):
     def __init__(self, gate_up_EXD: torch.Tensor, down_EDI: torch.Tensor) -> None:
         """X: 2 I."""
         self._gate_up_EDX, self._down_EID = gate_up_EXD.transpose(1, 2), down_EDI.transpose(1, 2)
-        device = gate_up_EXD.device
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        self.reads_back = reads_groups_back(str(gate_up_EXD.dtype).removeprefix("torch."), capability)
+        device, dtype = gate_up_EXD.device, str(gate_up_EXD.dtype).removeprefix("torch.")
+        self.reads_back = device.type == "cuda" and reads_groups_back(dtype, torch.cuda.get_device_capability(device))
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         gate, up = F.grouped_mm(x_RD, self._gate_up_EDX, offs=ends_E).chunk(2, dim=-1)

@@ -17,7 +17,7 @@ from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, ProfilingEr
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.running.host_copies import HostCopies
+from engine.running.host_copies import _ByHost
 from engine.sampling_params import SamplingParams
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -110,8 +110,8 @@ async def test_who_gives_up_while_it_is_made_is_not_held_up(tmp_path: Path) -> N
 
 async def test_a_copy_that_never_ends_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a step is. Beside it nothing may be left to compute; and who closes the engine waits for it."""
-    may_go_on, copy = threading.Event(), HostCopies._copy
-    monkeypatch.setattr(HostCopies, "_copy", lambda *args: may_go_on.wait(20) and copy(*args))
+    may_go_on, copy = threading.Event(), _ByHost.__call__
+    monkeypatch.setattr(_ByHost, "__call__", lambda *args: may_go_on.wait(20) and copy(*args))
     settings = replace(args_of(tmp_path), kv_offloading_size=0.01)
     engine = await AsyncLLMEngine.start(
         lambda: LLMEngine(create_engine_config(settings)),
