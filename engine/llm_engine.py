@@ -236,8 +236,7 @@ class LLMEngine:
         sampled = self.executor.wait(step.tokens)
         # A step that was launched early began when the one before it was done.
         began_s, self._last_done_s = max(step.start_s, self._last_done_s), time.monotonic()
-        told = step.tokens.logprobs(), step.tokens.prompt_logprobs()
-        outputs = self._scheduler.apply(step.scheduled, sampled, *told)
+        outputs = self._scheduler.apply(step.scheduled, sampled, step.tokens.logprobs(), step.tokens.prompt_logprobs())
         self._note(step.scheduled, outputs, self._last_done_s - began_s)
         outputs = self._interval.take_in(outputs)
         self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))

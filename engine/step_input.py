@@ -40,7 +40,7 @@ class StepInput:
     """Rows of T whose tokens are pending."""
     rows_before: Integers
     """For each of them, where its token stands among those that the step before samples."""
-    told_rows: Integers
+    prompt_rows: Integers
     """[prompts that ask, 2] the first of a prompt's rows whose logits are looked at, and how many these are."""
     begun_blocks: Integers
     """Blocks that this step begins to fill and leaves partly empty."""
@@ -58,12 +58,12 @@ class StepInput:
         sample_rows: list[int] = []
         pending_rows: list[int] = []
         rows_before: list[int] = []
-        told_rows: list[tuple[int, int]] = []
+        prompt_rows: list[tuple[int, int]] = []
         tables: list[list[int]] = []
         for item in output.scheduled:
             seq, first, end = item.seq, item.first, item.end
-            if item.told:
-                told_rows.append((len(token_ids) + item.told.start - first, len(item.told)))
+            if asked := item.prompt_positions:
+                prompt_rows.append((len(token_ids) + asked.start - first, len(asked)))
             token_ids += item.token_ids
             if token_ids[-1] == PENDING_TOKEN:
                 pending_rows.append(len(token_ids) - 1)
@@ -83,7 +83,7 @@ class StepInput:
             sample_rows=_integers(sample_rows),
             pending_rows=_integers(pending_rows),
             rows_before=_integers(rows_before),
-            told_rows=_integers(told_rows).reshape(-1, 2),
+            prompt_rows=_integers(prompt_rows).reshape(-1, 2),
             begun_blocks=_integers(begun_blocks),
             adapter_ids=np.repeat(lora_ids, query_lens) if lora_ids.any() else lora_ids[:0],
             has_exports=bool(output.exports),
@@ -110,9 +110,9 @@ class StepInput:
             start = end
         query_lens, context_lens, tables, slots, token_ids, positions, *lists = arrays
         layout = StepLayout(query_lens, context_lens, tables, slots, num_decodes)
-        sampled, pending, before, told, begun, adapters = lists
+        sampled, pending, before, prompts, begun, adapters = lists
         return StepInput(
-            token_ids, positions, layout, sampled, pending, before, told, begun, adapters, bool(has_exports)
+            token_ids, positions, layout, sampled, pending, before, prompts, begun, adapters, bool(has_exports)
         )
 
     def _arrays(self) -> tuple[Integers, ...]:
@@ -120,7 +120,7 @@ class StepInput:
         layout = self.layout
         return (
             layout.query_lens, layout.context_lens, layout.block_tables, layout.slot_mapping,
-            self.token_ids, self.positions, self.sample_rows, self.pending_rows, self.rows_before, self.told_rows,
+            self.token_ids, self.positions, self.sample_rows, self.pending_rows, self.rows_before, self.prompt_rows,
             self.begun_blocks, self.adapter_ids,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from engine.models.model import Model
 from engine.running.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
 from engine.running.input_batch import InputBatch, build_input_batch
 from engine.sampling import device_draw
-from engine.sampling.logprobs import RawLogits, prompt_logprobs, told_logits
+from engine.sampling.logprobs import RawLogits, prompt_logits, prompt_logprobs
 from engine.sampling.sampled_tokens import SampledTokens
 from engine.sampling.sampler import ChooseRows, Sampler
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
@@ -35,7 +35,7 @@ class Computed(NamedTuple):
     batch: InputBatch
     logits: torch.Tensor | None
     """[sampled rows, vocabulary] in the model's dtype or wider. None: nothing is sampled."""
-    told_logits: Iterator[torch.Tensor]
+    prompt_logits: Iterator[torch.Tensor]
     """Of prompts that ask: some rows at a time, computed as they are taken. To be taken before the next step."""
 
 
@@ -79,8 +79,8 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
         """Begin to compute a step. The one before may still be under way, and this one go on from its tokens.
         `step`: what `prepare` made of `output`."""
-        batch, logits, told = self.compute(step, self._layer_callback(output))
-        of_prompts = prompt_logprobs(output, told)
+        batch, logits, logits_of_prompts = self.compute(step, self._layer_callback(output))
+        of_prompts = prompt_logprobs(output, logits_of_prompts)
         token_ids = logprobs = None
         if logits is not None:
             seqs = output.sampled_seqs
@@ -95,7 +95,7 @@ class ModelRunner:
     @torch.inference_mode()
     def follow(self, step: StepInput) -> None:
         """What `launch` does, on a rank that does not sample."""
-        for _ in self.compute(step).told_logits:  # computed as they are taken
+        for _ in self.compute(step).prompt_logits:  # computed as they are taken
             pass
         self._sampled = self._shared(torch.empty(len(step.sample_rows), dtype=torch.int64, device=self._device))
 
@@ -111,11 +111,11 @@ class ModelRunner:
             self._model.adapters.assign(batch.adapter_ids)
         plan = self._backend.prepare(batch.layout)
         x_TD = self._model.forward(batch.token_ids, batch.positions, plan, self._kv_pool, on_layer)
-        told = told_logits(step, x_TD, self._model.compute_logits)
+        of_prompts = prompt_logits(step, x_TD, self._model.compute_logits)
         if not len(step.sample_rows):
-            return Computed(batch, None, told)
+            return Computed(batch, None, of_prompts)
         x_RD = x_TD if batch.sample_rows is None else x_TD[batch.sample_rows]
-        return Computed(batch, self._model.compute_logits(x_RD), told)
+        return Computed(batch, self._model.compute_logits(x_RD), of_prompts)
 
     def close(self) -> None:
         """Let go of recorded steps. Nothing is launched any more."""

@@ -3,7 +3,7 @@ and behind `prompt_logprobs`.
 
     logits ──RawLogits.of──> copied, of rows that ask ──(the sampler changes the logits and chooses)──> `logprobs`
            ──> SampledLogprobs, on the device ──> SampledTokens copies them to the host ──> `read` ──> outputs
-    what comes out of the last layer for a prompt's tokens ──> `told_logits`, of some rows at a time
+    what comes out of the last layer for a prompt's tokens ──> `prompt_logits`, of some rows at a time
            ──> `prompt_logprobs` ──> PromptLogprobs, on the device ──> the same way
 
 Owns nothing. Nothing is read back from a device before `read`, which is for tensors on the host.
@@ -132,28 +132,29 @@ class RawLogits:
         return SampledLogprobs(self.seqs, _look_up(self.logits, token_ids_S.index_select(0, self.rows), num_top))
 
 
-def told_logits(
+def prompt_logits(
     step: StepInput, x_TD: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Of the rows in `StepInput.told_rows`, in order, at most so many at a time.
+    """Of the rows in `StepInput.prompt_rows`, in order, at most so many at a time.
 
     `x_TD`: for all tokens of the step, what `compute_logits` makes logits of.
     """
-    for row, num_rows in step.told_rows.tolist():
+    for row, num_rows in step.prompt_rows.tolist():
         for x_RD in torch.split(x_TD[row : row + num_rows], PROMPT_ROWS_AT_A_TIME):
             yield compute_logits(x_RD)
 
 
-def prompt_logprobs(output: SchedulerOutput, told: Iterator[torch.Tensor]) -> list[PromptLogprobs]:
-    """Of the prompts in `output` that ask: after the positions in `ScheduledSequence.told`. `told`: `told_logits`."""
+def prompt_logprobs(output: SchedulerOutput, logits: Iterator[torch.Tensor]) -> list[PromptLogprobs]:
+    """Of the prompts in `output` that ask: of the tokens after `ScheduledSequence.prompt_positions`. `logits`:
+    `prompt_logits`."""
     found = []
     for item in output.scheduled:
-        if item.told:
-            next_ids = item.seq.token_ids[item.told.start + 1 : item.told.stop + 1]
+        if positions := item.prompt_positions:
+            next_ids = item.seq.token_ids[positions.start + 1 : positions.stop + 1]
             num_top = item.seq.sampling_params.prompt_logprobs or 0
             parts, start = [], 0
             while start < len(next_ids):
-                logits_RV = next(told)
+                logits_RV = next(logits)
                 ids_R = integers(next_ids[start : start + len(logits_RV)], logits_RV.device)
                 parts.append(_look_up(logits_RV, ids_R, num_top))
                 start += len(logits_RV)

@@ -67,7 +67,7 @@ class SampledTokens:
         return {} if self._logprobs is None else self._logprobs.read()
 
     def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """Of prompts that ask, by `seq_id`: after the positions in `ScheduledSequence.told`. After `wait`."""
+        """Of prompts that ask, by `seq_id`: of the tokens after `ScheduledSequence.prompt_positions`. After `wait`."""
         return {each.seq.seq_id: each.read() for each in self._prompt_logprobs}
 
 

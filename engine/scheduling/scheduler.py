@@ -308,8 +308,8 @@ class Scheduler:
     ) -> list[RequestOutput]:
         """Take in what the oldest launched step computed: so many tokens per scheduled sequence as it samples.
 
-        `logprobs`: of sequences that ask, by `seq_id`; passed on as they are. `prompt_logprobs`: after the positions in
-        `ScheduledSequence.told`; passed on with the first token.
+        `logprobs`: of sequences that ask, by `seq_id`; passed on as they are. `prompt_logprobs`: likewise, of tokens
+        after `ScheduledSequence.prompt_positions`; passed on with the first token.
         """
         self._num_steps_in_flight -= 1
         outputs = []

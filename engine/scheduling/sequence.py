@@ -161,18 +161,18 @@ class ScheduledSequence:
     """Position of the first of them."""
     samples: bool = field(init=False)
     """Whether they reach the last token, so that the next one is sampled, and one after each draft."""
-    told: range = field(init=False)
-    """Positions among them whose logits are to tell how likely the prompt's next token was."""
+    prompt_positions: range = field(init=False)
+    """Positions among them whose logits give a `prompt_logprobs` of the token after."""
 
     def __post_init__(self) -> None:
         seq = self.seq
         object.__setattr__(self, "first", seq.num_computed_tokens)
         num_known = self.num_new_tokens - len(self.draft_token_ids)
         object.__setattr__(self, "samples", num_known == seq.num_uncomputed_tokens)
-        told = range(0)
+        positions = range(0)
         if seq.prompt_logprobs is not None:
-            told = range(max(self.first, len(seq.prompt_logprobs)), min(self.end, seq.num_prompt_tokens - 1))
-        object.__setattr__(self, "told", told)
+            positions = range(max(self.first, len(seq.prompt_logprobs)), min(self.end, seq.num_prompt_tokens - 1))
+        object.__setattr__(self, "prompt_positions", positions)
 
     @property
     def end(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from engine.config import SchedulerConfig
 from engine.outputs import Logprob, RequestOutput, TokenLogprobs
 from engine.sampling import logprobs as module
-from engine.sampling.logprobs import prompt_logprobs, told_logits
+from engine.sampling.logprobs import prompt_logits, prompt_logprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.scheduler import Scheduler
@@ -41,7 +41,7 @@ def sequence(seq_id: int, token_ids: list[int], *, asks: bool, max_tokens: int =
 
 def take_in(scheduler: Scheduler, output: SchedulerOutput) -> list[RequestOutput]:
     """What is told of a position is its number."""
-    told = {s.seq.seq_id: [TokenLogprobs(Logprob(p, 0.0, 1), []) for p in s.told] for s in output.scheduled}
+    told = {s.seq.seq_id: [TokenLogprobs(Logprob(p, 0.0, 1), []) for p in s.prompt_positions] for s in output.scheduled}
     return scheduler.apply(output, [[7] * s.num_sampled for s in output.scheduled], {}, told)
 
 
@@ -70,7 +70,7 @@ def test_each_position_is_told_once_and_with_the_first_token(runs_ahead: bool) -
     scheduler.add(sequence(3, [*PROMPT, 5], asks=False))
     output = scheduler.schedule()
     assert output.scheduled[0].first == 20, "who does not ask takes them from the cache"
-    assert not output.scheduled[0].told
+    assert not output.scheduled[0].prompt_positions
 
 
 def test_after_a_preemption_it_goes_on_where_it_was() -> None:
@@ -89,7 +89,7 @@ def test_after_a_preemption_it_goes_on_where_it_was() -> None:
         output = scheduler.schedule()
         scheduler.begin(output)
         mine = [s for s in output.scheduled if s.seq is young]
-        told += [position for s in mine for position in s.told]
+        told += [position for s in mine for position in s.prompt_positions]
         firsts += [s.first for s in mine if young.num_preemptions]
         at_preemption = at_preemption or (list(told) if young.num_preemptions else [])
         outputs = take_in(scheduler, output)
@@ -114,7 +114,7 @@ def test_the_numbers_are_those_of_the_logits(rows_at_a_time: int, monkeypatch: p
     for seq in seqs:
         seq.block_table = [0]
     step = StepInput.of(output, 64, {})
-    found = prompt_logprobs(output, told_logits(step, logits_TV, lambda x_TD: x_TD))
+    found = prompt_logprobs(output, prompt_logits(step, logits_TV, lambda x_TD: x_TD))
     assert [each.seq for each in found] == seqs[1:]
     for each, positions_told, first_row in zip(found, (range(6, 12), range(19)), (20 - 5, 27), strict=True):
         told = each.read()
