@@ -101,7 +101,6 @@ class LLMEngine:
             config.model.path, vocab_size=config.model.vocab_size, eos_token_ids=config.model.eos_token_ids
         )
         self._seq_ids = count()
-        self._live: set[str] = set()
         self._in_flight: _StepInFlight | None = None
         self._last_done_s = 0.0
         self._is_woken = False
@@ -130,7 +129,7 @@ class LLMEngine:
         """
         seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
         if not may_wait and not self._scheduler.has_room(seq):
-            self._refuse(seq)
+            _refuse(seq)
             return False
         self._scheduler.add(seq)
         return True
@@ -169,7 +168,7 @@ class LLMEngine:
         seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
         seq.prompt_logprobs = None  # that one tells them
         if not self._scheduler.reserve(seq):
-            self._refuse(seq)
+            _refuse(seq)
             return None
         return Reservation(list(seq.block_table), seq.num_computed_tokens // self.block_manager.block_size)
 
@@ -192,7 +191,6 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state and free its blocks. False if it is unknown or ended before."""
-        self._live.discard(request_id)
         self._interval.forget(request_id)
         return self._scheduler.abort(request_id)
 
@@ -238,9 +236,7 @@ class LLMEngine:
         began_s, self._last_done_s = max(step.start_s, self._last_done_s), time.monotonic()
         outputs = self._scheduler.apply(step.scheduled, sampled, step.tokens.logprobs(), step.tokens.prompt_logprobs())
         self._note(step.scheduled, outputs, self._last_done_s - began_s)
-        outputs = self._interval.take_in(outputs)
-        self._live.difference_update(o.request_id for o in outputs if o.is_finished and not self._is_held(o.request_id))
-        return outputs
+        return self._interval.take_in(outputs)
 
     def has_unfinished_requests(self) -> bool:
         """Whether some request waits or runs, or a step is in flight. Granted and held ones wait for others."""
@@ -313,15 +309,6 @@ class LLMEngine:
         stats.num_generation_tokens += sum(len(o.token_ids) for o in outputs)
         stats.seconds_in_steps += seconds
 
-    def _refuse(self, seq: Sequence) -> None:
-        """It was never the scheduler's."""
-        self._live.discard(seq.request_id)
-        if seq.grammar is not None:
-            seq.grammar.close()
-
-    def _is_held(self, request_id: str) -> bool:
-        return request_id in self._scheduler.held
-
     def _lora_id(self, lora_name: str) -> int:
         if not lora_name:
             return 0
@@ -342,7 +329,7 @@ class LLMEngine:
     ) -> Sequence:
         model = self.config.model
         token_ids = [*prompt_token_ids, *output_token_ids]
-        if request_id in self._live:
+        if request_id in self._scheduler:
             raise ValueError(f"request_id {request_id!r} is in use")
         if not prompt_token_ids:
             raise ValueError("prompt_token_ids must not be empty")
@@ -368,7 +355,6 @@ class LLMEngine:
             raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
         lora_id = self._lora_id(lora_name)
         grammar = None if params.grammar is None else self._grammars.state(params.grammar)
-        self._live.add(request_id)
         return Sequence(
             seq_id=next(self._seq_ids),
             request_id=request_id,
@@ -383,6 +369,12 @@ class LLMEngine:
             prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],
             arrived_s=time.monotonic(),
         )
+
+
+def _refuse(seq: Sequence) -> None:
+    """It was never the scheduler's, which else ends it."""
+    if seq.grammar is not None:
+        seq.grammar.close()
 
 
 def _are_within(token_ids: Seq[int], vocab_size: int) -> bool:

@@ -65,6 +65,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.granted: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
+        self._seqs: dict[str, Sequence] = {}
+        """All of these, by `request_id`."""
         self.stats = SchedulerStats()
         self._stop_rule = StopRule(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._drafting = Drafting(config, block_manager, self._stop_rule, self.stats)
@@ -75,6 +77,10 @@ class Scheduler:
         self._num_spare_blocks = max(1, block_manager.num_blocks // 100)
 
     # -- questions ----------------------------------------------------------------------------------------------
+
+    def __contains__(self, request_id: str) -> bool:
+        """It has come and has not ended, wherever it is."""
+        return request_id in self._seqs
 
     @property
     def has_work(self) -> bool:
@@ -121,17 +127,18 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         assert seq.status is SequenceStatus.WAITING
+        self._seqs[seq.request_id] = seq
         self.waiting.append(seq)
 
     def reserve(self, seq: Sequence) -> bool:
         """Grant blocks for all tokens of `seq`, to be filled from outside. False if there are too few."""
         if not self.has_room(seq):
             return False
-        is_allocated = self._allocate(seq, BlockOwner.GRANT, len(seq))
-        if is_allocated:
-            seq.status = SequenceStatus.GRANTED
-            self.granted[seq.request_id] = seq
-        return is_allocated
+        if not self._allocate(seq, BlockOwner.GRANT, len(seq)):
+            return False
+        seq.status = SequenceStatus.GRANTED
+        self._seqs[seq.request_id] = self.granted[seq.request_id] = seq
+        return True
 
     def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
         """The blocks of a granted sequence hold the KV of all its tokens; `token_id` was sampled after them.
@@ -149,17 +156,16 @@ class Scheduler:
 
     def hold(self, request_id: str) -> None:
         """Stop a prefill-only sequence wherever it is, keeping its blocks until `abort`."""
-        seq = self._pop_active(request_id)
-        if seq is not None:
+        seq = self._seqs.get(request_id)
+        if seq is not None and seq.status not in (SequenceStatus.GRANTED, SequenceStatus.HELD):
+            self._remove(seq)
             self._hold(seq)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state and free its blocks. False if there is none."""
-        seq = self._pop_active(request_id)
-        if seq is None:
-            place = self.granted if request_id in self.granted else self.held
-            seq = place.pop(request_id, None)
+        seq = self._seqs.get(request_id)
         if seq is not None:
+            self._remove(seq)
             self._end(seq)
         return seq is not None
 
@@ -169,7 +175,7 @@ class Scheduler:
             self.stats.count_copy(copy)
             for seq in self.block_manager.end_copy(copy):
                 if seq.status is SequenceStatus.LOADING:
-                    self._remove_active(seq)
+                    self._remove(seq)
                     self._run(seq)
                 else:
                     self._free_ended(seq)
@@ -340,10 +346,10 @@ class Scheduler:
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
         finish_reason = self._stop_rule.finish_reason(seq, position + 1)
         if seq.is_prefill_only:
-            self._remove_active(seq)
+            self._remove(seq)
             self._hold(seq)
         elif finish_reason is not None:
-            self._remove_active(seq)
+            self._remove(seq)
             self._end(seq)
         return seq.output(
             offset,
@@ -354,7 +360,7 @@ class Scheduler:
         )
 
     def _fail(self, seq: Sequence, offset: int) -> RequestOutput:
-        self._remove_active(seq)
+        self._remove(seq)
         grammar_error = "" if seq.grammar is None else seq.grammar.error
         if not grammar_error:  # it may be a block that holds no numbers: the next one with that prefix would fail, too
             self.block_manager.forget(seq)
@@ -366,20 +372,19 @@ class Scheduler:
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
-    def _pop_active(self, request_id: str) -> Sequence | None:
-        for seq in (*self.waiting, *self.loading.values(), *self.running):
-            if seq.request_id == request_id:
-                self._remove_active(seq)
-                return seq
-        return None
-
-    def _remove_active(self, seq: Sequence) -> None:
-        if seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
-        elif seq.status is SequenceStatus.LOADING:
-            del self.loading[seq.request_id]
-        else:
-            self.running.remove(seq)
+    def _remove(self, seq: Sequence) -> None:
+        """From where its status says that it is."""
+        match seq.status:
+            case SequenceStatus.WAITING:
+                self.waiting.remove(seq)
+            case SequenceStatus.RUNNING:
+                self.running.remove(seq)
+            case SequenceStatus.LOADING:
+                del self.loading[seq.request_id]
+            case SequenceStatus.GRANTED:
+                del self.granted[seq.request_id]
+            case SequenceStatus.HELD:
+                del self.held[seq.request_id]
 
     def _hold(self, seq: Sequence) -> None:
         if seq.block_table:
@@ -390,6 +395,7 @@ class Scheduler:
     def _end(self, seq: Sequence) -> None:
         """The one way out: every sequence that ends frees its blocks here, or when nothing in flight writes to them."""
         seq.status = SequenceStatus.FINISHED
+        del self._seqs[seq.request_id]
         if seq.grammar is not None:
             seq.grammar.close()
         self._free_ended(seq)
