@@ -44,8 +44,8 @@ MAX_S_PER_TOKEN = 0.002
 """That finding out what may come next may take in one sequence: twenty times as long as a rule, and half a second."""
 MAX_SPENT_ON_DRAFTS_S = 0.05
 """That guesses may take, and MAX_S_PER_TOKEN beside it. Past it nothing is guessed, and nothing ends for it."""
-MOST_COMPILE_S = 0.005
-"""Take no longer to be compiled."""
+COMPILE_PATIENCE_S = 0.005
+"""Most grammars are compiled within this time."""
 STACK_BYTES = 16 << 20
 """Of the thread that compiles: more than what a router tries a grammar on, which nests as deeply as its text says."""
 
@@ -97,7 +97,7 @@ class GrammarState:
     ) -> None:
         self._compile_anew = compile_anew
         self._compiled = compile_anew()
-        self._patient_until_s = time.monotonic() + MOST_COMPILE_S
+        self._patient_until_s = time.monotonic() + COMPILE_PATIENCE_S
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._num_known = 0
@@ -109,10 +109,10 @@ class GrammarState:
         self.error = ""
         """Why `allowed` found nothing."""
 
-    def is_compiled(self) -> bool:
-        """Until then `allowed` waits for it. Most are in a millisecond or two from when a request came, and who asks
-        within that time waits: else each would take a step more. No longer than that, however many have come behind one
-        that takes long: streams wait for who asks."""
+    def wait_briefly(self) -> bool:
+        """Whether it is compiled, or is within COMPILE_PATIENCE_S of when the request came: without waiting so long
+        most would take a step more. No longer, however many have come behind one that takes long: streams wait for who
+        asks. Until it is compiled, `allowed` waits for it."""
         patience_s = max(0.0, self._patient_until_s - time.monotonic())
         return self._compiled.done() or bool(wait([self._compiled], patience_s).done)
 

@@ -47,6 +47,7 @@ from engine.scheduling.sequence import (
     SchedulerOutput,
     Sequence,
     SequenceStatus,
+    take_export,
 )
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
@@ -71,8 +72,8 @@ class Scheduler:
         self._stop_rule = StopRule(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._drafting = Drafting(config, block_manager, self._stop_rule, self.stats)
         self._num_steps_in_flight = 0
-        self._awaited: GrammarState | None = None
-        """The first grammar for which the last `schedule` left a token out."""
+        self._missing_grammar: GrammarState | None = None
+        """The first for which the last `schedule` left a token out."""
         # Growth of what runs comes before admission: this much of the pool is not given to newcomers.
         self._num_spare_blocks = max(1, block_manager.num_blocks // 100)
 
@@ -89,14 +90,12 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens that are still to be prefilled."""
-        return sum(len(seq) for seq in self.waiting) + sum(
-            seq.num_uncomputed_tokens for seq in self._admitted() if seq.num_uncomputed_tokens > 1
-        )
+        return sum(map(len, self.waiting)) + sum(seq.num_uncomputed_tokens for seq in self._prefilling())
 
     @property
     def num_waiting_prompts(self) -> int:
         """Sequences that wait for their first token, or, preempted, for the next."""
-        return len(self.waiting) + sum(seq.num_uncomputed_tokens > 1 for seq in self._admitted())
+        return len(self.waiting) + len(self._prefilling())
 
     @property
     def num_free_seqs(self) -> int:
@@ -117,8 +116,9 @@ class Scheduler:
     def _num_admitted(self) -> int:
         return len(self.loading) + len(self.running)
 
-    def _admitted(self) -> Iterator[Sequence]:
-        return chain(self.loading.values(), self.running)
+    def _prefilling(self) -> list[Sequence]:
+        """Those that are admitted, and have more to compute than the token sampled last."""
+        return [seq for seq in chain(self.loading.values(), self.running) if seq.num_uncomputed_tokens > 1]
 
     def _num_spare(self) -> int:
         return self._num_spare_blocks if self._num_admitted else 0
@@ -132,9 +132,7 @@ class Scheduler:
 
     def reserve(self, seq: Sequence) -> bool:
         """Grant blocks for all tokens of `seq`, to be filled from outside. False if there are too few."""
-        if not self.has_room(seq):
-            return False
-        if not self._allocate(seq, BlockOwner.GRANT, len(seq)):
+        if not self.has_room(seq) or not self._allocate(seq, BlockOwner.GRANT, len(seq)):
             return False
         seq.status = SequenceStatus.GRANTED
         self._seqs[seq.request_id] = self.granted[seq.request_id] = seq
@@ -189,68 +187,73 @@ class Scheduler:
         `max_prefill_tokens` bounds the prompts' part of a step in which something decodes. It also holds where a
         granted sequence may begin to at any moment: its client has the first token, and must not wait for a long step.
         """
-        self._awaited = None
-        budget = self._config.max_num_batched_tokens
-        growing = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._waits(seq)][:budget]
-        if self._num_steps_in_flight and not self.block_manager.can_append(*growing):
+        self._missing_grammar = None
+        max_tokens = self._config.max_num_batched_tokens
+        seqs = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._must_wait(seq)][:max_tokens]
+        if self._num_steps_in_flight and not self.block_manager.can_append(*seqs):
             return SchedulerOutput([], [])
-        decoding = self._grow(growing)
-        budget -= len(decoding)
-        if max_prefill_tokens is not None and (decoding or (self.granted and max_prefill_tokens)):
-            budget = min(budget, max_prefill_tokens)
-        num_wanted_tokens = min(budget, self._config.prefill_batch_tokens)
-        prefilling: list[ScheduledSequence] = []
-        candidates = self._prefill_candidates()
-        while num_wanted_tokens > 0 and (seq := next(candidates, None)) is not None:
-            num_new_tokens = min(seq.num_uncomputed_tokens, self._config.prefill_chunk_tokens, budget)
-            if num_new_tokens == seq.num_uncomputed_tokens and self._awaits_grammar(seq):
-                num_new_tokens -= 1  # what is sampled behind the last one may have to wait, and all of the step with it
-            if not num_new_tokens:
-                continue
-            prefilling.append(ScheduledSequence(seq, num_new_tokens))
-            budget -= num_new_tokens
-            num_wanted_tokens -= num_new_tokens
-        num_rows = len(decoding) + sum(each.num_new_tokens for each in prefilling)
-        budget = self._config.max_num_batched_tokens - num_rows
-        scheduled = self._drafting.add(decoding, budget) + prefilling
-        return SchedulerOutput.of(scheduled, self.block_manager.block_size)
+        decodes = self._schedule_decodes(seqs)
+        budget = prefill_budget = max_tokens - len(decodes)
+        if max_prefill_tokens is not None and (decodes or (self.granted and max_prefill_tokens)):
+            prefill_budget = min(budget, max_prefill_tokens)
+        prefills = self._schedule_prefills(prefill_budget)
+        budget -= sum(each.num_new_tokens for each in prefills)
+        scheduled = self._drafting.add(decodes, budget) + prefills
+        exports = [take_export(each, self.block_manager.block_size) for each in scheduled if each.seq.is_prefill_only]
+        return SchedulerOutput(scheduled, [export for export in exports if export.block_ids])
 
     def wait_for_grammar(self) -> bool:
         """Where there is nothing else to do: wait for the first grammar that `schedule` just missed. False: none."""
-        if self._awaited is not None:
-            self._awaited.wait_until_compiled()
-        return self._awaited is not None
+        if self._missing_grammar is not None:
+            self._missing_grammar.wait_until_compiled()
+        return self._missing_grammar is not None
 
-    def _awaits_grammar(self, seq: Sequence) -> bool:
-        awaits = seq.awaits_grammar()
-        if awaits and self._awaited is None:
-            self._awaited = seq.grammar
-        return awaits
+    def _misses_grammar(self, seq: Sequence) -> bool:
+        """Whether what may come next in `seq` is still being compiled, and cannot be sampled in this step."""
+        if seq.grammar is None or seq.grammar.wait_briefly():
+            return False
+        self._missing_grammar = self._missing_grammar or seq.grammar
+        return True
 
-    def _waits(self, seq: Sequence) -> bool:
+    def _must_wait(self, seq: Sequence) -> bool:
         """Whether `seq` must wait for its grammar, or for the token that a launched step samples. Either nothing comes
         after that, whatever it is, or the host has to know it first, to ask a grammar or to look drafts up."""
         if seq.token_ids[-1] != PENDING_TOKEN:
-            return self._awaits_grammar(seq)
+            return self._misses_grammar(seq)
         needs_token = seq.needs_known_tokens or self._config.speculation is not None
         return needs_token or seq.is_prefill_only or self._stop_rule.num_left(seq, len(seq)) <= 0
 
-    def _grow(self, growing: list[Sequence]) -> list[ScheduledSequence]:
+    def _schedule_decodes(self, seqs: list[Sequence]) -> list[ScheduledSequence]:
         """Make room for one more token of each of these, oldest first. Where there is none, the youngest running
         sequence is preempted, but none that is prefilled for another engine: its blocks are being read. While blocks
         are being copied nothing is: who has no room sits this step out, and soon there is some, or somebody younger."""
-        decoding: list[ScheduledSequence] = []
-        for seq in growing:
+        decodes: list[ScheduledSequence] = []
+        for seq in seqs:
             has_room = self.block_manager.can_append(seq)
             while not has_room and seq.status is SequenceStatus.RUNNING and not self.block_manager.is_copying:
-                self._preempt(
-                    next(other for other in reversed(self.running) if other is seq or not other.is_prefill_only)
-                )
+                youngest = next(each for each in reversed(self.running) if each is seq or not each.is_prefill_only)
+                self._preempt(youngest)
                 has_room = self.block_manager.can_append(seq)
             if has_room and seq.status is SequenceStatus.RUNNING:
                 self.block_manager.append(seq)
-                decoding.append(ScheduledSequence(seq, 1))
-        return decoding
+                decodes.append(ScheduledSequence(seq, 1))
+        return decodes
+
+    def _schedule_prefills(self, budget: int) -> list[ScheduledSequence]:
+        """At most so many tokens of prompts, one after the other until `prefill_batch_tokens` are together."""
+        num_wanted_tokens = min(budget, self._config.prefill_batch_tokens)
+        prefills: list[ScheduledSequence] = []
+        candidates = self._prefill_candidates()
+        while num_wanted_tokens > 0 and (seq := next(candidates, None)) is not None:
+            num_new_tokens = min(seq.num_uncomputed_tokens, self._config.prefill_chunk_tokens, budget)
+            if num_new_tokens == seq.num_uncomputed_tokens and self._misses_grammar(seq):
+                num_new_tokens -= 1  # what is sampled behind the last one may have to wait, and all of the step with it
+            if not num_new_tokens:
+                continue
+            prefills.append(ScheduledSequence(seq, num_new_tokens))
+            budget -= num_new_tokens
+            num_wanted_tokens -= num_new_tokens
+        return prefills
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Running sequences that still prefill, then newly admitted ones: each is admitted as it is taken."""
@@ -269,9 +272,8 @@ class Scheduler:
         is_allocated = self.block_manager.allocate(
             seq, owner, num_reusable_tokens=num_reusable_tokens, num_spare_blocks=self._num_spare()
         )
-        if is_allocated:
-            if seq.num_preemptions == 0:
-                seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        if is_allocated and not seq.num_preemptions:  # a preempted one finds its own blocks: that is no hit
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.count_prefix(seq, self.block_manager.block_size)
         return is_allocated
 
@@ -345,12 +347,8 @@ class Scheduler:
         seq.token_ids[position] = token_ids[-1]
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
         finish_reason = self._stop_rule.finish_reason(seq, position + 1)
-        if seq.is_prefill_only:
-            self._remove(seq)
-            self._hold(seq)
-        elif finish_reason is not None:
-            self._remove(seq)
-            self._end(seq)
+        if seq.is_prefill_only or finish_reason is not None:
+            self._stop(seq)
         return seq.output(
             offset,
             token_ids,
@@ -360,31 +358,32 @@ class Scheduler:
         )
 
     def _fail(self, seq: Sequence, offset: int) -> RequestOutput:
-        self._remove(seq)
         grammar_error = "" if seq.grammar is None else seq.grammar.error
         if not grammar_error:  # it may be a block that holds no numbers: the next one with that prefix would fail, too
             self.block_manager.forget(seq)
-        if seq.is_prefill_only:
-            self._hold(seq)  # a transfer may be reading what was computed before
-        else:
-            self._end(seq)
+        self._stop(seq)
         return seq.output(offset, [], FinishReason.ERROR, grammar_error=grammar_error)
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
     def _remove(self, seq: Sequence) -> None:
         """From where its status says that it is."""
-        match seq.status:
-            case SequenceStatus.WAITING:
-                self.waiting.remove(seq)
-            case SequenceStatus.RUNNING:
-                self.running.remove(seq)
-            case SequenceStatus.LOADING:
-                del self.loading[seq.request_id]
-            case SequenceStatus.GRANTED:
-                del self.granted[seq.request_id]
-            case SequenceStatus.HELD:
-                del self.held[seq.request_id]
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        elif seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+        elif seq.status is SequenceStatus.LOADING:
+            del self.loading[seq.request_id]
+        else:
+            del (self.held if seq.status is SequenceStatus.HELD else self.granted)[seq.request_id]
+
+    def _stop(self, seq: Sequence) -> None:
+        """Nothing more is computed for it. Of a prefill-only one a transfer may read what was computed before."""
+        self._remove(seq)
+        if seq.is_prefill_only:
+            self._hold(seq)
+        else:
+            self._end(seq)
 
     def _hold(self, seq: Sequence) -> None:
         if seq.block_table:

@@ -106,10 +106,6 @@ class Sequence:
         """Its next token cannot be sampled before the host knows the one before."""
         return self.grammar is not None or self.sampling_params.has_phrases
 
-    def awaits_grammar(self) -> bool:
-        """Its next token cannot be sampled yet, as what may come next is still being compiled."""
-        return self.grammar is not None and not self.grammar.is_compiled()
-
     def output(
         self,
         offset: int,
@@ -206,15 +202,14 @@ class BlockExport:
     is_last: bool
     """The prompt's last block is among them."""
 
-    @classmethod
-    def of(cls, scheduled: ScheduledSequence, block_size: int) -> BlockExport | None:
-        """What a step with `scheduled` completes of a prefill-only sequence, and the receiver still lacks."""
-        seq, first = scheduled.seq, scheduled.seq.num_exported_blocks
-        last = len(seq.block_table) if scheduled.samples else scheduled.end // block_size
-        if not seq.is_prefill_only or last <= first:
-            return None
-        seq.num_exported_blocks = last
-        return cls(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.samples)
+
+def take_export(scheduled: ScheduledSequence, block_size: int) -> BlockExport:
+    """What a step completes of a prefill-only sequence, and its receiver still lacks: perhaps nothing. Each block is
+    taken once, and counts as exported from then on."""
+    seq, first = scheduled.seq, scheduled.seq.num_exported_blocks
+    last = len(seq.block_table) if scheduled.samples else scheduled.end // block_size
+    seq.num_exported_blocks = max(first, last)
+    return BlockExport(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.samples)
 
 
 OnLayerWritten: TypeAlias = Callable[[int, list[BlockExport]], None]
@@ -230,11 +225,6 @@ class SchedulerOutput:
 
     scheduled: list[ScheduledSequence]
     exports: list[BlockExport]
-
-    @classmethod
-    def of(cls, scheduled: list[ScheduledSequence], block_size: int) -> SchedulerOutput:
-        exports = (BlockExport.of(each, block_size) for each in scheduled)
-        return cls(scheduled, [each for each in exports if each is not None])
 
     @property
     def num_tokens(self) -> int:

@@ -32,9 +32,7 @@ class SchedulerStats:
     seconds_in_steps: float = 0.0
 
     def count_prefix(self, seq: Sequence, block_size: int) -> None:
-        """What the prefix cache gave a newcomer. A preempted sequence finds its own blocks: that is no hit."""
-        if seq.num_preemptions:
-            return
+        """What the prefix cache gave a newcomer."""
         self.num_prefix_queries_tokens += len(seq)
         self.num_prefix_hits_tokens += seq.num_cached_tokens
         self.num_loaded_tokens += min(seq.num_loading_blocks * block_size, seq.num_cached_tokens)

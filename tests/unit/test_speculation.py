@@ -317,7 +317,7 @@ def test_of_many_grammars_that_take_long_none_is_waited_for_anew(monkeypatch: py
     monkeypatch.setattr(grammar, "wait", note_and_wait)
     assert [s.seq for s in scheduler.schedule().scheduled] == seqs[:1]
     assert len(waited_s) == 7
-    assert sum(waited_s) <= 1.5 * grammar.MOST_COMPILE_S
+    assert sum(waited_s) <= 1.5 * grammar.COMPILE_PATIENCE_S
 
 
 def test_blocks_of_wrong_drafts_are_given_back() -> None:
