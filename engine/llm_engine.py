@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import count
 
 from engine.config import EngineConfig
+from engine.input_processor import InputProcessor
 from engine.kv_cache import KVMemory
 from engine.outputs import RequestOutput
 from engine.running.executor import Executor
@@ -100,7 +100,7 @@ class LLMEngine:
         self._grammars = Grammars(
             config.model.path, vocab_size=config.model.vocab_size, eos_token_ids=config.model.eos_token_ids
         )
-        self._seq_ids = count()
+        self._processor = InputProcessor(config, self._grammars)
         self._in_flight: _StepInFlight | None = None
         self._last_done_s = 0.0
         self._is_woken = False
@@ -309,15 +309,6 @@ class LLMEngine:
         stats.num_generation_tokens += sum(len(o.token_ids) for o in outputs)
         stats.seconds_in_steps += seconds
 
-    def _lora_id(self, lora_name: str) -> int:
-        if not lora_name:
-            return 0
-        names = [module.name for module in self.config.lora_modules]
-        if lora_name not in names:
-            there = ", ".join(names) or "none"
-            raise ValueError(f"lora_name must be an adapter's of lora_modules ({there}), is {lora_name[:128]!r}")
-        return names.index(lora_name) + 1
-
     def _new_sequence(
         self,
         request_id: str,
@@ -327,58 +318,15 @@ class LLMEngine:
         cache_salt: str,
         lora_name: str,
     ) -> Sequence:
-        model = self.config.model
-        token_ids = [*prompt_token_ids, *output_token_ids]
         if request_id in self._scheduler:
             raise ValueError(f"request_id {request_id!r} is in use")
-        if not prompt_token_ids:
-            raise ValueError("prompt_token_ids must not be empty")
-        if len(token_ids) >= model.max_model_len:
-            raise ValueError(
-                f"prompt_token_ids must have fewer than max_model_len={model.max_model_len}, has {len(token_ids)}"
-            )
-        if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
-            field = "prompt_token_ids" if not _are_within(prompt_token_ids, model.vocab_size) else "output_token_ids"
-            raise ValueError(f"{field} must be in [0, {model.vocab_size})")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            ids = getattr(params, name)
-            if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
-                raise ValueError(f"{name} must be in [0, {model.vocab_size})")
-        if not all(_are_within(word, model.vocab_size) for word in params.bad_words_token_ids):
-            raise ValueError(f"bad_words_token_ids must be in [0, {model.vocab_size})")
-        if len({word[0] for word in params.bad_words_token_ids if len(word) == 1}) >= model.vocab_size:
-            raise ValueError("bad_words_token_ids must leave a token that may be sampled")
-        ends = model.eos_token_ids | params.stop_token_ids
-        if params.min_tokens and params.allowed_token_ids and params.allowed_token_ids <= ends:
-            raise ValueError("allowed_token_ids must have one that does not end the answer: min_tokens asks for that")
-        if len(output_token_ids) >= params.max_tokens:
-            raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
-        lora_id = self._lora_id(lora_name)
-        grammar = None if params.grammar is None else self._grammars.state(params.grammar)
-        return Sequence(
-            seq_id=next(self._seq_ids),
-            request_id=request_id,
-            token_ids=token_ids,
-            num_prompt_tokens=len(prompt_token_ids),
-            sampling_params=params,
-            cache_salt=cache_salt,
-            lora_name=lora_name,
-            lora_id=lora_id,
-            grammar=grammar,
-            # Where an answer has begun, they came with its first token.
-            prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],
-            arrived_s=time.monotonic(),
-        )
+        return self._processor.process(request_id, prompt_token_ids, params, output_token_ids, cache_salt, lora_name)
 
 
 def _refuse(seq: Sequence) -> None:
     """It was never the scheduler's, which else ends it."""
     if seq.grammar is not None:
         seq.grammar.close()
-
-
-def _are_within(token_ids: Seq[int], vocab_size: int) -> bool:
-    return min(token_ids) >= 0 and max(token_ids) < vocab_size
 
 
 def _create_executor(config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> Executor:

@@ -1,0 +1,90 @@
+"""From what a request asks for to a `Sequence`, checked against what the engine's model can serve.
+
+Whatever comes to a scheduler has passed here: it can run, alone if need be, and names no token that there is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from itertools import count
+
+from engine.config import EngineConfig
+from engine.sampling_params import SamplingParams
+from engine.scheduling.grammar import Grammars
+from engine.scheduling.sequence import Sequence
+
+
+class InputProcessor:
+    """Of one engine. Used by the stepping thread."""
+
+    def __init__(self, config: EngineConfig, grammars: Grammars) -> None:
+        self._model = config.model
+        self._lora_ids = {module.name: number for number, module in enumerate(config.lora_modules, start=1)}
+        self._grammars = grammars
+        self._seq_ids = count()
+
+    def process(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        output_token_ids: Seq[int],
+        cache_salt: str,
+        lora_name: str,
+    ) -> Sequence:
+        """Arguments as those of `LLMEngine.add_request`. Raises `ValueError` naming the field and its bound.
+
+        A grammar begins to be compiled: whoever does not hand the sequence to a scheduler closes it.
+        """
+        self._check_tokens(prompt_token_ids, output_token_ids)
+        self._check_params(params)
+        if len(output_token_ids) >= params.max_tokens:
+            raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
+        return Sequence(
+            seq_id=next(self._seq_ids),
+            request_id=request_id,
+            token_ids=[*prompt_token_ids, *output_token_ids],
+            num_prompt_tokens=len(prompt_token_ids),
+            sampling_params=params,
+            cache_salt=cache_salt,
+            lora_name=lora_name,
+            lora_id=self._lora_id(lora_name),
+            grammar=None if params.grammar is None else self._grammars.state(params.grammar),
+            # Where an answer has begun, they came with its first token.
+            prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],
+            arrived_s=time.monotonic(),
+        )
+
+    def _check_tokens(self, prompt_token_ids: Seq[int], output_token_ids: Seq[int]) -> None:
+        if not prompt_token_ids:
+            raise ValueError("prompt_token_ids must not be empty")
+        max_model_len, num_tokens = self._model.max_model_len, len(prompt_token_ids) + len(output_token_ids)
+        if num_tokens >= max_model_len:
+            raise ValueError(f"prompt_token_ids must have fewer than max_model_len={max_model_len}, has {num_tokens}")
+        self._check_known("prompt_token_ids", prompt_token_ids)
+        self._check_known("output_token_ids", output_token_ids)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_known("stop_token_ids", params.stop_token_ids)
+        self._check_known("allowed_token_ids", params.allowed_token_ids)
+        self._check_known("logit_bias", params.logit_bias)
+        for word in params.bad_words_token_ids:
+            self._check_known("bad_words_token_ids", word)
+        if len({word[0] for word in params.bad_words_token_ids if len(word) == 1}) >= self._model.vocab_size:
+            raise ValueError("bad_words_token_ids must leave a token that may be sampled")
+        ends = self._model.eos_token_ids | params.stop_token_ids
+        if params.min_tokens and params.allowed_token_ids and params.allowed_token_ids <= ends:
+            raise ValueError("allowed_token_ids must have one that does not end the answer: min_tokens asks for that")
+
+    def _check_known(self, name: str, token_ids: Collection[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._model.vocab_size):
+            raise ValueError(f"{name} must be in [0, {self._model.vocab_size})")
+
+    def _lora_id(self, lora_name: str) -> int:
+        """0: none."""
+        if lora_name and lora_name not in self._lora_ids:
+            there = ", ".join(self._lora_ids) or "none"
+            raise ValueError(f"lora_name must be an adapter's of lora_modules ({there}), is {lora_name[:128]!r}")
+        return self._lora_ids.get(lora_name, 0)
