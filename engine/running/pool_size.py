@@ -30,11 +30,21 @@ ASKS_FOR_ALL = SamplingParams(
 MAX_SPARE_BYTES = 1 << 30
 """Of a full device, or a fiftieth of it: for what drivers and libraries take later, ours and a neighbour's."""
 
-_GREEDY = SamplingParams(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 RunSteps = Callable[[KVCacheShape, list[SchedulerOutput]], int]
 """Computes steps over a pool of that shape, beside what else an engine holds while it serves, and lets all go. Returns
 how many bytes of that torch does not count as allocated."""
+
+
+def dummy(
+    number: int, length: int, num_new_tokens: int, block_table: list[int], params: SamplingParams, lora_id: int
+) -> ScheduledSequence:
+    """The last `num_new_tokens` of `length` tokens, of a request that nobody made."""
+    seq = Sequence(number, f"dummy-{number}", [0] * length, length, params, block_table=block_table, lora_id=lora_id)
+    seq.num_computed_tokens = length - num_new_tokens
+    seq.prompt_logprobs = None if params.prompt_logprobs is None else []
+    return ScheduledSequence(seq, num_new_tokens)
 
 
 def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
@@ -44,13 +54,10 @@ def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
     num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     length = min(scheduler.max_num_batched_tokens // num_seqs, config.model.max_model_len)
     blocks_each = -(-length // block_size)
-    scheduled = []
-    for number in range(num_seqs):
-        seq = Sequence(number, f"largest-{number}", [0] * length, length, ASKS_FOR_ALL, prompt_logprobs=[])
-        seq.block_table = list(range(number * blocks_each, (number + 1) * blocks_each))
-        seq.lora_id = _largest_adapter(config)
-        scheduled.append(ScheduledSequence(seq, length))
-    return num_seqs * blocks_each, SchedulerOutput(scheduled, [])
+    lora_id = _largest_adapter(config)
+    tables = [list(range(first, first + blocks_each)) for first in range(0, num_seqs * blocks_each, blocks_each)]
+    prompts = [dummy(number, length, length, table, ASKS_FOR_ALL, lora_id) for number, table in enumerate(tables)]
+    return num_seqs * blocks_each, SchedulerOutput(prompts, [])
 
 
 def longest_step(config: EngineConfig) -> SchedulerOutput:
@@ -77,11 +84,8 @@ def unfolding_step(config: EngineConfig) -> SchedulerOutput | None:
 
 def _at_the_longest_end(config: EngineConfig, number: int, num_new: int) -> ScheduledSequence:
     longest = config.model.max_model_len
-    seq = Sequence(number, f"longest-{number}", [0] * longest, longest, _GREEDY)
-    seq.block_table = [0] * -(-longest // config.cache.block_size)
-    seq.num_computed_tokens = longest - num_new
-    seq.lora_id = _largest_adapter(config)
-    return ScheduledSequence(seq, num_new)
+    table = [0] * -(-longest // config.cache.block_size)
+    return dummy(number, longest, num_new, table, GREEDY, _largest_adapter(config))
 
 
 def _largest_adapter(config: EngineConfig) -> int:

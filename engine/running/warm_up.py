@@ -17,13 +17,12 @@ from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES, clear_blocks
 from engine.running.model_runner import ModelRunner
-from engine.running.pool_size import ASKS_FOR_ALL
+from engine.running.pool_size import ASKS_FOR_ALL, GREEDY, dummy
 from engine.sampling_params import SamplingParams
-from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
 
 REPORT_EVERY = 10
 """Recordings."""
-_GREEDY = SamplingParams(temperature=0)
 
 
 def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) -> None:
@@ -65,21 +64,17 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
     most, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
 
     def scheduled(number: int, length: int, num_new: int, block: int, params: SamplingParams) -> ScheduledSequence:
-        table = [block] * -(-length // block_size)
-        seq = Sequence(number, f"warm-up-{number}", [0] * length, length, params, block_table=table)
-        seq.prompt_logprobs = None if params.prompt_logprobs is None else []
-        seq.num_computed_tokens = length - num_new
-        seq.lora_id = min(1, len(config.lora_modules))  # what is launched for any of them is launched for all
-        return ScheduledSequence(seq, num_new)
+        lora_id = min(1, len(config.lora_modules))  # what is launched for any of them is launched for all
+        return dummy(number, length, num_new, [block] * -(-length // block_size), params, lora_id)
 
     for num_tokens in prompt_lengths(most):
         whole, rest = divmod(num_tokens, longest)
         lengths = ([longest] * whole + [rest] * (rest > 0))[:max_num_seqs]
-        prompts = [scheduled(number, n, n, first_block, _GREEDY) for number, n in enumerate(lengths)]
+        prompts = [scheduled(number, n, n, first_block, GREEDY) for number, n in enumerate(lengths)]
         yield SchedulerOutput(prompts, [])
     length = max(1, min(most - 1, longest, block_size))
     for context_len in (longest, 1):
-        decoding = scheduled(0, context_len, 1, first_block, _GREEDY)
+        decoding = scheduled(0, context_len, 1, first_block, GREEDY)
         yield SchedulerOutput([decoding, scheduled(1, length, length, second_block, ASKS_FOR_ALL)], [])
 
 

@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.attention import create_attention_backend
+from engine.attention import PagedBackend, create_attention_backend
 from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_cache_shape
 from engine.model_loader import load_model
+from engine.models.model import Model
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import measure_num_blocks
 from engine.running.warm_up import warm_up
@@ -49,19 +50,10 @@ class Worker:
         alone."""
         if config.device.num_threads > 0:
             torch.set_num_threads(config.device.num_threads)
-        cache = config.cache
-        shape = kv_cache_shape(
-            config.model, num_blocks=cache.num_blocks, block_size=cache.block_size, kv_dtype=cache.kv_dtype
-        )
-        start_s = time.monotonic()
+        device, start_s = config.device.device, time.monotonic()
         backend = create_attention_backend(config)
-        with _saying_what_is_too_large(config.device.device), torch.inference_mode():
-            model = load_model(config, backend, group)
-            # Weights came through it, and nothing later needs so much at once.
-            if config.device.device == "cpu":
-                _release_freed_memory()
-            else:
-                _release_pinned_memory()
+        with _saying_what_is_too_large(device), torch.inference_mode():
+            model = _load(config, backend, group)
         if config.device.uses_graphs and model.reads_back:
             report(
                 "decoding steps are not recorded as CUDA graphs: the checkpoint has left experts plain, and this GPU "
@@ -72,30 +64,55 @@ class Worker:
         if load_s > REPORT_AFTER_S:
             print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
 
-        def run_steps(shape: KVCacheShape, steps: list[SchedulerOutput]) -> int:
-            runner = ModelRunner(config, model, backend, allocate_kv_pool(shape, config.device.device), None, group)
-            kept_bytes = runner.record_largest_decode_step()
-            for step in steps:
-                runner.launch(step, runner.prepare(step)).wait()
-            return kept_bytes
+        def make_runner(kv_pool: torch.Tensor, on_layer_written: OnLayerWritten | None) -> ModelRunner:
+            return ModelRunner(config, model, backend, kv_pool, on_layer_written, group)
 
         with (
-            _saying_what_is_too_large(config.device.device),
+            _saying_what_is_too_large(device),
             _saying_what_cannot_be_recorded(config),
             _saying_what_does_not_fit(config),
         ):
-            if not shape.num_blocks:
-                num_blocks = measure_num_blocks(config, shape, run_steps)
-                shape = replace(shape, num_blocks=num_blocks if group is None else group.smallest(num_blocks))
-            self.kv_shape = shape
-            self.kv_pool = allocate_pool(shape, config.device.device)
-            self.runner = ModelRunner(config, model, backend, self.kv_pool, on_layer_written, group)
-            if config.device.device != "cpu":
+            self.kv_shape = _shape_of_pool(config, make_runner, group)
+            self.kv_pool = allocate_pool(self.kv_shape, device)
+            self.runner = make_runner(self.kv_pool, on_layer_written)
+            if device != "cpu":
                 warm_up(config, self.runner, self.kv_pool)
                 torch.cuda.synchronize()  # other streams, and other processes, use the pool from here on
         # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
         gc.collect()
         gc.freeze()
+
+
+def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None) -> Model:
+    model = load_model(config, backend, group)
+    # Weights came through it, and nothing later needs so much at once.
+    if config.device.device == "cpu":
+        _release_freed_memory()
+    else:
+        _release_pinned_memory()
+    return model
+
+
+def _shape_of_pool(
+    config: EngineConfig, make_runner: Callable[[torch.Tensor, None], ModelRunner], group: RankGroup | None
+) -> KVCacheShape:
+    """Of so many blocks as are configured, or else as there is room for, on whichever rank has least."""
+    cache = config.cache
+    shape = kv_cache_shape(
+        config.model, num_blocks=cache.num_blocks, block_size=cache.block_size, kv_dtype=cache.kv_dtype
+    )
+    if shape.num_blocks:
+        return shape
+
+    def run_steps(shape: KVCacheShape, steps: list[SchedulerOutput]) -> int:
+        runner = make_runner(allocate_kv_pool(shape, config.device.device), None)
+        kept_bytes = runner.record_largest_decode_step()
+        for step in steps:
+            runner.launch(step, runner.prepare(step)).wait()
+        return kept_bytes
+
+    num_blocks = measure_num_blocks(config, shape, run_steps)
+    return replace(shape, num_blocks=num_blocks if group is None else group.smallest(num_blocks))
 
 
 @contextmanager
