@@ -135,16 +135,16 @@ class BlockManager:
         matched = self._match(hashes)
         cached = [block_id for block_id in matched if block_id is not None]
         num_new = self.num_blocks_for(len(seq)) - len(cached)
-        num_pinned_evictable = sum(block_id in self._evictor for block_id in cached)
-        if self.num_available - num_pinned_evictable < num_new + num_spare_blocks:
+        num_evictable = sum(block_id in self._evictor for block_id in cached)
+        if self.num_available - num_evictable < num_new + num_spare_blocks:
             return False
         for block_id in cached:  # before any is taken: that may evict
-            self._hold(block_id, owner)
-        loaded = {i: self._taken(owner) for i, block_id in enumerate(matched) if block_id is None}
+            self._touch(block_id, owner)
+        loaded = {i: self._new_block(owner) for i, block_id in enumerate(matched) if block_id is None}
         for i, block_id in loaded.items():
             self._load(block_id, hashes[i])
         prefix = [loaded[i] if block_id is None else block_id for i, block_id in enumerate(matched)]
-        rest = [self._taken(owner) for _ in range(num_new - len(loaded))]
+        rest = [self._new_block(owner) for _ in range(num_new - len(loaded))]
         seq.block_table = prefix + rest
         self._tables[seq.seq_id] = _Table(owner, seq.block_table, num_registered=len(prefix))
         seq.num_computed_tokens = len(prefix) * self.block_size
@@ -163,13 +163,13 @@ class BlockManager:
         assert self.can_append(seq, num_drafts=num_drafts), "ask can_append first"
         table = self._tables[seq.seq_id]
         while len(table.block_ids) < self.num_blocks_for(len(seq) + num_drafts):
-            table.block_ids.append(self._taken(table.owner))
+            table.block_ids.append(self._new_block(table.owner))
 
     def give_back(self, seq: Sequence) -> None:
         """The blocks behind the last token of `seq`, which were for drafts."""
         table = self._tables[seq.seq_id]
         while len(table.block_ids) > self.num_blocks_for(len(seq)):
-            self._unpin(table.block_ids.pop(), table.owner)
+            self._drop_ref(table.block_ids.pop(), table.owner)
 
     def register_computed(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks of the first `num_tokens` tokens findable by prefix: they are known and computed."""
@@ -199,8 +199,8 @@ class BlockManager:
         """Change the kind of owner of the blocks of `seq`."""
         table = self._tables[seq.seq_id]
         for block_id in table.block_ids:
-            self._pin(block_id, owner)
-            self._unpin(block_id, table.owner)
+            self._add_ref(block_id, owner)
+            self._drop_ref(block_id, table.owner)
         table.owner = owner
 
     def free(self, seq: Sequence) -> None:
@@ -208,7 +208,7 @@ class BlockManager:
         assert not seq.num_loading_blocks, f"blocks of sequence {seq.seq_id} are being written"
         table = self._tables.pop(seq.seq_id)
         for block_id in reversed(table.block_ids):
-            self._unpin(block_id, table.owner)
+            self._drop_ref(block_id, table.owner)
         seq.block_table = []
 
     # -- the prefix cache ---------------------------------------------------------------------------------------
@@ -311,12 +311,14 @@ class BlockManager:
     def _owner_of(self, block_id: int) -> BlockOwner | None:
         return next((owner for owner in BlockOwner if self._refs[owner][block_id]), None)
 
-    def _take(self) -> int:
-        """A block that nobody holds, evicting a cached one if none is free."""
+    def _new_block(self, owner: BlockOwner) -> int:
+        """One that nobody has, evicting a cached one if none is free."""
         if self._free:
-            return self._free.popleft()
-        block_id = self._evictor.evict()
-        self._drop_hash(block_id)
+            block_id = self._free.popleft()
+        else:
+            block_id = self._evictor.evict()
+            self._drop_hash(block_id)
+        self._add_ref(block_id, owner)
         return block_id
 
     def _drop_hash(self, block_id: int) -> None:
@@ -324,33 +326,30 @@ class BlockManager:
         del self._block_of[block_hash]
         self._note(block_hash, is_stored=False)
 
-    def _taken(self, owner: BlockOwner) -> int:
-        block_id = self._take()
-        self._pin(block_id, owner)
-        return block_id
-
-    def _hold(self, block_id: int, owner: BlockOwner) -> None:
+    def _touch(self, block_id: int, owner: BlockOwner) -> None:
+        """A block of a prefix, whether others have it or it is only cached: it is not evicted from now on."""
         if block_id in self._evictor:
             self._evictor.remove(block_id)
-        self._pin(block_id, owner)
+        self._add_ref(block_id, owner)
 
-    def _pin(self, block_id: int, owner: BlockOwner) -> None:
+    def _add_ref(self, block_id: int, owner: BlockOwner) -> None:
         before = self._owner_of(block_id)
         self._refs[owner][block_id] += 1
-        self._move(block_id, before, self._owner_of(block_id))
+        self._count_owned(block_id, before, self._owner_of(block_id))
 
-    def _unpin(self, block_id: int, owner: BlockOwner) -> None:
+    def _drop_ref(self, block_id: int, owner: BlockOwner) -> None:
+        """The last one leaves it cached, where a prefix may find it, or else free."""
         before = self._owner_of(block_id)
         self._refs[owner][block_id] -= 1
         after = self._owner_of(block_id)
-        self._move(block_id, before, after)
+        self._count_owned(block_id, before, after)
         if after is None and block_id not in self._saving:
             if block_id in self._hash_of:
                 self._evictor.add(block_id)
             else:
                 self._free.append(block_id)
 
-    def _move(self, block_id: int, before: BlockOwner | None, after: BlockOwner | None) -> None:
+    def _count_owned(self, block_id: int, before: BlockOwner | None, after: BlockOwner | None) -> None:
         if before is not None:
             self._num_owned[before] -= 1
         if after is not None:

@@ -61,7 +61,7 @@ class Drafting:
         seq.num_computed_tokens -= num_wrong
         del seq.token_ids[len(seq) - num_wrong :]
         self._block_manager.give_back(seq)
-        seq.drafts.note(len(drafts), num_right, len(seq))
+        seq.draft_history.note(len(drafts), num_right, len(seq))
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += len(drafts)
         self._stats.num_accepted_tokens += num_right
@@ -73,7 +73,7 @@ def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
     it says must come is guessed first, and nothing that it forbids."""
     if most < 1:
         return []
-    num_wanted = min(most, seq.drafts.num_wanted(len(seq)))
+    num_wanted = min(most, seq.draft_history.num_wanted(len(seq)))
     if seq.grammar is None:
         return propose(seq.token_ids, config, num_wanted)
 

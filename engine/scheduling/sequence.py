@@ -77,7 +77,7 @@ class Sequence:
     num_preemptions: int = 0
     num_drafts: int = 0
     """How many of its last tokens are drafts, and may be wrong. 0 but in what `followed_by` makes for a sampler."""
-    drafts: DraftHistory = field(default_factory=DraftHistory)
+    draft_history: DraftHistory = field(default_factory=DraftHistory)
     """How guessing what comes next went so far."""
     grammar: GrammarState | None = None
     """What may come next, where the request has a grammar: follows the tokens, and only the sampler asks it."""

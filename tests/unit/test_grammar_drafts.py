@@ -232,7 +232,7 @@ def test_no_more_than_there_is_room_for(grammars: Grammars, draft_batch: int, ma
 def test_looked_up_is_what_followed_what_has_to_come(grammars: Grammars, num_wanted: int, num_looked_up: int) -> None:
     """As far as it may come here, and that went well."""
     scheduler, seq = one_sequence(grammars, [*tokens_of('"abc": "red"}'), 5])
-    seq.drafts.max_drafts = num_wanted
+    seq.draft_history.max_drafts = num_wanted
     [scheduled] = scheduler.schedule().scheduled
     assert list(scheduled.draft_token_ids) == tokens_of('abc": "') + tokens_of('red"}')[:num_looked_up]
 

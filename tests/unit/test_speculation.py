@@ -216,7 +216,7 @@ def test_what_comes_after_a_wrong_draft_was_never_computed(sampled: list[int], t
     assert (result.token_ids, result.finish_reason) == (told, None)
     assert list(seq.token_ids[12:]) == told
     assert seq.num_uncomputed_tokens == 1
-    assert seq.drafts.max_drafts == max(1, len(told) - 1)
+    assert seq.draft_history.max_drafts == max(1, len(told) - 1)
     # Whose KV is wrong is not found by others.
     assert len(scheduler.block_manager.cached_hashes()) == seq.num_computed_tokens // 4
 
