@@ -17,12 +17,9 @@ its first slot is about to be written, and whatever travels or is copied has bee
 from __future__ import annotations
 
 import mmap
-import os
 import time
-import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
@@ -138,36 +135,6 @@ def _ask_for_huge_pages(memory: mmap.mmap, first: int, num_bytes: int) -> None:
     as well. Where the host of a virtual machine has to find each huge page first, 2 MB take 10 ms, and 1 GB 5 s."""
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE, first, num_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankProgram:
-    """What the process of an engine's other rank runs (engine/tensor_parallel)."""
-
-    module: str = "engine.tensor_parallel"
-    connection: Connection[bytes, bytes] | None = None
-    """For that process, beside the engine's own. Whoever starts it hands this one over, and closes it here."""
-
-
-class KVMemory:
-    """Where a pool's memory comes from: here this process' own. Who lets others reach it brings a class of its own."""
-
-    def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
-        """The pool, contiguous and zeroed. Raises `ValueError` where a CPU has not so much memory."""
-        return allocate_kv_pool(shape, device)
-
-    def rank_program(self, device: str) -> RankProgram:
-        """For the next one of several ranks, which allocates a pool of its own on a GPU. Asked in their order."""
-        del device
-        return RankProgram()
-
-    def allocate_shared(self, shape: KVCacheShape) -> tuple[torch.Tensor, int]:
-        """The same on a CPU, in memory that other processes may map; and its file descriptor, open as long as this
-        object lives."""
-        fd = os.memfd_create("tandem-kv")
-        weakref.finalize(self, os.close, fd)
-        os.ftruncate(fd, shape.pool_bytes)
-        return kv_pool_in(mmap.mmap(fd, shape.pool_bytes), shape), fd
 
 
 def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.input_processor import InputProcessor
-from engine.kv_cache import KVMemory
+from engine.kv_memory import KVMemory
 from engine.outputs import RequestOutput
 from engine.running.executor import Executor
 from engine.sampling.sampled_tokens import SampledTokens

@@ -13,7 +13,8 @@ import torch
 
 from engine.cache_dir import report
 from engine.config import GIB, EngineConfig
-from engine.kv_cache import KVCacheShape, KVMemory
+from engine.kv_cache import KVCacheShape
+from engine.kv_memory import KVMemory
 from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens

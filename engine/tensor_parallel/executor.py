@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import KVCacheShape, KVMemory
+from engine.kv_cache import KVCacheShape
+from engine.kv_memory import KVMemory
 from engine.running.executor import Executor
 from engine.running.host_copies import HostCopies
 from engine.running.worker import Worker

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import KV_DTYPES, KVCacheShape, KVMemory
+from engine.kv_cache import KV_DTYPES, KVCacheShape
+from engine.kv_memory import KVMemory
 from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.step_input import StepInput

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, Pipe
 from pydantic import TypeAdapter
 
 from engine.config import EngineConfig
-from engine.kv_cache import KVMemory, RankProgram
+from engine.kv_memory import KVMemory, RankProgram
 from engine.owned_folder import OwnedFolder
 from engine.running.executor import RankLost
 from engine.step_input import StepInput

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineArgs
-from engine.kv_cache import KVMemory
+from engine.kv_memory import KVMemory
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling.sampled_tokens import SampledTokens

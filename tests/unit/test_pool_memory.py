@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_cache import KV_ORDER, KVCacheShape, RankProgram
+from engine.kv_cache import KV_ORDER, KVCacheShape
+from engine.kv_memory import RankProgram
 from engine.running.executor import RankLost
 from kv_transfer import TransportMissing
 from kv_transfer.shared_memory import open_peers_memory
