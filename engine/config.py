@@ -36,6 +36,10 @@ MAX_RANKS = 64
 MAX_STREAM_INTERVAL = 1024
 MAX_THREADS = 1024
 """What keeps threads together has a word for each on a stack, and a system has few enough for all its processes."""
+RANGES = {
+    "tensor_parallel_size": (1, MAX_RANKS), "num_threads": (0, MAX_THREADS), "max_itl_ms": (0, 3_600_000),
+    "stream_interval": (1, MAX_STREAM_INTERVAL),
+}  # fmt: skip
 GIB = 1024**3
 
 
@@ -345,6 +349,9 @@ class EngineArgs:
         for name, least in LEAST.items():
             number = getattr(self, name)
             _check(number >= least, f"{name} must be at least {least}, is {number}")
+        for name, (least, most) in RANGES.items():
+            number = getattr(self, name)
+            _check(least <= number <= most, f"{name} must be in [{least}, {most}], is {number}")
         _check(
             self.max_model_len == 0 or self.max_model_len >= 2,
             f"max_model_len must be at least 2 (a prompt and an answer of one token), or 0, is {self.max_model_len}",
@@ -358,21 +365,9 @@ class EngineArgs:
             1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
             f"block_size must be a power of two from 1 to 256, is {self.block_size}",
         )
-        _check(
-            1 <= self.tensor_parallel_size <= MAX_RANKS,
-            f"tensor_parallel_size must be in [1, {MAX_RANKS}], is {self.tensor_parallel_size}",
-        )
-        _check(
-            0 <= self.num_threads <= MAX_THREADS, f"num_threads must be in [0, {MAX_THREADS}], is {self.num_threads}"
-        )
-        _check(
-            0 <= self.kv_cache_gib < float("inf"),
-            f"kv_cache_gib must be at least 0 and finite, is {self.kv_cache_gib}",
-        )
-        _check(
-            0 <= self.kv_offloading_size < float("inf"),
-            f"kv_offloading_size must be at least 0 and finite, is {self.kv_offloading_size}",
-        )
+        for name in ("kv_cache_gib", "kv_offloading_size"):
+            gib = getattr(self, name)
+            _check(0 <= gib < float("inf"), f"{name} must be at least 0 and finite, is {gib}")
         _check(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization must be in (0, 1], is {self.gpu_memory_utilization}",
@@ -381,11 +376,6 @@ class EngineArgs:
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs}, so that every running sequence "
             f"gets its token in every step, is {self.max_num_batched_tokens}",
-        )
-        _check(0 <= self.max_itl_ms <= 3.6e6, f"max_itl_ms must be in [0, 3600000], is {self.max_itl_ms}")
-        _check(
-            1 <= self.stream_interval <= MAX_STREAM_INTERVAL,
-            f"stream_interval must be in [1, {MAX_STREAM_INTERVAL}], is {self.stream_interval}",
         )
         _check(
             self.max_seq_len_to_capture >= 1,

@@ -11,6 +11,11 @@ MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BAD_WORDS = 512
 """As tokens: twice as many as words, since one within a text and one at its beginning are written differently."""
+MOST_OF = {
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"), "logit_bias": (MAX_LOGIT_BIAS, "entries"),
+    "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, "ids"), "bad_words_token_ids": (MAX_BAD_WORDS, "words"),
+}  # fmt: skip
+"""What each may hold, and what of."""
 MAX_LOGPROBS = 20
 """vLLM's `--max-logprobs`."""
 
@@ -72,28 +77,15 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             check(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2], is {getattr(self, name)}")
         check(0 < self.repetition_penalty <= 2, f"repetition_penalty must be in (0, 2], is {self.repetition_penalty}")
-        check(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"stop_token_ids may hold {MAX_STOP_TOKEN_IDS} ids, has {len(self.stop_token_ids)}",
-        )
         check(-(2**63) <= self.seed < 2**63, f"seed must fit 64 bits, is {self.seed}")
-        check(
-            len(self.logit_bias) <= MAX_LOGIT_BIAS,
-            f"logit_bias may hold {MAX_LOGIT_BIAS} entries, has {len(self.logit_bias)}",
-        )
+        for name, (most, items) in MOST_OF.items():
+            num_items = len(getattr(self, name))
+            check(num_items <= most, f"{name} may hold {most} {items}, has {num_items}")
         for token_id, bias in self.logit_bias.items():
             check(-100 <= bias <= 100, f"logit_bias must be in [-100, 100], is {bias} for token {token_id}")
         check(
-            len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS,
-            f"allowed_token_ids may hold {MAX_ALLOWED_TOKEN_IDS} ids, has {len(self.allowed_token_ids)}",
-        )
-        check(
             self.grammar is None or not self.allowed_token_ids,
             "allowed_token_ids cannot be had with structured outputs: no token might be left that may come next",
-        )
-        check(
-            len(self.bad_words_token_ids) <= MAX_BAD_WORDS,
-            f"bad_words_token_ids may hold {MAX_BAD_WORDS} words, has {len(self.bad_words_token_ids)}",
         )
         check(all(self.bad_words_token_ids), "bad_words_token_ids must hold no empty word")
         check(

@@ -106,18 +106,22 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         cache=cache,
         parallel=ParallelConfig(tensor_parallel_size=num_ranks),
         scheduler=_scheduler_config(args, device),
-        device=DeviceConfig(
-            device=device,
-            num_threads=args.num_threads or _num_threads(num_ranks),
-            attention_backend=backend,
-            uses_triton=uses_triton_kernels(backend, needs),
-            batch_invariant=args.batch_invariant,
-            uses_graphs=not args.enforce_eager and _can_record(backend, needs),
-            max_seq_len_to_capture=args.max_seq_len_to_capture,
-        ),
+        device=_device_config(args, backend, needs),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         lora_modules=lora_modules,
         compat_digest=compat_digest(shape, stored, model, cache, num_ranks, lora_modules, _arithmetic(backend, needs)),
+    )
+
+
+def _device_config(args: EngineArgs, backend: str, needs: Needs) -> DeviceConfig:
+    return DeviceConfig(
+        device=needs.device,
+        num_threads=args.num_threads or _num_threads(args.tensor_parallel_size),
+        attention_backend=backend,
+        uses_triton=uses_triton_kernels(backend, needs),
+        batch_invariant=args.batch_invariant,
+        uses_graphs=not args.enforce_eager and _can_record(backend, needs),
+        max_seq_len_to_capture=args.max_seq_len_to_capture,
     )
 
 
