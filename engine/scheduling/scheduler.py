@@ -126,6 +126,7 @@ class Scheduler:
     # -- a sequence's life --------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
+        """Behind all that wait. Its `request_id` must be nobody else's here."""
         assert seq.status is SequenceStatus.WAITING
         self._seqs[seq.request_id] = seq
         self.waiting.append(seq)
@@ -303,7 +304,7 @@ class Scheduler:
             seq = scheduled.seq
             seq.num_steps_in_flight += 1
             seq.num_computed_tokens = scheduled.end
-            if scheduled.samples:
+            if scheduled.is_sampled:
                 seq.token_ids.extend(scheduled.draft_token_ids)
                 seq.token_ids.append(PENDING_TOKEN)
 

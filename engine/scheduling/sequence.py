@@ -155,7 +155,7 @@ class ScheduledSequence:
     """Guesses at the tokens after its last one (engine/scheduling/speculation.py)."""
     first: int = field(init=False)
     """Position of the first of them."""
-    samples: bool = field(init=False)
+    is_sampled: bool = field(init=False)
     """Whether they reach the last token, so that the next one is sampled, and one after each draft."""
     prompt_positions: range = field(init=False)
     """Positions among them whose logits give a `prompt_logprobs` of the token after."""
@@ -164,7 +164,7 @@ class ScheduledSequence:
         seq = self.seq
         object.__setattr__(self, "first", seq.num_computed_tokens)
         num_known = self.num_new_tokens - len(self.draft_token_ids)
-        object.__setattr__(self, "samples", num_known == seq.num_uncomputed_tokens)
+        object.__setattr__(self, "is_sampled", num_known == seq.num_uncomputed_tokens)
         positions = range(0)
         if seq.prompt_logprobs is not None:
             positions = range(max(self.first, len(seq.prompt_logprobs)), min(self.end, seq.num_prompt_tokens - 1))
@@ -178,7 +178,7 @@ class ScheduledSequence:
     @property
     def num_sampled(self) -> int:
         """Tokens that are sampled, in consecutive positions up to `end`."""
-        return 1 + len(self.draft_token_ids) if self.samples else 0
+        return 1 + len(self.draft_token_ids) if self.is_sampled else 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -207,9 +207,9 @@ def take_export(scheduled: ScheduledSequence, block_size: int) -> BlockExport:
     """What a step completes of a prefill-only sequence, and its receiver still lacks: perhaps nothing. Each block is
     taken once, and counts as exported from then on."""
     seq, first = scheduled.seq, scheduled.seq.num_exported_blocks
-    last = len(seq.block_table) if scheduled.samples else scheduled.end // block_size
+    last = len(seq.block_table) if scheduled.is_sampled else scheduled.end // block_size
     seq.num_exported_blocks = max(first, last)
-    return BlockExport(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.samples)
+    return BlockExport(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.is_sampled)
 
 
 OnLayerWritten: TypeAlias = Callable[[int, list[BlockExport]], None]

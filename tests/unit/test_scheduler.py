@@ -60,7 +60,7 @@ def apply(scheduler: Scheduler, output: SchedulerOutput, sampled: list[int | Non
 
 def step(scheduler: Scheduler, token: int = 7) -> SchedulerOutput:
     output = scheduler.schedule()
-    compute(scheduler, output, [token if s.samples else None for s in output.scheduled])
+    compute(scheduler, output, [token if s.is_sampled else None for s in output.scheduled])
     return output
 
 
@@ -224,7 +224,7 @@ def test_a_sequence_goes_on_from_a_token_that_is_still_to_come() -> None:
     scheduler = make()
     scheduler.add(sequence("r", 3, max_tokens=5, ignore_eos=True))
     first, second = launch(scheduler), launch(scheduler)
-    assert [(s.first, s.end, s.samples) for s in (*first.scheduled, *second.scheduled)] == [(0, 3, True), (3, 4, True)]
+    assert [(s.first, s.end, s.is_sampled) for s in first.scheduled + second.scheduled] == [(0, 3, True), (3, 4, True)]
     tokens = []
     for output, token in ((first, 21), (second, 22)):
         [result] = apply(scheduler, output, [token])

@@ -339,7 +339,7 @@ class OffloadingMachine(SchedulerMachine):
         if not self.in_flight:
             return
         launched = self.in_flight.popleft()
-        all_fail = all(item.samples for item in launched.output.scheduled)  # else one may store what another's was
+        all_fail = all(item.is_sampled for item in launched.output.scheduled)  # else one may store what another's was
         suspects = {
             self.manager._hash_of.get(block_id)
             for item in launched.output.scheduled
