@@ -60,7 +60,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
-    scheduled: SchedulerOutput
+    scheduler_output: SchedulerOutput
     tokens: SampledTokens
     start_s: float
     """When it was launched."""
@@ -206,24 +206,24 @@ class LLMEngine:
         return [] if earlier is None else self._finish(earlier)
 
     def _launch(self) -> _StepInFlight | None:
-        scheduled = self._schedule()
+        output = self._schedule()
         may_wait = self._in_flight is None and not self._is_woken
-        while not scheduled.scheduled and may_wait and self._wait():
-            scheduled = self._schedule()
-        if not scheduled.scheduled:
+        while not output.scheduled and may_wait and self._wait():
+            output = self._schedule()
+        if not output.scheduled:
             return None
         start_s = time.monotonic()
-        for s in scheduled.scheduled:
+        for s in output.scheduled:
             s.seq.first_scheduled_s = s.seq.first_scheduled_s or start_s
-        tokens = self.executor.launch(scheduled)
-        self._scheduler.begin(scheduled)
-        return _StepInFlight(scheduled, tokens, start_s)
+        tokens = self.executor.launch(output)
+        self._scheduler.begin(output)
+        return _StepInFlight(output, tokens, start_s)
 
     def _schedule(self) -> SchedulerOutput:
         self._scheduler.take_copied(self.executor.take_copied())
-        scheduled = self._scheduler.schedule(self._pace.num_prefill_tokens(self._scheduler.num_waiting_prompts))
+        output = self._scheduler.schedule(self._pace.num_prefill_tokens(self._scheduler.num_waiting_prompts))
         self.executor.copy_blocks(self.block_manager.take_copies())
-        return scheduled
+        return output
 
     def _wait(self) -> bool:
         """For what must come before anything can be computed. False: nothing is to come."""
@@ -231,12 +231,13 @@ class LLMEngine:
 
     def _finish(self, step: _StepInFlight) -> list[RequestOutput]:
         """Wait for its tokens, and take them in."""
-        sampled = self.executor.wait(step.tokens)
+        output, tokens = step.scheduler_output, step.tokens
+        sampled = self.executor.wait(tokens)
         # A step that was launched early began when the one before it was done.
         began_s, self._last_done_s = max(step.start_s, self._last_done_s), time.monotonic()
-        outputs = self._scheduler.apply(step.scheduled, sampled, step.tokens.logprobs(), step.tokens.prompt_logprobs())
-        self._note(step.scheduled, outputs, self._last_done_s - began_s)
-        return self._interval.take_in(outputs)
+        request_outputs = self._scheduler.apply(output, sampled, tokens.logprobs(), tokens.prompt_logprobs())
+        self._note(output, request_outputs, self._last_done_s - began_s)
+        return self._interval.take_in(request_outputs)
 
     def has_unfinished_requests(self) -> bool:
         """Whether some request waits or runs, or a step is in flight. Granted and held ones wait for others."""
@@ -293,9 +294,9 @@ class LLMEngine:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _note(self, scheduled: SchedulerOutput, outputs: list[RequestOutput], seconds: float) -> None:
+    def _note(self, output: SchedulerOutput, request_outputs: list[RequestOutput], seconds: float) -> None:
         """What a step computed, and how long that took: for the pace of the next ones, and for whoever asks."""
-        nums_tokens = [s.num_new_tokens - len(s.draft_token_ids) for s in scheduled.scheduled]
+        nums_tokens = [s.num_new_tokens - len(s.draft_token_ids) for s in output.scheduled]
         num_decoding = nums_tokens.count(1)
         num_prefill_tokens = sum(nums_tokens) - num_decoding
         self._pace.note(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, seconds=seconds)
@@ -304,9 +305,9 @@ class LLMEngine:
         # To the device a prompt's single token is as a decoding one's; in the books it is the prompt's.
         stats.num_prompt_tokens += num_prefill_tokens + sum(
             num_tokens == 1 and s.first < s.seq.num_prompt_tokens
-            for s, num_tokens in zip(scheduled.scheduled, nums_tokens, strict=True)
+            for s, num_tokens in zip(output.scheduled, nums_tokens, strict=True)
         )
-        stats.num_generation_tokens += sum(len(o.token_ids) for o in outputs)
+        stats.num_generation_tokens += sum(len(o.token_ids) for o in request_outputs)
         stats.seconds_in_steps += seconds
 
     def _new_sequence(
