@@ -309,7 +309,12 @@ class BlockManager:
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def _owner_of(self, block_id: int) -> BlockOwner | None:
-        return next((owner for owner in BlockOwner if self._refs[owner][block_id]), None)
+        in_sequences, in_grants, held = self._refs  # looked at for each block of a prompt, beside every stream's step
+        if in_sequences[block_id]:
+            return BlockOwner.SEQUENCE
+        if in_grants[block_id]:
+            return BlockOwner.GRANT
+        return BlockOwner.HELD if held[block_id] else None
 
     def _new_block(self, owner: BlockOwner) -> int:
         """One that nobody has, evicting a cached one if none is free."""
