@@ -113,6 +113,13 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
     return Refusal(BUG, f"a bug of the server; it has logged it with request_id={request_id}")
 
 
+def refusal_in_stream(error: Exception, request_id: str) -> Refusal:
+    """What a stream that has begun ends with. Its status says nothing of it: hence the log does."""
+    refusal = refusal_of_any(error, request_id)
+    _log.info("stream failed", extra={"status": refusal.kind.status, "request_id": request_id, "why": refusal.message})
+    return refusal
+
+
 def refusal_of(error: TandemError) -> Refusal:
     """As the table says. A wrong field has the name that it has in the body (`Asked.in_its_words`)."""
     kind, param = KINDS[type(error)], None

@@ -118,8 +118,10 @@ def _without_names(event: Any) -> str:
 
 @of_each_route
 async def test_an_error_after_a_sign_of_life_is_the_last_event(
-    path: str, body: dict[str, Any], sign: list[str]
+    path: str, body: dict[str, Any], sign: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its status tells whoever runs the gateway nothing of it: the log does."""
+    caplog.set_level("INFO")
     async with gateway(sse_keep_alive_s=SOON_S) as (router, http):
         slow = Slow(router, NoWorker("nobody is there", retry_after_s=3))
         async with http.stream("POST", path, json={**body, "stream": True}) as response:
@@ -129,6 +131,10 @@ async def test_an_error_after_a_sign_of_life_is_the_last_event(
             await blocks.rest()
         await router.all_closed.wait()
     assert response.status_code == 200
+    logged = [record for record in caplog.records if record.getMessage() == "stream failed"]
+    assert [(each.why, each.status, each.request_id) for each in logged] == [  # type: ignore[attr-defined]
+        ("nobody is there", 503, response.headers["x-request-id"])
+    ]
     end = said(blocks, sign)[-1]
     error = end["response"]["error"] if path == "/v1/responses" else end["error"]
     assert error["message"] == "nobody is there"
