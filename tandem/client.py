@@ -39,7 +39,7 @@ from tandem.requests import (
     profile_request,
     tokenize_request,
 )
-from tandem.resume import OnBroken, ResumableStream
+from tandem.resume import LOST, OnBroken, ResumableStream
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ class Client(ClientBase):
 
     def _ask(self, method: Callable[..., T], request: Message, timeout_s: float = CONTROL_TIMEOUT_S) -> T:
         """One message for one."""
-        with self._errors_of_ours():
+        with self._asking():
             return method(request, timeout=timeout_s)
 
     def abort(self, request_id: str) -> bool:
@@ -217,7 +217,7 @@ class AsyncClient(ClientBase):
         is_spread: bool = False,
     ) -> None:
         """As `Client`'s. `is_spread`: there may be several routers behind `address`. Requests go in turn to those that
-        can serve; one that none has taken on is asked of another, once."""
+        can serve; one that none has taken on is asked of another, once, as is a question that is not answered."""
         super().__init__(address, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -313,8 +313,15 @@ class AsyncClient(ClientBase):
     async def _ask(
         self, method: Callable[[], Callable[..., Awaitable[T]]], request: Message, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> T:
-        """As `Client._ask`. `method` is looked up once there is a channel."""
-        with self._errors_of_ours():
+        """As `Client._ask`; where a router does not answer, and there may be others, what another does. `method` is
+        looked up once there is a channel."""
+        try:
+            with self._asking():
+                return await method()(request, timeout=timeout_s)
+        except LOST:
+            if not self._is_spread:
+                raise
+        with self._asking():
             return await method()(request, timeout=timeout_s)
 
     async def abort(self, request_id: str) -> bool:
@@ -354,6 +361,18 @@ class AsyncClient(ClientBase):
         """As `Client.profile`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
         return await self._ask(lambda: self._cluster.Profile, request, timeout_s + PROFILE_READ_S)
+
+    async def _ask(self, ask: Callable[[], Any], request: Any) -> Any:
+        """What a router answers; where it does not, and there may be others, what another does. `ask`: a method of a
+        stub, which there is once this client is bound to its loop."""
+        try:
+            with self._asking():
+                return await ask()(request, timeout=CONTROL_TIMEOUT_S)
+        except LOST:
+            if not self._is_spread:
+                raise
+        with self._asking():
+            return await ask()(request, timeout=CONTROL_TIMEOUT_S)
 
     async def close(self) -> None:
         """What still runs, in other tasks, ends with `ClientClosed`."""

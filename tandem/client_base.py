@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2_grpc
-from rpc.errors import from_rpc_error, is_being_cancelled
+from rpc.errors import DeadlinePassed, Unreachable, from_rpc_error, is_being_cancelled
 from rpc.server import split_address
 from rpc.tracing import TRACE_HEADERS, trace_headers_of
 from tandem.checks import check_text, is_number
@@ -90,6 +90,15 @@ class ClientBase:
             metadata=tuple(trace_headers.items()),
             on_broken=self._on_broken,
         )
+
+    @contextmanager
+    def _asking(self) -> Generator[None]:
+        """Around a question, which nobody gave a deadline: a router that does not answer it hangs, or is gone."""
+        try:
+            with self._errors_of_ours():
+                yield
+        except DeadlinePassed as error:
+            raise Unreachable("the router does not answer") from error
 
     @contextmanager
     def _errors_of_ours(self) -> Generator[None]:

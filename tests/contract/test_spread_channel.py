@@ -36,6 +36,9 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         self.refusal: TandemError | None = None
         self.peers: set[str] = set()
         """That have asked for its model."""
+        self.may_tell = asyncio.Event()
+        """Its model."""
+        self.may_tell.set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -50,6 +53,7 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
         self.peers.add(context.peer())
+        await self.may_tell.wait()
         return pb.GetModelInfoResponse(model="m")
 
 
@@ -134,6 +138,19 @@ async def test_one_that_drains_ends_its_streams_and_gets_no_more(monkeypatch: py
             await client.generate("a")
         assert leaving.requests == []
         assert num_watches <= 12, "who leaves is not asked hundreds of times a second whether it does"
+
+
+async def test_a_question_that_one_does_not_answer_is_asked_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a router that hangs is no deadline's end: nobody gave one."""
+    async with spread() as (routers, client):
+        await until_asked(client, *routers)
+        monkeypatch.setattr("tandem.client.CONTROL_TIMEOUT_S", 0.3)
+        routers[0].may_tell.clear()
+        for _ in range(2):
+            assert (await client.model_info()).model == "m"
+        routers[1].may_tell.clear()
+        with pytest.raises(Unreachable, match="the router does not answer"):
+            await client.model_info()
 
 
 async def test_one_that_dies_is_left_aside_and_its_streams_go_on() -> None:
