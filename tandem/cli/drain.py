@@ -71,6 +71,9 @@ def _find(status: pb.ClusterStatus, worker_id: str) -> pb.WorkerRecord:
     for line in status.unreachable:
         if line.startswith(f"{worker_id} ("):
             raise click.ClickException(f"the router cannot ask where {line}. Send its process SIGTERM instead.")
+    for line in status.unused:
+        if line.startswith(f"{worker_id}: "):
+            raise click.ClickException(f"the router does not use {line}. Send its process SIGTERM instead.")
     known = ", ".join(sorted(worker.record.worker_id for worker in status.workers)) or "none"
     raise click.ClickException(f"no worker {worker_id!r}; there are: {known}")
 

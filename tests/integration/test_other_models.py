@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from tiny_cluster import Cluster, make_model, wait_for
 
 from rpc.errors import NoWorker
+from tandem.cli import main
 from tandem.cli.status import status
 
 PROMPT = [70, 71, 72]
@@ -43,6 +44,9 @@ async def test_workers_of_another_model_get_nothing_and_the_status_says_why(
     said = await asyncio.to_thread(CliRunner().invoke, status, ["--router", tiny_cluster.address])
     assert "\nnot used: wide: its model has 2 layers of 32, ours 2 of 16\n" in said.output
     assert "\nnot used: words: its tokens are others: 1536 is '" in said.output
+    told = await asyncio.to_thread(CliRunner().invoke, main, ["drain", "wide", "--router", tiny_cluster.address])
+    why = "the router does not use wide: its model has 2 layers of 32, ours 2 of 16. Send its process SIGTERM instead."
+    assert (told.exit_code, told.output) == (1, f"Error: {why}\n")
 
 
 async def test_no_answer_goes_on_with_other_weights(tiny_cluster: Cluster, tiny_model: Path) -> None:
