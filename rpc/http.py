@@ -16,11 +16,19 @@ from typing import Any
 
 import httptools
 import uvicorn
-from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, make_asgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    make_asgi_app,
+)
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rpc.server import CannotListen, split_address
 from rpc.tls import ServerTLS
+
+disable_created_metrics()  # type: ignore[no-untyped-call] # one more series for each counter and histogram
 
 _log = logging.getLogger(__name__)
 

@@ -65,6 +65,7 @@ async def test_names_keep_their_colons_whatever_is_accepted(
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert f"\n{name}{{" in response.text
     assert "tandem_" not in response.text
+    assert "_created" not in response.text, "when a count began, for each: twice as much to keep, and vLLM shows none"
 
 
 def test_what_is_offloaded_is_shown_where_something_is() -> None:
