@@ -81,6 +81,15 @@ class ServiceArgs(SslArgs):
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")
 
 
+class Several(click.Option):
+    """One that is given once for each of several texts; its environment variable has them apart by spaces."""
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        """Spaces alone, as of a file with an empty line, are an empty text, and not as if nothing was said."""
+        value = super().value_from_envvar(ctx)
+        return ("",) if value is not None and len(value) == 0 else value
+
+
 def options_of(
     dataclass_type: type[Any],
     env_prefix: str = "TANDEM",
@@ -124,6 +133,7 @@ def _option_of(
         f"{flag}/--no-{flag.removeprefix('--')}" if field_type is bool else flag,
         *also,
         field.name,
+        cls=Several if field_type == _TEXTS else click.Option,
         type=str if field_type == _TEXTS else field_type,
         multiple=field_type == _TEXTS,
         envvar=field.metadata.get("env", f"{env_prefix}_{field.name.upper()}"),

@@ -18,7 +18,7 @@ from router.args import GENERATION_HELP, OVERRIDE_HELP, SCHEDULING_HELP, SCHEDUL
 from router.policy import PolicyConfig
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
-from rpc.entrypoint import LOG_LEVELS, build, options_of, stop_signals
+from rpc.entrypoint import LOG_LEVELS, Several, build, options_of, stop_signals
 from rpc.otlp_endpoint import ENDPOINT_HELP
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
@@ -56,7 +56,7 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 @_option("--http-port", type=int, default=8000,
          help="Port of OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
 @_option("--no-http", "has_no_http", is_flag=True, help="No HTTP: gRPC alone.")
-@_option("--api-key", multiple=True, default=(), help=API_KEY_HELP)
+@_option("--api-key", cls=Several, multiple=True, default=(), help=API_KEY_HELP)
 @_option("--allowed-origins", default="[]", metavar="LIST",
          help="JSON list of the origins whose pages may call over HTTP from a browser: "
          '["https://chat.example"], or ["*"].')  # fmt: skip

@@ -77,6 +77,7 @@ def test_defaults_flags_and_environment() -> None:
     assert values(invoke("--needed", "x", "--names", "a", "--names", "b c"))["names"] == ["a", "b c"]
     assert values(invoke(env=env | {"TANDEM_NAMES": "a b\n"}))["names"] == ["a", "b"]
     assert values(invoke(env=env | {"TANDEM_NAMES": ""}))["names"] == []
+    assert values(invoke(env=env | {"TANDEM_NAMES": " \n"}))["names"] == [""], "a file of keys without one is a mistake"
 
 
 def test_help_shows_everything_in_order() -> None:
