@@ -46,8 +46,15 @@ def drain(worker_id: str, wait: bool, is_json: bool, address: str, **ssl: Any) -
     """
     tls = build(SslArgs, ssl).client_tls
     with readable_errors(address), Client(address, tls=tls) as client:
-        record = _find(client.status(), worker_id)
+        status = client.status()
+        record = _find(status, worker_id)
         _ask_to_drain(record, tls)
+        if record.role == pb.ROLE_DECODE and not _has_other_decode_worker(status, worker_id):
+            click.echo(
+                f"{worker_id}: no other decode worker takes requests: until one does, new ones are refused, and "
+                "answers that are not finished after its --drain-grace-s end with an error.",
+                err=True,
+            )
         told = ""
         while (left := _left_to_finish(client.status(), record)) is not None:
             line = f"{worker_id}: draining; {_sentence(left)}"
@@ -76,6 +83,17 @@ def _find(status: pb.ClusterStatus, worker_id: str) -> pb.WorkerRecord:
             raise click.ClickException(f"the router does not use {line}. Send its process SIGTERM instead.")
     known = ", ".join(sorted(worker.record.worker_id for worker in status.workers)) or "none"
     raise click.ClickException(f"no worker {worker_id!r}; there are: {known}")
+
+
+def _has_other_decode_worker(status: pb.ClusterStatus, worker_id: str) -> bool:
+    """That the router gives new requests."""
+    aside = {worker_id, *status.of_another_kind}
+    return any(
+        worker.record.role == pb.ROLE_DECODE
+        and worker.record.worker_id not in aside
+        and not worker.record.load.is_draining
+        for worker in status.workers
+    )
 
 
 def _ask_to_drain(record: pb.WorkerRecord, tls: ClientTLS | None) -> None:

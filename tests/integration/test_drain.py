@@ -40,8 +40,10 @@ async def test_a_worker_that_is_drained_finishes_what_it_has_and_leaves(
     await wait_for(has_begun, "the stream has begun")
     await tiny_cluster.start_decode_worker("second", tiny_model)
     await tiny_cluster.wait_for_workers("first", "second")
-    told = json.loads((await drain(tiny_cluster, "first", "--json")).stdout)
+    asked = await drain(tiny_cluster, "first", "--json")
+    told = json.loads(asked.stdout)
     assert (told["worker_id"], told["has_left"], told["load"]["num_running"]) == ("first", False, 1)
+    assert "no other decode worker" not in asked.stderr
     waiting = asyncio.create_task(drain(tiny_cluster, "first", "--wait"))
     anew = await tiny_cluster.client.generate(PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True)
     assert anew.timings.decode_worker == "second"
@@ -62,3 +64,7 @@ async def test_a_worker_that_is_drained_finishes_what_it_has_and_leaves(
         assert keys.smembers("tandem:workers") == {b"second"}
     unknown = await drain(tiny_cluster, "first", "--wait")
     assert (unknown.exit_code, unknown.output) == (1, "Error: no worker 'first'; there are: second\n")
+    last_one = await drain(tiny_cluster, "second", "--json")
+    assert last_one.stderr.startswith(
+        "second: no other decode worker takes requests: until one does, new ones are refused"
+    )
