@@ -69,6 +69,8 @@ class Account:
         """The attempt that gave the first token."""
         self._has_second = False
         self._emitted_s: float | None = None
+        self._said_s = 0.0
+        """When what a worker said last came."""
         self._decoding: _Decoding | None = None
         """Of the running attempt."""
 
@@ -104,6 +106,7 @@ class Account:
     def note(self, said: WorkerSaid, plan: Plan, room: TakenRoom) -> None:
         """What a worker of the running attempt says."""
         now_s, attempt = time.monotonic(), self.attempts[-1]
+        self._said_s = said.at_s
         match said.event.WhichOneof("event"):
             case "granted":
                 attempt.granted_s = now_s
@@ -161,7 +164,7 @@ class Account:
         self._emitted_s = now_s
         self._forecast.emitted(num_tokens, now_s)
         if self._decoding is not None:
-            self._decoding.emitted(num_tokens, now_s)
+            self._decoding.emitted(num_tokens, self._said_s)
         if before_s is None and not is_resumed:
             self._metrics.first_token(now_s - self.stamps.arrived_s)
         self._metrics.tokens(num_tokens, None if before_s is None else now_s - before_s)

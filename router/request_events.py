@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from protos.tandem_inference_pb2 import FinishReason, Mode, TokenLogprobs
@@ -68,6 +69,8 @@ class Planned:
 class WorkerSaid:
     worker: WorkerKey
     event: WorkerEvent
+    at_s: float = field(default_factory=time.monotonic, compare=False)
+    """When it came, which may be long before the request gets to it: where a client reads slowly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,3 +89,21 @@ async def test_the_next_answer_goes_to_who_steps_faster() -> None:
     await settle()
     assert [command.WhichOneof("command") for command in cast(ScriptedSession, other.session).sent] == ["generate"]
     await next_one.leave()
+
+
+async def test_a_client_that_reads_slowly_makes_no_worker_slow() -> None:
+    bench = Bench()
+    for worker in (FAST, ALSO_FAST):
+        bench.pool.costs.paces.answered(worker, 100, 100 * step_s(0), 0, time.monotonic())
+    messages = bench.lifecycle("r").run()
+    for index in range(2):
+        read = asyncio.create_task(anext(messages))
+        await settle()
+        bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
+        await read
+    for index in range(2, 3 + MIN_TOKENS):
+        bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
+    await asyncio.sleep(0.5)  # for what the others take some 0.1 s
+    await anext(messages)
+    await messages.aclose()
+    assert bench.pool.costs.paces.slowness(bench.decode.key, time.monotonic()) <= 1
