@@ -362,18 +362,6 @@ class AsyncClient(ClientBase):
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
         return await self._ask(lambda: self._cluster.Profile, request, timeout_s + PROFILE_READ_S)
 
-    async def _ask(self, ask: Callable[[], Any], request: Any) -> Any:
-        """What a router answers; where it does not, and there may be others, what another does. `ask`: a method of a
-        stub, which there is once this client is bound to its loop."""
-        try:
-            with self._asking():
-                return await ask()(request, timeout=CONTROL_TIMEOUT_S)
-        except LOST:
-            if not self._is_spread:
-                raise
-        with self._asking():
-            return await ask()(request, timeout=CONTROL_TIMEOUT_S)
-
     async def close(self) -> None:
         """What still runs, in other tasks, ends with `ClientClosed`."""
         if self._loop is not None:
