@@ -139,10 +139,10 @@ class Client(ClientBase):
             stream.answers().check_ended()
             return
 
-    def _ask(self, method: Callable[..., T], request: Message, timeout_s: float = CONTROL_TIMEOUT_S) -> T:
+    def _ask(self, method: Callable[..., T], request: Message, timeout_s: float | None = None) -> T:
         """One message for one."""
         with self._asking():
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
 
     def abort(self, request_id: str) -> bool:
         """End a running request; its stream then ends with finish_reason abort. False if it was not running."""
@@ -311,18 +311,18 @@ class AsyncClient(ClientBase):
             return
 
     async def _ask(
-        self, method: Callable[[], Callable[..., Awaitable[T]]], request: Message, timeout_s: float = CONTROL_TIMEOUT_S
+        self, method: Callable[[], Callable[..., Awaitable[T]]], request: Message, timeout_s: float | None = None
     ) -> T:
         """As `Client._ask`; where a router does not answer, and there may be others, what another does. `method` is
         looked up once there is a channel."""
         try:
             with self._asking():
-                return await method()(request, timeout=timeout_s)
+                return await method()(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
         except LOST:
             if not self._is_spread:
                 raise
         with self._asking():
-            return await method()(request, timeout=timeout_s)
+            return await method()(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
 
     async def abort(self, request_id: str) -> bool:
         """As `Client.abort`. Of a client that is spread: `RuntimeError`."""
