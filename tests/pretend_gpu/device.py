@@ -158,7 +158,7 @@ def _connect(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
     from pretend_gpu.nixl import import_nixl
 
     driver = PretendDriver(gpu)
-    patch.setattr("engine.kv_cache.allocate_kv_pool", driver.allocate_kv_pool)
+    patch.setattr("engine.kv_memory.allocate_kv_pool", driver.allocate_kv_pool)
     patch.setattr("worker_service.pool_memory.cuda_peers", driver.peers)
     patch.setattr("engine.tensor_parallel.group._nccl", partial(PretendNccl, gpu))
     patch.setattr("kv_transfer.nixl_agent._import_nixl", partial(import_nixl, gpu.memory.accesses, driver.pools))

@@ -36,7 +36,7 @@ class PretendDriver:
         self._opened: dict[int, memoryview] = {}
 
     def allocate_kv_pool(self, shape: KVCacheShape, device: str) -> torch.Tensor:
-        """In the place of `engine.kv_cache.allocate_kv_pool`."""
+        """In the place of `engine.kv_memory.allocate_kv_pool`."""
         if device == "cpu":
             return self._allocate_on_host(shape, device)
         shared = SharedMemory(shape.pool_bytes)
