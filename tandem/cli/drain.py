@@ -77,7 +77,7 @@ def _find(status: pb.ClusterStatus, worker_id: str) -> pb.WorkerRecord:
             return worker.record
     for line in status.unreachable:
         if line.startswith(f"{worker_id} ("):
-            raise click.ClickException(f"the router cannot ask where {line}. Send its process SIGTERM instead.")
+            raise click.ClickException(f"the router cannot ask {line}. Send its process SIGTERM instead.")
     for line in status.unused:
         if line.startswith(f"{worker_id}: "):
             raise click.ClickException(f"the router does not use {line}. Send its process SIGTERM instead.")
