@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -24,6 +25,12 @@ from engine.model_loader import resolve_model
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("tandem", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tandem")
+
+# Where the tests run under nohup, or behind an &, a signal is ignored, and would be by all that they start. One that is
+# handled, if only to no effect, is not.
+for _signum in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, lambda *_: None)
 
 
 class RedisServer:

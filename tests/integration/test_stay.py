@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -33,9 +34,8 @@ def full_decode_worker(client: Client) -> Iterator[None]:
     """While it is entered, the decode worker has no room for `PROMPT`."""
     others = [[(number * 131 + 7 * i) % 30_000 + 70 for i in range(400)] for number in (1, 2)]
     streams = [client.stream(prompt, max_tokens=100, temperature=0, ignore_eos=True) for prompt in others]
-    for stream in streams:
-        next(stream)
-        next(stream)  # its first token came from the prefill worker
+    with ThreadPoolExecutor(2) as threads:  # at once: the first must not have ended when the second begins
+        list(threads.map(lambda stream: [next(stream), next(stream)], streams))  # the first token is no sign of room
     try:
         yield
     finally:
