@@ -12,5 +12,6 @@ model but its folder's tokenizer, chat template and generation_config.
                   worker_faults ──> ejection
     learning      forecast: whom to refuse; costs, paces: whom to choose; fading: their means
     text          text, validation: packages of their own; served_model ──> model_info, generation_defaults
-    process       __main__, args, process; tokenizer_servicer; cluster_servicer, audit: what operators ask; metrics
+    process       __main__, args, process; tokenizer_servicer; metrics, gauges
+                  cluster_servicer, audit: what operators ask
 """

@@ -1,37 +1,25 @@
-"""What a router shows to Prometheus: requests and their latencies as clients saw them, the queue, and who serves.
+"""What a router counts for Prometheus as it happens: requests and their latencies as clients saw them. (What it reads
+when somebody looks: `gauges`.)
 
 Names, meanings and histogram edges are vLLM's (vllm/v1/metrics, 0.32) where it has them, behind our prefix, so that
 dashboards need another prefix and no other thought. Observed on the event loop: a few microseconds a token.
 
     Lifecycle ──tokens(gap)──>          histograms, counters ──┐
     servicer  ──ended(answer or error)──┘                      ├──> registry
-    queue, pool: read when somebody looks ─────────────────────┘
+    gauges: read when somebody looks ──────────────────────────┘
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from protos import tandem_inference_pb2 as pb
-from protos import tandem_worker_pb2 as worker_pb
-from router.queue import RequestQueue
-from router.retry_budget import RetryBudget
-from router.worker_pool import WorkerPool
 from rpc.errors import STATUS_CODES
-
-if TYPE_CHECKING:
-    from router.lifecycle import Lifecycle
 
 FINISHED_REASONS = ("stop", "length", "abort")
 """Of requests that were answered."""
-COST_TOKENS = 1024
-"""Of the prompt by which costs are shown."""
 MODES = ("disaggregated", "local", "stay")
 FAILURE_REASONS = tuple(sorted({"cancelled", "internal", *(status.name.lower() for status in STATUS_CODES.values())}))
 # fmt: off
@@ -153,90 +141,3 @@ class RouterMetrics:
         for value in known:
             counter.labels(self._model, value)
         return counter
-
-
-class RouterGauges(Collector):
-    """What a router knows at the moment when somebody looks."""
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        queue: RequestQueue,
-        pool: WorkerPool,
-        budget: RetryBudget,
-        num_running: Callable[[], int],
-        running: Callable[[], list[Lifecycle]],
-        is_registry_reachable: Callable[[], bool],
-    ) -> None:
-        self._model = model
-        self._queue = queue
-        self._pool = pool
-        self._budget = budget
-        self._num_running = num_running
-        self._running = running
-        self._is_registry_reachable = is_registry_reachable
-
-    def collect(self) -> Iterable[Metric]:
-        for name, help_text, value in (
-            ("router_requests", "Requests that are open at this router, waiting or served.", self._num_running()),
-            ("queue_requests", "Requests that wait for a worker.", len(self._queue)),
-            ("queue_tokens", "Tokens to be prefilled of requests that wait for a worker.", self._queue.num_tokens),
-            ("retry_budget", "Retries, beyond first ones, that are left.", self._budget.num_tokens),
-            ("registry_reachable", "1 while Redis answers.", self._is_registry_reachable()),
-            ("ejected_workers", "Workers not in use because they failed again and again.", len(self._pool.ejected)),
-            ("pairs_apart", "Pairs of workers not used together because transfers failed.", len(self._pool.apart)),
-        ):
-            gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        yield from self._costs()
-        yield from self._lora_requests()
-        workers = GaugeMetricFamily("tandem:workers", "Workers that take new work.", labels=["model_name", "role"])
-        for role in (worker_pb.ROLE_PREFILL, worker_pb.ROLE_DECODE):
-            name = worker_pb.Role.Name(role).removeprefix("ROLE_").lower()
-            workers.add_metric([self._model, name], len(self._pool.usable(role)))
-        yield workers
-
-    def _lora_requests(self) -> Iterable[Metric]:
-        """Which adapters are asked for, where there are some: vLLM's gauge, whose value is the time."""
-        adapters = {name for record in self._pool.decode_records() for name in record.model.lora_names}
-        if not adapters:
-            return
-        asked = [lifecycle for lifecycle in self._running() if lifecycle.lora_name]
-        waiting = {lifecycle.lora_name for lifecycle in asked if lifecycle.account.is_waiting}
-        running = {lifecycle.lora_name for lifecycle in asked if not lifecycle.account.is_waiting}
-        gauge = GaugeMetricFamily(
-            "tandem:lora_requests_info",
-            "Adapters that requests ask for; max_lora: how many there are.",
-            labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        labels = [self._model, str(len(adapters)), ",".join(sorted(running)), ",".join(sorted(waiting))]
-        gauge.add_metric(labels, time.time())
-        yield gauge
-
-    def _costs(self) -> Iterable[Metric]:
-        """What plans are chosen by."""
-        costs, now_s = self._pool.costs, time.monotonic()
-        handover = GaugeMetricFamily(
-            "tandem:expected_handover_seconds",
-            f"What moving the KV of {COST_TOKENS} tokens is expected to add to a request; 0: nobody has seen it.",
-            labels=["model_name"],
-        )
-        handover.add_metric([self._model], costs.handover_s(COST_TOKENS, now_s))
-        prompts = GaugeMetricFamily(
-            "tandem:expected_prompt_seconds",
-            f"What a prompt of {COST_TOKENS} tokens is expected to take at an idle worker.",
-            labels=["model_name", "worker"],
-        )
-        slowness = GaugeMetricFamily(
-            "tandem:decode_slowness",
-            "How many times longer a worker's steps take than the others' under the same load, from 1.25 times on.",
-            labels=["model_name", "worker"],
-        )
-        # Of one that was started again the newer: a process may still finish what it has.
-        keys = {handle.record.worker_id: handle.key for handle in self._pool.handles}
-        for worker_id, key in keys.items():
-            prompts.add_metric([self._model, worker_id], costs.prompt_s(key, COST_TOKENS, now_s))
-            slowness.add_metric([self._model, worker_id], costs.paces.slowness(key, now_s))
-        yield from (handover, prompts, slowness)

@@ -22,9 +22,10 @@ from registry.workers import WorkerDirectory
 from router.args import RouterArgs
 from router.cluster_servicer import ClusterServicer
 from router.forecast import Forecast
+from router.gauges import RouterGauges
 from router.generation_defaults import GenerationDefaults
 from router.lifecycle import Cluster
-from router.metrics import RouterGauges, RouterMetrics
+from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
 from router.peers import Peers
 from router.policy import PolicyConfig

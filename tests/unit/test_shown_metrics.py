@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry
 from engine.scheduling.stats import SchedulerStats
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from router.gauges import COST_TOKENS, RouterGauges
 from router.lifecycle import Lifecycle
-from router.metrics import COST_TOKENS, RouterGauges, RouterMetrics
+from router.metrics import RouterMetrics
 from rpc.http import HttpServer, metrics_app
 from rpc.server import CannotListen
 from worker_service.metrics import WorkerMetrics
