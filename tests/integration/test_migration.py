@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -234,11 +235,14 @@ def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster
             return told.headers["x-request-id"] in (tmp_path / "router.log").read_text()
 
         wait_until(reaches_it, 20, "the gateway has found the other router")
-        streams = []
-        for _ in range(6):
-            opened = http.stream("POST", "/completions", json={**asked, "stream": True})
-            streams.append(stack.enter_context(opened).iter_lines())
-            assert next(streams[-1]).startswith("data: ")
+
+        def opened(_: int) -> Iterator[str]:
+            stream = http.stream("POST", "/completions", json={**asked, "stream": True})
+            lines: Iterator[str] = stack.enter_context(stream).iter_lines()
+            return chain([next(lines)], lines)
+
+        with ThreadPoolExecutor(6) as threads:  # at once: the first must not have ended when the last begins
+            streams = list(threads.map(opened, range(6)))
         assert [client.status().num_running_requests for client in (here, there)] == [3, 3]
         process.kill()
         texts = ["".join(map(text_of, lines)) for lines in streams]
