@@ -4,9 +4,9 @@
     python benchmarks/gpu.py --only kernels,model         some parts; floors are measured with any
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
-    floors ─> kernels, model ─> attention ─> flash ─> digests ─> steps ─> offload ─> push ─> servers ─> products
-    ─> deepseek ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: vllm, other launch
-    configurations
+    floors ─> kernels, model, answers ─> attention ─> flash ─> digests ─> steps ─> offload ─> push ─> servers
+    ─> products ─> deepseek ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: vllm, other
+    launch configurations
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
@@ -34,6 +34,7 @@ if __name__ == "__main__":
 from benchmarks.flags import Positive, wrong_usage
 from benchmarks.gpu_parts import (
     against_vllm,
+    answers,
     attention,
     deepseek,
     digests,
@@ -57,6 +58,7 @@ PARTS = (
     Part(name="floors", about="what the device can do", measure=floors.measure, limit_s=60),
     Part(name="kernels", about="their tests against float64", measure=kernels.measure, limit_s=150, is_timed=False),
     Part(name="model", about="against transformers in float64", measure=model.measure, limit_s=150, is_timed=False),
+    Part(name="answers", about="as on the CPU", measure=answers.measure, limit_s=120, is_timed=False),
     Part(name="attention", about="alone", measure=attention.measure, limit_s=60),
     Part(name="flash", about="the FlashAttention that is there, alone", measure=flash.measure, limit_s=90),
     Part(name="digests", about="of blocks, alone", measure=digests.measure, limit_s=40),

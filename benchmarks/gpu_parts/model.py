@@ -149,7 +149,10 @@ def save_model(name: str, plan: Plan, folder: Path) -> None:
     }  # fmt: skip
     config_class = {
         "llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config, "gemma2": transformers.Gemma2Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
     }[name]  # fmt: skip
+    if name == "qwen3_moe":
+        shared |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": plan.hidden_size}
     if name == "gemma2":
         shared |= {"sliding_window": plan.chunk, "query_pre_attn_scalar": 2 * head_dim, "attn_logit_softcapping": 5.0}
     config = config_class(**shared)

@@ -20,6 +20,7 @@ import torch
 from benchmarks import gpu, transfer
 from benchmarks.gpu_parts import (
     against_vllm,
+    answers,
     attention,
     deepseek,
     digests,
@@ -323,6 +324,33 @@ def test_a_push_as_rows(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> No
     rows = list(push.measure_grpc(Setting(device="cpu", is_tiny=True, results=setting.results, known=known)))
     assert (rows[0].value, rows[0].limit, rows[0].share) == (5.0, 40.0, 0.125)
     assert [row.is_wrong for row in rows] == [False, False, True, False]
+
+
+def test_answers_as_on_the_cpu(setting: Setting) -> None:
+    rows = list(answers.measure(setting))
+    assert [row.is_wrong for row in rows] == [False] * len(answers.CASES)
+    assert [row.value for row in rows] == [0] * len(rows)
+
+
+@pytest.mark.parametrize("what", ["another token", "nobody was preempted"])
+def test_other_answers_are_wrong_and_so_is_a_case_that_shows_nothing(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    asked = answers.answers
+    devices = iter(("cpu", "the device"))
+
+    def answers_of(*args: Any) -> Any:
+        tokens, stats = asked(*args)
+        if next(devices) == "the device":
+            tokens["1"][-1] += what == "another token"
+            stats.num_preemptions *= what == "another token"
+        return tokens, stats
+
+    monkeypatch.setattr(answers, "CASES", [case for case in answers.CASES if case.what == "too small a pool"])
+    monkeypatch.setattr(answers, "answers", answers_of)
+    (row,) = answers.measure(setting)
+    assert row.is_wrong
+    assert row.value == (1 if what == "another token" else None)
 
 
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")

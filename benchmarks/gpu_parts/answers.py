@@ -1,0 +1,228 @@
+"""What an engine answers on this device, token for token as an engine on the CPU does: in float32, over small random
+models, with all that requests may ask of the sampler, with adapters, guesses, experts, too small a pool, and blocks
+that come back from the host's memory.
+
+    the same weights ──> plain torch on the CPU, a pool with room for all ──> tokens of each request
+                     └─> this device, with what a case has of its own     ──> the same tokens, or the case fails
+
+Draws fall alike: they depend on a request's seed and a token's place alone. A case in which what it is about did not
+happen (nobody was preempted, say) shows nothing, and fails as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.gpu_parts.model import Plan, random_tokens, save_model
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import Setting
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from engine.scheduling.stats import SchedulerStats
+
+ADAPTERS = {"small": 4, "large": 16}
+"""By name, their ranks."""
+FULL = Plan(
+    hidden_size=256, num_layers=4, prompt_lens=(1, 16, 17, 60, 128, 333), num_decoded=0, chunk=100, num_greedy=48
+)
+TINY = Plan(hidden_size=64, num_layers=2, prompt_lens=(1, 16, 17, 40), num_decoded=0, chunk=10, num_greedy=12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    prompt: Sequence[int]
+    params: SamplingParams
+    lora_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    what: str
+    requests: Callable[[Plan], list[Request]]
+    model: str = "llama"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engine on this device alone."""
+    small_pool: bool = False
+    """It has room for the longest request and little more."""
+    happened: tuple[str, Callable[[SchedulerStats], int]] | None = None
+    """What the case is about, and how often that was."""
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    plan = TINY if setting.is_tiny else FULL
+    with TemporaryDirectory() as name:
+        folders = {model: Path(name) / model for model in {case.model for case in CASES}}
+        for model, folder in folders.items():
+            save_model(model, plan, folder)
+        modules = save_adapters(folders["llama"])
+        for case in CASES:
+            requests = case.requests(plan)
+            shared: dict[str, Any] = {"model": str(folders[case.model])}
+            if any(request.lora_name for request in requests):
+                shared["lora_modules"] = json.dumps(modules)
+            yield row_of(case, requests, setting, shared)
+
+
+def row_of(case: Case, requests: Sequence[Request], setting: Setting, shared: Mapping[str, Any]) -> Row:
+    num_blocks = num_kv_blocks(requests, is_small=False)
+    expected, _ = answers(requests, {**shared, "num_kv_blocks": num_blocks, "device": "cpu"})
+    if case.small_pool:
+        num_blocks = num_kv_blocks(requests, is_small=True)
+    settings = {**shared, **case.settings, "num_kv_blocks": num_blocks, "device": setting.device}
+    found, stats = answers(requests, settings)
+    num_other: int | None = sum(found[i] != expected[i] for i in expected)
+    note = f"{sum(map(len, expected.values()))} tokens"
+    if case.happened:
+        what, count_of = case.happened
+        count = count_of(stats)
+        note += f", {what}: {count}"
+        num_other = num_other if count else None
+    return Row(
+        what=f"answers unlike the CPU's, {case.what}", value=num_other, unit=f"of {len(requests)}", at_most=0,
+        is_check=True, note=note,
+    )  # fmt: skip
+
+
+def num_kv_blocks(requests: Sequence[Request], *, is_small: bool) -> int:
+    """Room for all of them, or for the longest two."""
+    blocks = sorted(-(-(len(r.prompt) + r.params.max_tokens + 1) // EngineArgs.block_size) + 1 for r in requests)
+    return sum(blocks[-2:] if is_small else blocks)
+
+
+def answers(requests: Sequence[Request], settings: Mapping[str, Any]) -> tuple[dict[str, list[int]], SchedulerStats]:
+    """Each request's tokens, and what the engine counted."""
+    longest = max(len(request.prompt) + request.params.max_tokens for request in requests)
+    args = {"dtype": "float32", "max_model_len": longest + 1, "max_num_seqs": len(requests), **settings}
+    engine = LLMEngine(create_engine_config(EngineArgs(**args)))
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(requests))}
+    for number, request in enumerate(requests):
+        engine.add_request(str(number), request.prompt, request.params, lora_name=request.lora_name)
+    while engine.has_unfinished_requests() or engine.is_copying:
+        for output in engine.step():
+            tokens[output.request_id].extend(output.token_ids)
+    stats = engine.stats
+    engine.close()
+    return tokens, stats
+
+
+# -- what is asked --------------------------------------------------------------------------------------------------
+
+
+def prompts_of(plan: Plan, count: int) -> list[list[int]]:
+    return [
+        random_tokens(plan.prompt_lens[number % len(plan.prompt_lens)], plan.vocab_size, seed=number)
+        for number in range(count)
+    ]
+
+
+def sampled(plan: Plan) -> list[Request]:
+    """A request for each thing that the sampler knows, and several of them at once."""
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0, "logit_bias": {7: 3.0, 11: -100.0}},
+        {"temperature": 0, "allowed_token_ids": frozenset(range(5, 500, 3))},
+        {"temperature": 0, "min_tokens": plan.num_greedy // 2, "stop_token_ids": frozenset(range(0, 1000, 16))},
+        {"temperature": 0, "bad_words_token_ids": (*((n,) for n in range(0, 900, 5)), (3, 8), (901, 902, 903))},
+        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+        {"temperature": 0, "logprobs": 5},
+        {"temperature": 0.8},
+        {"temperature": 1.2, "top_k": 40},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.05},
+        {"temperature": 0.9, "top_p": 0.95, "top_k": 100, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 2},
+        {"temperature": 1.0, "logit_bias": {3: 2.5}, "allowed_token_ids": frozenset(range(600))},
+    ]  # fmt: skip
+    return [
+        Request(prompt=prompt, params=SamplingParams(seed=number, max_tokens=plan.num_greedy, **params))
+        for number, (prompt, params) in enumerate(zip(prompts_of(plan, len(asked)), asked, strict=True))
+    ]
+
+
+def greedy(plan: Plan) -> list[Request]:
+    params = SamplingParams(temperature=0, max_tokens=plan.num_greedy, ignore_eos=True)
+    return [Request(prompt=prompt, params=params) for prompt in prompts_of(plan, 6)]
+
+
+def adapted(plan: Plan) -> list[Request]:
+    """With each adapter and with none, in the same steps."""
+    names = ["", *ADAPTERS]
+    return [
+        Request(prompt=request.prompt, params=request.params, lora_name=names[number % len(names)])
+        for number, request in enumerate(greedy(plan))
+    ]
+
+
+def repeating(plan: Plan) -> list[Request]:
+    """Prompts in which the same comes again and again, and answers drawn and not."""
+    return [
+        Request(
+            prompt=random_tokens(9, plan.vocab_size, seed=number) * 4,
+            params=SamplingParams(
+                temperature=temperature, seed=number, max_tokens=2 * plan.num_greedy, ignore_eos=True,
+                repetition_penalty=0.7,
+            ),
+        )
+        for number, temperature in enumerate((0, 0, 0, 0.3))
+    ]  # fmt: skip
+
+
+def twice(plan: Plan) -> list[Request]:
+    """All, and then the first ones again."""
+    requests = greedy(plan)
+    return [*requests, *requests]
+
+
+CASES = (
+    Case(what="all that is asked of the sampler", requests=sampled),
+    Case(what="adapters", requests=adapted),
+    Case(
+        what="guesses", requests=repeating,
+        settings={"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'},
+        happened=("right guesses", lambda stats: stats.num_accepted_tokens),
+    ),
+    Case(what="experts", requests=greedy, model="qwen3_moe"),
+    Case(
+        what="too small a pool", requests=greedy, small_pool=True,
+        happened=("preemptions", lambda stats: stats.num_preemptions),
+    ),
+    Case(
+        what="blocks from the host", requests=twice, small_pool=True, settings={"kv_offloading_size": 0.25},
+        happened=("blocks loaded", lambda stats: stats.num_loaded_blocks),
+    ),
+)  # fmt: skip
+
+
+def save_adapters(model: Path) -> dict[str, str]:
+    """Random ones beside `model`, in PEFT's layout, by name: of every product of its layers."""
+    weights = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    folders = {}
+    for name, rank in ADAPTERS.items():
+        folder = model / name
+        folder.mkdir()
+        folders[name] = str(folder)
+        (folder / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"})
+        )
+        added = {}
+        for weight_name, weight in weights.items():
+            if "_proj." not in weight_name:
+                continue
+            outputs, inputs = weight.shape
+            prefix = f"base_model.model.{weight_name.removesuffix('.weight')}"
+            added[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+            added[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * rank**-0.5
+        save_file(added, folder / "adapter_model.safetensors")
+    return folders
