@@ -79,6 +79,12 @@ PARTS = (
         measure=steps.measure_invariant,
         limit_s=90,
     ),
+    Part(
+        name="steps-flash",
+        about="the same engine with FlashAttention",
+        measure=steps.measure_flash,
+        limit_s=90,
+    ),
     Part(name="vllm", about="beside Tandem", measure=against_vllm.measure, limit_s=400, is_default=False),
     *(
         Part(

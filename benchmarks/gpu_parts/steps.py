@@ -28,6 +28,7 @@ from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import Sizes, write_model
 from benchmarks.gpu_parts.timing import synchronize, waiting_seconds_of
 from benchmarks.stepping import new_prompt, timed_step
+from engine.attention.flash_calls import FlashUnavailable, load_flash_calls
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
@@ -52,7 +53,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 def measure_int8(setting: Setting) -> Iterator[Row]:
     """Weights of layers in int8. Prompts stand beside the same limit, of products in bfloat16."""
     sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1))
-    return measure_with(setting, sizes, quantization="int8")
+    return measure_with(setting, sizes, "int8: ", quantization="int8")
 
 
 def measure_fp8(setting: Setting) -> Iterator[Row]:
@@ -60,21 +61,33 @@ def measure_fp8(setting: Setting) -> Iterator[Row]:
     if setting.device != "cuda":
         raise NotRun("it needs a GPU")
     sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1, kv_item_bytes=1))
-    return measure_with(setting, sizes, quantization="fp8", kv_cache_dtype="fp8")
+    return measure_with(setting, sizes, "fp8: ", quantization="fp8", kv_cache_dtype="fp8")
 
 
 def measure_invariant(setting: Setting) -> Iterator[Row]:
     """With the same bits in any batch: products by our kernels, contexts that are not split."""
     if setting.device != "cuda":
         raise NotRun("it needs a GPU")
-    return measure_with(setting, setting.sizes, batch_invariant=True)
+    return measure_with(setting, setting.sizes, "batch invariant: ", batch_invariant=True)
 
 
-def measure_with(setting: Setting, sizes: Sizes, **settings: Any) -> Iterator[Row]:
-    """`settings`: of the engine. `sizes`: what is counted of it."""
+def measure_flash(setting: Setting) -> Iterator[Row]:
+    """With the FlashAttention that is installed in the place of our attention."""
+    _, _, head_dim = setting.sizes.attention_heads
+    try:
+        calls = load_flash_calls(
+            device=setting.device, dtype="bfloat16", kv_dtype="bfloat16", head_dim=head_dim,
+            block_size=EngineArgs.block_size,
+        )  # fmt: skip
+    except FlashUnavailable as error:
+        raise NotRun(str(error)) from error
+    yield from measure_with(setting, setting.sizes, f"{calls.name}: ", attention_backend="flash_attn")
+
+
+def measure_with(setting: Setting, sizes: Sizes, label: str = "", **settings: Any) -> Iterator[Row]:
+    """`settings`: of the engine, which rows are called by. `sizes`: what is counted of it."""
     with TemporaryDirectory() as name:
         engine = open_engine(write_model(Path(name), sizes.model.config), setting, **settings)
-        label = f"{settings.get('quantization', 'batch invariant')}: " if settings else ""
         steps_ms: list[float] = []
         rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting))
         for row in chain(rows, () if settings else sampling_rows(engine, setting)):

@@ -109,6 +109,8 @@ def test_flash_attention_over_pages_of_each_size_that_it_takes(
 def test_why_there_is_no_flash_attention_is_said(setting: Setting) -> None:
     with pytest.raises(NotRun, match="the device is cpu"):
         list(flash.measure(setting))
+    with pytest.raises(NotRun, match="the device is cpu"):
+        list(steps.measure_flash(setting))
 
 
 def test_floors_and_steps(setting: Setting) -> None:
