@@ -18,6 +18,8 @@ from benchmarks.gpu_parts.shapes import write_model
 
 SCRIPT = Path(__file__).with_name("offline_engine.py")
 LOG = "gpu-vllm.log"
+NUM_ROUNDS = 2
+"""A round of both takes half a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def times(setting: Setting, engine: str, folder: Path) -> Iterator[Time]:
     """As they are measured. What the engine says goes into a log, and its end into the error where it fails."""
     case = {
         "model": str(folder), "device": setting.device, "max_model_len": setting.sizes.max_model_len,
-        "kv_cache_gib": setting.sizes.kv_cache_gib, "num_rounds": 3,
+        "kv_cache_gib": setting.sizes.kv_cache_gib, "num_rounds": NUM_ROUNDS,
         "answers": (4, 12) if setting.is_tiny else (32, 128),
         "decode": [step[:2] for step in setting.sizes.decode_steps],
         "prefill": [step[:2] for step in setting.sizes.prefill_steps],

@@ -3,9 +3,10 @@
 Owns that memory, a thread, and on a GPU a stream. Which block goes where, and who may use it meanwhile, is decided
 elsewhere (`engine.scheduling.block_manager`): a block that is on its way is neither written nor evicted by anybody.
 
-    stepping thread     begin ──────────────> take_done ──> end_copy …           wait, where nothing else is to be done
-                          │ loads before saves     ^
-    this one's            └─> some at a time ── done ── on_done
+    stepping thread     begin ──────────────────────> take_done ──> end_copy …   wait, where nothing else is to be done
+                          │ loads before saves             ^
+    this one's            └─> some at a time, of which ── done ── on_done
+                              the next are launched before the last are waited for
 
 What is saved was computed by steps whose tokens the host has; what is loaded, steps launched afterwards read. So no
 copy waits for a step, and no step for a copy.
@@ -32,6 +33,9 @@ from engine.to_device import to_device
 
 COPIES_AT_ONCE = 16
 """Then the next loads come before the rest of the saves."""
+LAUNCHED_AHEAD = 1
+"""Batches of so many that are on their way while another is launched: or the bus idles for what a launch, and waking up
+from a wait, take. On an H200 that was half of the time."""
 PIECE_BYTES = 256 << 20
 """Of the host's memory, allocated at once: torch rounds what it pins up to a power of two."""
 STAGED_BYTES = 64 << 20
@@ -60,6 +64,7 @@ class HostCopies:
         self.num_blocks = num_host_blocks
         self._device = pool.device
         is_pinned = self._device.type != "cpu"
+        self._num_ahead = LAUNCHED_AHEAD if is_pinned else 0
         pool_LNE = _as_words(pool)
         num_layers, _, size = pool_LNE.shape
         self._num_in_piece = max(1, PIECE_BYTES // (num_layers * size * pool_LNE.itemsize))
@@ -137,28 +142,34 @@ class HostCopies:
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode(), self._beside_steps() as wait_for_copies:
-                while copies := self._next():
-                    self._copy(copies)
-                    wait_for_copies()
-                    self._tell(copies, None)
+            under_way: deque[tuple[list[BlockCopy], Callable[[], object]]] = deque()
+            with torch.inference_mode(), self._beside_steps() as mark:
+                while (copies := self._next(may_wait=not under_way)) or under_way:
+                    if copies:
+                        self._copy(copies)
+                        under_way.append((copies, mark()))
+                    if not copies or len(under_way) > self._num_ahead:
+                        launched, wait_for_them = under_way.popleft()
+                        wait_for_them()
+                        self._tell(launched, None)
         except BaseException as error:
             self._tell([], error)
 
     @contextmanager
-    def _beside_steps(self) -> Iterator[Callable[[], object]]:
-        """Gives what waits for the copies that were launched within."""
+    def _beside_steps(self) -> Iterator[Callable[[], Callable[[], object]]]:
+        """Gives what marks the place behind all copies launched so far, and is given what waits for it."""
         if self._device.type == "cpu":
-            yield lambda: None
+            yield lambda: lambda: None
             return
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-            yield _wait_asleep
+            yield _mark
 
-    def _next(self) -> list[BlockCopy]:
-        """Empty: the end."""
+    def _next(self, *, may_wait: bool) -> list[BlockCopy]:
+        """Empty: the end, or, where it may not wait, that there is nothing to be done now."""
         with self._changed:
-            self._changed.wait_for(lambda: self._loads or self._saves or self._is_closing)
+            if may_wait:
+                self._changed.wait_for(lambda: self._loads or self._saves or self._is_closing)
             if self._is_closing:
                 return []
             copies = self._loads or self._saves
@@ -233,8 +244,8 @@ def _as_words(pool: torch.Tensor) -> torch.Tensor:
     return bytes_LNE.view(torch.int64) if bytes_LNE.shape[2] % 8 == 0 else bytes_LNE
 
 
-def _wait_asleep() -> None:
-    """For what this thread has launched. A thread that spins would take a core, and the stepping thread's time."""
+def _mark() -> Callable[[], object]:
+    """Waiting is done asleep: a thread that spins would take a core, and the stepping thread's time."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
-    event.synchronize()
+    return event.synchronize
