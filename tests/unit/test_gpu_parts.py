@@ -60,9 +60,9 @@ def test_beside_vllm_where_it_is_installed(setting: Setting, monkeypatch: pytest
         against_vllm, "times",
         lambda _, engine, folder: [against_vllm.Time(engine, "prefill 2 x 64", 2.0 if engine == "tandem" else 6.0)],
     )  # fmt: skip
-    ours, theirs = against_vllm.measure(setting)
-    assert (ours.what, ours.note) == ("prefill 2 x 64, tandem", "")
-    assert (theirs.what, theirs.note) == ("prefill 2 x 64, vllm", "3.00 times Tandem's")
+    theirs, ours = against_vllm.measure(setting)
+    assert (theirs.what, theirs.note) == ("prefill 2 x 64, vllm", "")
+    assert (ours.what, ours.note) == ("prefill 2 x 64, tandem", "vLLM takes 3.00 times as long")
     assert ours.group == theirs.group
 
 
