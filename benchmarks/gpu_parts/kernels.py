@@ -72,7 +72,7 @@ def run_tests(path: Path, limit_s: float) -> int | None:
 
 def command() -> list[str]:
     folder = ROOT / "tests/unit"
-    names = [str(path) for kind in ("triton", "flash") for path in sorted(folder.glob(f"test_{kind}_*.py"))]
+    names = [str(path) for kind in ("flash", "triton") for path in sorted(folder.glob(f"test_{kind}_*.py"))]
     parallel = ["-n", str(min(NUM_PROCESSES, os.cpu_count() or 1))] if find_spec("xdist") else []
     # With the fixtures of tests/unit/conftest.py, without tests/conftest.py, which starts a Redis, and without the
     # plugins that the project's own settings name. A file that cannot be imported, for want of a package, must not keep

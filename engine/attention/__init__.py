@@ -54,37 +54,35 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
     if config.device.attention_backend == "cpu":
         load_cpu_kernels()
         return CpuAttention()
+    # Of Triton nothing is imported before it is known to be there.
     if config.device.attention_backend == "triton":
         from engine.attention.triton_backend import TritonAttention
         from engine.attention.triton_invariant import InvariantTritonAttention
 
-        backend = InvariantTritonAttention if config.device.batch_invariant else TritonAttention
-        return backend(
-            kind=gpu_kind(config.device.device),
-            num_heads=config.model.num_heads,
-            num_kv_heads=config.model.num_kv_heads,
-            head_dim=config.model.head_dim,
-            block_size=config.cache.block_size,
-            dtype=config.model.dtype,
-            kv_dtype=config.cache.kv_dtype,
-            device=config.device.device,
-        )
+        if config.device.batch_invariant:
+            return InvariantTritonAttention(**_triton_arguments(config))
+        return TritonAttention(**_triton_arguments(config))
     if config.device.attention_backend == "flash_attn":
         model, device, block_size = config.model, config.device.device, config.cache.block_size
+        calls = load_flash_calls(
+            device=device,
+            dtype=model.dtype,
+            kv_dtype=config.cache.kv_dtype,
+            head_dim=model.head_dim,
+            block_size=block_size,
+        )
+        if config.device.uses_triton:
+            from engine.attention.triton_backend import TritonAttention
+            from engine.attention.triton_flash import TritonFlashAttention
+
+            return TritonFlashAttention(TritonAttention(**_triton_arguments(config)), calls, device)
         return FlashAttention(
-            calls=load_flash_calls(
-                device=device,
-                dtype=model.dtype,
-                kv_dtype=config.cache.kv_dtype,
-                head_dim=model.head_dim,
-                block_size=block_size,
-            ),
+            calls=calls,
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             block_size=block_size,
             device=device,
-            has_triton=config.device.uses_triton,
         )
     return TorchAttention(
         num_heads=config.model.num_heads,
@@ -93,6 +91,19 @@ def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
         block_size=config.cache.block_size,
         device=config.device.device,
     )
+
+
+def _triton_arguments(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "kind": gpu_kind(config.device.device),
+        "num_heads": config.model.num_heads,
+        "num_kv_heads": config.model.num_kv_heads,
+        "head_dim": config.model.head_dim,
+        "block_size": config.cache.block_size,
+        "dtype": config.model.dtype,
+        "kv_dtype": config.cache.kv_dtype,
+        "device": config.device.device,
+    }
 
 
 def _create_latent_backend(config: EngineConfig, mla: LatentConfig) -> LatentBackend[Any]:

@@ -37,7 +37,7 @@ def choose_attention_backend(name: str, needs: Needs) -> str:
         return name
     if name in ("triton", "flash_attn") or (name == "auto" and needs.device != "cpu"):
         backend = _for_a_gpu(name, needs)
-        if backend == "triton" or (needs.quantization != "none" and uses_triton_kernels(backend, needs)):
+        if uses_triton_kernels(backend, needs):
             _report_missing_fences(needs)
         return backend
     return _for_a_cpu(name, needs)
@@ -144,10 +144,6 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
     can."""
     if needs.device != "cuda" or not uses_triton_kernels(backend, needs):
         return "without Triton kernels a step cannot leave rows of a graph unwritten"
-    if backend == "flash_attn":
-        calls = _flash_calls(needs)
-        if not calls.is_capturable:
-            return f"this version of {calls.name} waits for the device in every call"
     if why_not := _why_no_float8_products(needs):
         return why_not
     # In 8 bits, and with `batch_invariant`, they are multiplied by kernels of ours, which read nothing back. What a

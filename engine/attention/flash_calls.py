@@ -46,8 +46,6 @@ _BLACKWELL = (*range(16, 129, 16), 256)
 FLASH_ATTN_4_HEAD_DIMS = {9: tuple(range(16, 257, 16)), 10: _BLACKWELL, 11: _BLACKWELL}
 """By the major compute capability, in pages. Its kernels for 8.x and 12.x know none."""
 FLASH_ATTN_2_PAGE_MULTIPLE = 256
-FLASH_ATTN_2_THAT_WAITS = (2, 8, 4)
-"""From this version on `flash_attn_with_kvcache` reads the longest context back from the device."""
 TORCH_WITH_PAGES = (2, 13)
 """2.12 has the arguments; 2.13 is the first whose FlashAttention-2 is told how often to split."""
 
@@ -84,8 +82,6 @@ class FlashCalls:
     page_multiple: int = 1
     """A page's slots must be a multiple of it."""
     head_dims: tuple[int, ...] = HEAD_DIMS
-    is_capturable: bool
-    """Whether `decode` can be captured in a CUDA graph."""
     decode: Attend
     """Of sequences with one query each."""
     prefill: Attend
@@ -165,7 +161,7 @@ def flash_attn_3_calls(with_kvcache: Callable[..., Any]) -> FlashCalls:
         )  # fmt: skip
         return o_TNH
 
-    return FlashCalls(name="FlashAttention-3", is_capturable=True, decode=decode, prefill=prefill)
+    return FlashCalls(name="FlashAttention-3", decode=decode, prefill=prefill)
 
 
 # -- FlashAttention-4 -----------------------------------------------------------------------------------------------
@@ -209,7 +205,7 @@ def flash_attn_4_calls(varlen_func: Callable[..., Any], head_dims: tuple[int, ..
         )  # fmt: skip
         return o_TNH
 
-    return FlashCalls(name="FlashAttention-4", head_dims=head_dims, is_capturable=True, decode=decode, prefill=prefill)
+    return FlashCalls(name="FlashAttention-4", head_dims=head_dims, decode=decode, prefill=prefill)
 
 
 # -- FlashAttention-2 -----------------------------------------------------------------------------------------------
@@ -225,12 +221,10 @@ def load_flash_attn_2(capability: tuple[int, int]) -> FlashCalls | str:
         return f"flash_attn must be 2.6 or later, is {module.__version__}"
     if capability[0] > 9 and release < (2, 7, 3):
         return f"flash_attn must be 2.7.3 or later for a GPU of {_dotted(capability)}, is {module.__version__}"
-    return flash_attn_2_calls(module.flash_attn_varlen_func, module.flash_attn_with_kvcache, release)
+    return flash_attn_2_calls(module.flash_attn_varlen_func, module.flash_attn_with_kvcache)
 
 
-def flash_attn_2_calls(
-    varlen_func: Callable[..., Any], with_kvcache: Callable[..., Any], release: tuple[int, ...]
-) -> FlashCalls:
+def flash_attn_2_calls(varlen_func: Callable[..., Any], with_kvcache: Callable[..., Any]) -> FlashCalls:
     def decode(
         q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
@@ -254,7 +248,6 @@ def flash_attn_2_calls(
     return FlashCalls(
         name="FlashAttention-2",
         page_multiple=FLASH_ATTN_2_PAGE_MULTIPLE,
-        is_capturable=release < FLASH_ATTN_2_THAT_WAITS,
         decode=decode,
         prefill=prefill,
     )
@@ -302,7 +295,6 @@ def torch_calls(varlen_attn: Callable[..., Any]) -> FlashCalls:
     return FlashCalls(
         name="torch's FlashAttention-2",
         page_multiple=FLASH_ATTN_2_PAGE_MULTIPLE,
-        is_capturable=True,
         decode=decode,
         prefill=prefill,
     )

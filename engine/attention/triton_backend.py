@@ -76,18 +76,30 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
     ) -> torch.Tensor:
         q_TNH = q_TNH.contiguous()
         o_TNH = torch.empty_like(q_TNH)
-        decodes = plan.num_decodes
-        if decodes:
-            paged_decode(
-                q_TNH[:decodes], kv, plan.block_tables, plan.context_lens, o_TNH[:decodes], plan.scratch,
-                max_context_len=plan.max_context_len, scores=scores, sinks_N=sinks_N, config=self._decode_config,
-            )  # fmt: skip
+        self.attend_decodes(q_TNH, kv, plan, o_TNH, scores, sinks_N)
         if len(plan.prefill_tiles):
             paged_prefill(
                 q_TNH, kv, plan.block_tables, plan.context_lens, plan.query_starts, plan.prefill_tiles, o_TNH,
                 scores=scores, sinks_N=sinks_N, config=self._prefill_config,
             )  # fmt: skip
         return o_TNH.view(len(o_TNH), -1)
+
+    def attend_decodes(
+        self,
+        q_TNH: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan,
+        o_TNH: torch.Tensor,
+        scores: Scores,
+        sinks_N: torch.Tensor | None = None,
+    ) -> None:
+        """The first rows of `o_TNH`: of the sequences that decode. `q_TNH`: contiguous."""
+        decodes = plan.num_decodes
+        if decodes:
+            paged_decode(
+                q_TNH[:decodes], kv, plan.block_tables, plan.context_lens, o_TNH[:decodes], plan.scratch,
+                max_context_len=plan.max_context_len, scores=scores, sinks_N=sinks_N, config=self._decode_config,
+            )  # fmt: skip
 
     def _scratch_size(self, num_decodes: int, max_context_len: int) -> int:
         return partial_size(num_decodes, self._num_heads, self._head_dim, max_context_len, self._decode_config)

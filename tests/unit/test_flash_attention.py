@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import flash_reference
 import numpy as np
@@ -23,7 +24,7 @@ from recorder import RelaunchingRecorder
 
 from engine import attention
 from engine.attention import choice
-from engine.attention.flash_backend import FlashAttention, FlashPlan
+from engine.attention.flash_backend import FlashAttention, paged_batch
 from engine.attention.flash_calls import (
     FLASH_ATTN_4_HEAD_DIMS,
     TORCH_WITH_PAGES,
@@ -44,6 +45,9 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.running import model_runner
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.attention.triton_flash import TritonFlashAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +76,7 @@ def calls_of(kind: str) -> FlashCalls:
         return flash_attn_4_calls(flash_reference.flash_attn_4_varlen_func, FLASH_ATTN_4_HEAD_DIMS[9])
     if kind == "FlashAttention-2":
         reference = flash_reference
-        return flash_attn_2_calls(reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache, (2, 8, 3))
+        return flash_attn_2_calls(reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache)
     if release_of(torch.__version__) < TORCH_WITH_PAGES:
         pytest.skip(f"varlen_attn of torch {torch.__version__} takes no pages")
     from torch.nn.attention.varlen import varlen_attn  # all of torch's compiler with it
@@ -94,10 +98,10 @@ def case_of(
     )  # fmt: skip
 
 
-def backend_of(case: Case, calls: FlashCalls, device: str = "cpu", has_triton: bool = True) -> FlashAttention:
+def backend_of(case: Case, calls: FlashCalls, device: str = "cpu") -> FlashAttention:
     return FlashAttention(
         calls=calls, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim,
-        block_size=case.block_size, device=device, has_triton=has_triton,
+        block_size=case.block_size, device=device,
     )  # fmt: skip
 
 
@@ -119,7 +123,12 @@ def written_pool(case: Case) -> torch.Tensor:
 def attend(
     case: Case, calls: FlashCalls, window: int = 0, device: str = "cpu", scale: float | None = None
 ) -> torch.Tensor:
-    backend = backend_of(case, calls, device)
+    return attend_with(backend_of(case, calls, device), case, window, device, scale)
+
+
+def attend_with(
+    backend: FlashAttention | TritonFlashAttention, case: Case, window: int, device: str, scale: float | None = None
+) -> torch.Tensor:
     kv = written_pool(case).to(device)
     return backend.attend(case.q.to(device), kv, backend.prepare(case.layout), case.scores(window, scale=scale)).cpu()
 
@@ -205,13 +214,11 @@ def test_the_pool_is_read_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPat
 # -- plans ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_one_buffer_of_aligned_arrays() -> None:
+def test_a_batch_is_one_buffer_of_aligned_arrays() -> None:
     case = case_of(LENS["mixed"])
-    plan = backend_of(case, calls_of("torch's")).prepare(case.layout)
-    assert plan.decodes is not None
-    assert plan.prefills is not None
-    parts = [plan.slot_mapping]
-    for batch, members in ((plan.decodes, slice(0, 2)), (plan.prefills, slice(2, None))):
+    for members in (slice(0, 2), slice(2, None)):
+        batch = paged_batch(case.layout, members, "cpu")
+        assert batch is not None
         arrays = [batch.query_starts, batch.context_starts, batch.context_lens, batch.block_tables]
         query_lens, context_lens = case.layout.query_lens[members], case.layout.context_lens[members]
         expected = [
@@ -219,53 +226,74 @@ def test_a_plan_is_one_buffer_of_aligned_arrays() -> None:
         ]  # fmt: skip
         for array, numbers in zip(arrays, expected, strict=True):
             np.testing.assert_array_equal(array, numbers)
+            assert (array.data_ptr() - batch.query_starts.data_ptr()) % 16 == 0  # bytes
+            assert array.untyped_storage().data_ptr() == batch.query_starts.untyped_storage().data_ptr()
         assert (batch.max_query_len, batch.max_context_len) == (query_lens.max(), context_lens.max())
-        parts += arrays
-    for part in parts:
-        assert (part.data_ptr() - plan.buffer.data_ptr()) % 16 == 0  # bytes
-        assert part.untyped_storage().data_ptr() == plan.buffer.untyped_storage().data_ptr()
-    np.testing.assert_array_equal(plan.slot_mapping, case.layout.slot_mapping)
-
-
-def check_reserved_plan(calls: FlashCalls, device: str, run: Callable[..., Callable[[], torch.Tensor]]) -> None:
-    """`run`: from a launch to what does the same again on the same tensors."""
-    cases = [case_of(lens, 3, 64) for lens in ([(299, 1), (3, 1), (256, 1)], [(519, 1)], [(0, 1), (255, 1)])]
-    backend = backend_of(cases[0], calls, device)
-    plan = backend.reserve_decode_plan(3, 520)
-    address = plan.buffer.data_ptr()
-    q, kv = torch.zeros(3, 6, 64, device=device).half(), torch.zeros_like(cases[0].kv, device=device)
-    again = run(lambda: backend.attend(q, kv, plan, cases[0].scores()))
-    for case in cases:
-        backend.refill(plan, case.layout)
-        q[: len(case.q)] = case.q.to(device)
-        kv.copy_(written_pool(case))
-        out = again().cpu().double()
-        torch.testing.assert_close(out[: len(case.q)], case.expected(0), rtol=2e-3, atol=2e-3)
-        assert (out[len(case.q) :] == 0).all()
-        assert (plan.slot_mapping[len(case.q) :] == -1).all()
-        np.testing.assert_array_equal(plan.slot_mapping[: len(case.q)].cpu(), case.layout.slot_mapping)
-    assert plan.buffer.data_ptr() == address
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reserved_plan_serves_any_step_that_fits(kind: str) -> None:
-    check_reserved_plan(calls_of(kind), "cpu", lambda launch: launch)
-
-
-@pytest.mark.parametrize("lens", [[(0, 1)] * 4, [(320, 1)], [(0, 1), (0, 2)]], ids=["many", "long", "prefill"])
-def test_a_reserved_plan_refuses_what_does_not_fit(lens: list[tuple[int, int]]) -> None:
-    case = case_of(lens)
-    backend = backend_of(case, calls_of("torch's"))
-    with pytest.raises(ValueError, match="a plan for 3 sequences that decode up to 320 tokens has no room"):
-        backend.refill(backend.reserve_decode_plan(3, 320), case.layout)
 
 
 def test_no_decodes_and_no_prefills_are_both_steps() -> None:
     case = case_of([(0, 5)])
     backend = backend_of(case, calls_of("torch's"))
-    plan: FlashPlan = backend.prepare(case.layout)
+    plan = backend.prepare(case.layout)
     assert plan.decodes is None
     assert backend.prepare(case_of([(4, 1)]).layout).prefills is None
+
+
+# -- prompts alone, beside our kernels ------------------------------------------------------------------------------
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+
+def mixed_backend_of(case: Case, calls: FlashCalls, device: str = "cpu") -> TritonFlashAttention:
+    from engine.attention.triton_backend import TritonAttention
+    from engine.attention.triton_flash import TritonFlashAttention
+    from engine.kernels.gpu.gpu_kind import gpu_kind
+
+    ours = TritonAttention(
+        num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
+        dtype="float16", device=device, kind=gpu_kind(device),
+    )  # fmt: skip
+    return TritonFlashAttention(ours, calls, device)
+
+
+@needs_triton
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_alone_against_float64(kind: str, lens: list[tuple[int, int]], window: int) -> None:
+    case = case_of(lens, num_kv_heads=1)
+    actual = attend_with(mixed_backend_of(case, calls_of(kind)), case, window, "cpu").double()
+    torch.testing.assert_close(actual, case.expected(window), rtol=2e-3, atol=2e-3)
+
+
+@needs_triton
+def test_who_computes_which_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token that is not called a decode is a prompt's."""
+    case = case_of([(9, 1), (31, 1), (4, 3)])
+    case.layout = replace(case.layout, num_decodes=1)
+    backend, real = mixed_backend_of(case, calls_of("FlashAttention-4")), flash_reference._attend
+    nums_queries: list[int] = []
+
+    def watching(q: torch.Tensor, *args: Any, **rest: Any) -> torch.Tensor:
+        nums_queries.append(len(q))
+        return real(q, *args, **rest)
+
+    monkeypatch.setattr(flash_reference, "_attend", watching)
+    actual = attend_with(backend, case, 0, "cpu").double()
+    torch.testing.assert_close(actual, case.expected(0), rtol=2e-3, atol=2e-3)
+    assert nums_queries == [4]
+
+
+@needs_triton
+def test_decoding_steps_have_the_plans_of_our_kernels() -> None:
+    cases = [case_of(lens, 3, 64) for lens in ([(299, 1), (3, 1), (256, 1)], [(519, 1)])]
+    backend = mixed_backend_of(cases[0], calls_of("FlashAttention-3"))
+    plan = backend.reserve_decode_plan(3, 520)
+    for case in cases:
+        backend.refill(plan, case.layout)
+        q = torch.cat([case.q, torch.zeros(3 - len(case.q), *case.q.shape[1:], dtype=case.q.dtype)])
+        out = backend.attend(q, written_pool(case), plan, case.scores()).double()
+        torch.testing.assert_close(out[: len(case.q)], case.expected(0), rtol=2e-3, atol=2e-3)
 
 
 # -- an engine ------------------------------------------------------------------------------------------------------
@@ -390,23 +418,12 @@ def test_installed_head_shapes(installed: FlashCalls, head_dim: int, num_groups:
     assert_close(case_of(LONG, num_groups, head_dim), installed, 0, "cuda")
 
 
-def test_installed_replays_other_steps(installed: FlashCalls) -> None:
-    if not installed.is_capturable:
-        pytest.skip("it waits for the device in every call")
-
-    def run(launch: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        launch()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = launch()
-
-        def again() -> torch.Tensor:
-            graph.replay()
-            return out
-
-        return again
-
-    check_reserved_plan(installed, "cuda", run)
+@needs_triton
+@pytest.mark.parametrize("window", [0, 260])
+def test_installed_beside_our_kernels(installed: FlashCalls, window: int) -> None:
+    case = case_of(LONG, 4, 64)
+    actual = attend_with(mixed_backend_of(case, installed, "cuda"), case, window, "cuda").double()
+    torch.testing.assert_close(actual, case.expected(window), rtol=2e-3, atol=2e-3)
 
 
 def test_installed_gives_a_decoding_sequence_the_same_bits_in_any_batch(installed: FlashCalls) -> None:
@@ -424,7 +441,7 @@ def test_installed_gives_a_decoding_sequence_the_same_bits_in_any_batch(installe
 def test_installed_in_an_engine(installed: FlashCalls, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, choice):
         monkeypatch.setattr(module, "load_flash_calls", lambda **_: installed)
-    assert_same_logits(folder, installed.name, records=installed.is_capturable and HAS_TRITON, device="cuda")
+    assert_same_logits(folder, installed.name, records=HAS_TRITON, device="cuda")
 
 
 @pytest.mark.parametrize(

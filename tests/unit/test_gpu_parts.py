@@ -79,10 +79,17 @@ def test_an_engine_that_fails_is_an_error_with_its_words(setting: Setting) -> No
         list(against_vllm.times(setting, "vllm", setting.results))
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
 def test_flash_attention_over_pages_of_each_size_that_it_takes(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
 ) -> None:
-    calls = flash_attn_4_calls(flash_reference.flash_attn_4_varlen_func, (16,))
+    def varlen_func(q: torch.Tensor, *args: Any, **rest: Any) -> tuple[torch.Tensor, None]:
+        out, _ = flash_reference.flash_attn_4_varlen_func(q, *args, **rest)
+        if is_damaged and "cu_seqlens_q" in rest:
+            out[-1] *= 1.1
+        return out, None
+
+    calls = flash_attn_4_calls(varlen_func, (16,))
 
     def load(*, block_size: int, **_: object) -> Any:
         if block_size == 128:
@@ -96,7 +103,8 @@ def test_flash_attention_over_pages_of_each_size_that_it_takes(
 
     monkeypatch.setattr(flash, "load_flash_calls", load)
     monkeypatch.setattr(flash, "seconds_of", two_seconds)
-    rows = list(flash.measure(setting))
+    *rows, error = flash.measure(setting)
+    assert error.is_wrong is is_damaged
     assert [row.what for row in rows] == [
         f"{what}, FlashAttention-4, blocks of {block_size}"
         for what in ("decode attention 2 x 40", "prefill attention 2 x 24")
