@@ -85,6 +85,13 @@ PARTS = (
         measure=steps.measure_flash,
         limit_s=90,
     ),
+    Part(
+        name="steps-cublaslt",
+        about="the same engine with products by cuBLASLt",
+        measure=steps.measure_cublaslt,
+        limit_s=90,
+        is_default=False,
+    ),
     Part(name="vllm", about="beside Tandem", measure=against_vllm.measure, limit_s=400, is_default=False),
     *(
         Part(
@@ -121,7 +128,8 @@ def chosen_parts(only: str) -> list[Part]:
 @click.option(
     "--only",
     default="",
-    help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}. Default: all but vllm and variants.",
+    help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}. Default: all but steps-cublaslt, vllm "
+    "and variants.",
 )
 @click.option("--budget-s", default=480.0, show_default=True, type=Positive(),
               help="None runs beyond it, and none begins with less than a third of its time left.")  # fmt: skip

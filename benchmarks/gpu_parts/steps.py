@@ -84,21 +84,31 @@ def measure_flash(setting: Setting) -> Iterator[Row]:
     yield from measure_with(setting, setting.sizes, f"{calls.name}: ", attention_backend="flash_attn")
 
 
+def measure_cublaslt(setting: Setting) -> Iterator[Row]:
+    """With torch's products by cuBLASLt, which it takes for few of them by itself."""
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    except RuntimeError as error:
+        raise NotRun(str(error)) from error
+    yield from measure_with(setting, setting.sizes, "cuBLASLt: ")
+
+
 def measure_with(setting: Setting, sizes: Sizes, label: str = "", **settings: Any) -> Iterator[Row]:
-    """`settings`: of the engine, which rows are called by. `sizes`: what is counted of it."""
+    """`settings`: of the engine. `label`: what rows begin with, where it is not the usual one. `sizes`: what is counted
+    of it."""
     with TemporaryDirectory() as name:
         engine = open_engine(write_model(Path(name), sizes.model.config), setting, **settings)
         steps_ms: list[float] = []
         rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting))
-        for row in chain(rows, () if settings else sampling_rows(engine, setting)):
+        for row in chain(rows, () if label else sampling_rows(engine, setting)):
             yield replace(row, what=label + row.what)
-        if not settings:
+        if not label:
             (setting.results / KERNELS).unlink(missing_ok=True)
         with (setting.results / KERNELS).open("a") as log:
             print(f"\n{label or 'bfloat16: '}what steps are made of", file=log)
         for row in idle_rows(engine, setting, sizes, steps_ms):
             yield replace(row, what=label + row.what)
-        if not settings:
+        if not label:
             log_prefills(engine, setting)
 
 

@@ -2,7 +2,7 @@
 kernels (engine/attention/triton_backend.py).
 
 Its kernels for Hopper have warps that load while others multiply, as Triton's do not: on an H200 a prompt of 8,192
-takes them two thirds of the time, and a whole step with it 6 % less. Decoding is ours: FlashAttention is told not to
+takes them seven tenths of the time, and a whole step with it 6 % less. Decoding is ours: FlashAttention is told not to
 split contexts (docs/decisions.md), and with one sequence a step then takes 6 % longer. Both read the same pool, in the
 order `KV_ORDER`.
 

@@ -407,7 +407,7 @@ def test_parts_are_chosen_by_name_in_their_order_and_floors_go_along() -> None:
     assert [part.name for part in gpu.chosen_parts("steps, kernels")] == ["floors", "kernels", "steps"]
     default = [part.name for part in gpu.chosen_parts("")]
     assert [part.name for part in gpu.PARTS if part.name not in default] == [
-        "vllm", "attention-variants", "products-variants", "invariant-variants",
+        "steps-cublaslt", "vllm", "attention-variants", "products-variants", "invariant-variants",
     ]  # fmt: skip
     assert [part.name for part in gpu.chosen_parts("products-variants")] == ["floors", "products-variants"]
     result = CliRunner().invoke(gpu.main, ["--tiny", "--only", "steps,speed"])

@@ -121,6 +121,12 @@ def test_why_there_is_no_flash_attention_is_said(setting: Setting) -> None:
         list(steps.measure_flash(setting))
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has cuBLASLt")
+def test_what_torch_lacks_is_said(setting: Setting) -> None:
+    with pytest.raises(NotRun, match="cuBLASLt"):
+        list(steps.measure_cublaslt(setting))
+
+
 def test_floors_and_steps(setting: Setting) -> None:
     found = {row.what: row for row in floors.measure(setting)}
     assert set(found) == {floors.COPY, floors.PRODUCTS}
