@@ -30,7 +30,6 @@ from engine.async_llm_engine import AsyncLLMEngine, StepNews
 from engine.config import EngineArgs, EngineConfig
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.running.executor import RankLost
 from engine.scheduling.sequence import BlockExport
 from kv_transfer import Identity, KVPool, TransportMissing
 from protos import tandem_worker_pb2 as pb
@@ -49,6 +48,7 @@ from worker_service.device_pool import DeviceWatch
 from worker_service.messages import load_message, model_message
 from worker_service.metrics import WorkerMetrics
 from worker_service.pool_memory import PoolMemory
+from worker_service.rank_watch import RankWatch
 from worker_service.servicer import TransferCounters, WorkerServicer
 from worker_service.sessions import SessionHost
 from worker_service.watchdog import wait_until_stuck
@@ -168,8 +168,7 @@ class WorkerProcess:
         self._registration: WorkerRegistration
         self._reporter: PrefixReporter
         self._watchdog: asyncio.Task[None] | None = None
-        self._rank_fds: list[int] = []
-        self._has_lost_rank = False
+        self._ranks = RankWatch(self._on_failure)
         self._metrics: WorkerMetrics | None = None
         self._metrics_server: HttpServer | None = None
 
@@ -180,7 +179,7 @@ class WorkerProcess:
         """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
         self._traits = await asyncio.to_thread(read_model_traits, config.model.path)
-        memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE, on_rank_lost=self._on_rank_lost)
+        memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE, on_rank_lost=self._ranks.lose)
         try:
             self.engine = await AsyncLLMEngine.start(
                 lambda: LLMEngine(config, self._on_layer_written, memory),
@@ -190,8 +189,7 @@ class WorkerProcess:
             )
         except ValueError as error:
             raise CannotLoad(str(error)) from error
-        for pid in self.engine.rank_pids:
-            self._watch_rank(pid)
+        self._ranks.watch(self.engine.rank_pids)
         self._load = load_message(self.engine.first_load)
         pool = memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
         # With many layers and ranks the digests of a long prompt are more than others may send in one message.
@@ -280,7 +278,7 @@ class WorkerProcess:
         await self.service.close()
         if self._metrics_server is not None:
             await self._metrics_server.close()
-        self._forget_ranks()
+        self._ranks.close()
         await self._close_engine()
         if self._device_watch is not None:
             await asyncio.to_thread(self._device_watch.close)
@@ -291,35 +289,11 @@ class WorkerProcess:
         """Wait for the running step. If it never ends, the watchdog ends the process; without all ranks this does so,
         and sooner."""
         try:
-            async with asyncio.timeout(STEP_END_S if self._has_lost_rank else None):
+            async with asyncio.timeout(STEP_END_S if self._ranks.has_lost_one else None):
                 await self.engine.close()
         except TimeoutError:
             _log.critical("a step waits for a rank that has ended; this process ends")
             os._exit(1)  # the stepping thread cannot be ended
-
-    def _watch_rank(self, pid: int) -> None:
-        """Notice its end at once, and not by the step that fails for it: while nothing is asked, there is none."""
-        fd = os.pidfd_open(pid)
-        self._rank_fds.append(fd)
-        self._loop.add_reader(fd, self._on_rank_end, fd)
-
-    def _on_rank_end(self, fd: int) -> None:
-        self._loop.remove_reader(fd)
-        self._lose_rank(RankLost("a rank of the engine has ended"))
-
-    def _on_rank_lost(self, error: RankLost) -> None:
-        """On any thread: its part of the pool cannot be reached any more."""
-        self._loop.call_soon_threadsafe(self._lose_rank, error)
-
-    def _lose_rank(self, error: RankLost) -> None:
-        self._has_lost_rank = True
-        self._on_failure(error)
-
-    def _forget_ranks(self) -> None:
-        while self._rank_fds:
-            fd = self._rank_fds.pop()
-            self._loop.remove_reader(fd)
-            os.close(fd)
 
     async def _end_when_stuck(self) -> None:
         """The stepping thread cannot be ended, so neither can this process in good order: peers see it die."""
