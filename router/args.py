@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from router import generation_defaults
 from router.generation_defaults import check_override
@@ -83,6 +84,8 @@ class RouterArgs(ServiceArgs):
         check_endpoint(self.otlp_traces_endpoint)
         if not self.model:
             raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")
+        if self.chat_template and not Path(self.chat_template).is_file():
+            raise ValueError(f"chat_template must be a file with a chat template, is {self.chat_template!r:.200}")
         if self.served_model_name and not all(map(str.strip, self.served_model_name.split(","))):
             raise ValueError(f"served_model_name must be NAME or NAME,NAME, is {self.served_model_name!r:.200}")
         if self.tool_call_parser not in (AUTO, *FORMATS):

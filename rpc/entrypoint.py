@@ -20,7 +20,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, TypeVar, get_type_hints
 from urllib.parse import urlsplit
@@ -95,8 +95,10 @@ def options_of(
     env_prefix: str = "TANDEM",
     *,
     defaults: Mapping[str, object] | None = None,
+    leave_out: Collection[str] = (),
 ) -> Callable[[Function], Function]:
-    """Decorator of a click command: one option per field of `dataclass_type`, in the fields' order.
+    """Decorator of a click command: one option per field of `dataclass_type`, in the fields' order, but for those to be
+    left out.
 
     A field is of type str, int, float or bool (--x/--no-x), or tuple[str, ...]: its flag is given once for each, its
     environment variable has them apart by spaces. `metadata["help"]` is its help, `metadata["env"]` its
@@ -111,7 +113,8 @@ def options_of(
 
     def decorate(function: Function) -> Function:
         for field in reversed(fields):  # click lists the last one applied first
-            function = _option_of(field, types[field.name], env_prefix, defaults)(function)
+            if field.name not in leave_out:
+                function = _option_of(field, types[field.name], env_prefix, defaults)(function)
         return function
 
     return decorate

@@ -1,7 +1,8 @@
 """What a local cluster is made of: its settings, and the command line and environment of each process.
 
 Pure: nothing is started here (`tandem.cluster` does). Every setting travels as a flag, so that the environment of
-whoever starts the cluster changes no process behind its back.
+whoever starts the cluster changes no process behind its back. What a service takes, a cluster takes by the same name,
+and hands on; but what it decides for each process by itself (`OWN`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gateway.args import GatewayArgs
 from router.args import RouterArgs
 from router.policy import PolicyConfig
 from rpc.entrypoint import ServiceArgs
-from rpc.tls import SSL_FIELDS
+from rpc.tls import SSL_FIELDS, SslArgs
 from tandem.process_run import ProcessSpec
 from worker_service.args import WorkerArgs
 
@@ -29,10 +30,24 @@ GATEWAY = "gateway"
 REDIS = "redis"
 MAX_WORKERS = 64
 """Of a role, on one machine: each is a process that loads the model."""
-MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Of an HTTP request: as many as the router takes over gRPC."""
+SERVICES: tuple[type[SslArgs], ...] = (RouterArgs, WorkerArgs, GatewayArgs)
+"""Whose settings a cluster takes, beside those of an engine and of the router's policy."""
 NO_TLS = dict.fromkeys(SSL_FIELDS, "")
 """On one machine there is nobody between the processes; and what the environment says is for others."""
+OWN = {
+    **dict.fromkeys(NO_TLS, "on one machine there is nobody between the processes"),
+    "listen": "the router's is the cluster's; the gateway's has `http_port`; workers take free ports",
+    "redis": "`redis_url`, or the cluster's own",
+    "metrics_listen": "`metrics_port`, and the ports after it",
+    "model": "the engine's, once it is a folder",
+    "served_model_name": "the engine's",
+    "router": "the cluster's",
+    "api_key": "in the environment: command lines are for all to see",
+    "worker_id": "the worker's name",
+    "advertise": "where it listens, unless the cluster is told what stands in between",
+    "failpoints": "for tests, which start workers by themselves",
+}
+"""Settings of services that are not handed on as they are, and what they are instead."""
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 """Of compute threads. A step has some two hundred parallel regions, and a thread that sleeps between them is late for
 each: in a virtual machine decoding took twice as long so. But one that spins for long keeps a core from whoever else
@@ -73,12 +88,18 @@ class ClusterArgs:
     generation_config: str = RouterArgs.generation_config
     override_generation_config: str = RouterArgs.override_generation_config
     scheduling_policy: str = RouterArgs.scheduling_policy
+    good_ttft_ms: float = RouterArgs.good_ttft_ms
+    good_tpot_ms: float = RouterArgs.good_tpot_ms
     metrics_port: int | None = None
     """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
     nobody does. The gateway's are on its own port."""
     otlp_traces_endpoint: str = ""
     """Where router and gateway tell of requests. Empty: nowhere."""
     max_queue_tokens: int = RouterArgs.max_queue_tokens
+    max_message_bytes: int = RouterArgs.max_message_bytes
+    max_body_bytes: int = GatewayArgs.max_body_bytes
+    sse_keep_alive_s: float = GatewayArgs.sse_keep_alive_s
+    resume_s: float = GatewayArgs.resume_s
     lease_ms: int = WorkerArgs.lease_ms
     engine_iteration_timeout_s: float = WorkerArgs.engine_iteration_timeout_s
 
@@ -97,51 +118,16 @@ class ClusterArgs:
                 raise ValueError(f"{flag} must be in [0, {65536 - num}], is {port}")
         own: dict[str, Any] = {"listen": self.listen, "redis": self.redis_url or ServiceArgs.redis}
         try:  # as the processes will
-            RouterArgs(model=self.engine.model, **own, **self.router_settings)
-            WorkerArgs(**own, **self.worker_settings)
-            GatewayArgs(api_key=self.api_key, **self.gateway_settings)
+            RouterArgs(model=self.engine.model, **own, **self.settings_of(RouterArgs))
+            WorkerArgs(**own, **self.settings_of(WorkerArgs))
+            GatewayArgs(api_key=self.api_key, **self.settings_of(GatewayArgs))
         except ValueError as error:
             field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
             raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
 
-    @property
-    def router_settings(self) -> dict[str, Any]:
-        """Fields of `RouterArgs` that are ours to say."""
-        return {
-            **self._service_settings,
-            "max_queue_tokens": self.max_queue_tokens,
-            "chat_template": self.chat_template,
-            "tool_call_parser": self.tool_call_parser,
-            "reasoning_parser": self.reasoning_parser,
-            "generation_config": self.generation_config,
-            "override_generation_config": self.override_generation_config,
-            "scheduling_policy": self.scheduling_policy,
-            "otlp_traces_endpoint": self.otlp_traces_endpoint,
-        }
-
-    @property
-    def worker_settings(self) -> dict[str, Any]:
-        """The same of `WorkerArgs`."""
-        return {
-            **self._service_settings,
-            "transport": self.transport,
-            "lease_ms": self.lease_ms,
-            "engine_iteration_timeout_s": self.engine_iteration_timeout_s,
-        }
-
-    @property
-    def gateway_settings(self) -> dict[str, Any]:
-        """The same of `GatewayArgs`, but for its keys."""
-        return {
-            "allowed_origins": self.allowed_origins,
-            "otlp_traces_endpoint": self.otlp_traces_endpoint,
-            "drain_grace_s": self.drain_grace_s,
-            "log_level": self.log_level,
-        }
-
-    @property
-    def _service_settings(self) -> dict[str, Any]:
-        return {"namespace": self.namespace, "log_level": self.log_level, "drain_grace_s": self.drain_grace_s}
+    def settings_of(self, service: type[SslArgs]) -> dict[str, Any]:
+        """Fields of `service`, one of `SERVICES`, that are handed on."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(service) if entry.name not in OWN}
 
     @property
     def worker_names(self) -> list[str]:
@@ -190,17 +176,14 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
     """The router, which serves the model in `folder` and comes back on the port it had."""
 
     def command(announced: str) -> list[str]:
-        return [
-            sys.executable, "-P", "-m", "router",
-            "--listen", announced or args.listen,
-            "--model", str(folder),
-            "--redis", redis_url,
-            "--served-model-name", args.served_model_name,
-            "--metrics-listen", args.metrics_listen(ROUTER),
-            *flags_by_name(args.router_settings),
-            *flags_of(args.policy),
-            *flags_by_name(NO_TLS),
-        ]  # fmt: skip
+        own = {
+            "listen": announced or args.listen,
+            "model": folder,
+            "redis": redis_url,
+            "served_model_name": args.served_model_name,
+            "metrics_listen": args.metrics_listen(ROUTER),
+        }
+        return _command("router", own, args.settings_of(RouterArgs), vars(args.policy))
 
     return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=python_env(), must_start=True)
 
@@ -210,16 +193,10 @@ def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
     host = args.listen.rpartition(":")[0]
 
     def command(announced: str) -> list[str]:
-        return [
-            sys.executable, "-P", "-m", "gateway",
-            "--listen", announced or f"{host}:{args.http_port}",
-            "--router", router_address,
-            "--max-body-bytes", str(MAX_BODY_BYTES),
-            *flags_by_name(args.gateway_settings),
-            *flags_by_name(NO_TLS),
-        ]  # fmt: skip
+        own = {"listen": announced or f"{host}:{args.http_port}", "router": router_address}
+        return _command("gateway", own, args.settings_of(GatewayArgs))
 
-    env = {**python_env(), "TANDEM_API_KEY": " ".join(args.api_key)}  # command lines are for all to see
+    env = {**python_env(), "TANDEM_API_KEY": " ".join(args.api_key)}
     return ProcessSpec(name=GATEWAY, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 
@@ -237,41 +214,30 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         gpu_memory_utilization=args.gpu_share,
     )
     module = "prefill_service" if name.startswith("prefill") else "decode_service"
-    command = [
-        sys.executable, "-P", "-m", module,
-        "--listen", "127.0.0.1:0",
-        "--worker-id", args.worker_id(name),
-        "--redis", redis_url,
-        "--advertise", advertise,
-        "--failpoints", "",
-        "--metrics-listen", args.metrics_listen(name),
-        *flags_by_name(args.worker_settings),
-        *flags_of(engine),
-        *flags_by_name(NO_TLS),
-    ]  # fmt: skip
+    own = {
+        "listen": "127.0.0.1:0",
+        "worker_id": args.worker_id(name),
+        "redis": redis_url,
+        "advertise": advertise,
+        "failpoints": "",
+        "metrics_listen": args.metrics_listen(name),
+    }
+    command = _command(module, own, args.settings_of(WorkerArgs), vars(engine))
     env = {**python_env(), "OMP_NUM_THREADS": str(num_threads), **WAITING_THREADS}
     return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
 
 
-def flags_of(settings: EngineArgs | PolicyConfig) -> list[str]:
-    """`settings` as a service's command-line flags, all of them: the environment then changes nothing."""
-    flags: list[str] = []
-    for entry in fields(settings):
-        name, value = entry.name, getattr(settings, entry.name)
-        if isinstance(value, bool):
-            flags.append(_flag(name if value else f"no_{name}"))
-        elif value != "":
-            flags += flags_by_name({name: value})
-    return flags
+def _command(module: str, *settings: Mapping[str, object]) -> list[str]:
+    """Of a service, with all its `settings` as flags: the environment then changes nothing."""
+    flags = [part for some in (*settings, NO_TLS) for name, value in some.items() for part in _flag(name, value)]
+    return [sys.executable, "-P", "-m", module, *flags]
 
 
-def flags_by_name(settings: Mapping[str, object]) -> list[str]:
-    """Those that are no booleans; empty texts, too."""
-    return [part for name, value in settings.items() for part in (_flag(name), str(value))]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _flag(name: str, value: object) -> list[str]:
+    words = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{words}" if value else f"--no-{words}"]
+    return [f"--{words}", str(value)]
 
 
 def python_env() -> dict[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -13,16 +14,11 @@ import click
 
 from engine.config import EngineArgs
 from gateway.args import API_KEY_HELP
-from kv_transfer import TRANSPORTS
-from router.args import GENERATION_HELP, OVERRIDE_HELP, SCHEDULING_HELP, SCHEDULING_POLICIES
 from router.policy import PolicyConfig
-from router.text.reasoning import NONE, PARSERS
-from router.text.tool_formats import AUTO, FORMATS
-from rpc.entrypoint import LOG_LEVELS, Several, build, options_of, stop_signals
-from rpc.otlp_endpoint import ENDPOINT_HELP
+from rpc.entrypoint import Several, build, options_of, stop_signals
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
-from tandem.cluster_args import ClusterArgs
+from tandem.cluster_args import OWN, SERVICES, ClusterArgs
 from tandem.stderr import tell
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -34,6 +30,18 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
     return click.option(
         flag, *names, show_default=settings.get("default") not in ("", ()), show_envvar=True, **settings
     )
+
+
+def _service_options(command: Command) -> Command:
+    """What services take and are handed on, in their words; what several take, once."""
+    told = set(OWN)
+    decorators = []
+    for service in SERVICES:
+        decorators.append(options_of(service, leave_out=frozenset(told)))
+        told |= {entry.name for entry in fields(service)}
+    for decorate in reversed(decorators):  # as the lines below
+        command = decorate(command)
+    return command
 
 
 @click.command(
@@ -57,42 +65,12 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
          help="Port of OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
 @_option("--no-http", "has_no_http", is_flag=True, help="No HTTP: gRPC alone.")
 @_option("--api-key", cls=Several, multiple=True, default=(), help=API_KEY_HELP)
-@_option("--allowed-origins", default="[]", metavar="LIST",
-         help="JSON list of the origins whose pages may call over HTTP from a browser: "
-         '["https://chat.example"], or ["*"].')  # fmt: skip
-@_option("--chat-template", type=click.Path(exists=True, dir_okay=False), default=None, metavar="FILE",
-         help="A chat template (Jinja) to be used instead of the model's own.")  # fmt: skip
-@_option("--tool-call-parser", type=click.Choice([AUTO, *FORMATS]), default=AUTO,
-         help="How the model writes calls of tools. auto: as its chat template teaches it.")  # fmt: skip
-@_option("--reasoning-parser", type=click.Choice([AUTO, *PARSERS, NONE]), default=AUTO,
-         help="How the model tells what it thinks from what it answers; none: not at all. auto: as its chat template "
-         "knows it.")  # fmt: skip
-@_option("--generation-config", default=ClusterArgs.generation_config, metavar="SOURCE", help=GENERATION_HELP)
-@_option("--override-generation-config", default=ClusterArgs.override_generation_config, metavar="JSON",
-         help=OVERRIDE_HELP)  # fmt: skip
-@_option("--scheduling-policy", type=click.Choice(SCHEDULING_POLICIES), default=ClusterArgs.scheduling_policy,
-         help=SCHEDULING_HELP)  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip
-@_option("--otlp-traces-endpoint", default="", metavar="URL", help=ENDPOINT_HELP)
-@_option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport,
-         help="How KV moves: grpc runs anywhere, ipc and nixl write straight into the peer's memory (ipc on one "
-         "machine, nixl by shared memory, TCP, RDMA, NVLink).")  # fmt: skip
 @_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
          help="redis://HOST:PORT or unix://PATH. Default: a Redis of its own, gone with it.")  # fmt: skip
-@_option("--namespace", default=ClusterArgs.namespace, help="Prefix of all keys in Redis: two clusters may share one.")
-@_option("--log-level", type=click.Choice(LOG_LEVELS), default=ClusterArgs.log_level, help="What the processes log.")
-@_option("--drain-grace-s", type=float, default=ClusterArgs.drain_grace_s,
-         help="How long running streams may go on after Ctrl-C or SIGTERM.")  # fmt: skip
-@_option("--max-queue-tokens", type=int, default=ClusterArgs.max_queue_tokens,
-         help="Prompt tokens that may wait before a request; beyond, it is refused.")  # fmt: skip
-@_option("--lease-ms", type=int, default=ClusterArgs.lease_ms,
-         help="A router that is silent for this long is taken for dead by the workers; an engine that stands still "
-         "within a step for this long is left by the router, where there is another.")  # fmt: skip
-@_option("--engine-iteration-timeout-s", type=float, default=ClusterArgs.engine_iteration_timeout_s,
-         help="A worker whose engine stands still within a step for longer ends and is started again. 0: never.",
-         )  # fmt: skip
+@_service_options
 @options_of(PolicyConfig)
 @options_of(EngineArgs)
 @click.pass_context
@@ -111,7 +89,6 @@ def up(context: click.Context, /, **options: Any) -> None:
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
         own["http_port"] = None
-    own["chat_template"] = own["chat_template"] or ""
     try:
         args = ClusterArgs(engine=engine, policy=policy, **own)
     except ValueError as error:

@@ -260,7 +260,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["generate", "x", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: must be a JSON object, is [1]"),
         (
             ["up", "--reasoning-parser", "r1"],
-            "'r1' is not one of 'auto', 'qwen3', 'deepseek_r1', 'mistral', 'granite', 'openai_gptoss', 'none'",
+            "--reasoning-parser must be one of auto, qwen3, deepseek_r1, mistral, granite, openai_gptoss, none, is",
         ),
         (["up", "--decode", "0"], "--decode must be in [1, 64], is 0"),
         (["up", "--decode", "1000000"], "--decode must be in [1, 64], is 1000000"),
@@ -275,7 +275,8 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--kv-cache-gib", "inf"], "--kv-cache-gib must be at least 0 and finite, is inf"),
         (["up", "--num-threads", "100000"], "--num-threads must be in [0, 1024], is 100000"),
         (["up", "--dtype", "int8"], "--dtype must be one of"),
-        (["up", "--transport", "tcp"], "'tcp' is not one of 'grpc', 'ipc', 'nixl'"),
+        (["up", "--transport", "tcp"], "--transport must be one of grpc, ipc, nixl, is 'tcp'"),
+        (["up", "--chat-template", "nowhere"], "--chat-template must be a file with a chat template, is 'nowhere'"),
         (["up", "--listen", "here"], "--listen: an address is HOST:PORT"),
         (["up", "--allowed-origins", "x"], "--allowed-origins must be a JSON list of origins"),
         (["up", "--api-key", "\u00e9"], "--api-key must be of visible ASCII characters"),

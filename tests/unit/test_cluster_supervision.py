@@ -16,19 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import grpc
 import pytest
-from click.testing import CliRunner
 
-from engine.config import EngineArgs
 from protos import tandem_worker_pb2 as worker_pb
 from protos.tandem_worker_pb2_grpc import ClusterServicer, ClusterStub, add_ClusterServicer_to_server
-from router.policy import PolicyConfig
 from rpc.channel import open_channel
-from rpc.entrypoint import build, options_of
 from tandem.cluster import _connected_workers, connect_address
-from tandem.cluster_args import ClusterArgs, flags_of, gateway_spec, router_spec, worker_spec
 from tandem.local_redis import MAX_SOCKET_PATH_BYTES, LocalRedis
 from tandem.process_run import MAX_LINE_BYTES, ProcessSpec
 from tandem.supervision import (
@@ -376,119 +370,7 @@ def test_redis_gets_a_path_that_fits_a_socket(tmp_path: Path, monkeypatch: pytes
         redis.remove()
 
 
-# -- settings ---------------------------------------------------------------------------------------------------
-
-
-def test_certificates_in_the_environment_are_not_for_a_local_cluster() -> None:
-    """They may be there for `tandem status` of another one; here nobody waits for TLS."""
-    args, folder = ClusterArgs(), Path("model")
-    for spec in (
-        router_spec(args, folder, "redis://r"),
-        gateway_spec(args, "127.0.0.1:1"),
-        worker_spec(args, "decode-1", folder, "redis://r"),
-    ):
-        command = spec.command("")
-        for flag in ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"):
-            assert command[command.index(flag) + 1] == "", spec.name
-
-
-def test_keys_reach_the_gateway_where_nobody_else_reads_them() -> None:
-    spec = gateway_spec(ClusterArgs(api_key=("older", "newer")), "127.0.0.1:1")
-    assert spec.env is not None
-    assert spec.env["TANDEM_API_KEY"] == "older newer"
-    assert "older" not in " ".join(spec.command(""))
-
-
-def test_every_engine_setting_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = EngineArgs(
-        model="m", served_model_name="s", dtype="float32", load_format="dummy", seed=1, max_model_len=2, block_size=4,
-        tensor_parallel_size=2,
-        lora_modules="sql=/adapters/sql",
-        num_kv_blocks=5, kv_cache_gib=0.5, kv_offloading_size=0.5, gpu_memory_utilization=0.5,
-        enable_prefix_caching=False, max_num_seqs=6, max_num_batched_tokens=7, prefill_chunk_tokens=8,
-        prefill_batch_tokens=6, max_itl_ms=3.0, stream_interval=2,
-        async_scheduling=False, device="cpu", num_threads=9, attention_backend="torch", enforce_eager=True,
-        max_seq_len_to_capture=77, batch_invariant=True,
-        quantization="int8", kv_cache_dtype="fp8", model_impl="tandem",
-        speculative_config='{"num_speculative_tokens": 4}',
-    )  # fmt: skip
-    default = EngineArgs()
-    unlike = [name for name in vars(given) if getattr(given, name) == getattr(default, name)]
-    assert unlike == [], "each must differ from its default to prove that it travels"
-    seen: list[EngineArgs] = []
-
-    @click.command()
-    @options_of(EngineArgs)
-    def worker(**options: Any) -> None:
-        seen.append(build(EngineArgs, options))
-
-    monkeypatch.setenv("TANDEM_DTYPE", "float16")  # the flags win
-    for args in (given, default):
-        result = CliRunner().invoke(worker, flags_of(args))
-        assert result.exit_code == 0, result.output
-    assert seen == [given, default]
-
-
-@pytest.mark.parametrize(
-    ("settings", "share"),
-    [
-        ({}, 0.45),
-        ({"num_decode": 2}, 0.3),
-        ({"is_aggregated": True}, 0.9),
-        ({"engine": EngineArgs(gpu_memory_utilization=0.4)}, 0.4),
-    ],
-)
-def test_workers_share_a_gpu(settings: dict[str, Any], share: float) -> None:
-    """Nine tenths of it for each would leave nothing to whoever comes second."""
-    command = worker_spec(ClusterArgs(**settings), "decode-1", Path("model"), "redis://r").command("")
-    assert float(command[command.index("--gpu-memory-utilization") + 1]) == pytest.approx(share)
-
-
-def test_every_setting_of_the_policy_reaches_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = PolicyConfig(local_max_uncached_tokens=1, learn_costs=False, max_prefill_backlog_tokens=2)
-    assert not [name for name in vars(given) if getattr(given, name) == getattr(PolicyConfig(), name)]
-    seen: list[PolicyConfig] = []
-
-    @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-    @options_of(PolicyConfig)
-    def router(**options: Any) -> None:
-        seen.append(build(PolicyConfig, options))
-
-    monkeypatch.setenv("TANDEM_LEARN_COSTS", "0")  # the flags win
-    for policy in (given, PolicyConfig()):
-        command = router_spec(ClusterArgs(policy=policy), Path("model"), "redis://r").command("")
-        result = CliRunner().invoke(router, command[command.index("router") + 1 :])
-        assert result.exit_code == 0, result.output
-    assert seen == [given, PolicyConfig()]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_decode": 0}, "--decode must be in [1, 64], is 0"),
-        ({"num_prefill": 0}, "--prefill must be at least 1"),
-        ({"transport": "tcp"}, "--transport must be one of grpc, ipc, nixl"),
-        ({"listen": "nowhere"}, "--listen: an address is HOST:PORT"),
-        ({"redis_url": "localhost"}, "--redis must be a redis://"),
-        ({"namespace": "a b"}, "--namespace must be"),
-        ({"drain_grace_s": -1}, "--drain-grace-s must be at least 0"),
-        ({"lease_ms": 1}, "--lease-ms must be in"),
-        ({"max_queue_tokens": 0}, "--max-queue-tokens must be at least 1"),
-        ({"allowed_origins": '["https://a/"]'}, "--allowed-origins must be a JSON list of origins"),
-    ],
-)
-def test_a_wrong_setting_names_its_flag(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        ClusterArgs(**settings)
-    assert message in str(error.value)
-
-
-def test_workers_have_names_and_ids_of_their_own() -> None:
-    assert ClusterArgs(num_prefill=2, num_decode=1).worker_names == ["prefill-1", "prefill-2", "decode-1"]
-    assert ClusterArgs(num_prefill=2, num_decode=2, is_aggregated=True).worker_names == ["decode-1", "decode-2"]
-    assert ClusterArgs().worker_id("decode-1") == "decode-1"
-    shared = ClusterArgs(redis_url="redis://somewhere").worker_id("decode-1")
-    assert str(os.getpid()) in shared, "several clusters may share that Redis"
+# -- the whole cluster ------------------------------------------------------------------------------------------
 
 
 async def test_a_worker_is_there_once_the_router_is_connected_to_it() -> None:

@@ -1,0 +1,200 @@
+"""What `tandem up` takes reaches the processes that it starts, and nothing else does: not their environment's words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import tandem.cli.up
+from decode_service.__main__ import main as decode
+from engine.config import EngineArgs
+from gateway.__main__ import main as gateway
+from gateway.args import GatewayArgs
+from prefill_service.__main__ import main as prefill
+from router.__main__ import main as router
+from router.args import RouterArgs
+from router.policy import PolicyConfig
+from rpc.entrypoint import build
+from rpc.tls import SSL_FIELDS, SslArgs
+from tandem.cli.up import up
+from tandem.cluster_args import OWN, SERVICES, ClusterArgs, gateway_spec, router_spec, worker_spec
+from tandem.process_run import ProcessSpec
+from worker_service.args import WorkerArgs
+
+FOLDER = Path("model")
+TEXTS = {
+    "allowed_origins": '["https://chat.example"]',
+    "chat_template": __file__,
+    "generation_config": "vllm",
+    "log_level": "debug",
+    "namespace": "other",
+    "otlp_traces_endpoint": "http://127.0.0.1:4317",
+    "override_generation_config": '{"temperature": 0.5}',
+    "reasoning_parser": "none",
+    "scheduling_policy": "fcfs",
+    "tool_call_parser": "hermes",
+    "transport": "nixl",
+}
+"""Unlike the defaults."""
+
+
+def specs(args: ClusterArgs) -> list[tuple[ProcessSpec, click.Command, Sequence[type[Any]]]]:
+    """Of every process, with the command that reads its flags, and what it makes of them."""
+    return [
+        (router_spec(args, FOLDER, "redis://r"), router, (RouterArgs, PolicyConfig)),
+        (gateway_spec(args, "127.0.0.1:1"), gateway, (GatewayArgs,)),
+        (worker_spec(args, "prefill-1", FOLDER, "redis://r"), prefill, (WorkerArgs, EngineArgs)),
+        (worker_spec(args, "decode-1", FOLDER, "redis://r"), decode, (WorkerArgs, EngineArgs)),
+    ]
+
+
+def read(spec: ProcessSpec, command: click.Command) -> click.Context:
+    """As the process would read its command line."""
+    words = spec.command("")
+    assert words[1:3] == ["-P", "-m"]
+    return command.make_context(words[3], words[4:])
+
+
+def unlike_default(service: type[SslArgs], name: str) -> Any:
+    default = getattr(service, name)
+    return TEXTS[name] if isinstance(default, str) else default + 1
+
+
+def handed_on(service: type[SslArgs]) -> list[str]:
+    return [entry.name for entry in fields(service) if entry.name not in OWN]
+
+
+def test_every_flag_of_every_process_is_given() -> None:
+    """One that is not would be read from the environment of whoever starts the cluster."""
+    for spec, command, _ in specs(ClusterArgs(http_port=0)):
+        context = read(spec, command)
+        sources = {option.name: context.get_parameter_source(str(option.name)) for option in command.params}
+        by_environment = {"api_key"} if spec.name == "gateway" else set()
+        missing = {name for name, source in sources.items() if source is not click.core.ParameterSource.COMMANDLINE}
+        assert missing == by_environment, spec.name
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_setting_of_a_service_can_be_given_to_the_cluster(service: type[SslArgs]) -> None:
+    """A new flag of a service fails here until it is a setting of the cluster, or in `OWN`, with a reason."""
+    given = {name: unlike_default(service, name) for name in handed_on(service)}
+    started = [(spec, command) for spec, command, kinds in specs(ClusterArgs(http_port=0, **given)) if service in kinds]
+    assert started
+    for spec, command in started:
+        read_there = read(spec, command).params
+        assert {name: read_there[name] for name in given} == given, spec.name
+
+
+def test_every_setting_of_a_service_is_a_flag_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {name: unlike_default(service, name) for service in SERVICES for name in handed_on(service)}
+    seen: list[ClusterArgs] = []
+
+    async def serve(args: ClusterArgs) -> list[str]:
+        seen.append(args)
+        return []
+
+    monkeypatch.setattr(tandem.cli.up, "_serve", serve)
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    result = CliRunner().invoke(up, words)
+    assert result.exit_code == 0, result.output
+    (args,) = seen
+    assert {name: getattr(args, name) for name in given} == given
+
+
+def test_what_a_cluster_says_by_itself_is_a_setting_of_some_service() -> None:
+    assert set(OWN) <= {entry.name for service in SERVICES for entry in fields(service)}
+    assert all(OWN.values())
+
+
+def test_certificates_in_the_environment_are_not_for_a_local_cluster() -> None:
+    """They may be there for `tandem status` of another one; here nobody waits for TLS."""
+    for spec, command, _ in specs(ClusterArgs()):
+        read_there = read(spec, command).params
+        assert [read_there[name] for name in SSL_FIELDS] == ["", "", ""], spec.name
+
+
+def test_keys_reach_the_gateway_where_nobody_else_reads_them() -> None:
+    spec = gateway_spec(ClusterArgs(api_key=("older", "newer")), "127.0.0.1:1")
+    assert spec.env is not None
+    assert spec.env["TANDEM_API_KEY"] == "older newer"
+    assert "older" not in " ".join(spec.command(""))
+
+
+def test_every_engine_setting_reaches_the_worker() -> None:
+    given = EngineArgs(
+        model=str(FOLDER), served_model_name="s", dtype="float32", load_format="dummy", seed=1, max_model_len=2,
+        block_size=4, tensor_parallel_size=2,
+        lora_modules="sql=/adapters/sql",
+        num_kv_blocks=5, kv_cache_gib=0.5, kv_offloading_size=0.5, gpu_memory_utilization=0.5,
+        enable_prefix_caching=False, max_num_seqs=6, max_num_batched_tokens=7, prefill_chunk_tokens=8,
+        prefill_batch_tokens=6, max_itl_ms=3.0, stream_interval=2,
+        async_scheduling=False, device="cpu", num_threads=9, attention_backend="torch", enforce_eager=True,
+        max_seq_len_to_capture=77, batch_invariant=True,
+        quantization="int8", kv_cache_dtype="fp8", model_impl="tandem",
+        speculative_config='{"num_speculative_tokens": 4}',
+    )  # fmt: skip
+    default = EngineArgs()
+    unlike = [name for name in vars(given) if getattr(given, name) == getattr(default, name)]
+    assert unlike == [], "each must differ from its default to prove that it travels"
+    for spec, command, kinds in specs(ClusterArgs(engine=given)):
+        if EngineArgs in kinds:
+            assert build(EngineArgs, read(spec, command).params) == given, spec.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 0.45),
+        ({"num_decode": 2}, 0.3),
+        ({"is_aggregated": True}, 0.9),
+        ({"engine": EngineArgs(gpu_memory_utilization=0.4)}, 0.4),
+    ],
+)
+def test_workers_share_a_gpu(settings: dict[str, Any], share: float) -> None:
+    """Nine tenths of it for each would leave nothing to whoever comes second."""
+    command = worker_spec(ClusterArgs(**settings), "decode-1", FOLDER, "redis://r").command("")
+    assert float(command[command.index("--gpu-memory-utilization") + 1]) == pytest.approx(share)
+
+
+def test_every_setting_of_the_policy_reaches_the_router() -> None:
+    given = PolicyConfig(local_max_uncached_tokens=1, learn_costs=False, max_prefill_backlog_tokens=2)
+    assert not [name for name in vars(given) if getattr(given, name) == getattr(PolicyConfig(), name)]
+    for policy in (given, PolicyConfig()):
+        spec, command, _ = specs(ClusterArgs(policy=policy))[0]
+        assert build(PolicyConfig, read(spec, command).params) == policy
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_decode": 0}, "--decode must be in [1, 64], is 0"),
+        ({"num_prefill": 0}, "--prefill must be at least 1"),
+        ({"transport": "tcp"}, "--transport must be one of grpc, ipc, nixl"),
+        ({"listen": "nowhere"}, "--listen: an address is HOST:PORT"),
+        ({"redis_url": "localhost"}, "--redis must be a redis://"),
+        ({"namespace": "a b"}, "--namespace must be"),
+        ({"drain_grace_s": -1}, "--drain-grace-s must be at least 0"),
+        ({"lease_ms": 1}, "--lease-ms must be in"),
+        ({"max_queue_tokens": 0}, "--max-queue-tokens must be at least 1"),
+        ({"allowed_origins": '["https://a/"]'}, "--allowed-origins must be a JSON list of origins"),
+    ],
+)
+def test_a_wrong_setting_names_its_flag(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ClusterArgs(**settings)
+    assert message in str(error.value)
+
+
+def test_workers_have_names_and_ids_of_their_own() -> None:
+    assert ClusterArgs(num_prefill=2, num_decode=1).worker_names == ["prefill-1", "prefill-2", "decode-1"]
+    assert ClusterArgs(num_prefill=2, num_decode=2, is_aggregated=True).worker_names == ["decode-1", "decode-2"]
+    assert ClusterArgs().worker_id("decode-1") == "decode-1"
+    shared = ClusterArgs(redis_url="redis://somewhere").worker_id("decode-1")
+    assert str(os.getpid()) in shared, "several clusters may share that Redis"
