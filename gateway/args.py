@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from rpc.entrypoint import LOG_LEVELS
+from rpc.flag_numbers import check_numbers, number
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 from rpc.server import split_address
 from rpc.tls import SslArgs
@@ -36,28 +37,26 @@ class GatewayArgs(SslArgs):
             "help": 'JSON list of the origins whose pages may call from a browser: ["https://chat.example"], or ["*"].'
         },
     )
-    max_body_bytes: int = field(default=4 * 1024 * 1024, metadata={"help": "Largest request body, in bytes."})
-    sse_keep_alive_s: float = field(
-        default=15.0,
-        metadata={
-            "help": "A stream that is silent for so many seconds is sent a comment (of /v1/messages: a ping), so that "
-            "no proxy cuts it. Its status is 200 then, and a later error its last event. 0: never."
-        },
+    max_body_bytes: int = number(4 * 1024 * 1024, "Largest request body, in bytes.", least=1024, most=1 << 28)
+    sse_keep_alive_s: float = number(
+        15.0,
+        "A stream that is silent for so many seconds is sent a comment (of /v1/messages: a ping), so that no proxy "
+        "cuts it. Its status is 200 then, and a later error its last event. 0: never.",
+        least=0.05,
+        zero="never",
     )
-    resume_s: float = field(
-        default=30.0,
-        metadata={
-            "help": "How long an answer that has begun may wait, when its router is lost, for one that goes on with it."
-        },
+    resume_s: float = number(
+        30.0,
+        "How long an answer that has begun may wait, when its router is lost, for one that goes on with it.",
+        least=0,
     )
-    drain_grace_s: float = field(
-        default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
-    )
+    drain_grace_s: float = number(30.0, "On SIGTERM, how long running requests may take to finish.", least=0)
     otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
     log_level: str = field(default="info", metadata={"help": f"{', '.join(LOG_LEVELS)}."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_numbers(self)
         try:
             split_address(self.listen)
         except ValueError as error:
@@ -74,11 +73,6 @@ class GatewayArgs(SslArgs):
                 'allowed_origins must be a JSON list of origins such as "https://chat.example" or '
                 f'"http://localhost:3000" (no path, no last slash), or ["*"], is {self.allowed_origins}'
             )
-        if not 1024 <= self.max_body_bytes <= 1 << 28:
-            raise ValueError(f"max_body_bytes must be in [1024, {1 << 28}], is {self.max_body_bytes}")
-        for name in ("sse_keep_alive_s", "resume_s", "drain_grace_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be at least 0 and finite, is {getattr(self, name)}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")
 

@@ -10,6 +10,7 @@ from router.generation_defaults import check_override
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
+from rpc.flag_numbers import number
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 
 GENERATION_HELP = (
@@ -62,21 +63,16 @@ class RouterArgs(ServiceArgs):
     generation_config: str = field(default=generation_defaults.AUTO, metadata={"help": GENERATION_HELP})
     override_generation_config: str = field(default="{}", metadata={"help": OVERRIDE_HELP})
     scheduling_policy: str = field(default=SCHEDULING_POLICIES[0], metadata={"help": SCHEDULING_HELP})
-    max_queue_tokens: int = field(
-        default=1_000_000,
-        metadata={"help": "Prompt tokens that may wait before a request; beyond, it gets RESOURCE_EXHAUSTED."},
+    max_queue_tokens: int = number(
+        1_000_000, "Prompt tokens that may wait before a request; beyond, it gets RESOURCE_EXHAUSTED.", least=1
     )
-    max_message_bytes: int = field(default=4 * 1024 * 1024, metadata={"help": "Largest request message, in bytes."})
-    drain_grace_s: float = field(
-        default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
-    )
+    max_message_bytes: int = number(4 * 1024 * 1024, "Largest request message, in bytes.", least=65_536, most=1 << 28)
+    drain_grace_s: float = number(30.0, "On SIGTERM, how long running requests may take to finish.", least=0)
     otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
-    good_ttft_ms: float = field(
-        default=1000.0, metadata={"help": "Metrics: an answer counts as good if its first token came within this."}
+    good_ttft_ms: float = number(
+        1000.0, "Metrics: an answer counts as good if its first token came within this.", least=0.1
     )
-    good_tpot_ms: float = field(
-        default=50.0, metadata={"help": "Metrics: ... and the others this far apart, on average."}
-    )
+    good_tpot_ms: float = number(50.0, "Metrics: ... and the others this far apart, on average.", least=0.1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,12 +93,3 @@ class RouterArgs(ServiceArgs):
         if self.scheduling_policy not in SCHEDULING_POLICIES:
             known = ", ".join(SCHEDULING_POLICIES)
             raise ValueError(f"scheduling_policy must be one of {known}, is {self.scheduling_policy!r}")
-        if self.max_queue_tokens < 1:
-            raise ValueError(f"max_queue_tokens must be at least 1, is {self.max_queue_tokens}")
-        if not 65_536 <= self.max_message_bytes <= 1 << 28:
-            raise ValueError(f"max_message_bytes must be in [65536, {1 << 28}], is {self.max_message_bytes}")
-        if not 0 <= self.drain_grace_s < float("inf"):
-            raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")
-        for name in ("good_ttft_ms", "good_tpot_ms"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, is {getattr(self, name)}")

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from rpc.flag_numbers import check_numbers
 from rpc.server import CannotListen, split_address
 from rpc.tls import SslArgs
 
@@ -59,6 +60,7 @@ class ServiceArgs(SslArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_numbers(self)
         if self.ssl_ca_certs and not self.ssl_certfile:
             raise ValueError("ssl_ca_certs needs ssl_certfile: workers ask whoever calls them for a certificate")
         for name in ("listen", "metrics_listen"):

@@ -8,6 +8,7 @@ from kv_transfer import TRANSPORTS
 from registry.keys import check_name
 from rpc import failpoints
 from rpc.entrypoint import ServiceArgs
+from rpc.flag_numbers import number
 from rpc.server import split_address
 
 
@@ -29,22 +30,20 @@ class WorkerArgs(ServiceArgs):
             "NVIDIA's NIXL: RDMA, NVLink, shared memory)."
         },
     )
-    lease_ms: int = field(
-        default=10_000,
-        metadata={
-            "help": "A router that is silent for this long is taken for dead; what it owns here is freed. An engine "
-            "that stands still within a step for this long is left by routers that have another worker."
-        },
+    lease_ms: int = number(
+        10_000,
+        "A router that is silent for this long is taken for dead; what it owns here is freed. An engine that stands "
+        "still within a step for this long is left by routers that have another worker.",
+        least=200,
+        most=3_600_000,
     )
-    drain_grace_s: float = field(
-        default=30.0, metadata={"help": "On SIGTERM, how long running requests may take to finish."}
-    )
-    engine_iteration_timeout_s: float = field(
-        default=300.0,
-        metadata={
-            "help": "A step of the engine that takes longer ends the process, and its requests go on elsewhere: a GPU "
-            "that hangs cannot be helped from within. 0: wait for ever."
-        },
+    drain_grace_s: float = number(30.0, "On SIGTERM, how long running requests may take to finish.", least=0)
+    engine_iteration_timeout_s: float = number(
+        300.0,
+        "A step of the engine that takes longer ends the process, and its requests go on elsewhere: a GPU that hangs "
+        "cannot be helped from within. 0: wait for ever.",
+        least=1,
+        zero="wait for ever",
     )
     failpoints: str = field(
         default="", metadata={"help": "For tests: fail on purpose, POINT=ACTION with commas (rpc/failpoints.py)."}
@@ -61,11 +60,3 @@ class WorkerArgs(ServiceArgs):
             check_name("worker_id", self.worker_id)
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, is {self.transport!r}")
-        if not 200 <= self.lease_ms <= 3_600_000:
-            raise ValueError(f"lease_ms must be in [200, 3600000], is {self.lease_ms}")
-        if not 0 <= self.drain_grace_s < float("inf"):
-            raise ValueError(f"drain_grace_s must be at least 0 and finite, is {self.drain_grace_s}")
-        if not 0 <= self.engine_iteration_timeout_s < float("inf"):
-            raise ValueError(
-                f"engine_iteration_timeout_s must be at least 0 and finite, is {self.engine_iteration_timeout_s}"
-            )

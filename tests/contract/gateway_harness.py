@@ -56,7 +56,7 @@ def last(
 async def slowly(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
     """Two tokens, each of which takes some time."""
     for message in (tokens(0, 1, text="one "), tokens(1, 2, text="two"), last(2)):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.08)
         yield message
 
 

@@ -14,11 +14,10 @@ import pytest
 from gateway_harness import TIMEOUT_S, Router, failing, gateway, last, tokens
 
 from gateway.app import PAGE
-from gateway.args import GatewayArgs
 from protos import tandem_inference_pb2 as pb
 from rpc.errors import NoWorker, Overloaded, TandemError
 
-SOON_S = 0.02
+SOON_S = 0.05
 COMMENT, PING = [": keep-alive"], ["event: ping", 'data: {"type":"ping"}']
 HI = [{"role": "user", "content": "Hi"}]
 ROUTES: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -177,9 +176,3 @@ async def test_the_chat_page_reads_on() -> None:
     assert found is not None
     node = await asyncio.create_subprocess_exec("node", "-e", found[0] + READ, stdout=asyncio.subprocess.PIPE)
     assert (await node.communicate())[0] == b'{"a":1}\n'
-
-
-@pytest.mark.parametrize("keep_alive_s", [-1.0, float("nan"), float("inf")])
-def test_an_interval_that_is_none_is_refused(keep_alive_s: float) -> None:
-    with pytest.raises(ValueError, match="sse_keep_alive_s must be at least 0 and finite"):
-        GatewayArgs(sse_keep_alive_s=keep_alive_s)

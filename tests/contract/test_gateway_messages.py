@@ -251,7 +251,7 @@ async def test_what_fails_later_is_the_last_event() -> None:
 
 
 async def test_pings_before_and_between_tokens_are_no_part_of_the_answer() -> None:
-    async with gateway(sse_keep_alive_s=0.01) as (router, http):
+    async with gateway(sse_keep_alive_s=0.05) as (router, http):
         router.script = slowly
         asked: Any = {"model": "the-model", "max_tokens": 9, "messages": HI}
         async with client_of(http).messages.stream(**asked) as stream:

@@ -299,7 +299,7 @@ async def test_an_answer_that_outlasts_the_grace_ends_with_the_reason(is_stream:
 
 
 async def test_comments_before_and_between_tokens_are_no_part_of_the_answer() -> None:
-    async with gateway(sse_keep_alive_s=0.01) as (router, http):
+    async with gateway(sse_keep_alive_s=0.05) as (router, http):
         router.script = slowly
         client = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, http_client=http)
         chat = await client.chat.completions.create(
