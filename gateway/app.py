@@ -14,7 +14,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -190,28 +190,31 @@ class Gateway:
     # -- generating ---------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Any:
-        return await self._answer(request, "completions", lambda: self._generate(request, CompletionRequest, Choices))
+        return await self._generate(request, "completions", CompletionRequest, Choices)
 
     async def chat(self, request: Request) -> Any:
-        return await self._answer(request, "chat", lambda: self._generate(request, ChatRequest, Choices))
+        return await self._generate(request, "chat", ChatRequest, Choices)
 
     async def responses(self, request: Request) -> Any:
-        return await self._answer(
-            request, "responses", lambda: self._generate(request, ResponseRequest, ResponseRendering)
-        )
+        return await self._generate(request, "responses", ResponseRequest, ResponseRendering)
 
     async def messages(self, request: Request) -> Any:
-        return await self._answer(
-            request, "messages", lambda: self._generate(request, MessageRequest, MessageRendering)
-        )
+        return await self._generate(request, "messages", MessageRequest, MessageRendering)
 
     async def _generate(
-        self, request: Request, body_type: type[_Body], rendering_of: Callable[[Run, _Body, str], Rendering]
+        self, request: Request, route: str, body_type: type[_Body], rendering_of: Callable[[Run, _Body, str], Rendering]
     ) -> Any:
         """`rendering_of` a run, its body and the model's name: how the answer looks."""
+        return await self._answer(request, route, lambda: self._begin(request, route, body_type, rendering_of))
+
+    async def _begin(
+        self, request: Request, route: str, body_type: type[_Body], rendering_of: Callable[[Run, _Body, str], Rendering]
+    ) -> Response:
+        """The whole answer, or a stream that has begun."""
         body = body_type.read(await self._read(request))
         model = body.model or (await self._client.model_info()).model
-        run = Run(self._client, body, request, self._leaving, self._running)
+        on_failed = partial(self._metrics.stream_failed, route)
+        run = Run(self._client, body, request, self._leaving, self._running, on_failed)
         rendering = rendering_of(run, body, model)
         if not body.stream:
             content = await while_connected(request.receive, rendering.whole())

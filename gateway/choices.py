@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from gateway.answers import ChatStyle, CompletionStyle, Style, usage_of
-from gateway.errors import refusal_in_stream
 from gateway.requests import AskedForChoices, ChatRequest, CompletionRequest
 from gateway.run import Run
 from gateway.streams import COMMENT, DONE, Begun, event, to_json
@@ -63,7 +62,7 @@ class Choices:
                     # A prompt's numbers, in front of each choice, may take long.
                     yield await asyncio.to_thread(render) if is_first and tells_prompt else render()
         except Exception as error:
-            yield event(refusal_in_stream(error, self._run.request_id).body)
+            yield event(self._run.failed(error).body)
             return
         finally:
             await messages.aclose()

@@ -114,7 +114,8 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
 
 
 def refusal_in_stream(error: Exception, request_id: str) -> Refusal:
-    """What a stream that has begun ends with. Its status says nothing of it: hence the log does."""
+    """What a stream that has begun ends with. Its status says nothing of it: hence the log does, and a counter
+    (`Run.failed`)."""
     refusal = refusal_of_any(error, request_id)
     _log.info("stream failed", extra={"status": refusal.kind.status, "request_id": request_id, "why": refusal.message})
     return refusal

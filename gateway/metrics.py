@@ -18,6 +18,10 @@ from prometheus_client import (
 
 from rpc.http import tell_of_process
 
+STREAMING = ("completions", "chat", "responses", "messages")
+"""Routes."""
+SERVER_ERRORS = (500, 503, 504)
+"""That a stream can end with: there from the start, so that the first one is a rise."""
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -38,6 +42,15 @@ class Metrics:
             "tandem:gateway_requests", "HTTP requests answered, by route and status.", ["route", "status"],
             registry=self._registry,
         )  # fmt: skip
+        self._stream_errors = Counter(
+            "tandem:gateway_stream_errors",
+            "Streams that failed once they had begun, by route and the status that would have said so. Among the "
+            "requests they have status 200.", ["route", "status"],
+            registry=self._registry,
+        )  # fmt: skip
+        for route in STREAMING:
+            for status in SERVER_ERRORS:
+                self._stream_errors.labels(route, str(status))
         self._in_flight = Gauge(
             "tandem:gateway_requests_in_flight", "HTTP requests whose status is not sent yet.", ["route"],
             registry=self._registry,
@@ -56,6 +69,10 @@ class Metrics:
             yield outcome
         self._requests.labels(route, str(outcome.status)).inc()
         self._seconds.labels(route).observe(time.monotonic() - before_s)
+
+    def stream_failed(self, route: str, status: int) -> None:
+        """`status`: what the client would have got before the stream began."""
+        self._stream_errors.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
         """As Prometheus reads it."""

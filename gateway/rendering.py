@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from gateway.errors import Refusal, refusal_in_stream
+from gateway.errors import Refusal
 from gateway.run import Run
 from gateway.spoken import Event
 from gateway.streams import COMMENT, Begun, named_event, to_json
@@ -65,7 +65,7 @@ class NamedEvents:
                 elif events:
                     yield _sent(events)
         except Exception as error:
-            yield _sent([self._answer.failed(refusal_in_stream(error, self._run.request_id))])
+            yield _sent([self._answer.failed(self._run.failed(error))])
         finally:
             await messages.aclose()
 

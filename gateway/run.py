@@ -6,13 +6,14 @@ body, headers ──> Run ── messages() ──> of all prompts, as they come
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
 
 from gateway.asked import Asked
 from gateway.echo import without_answer
+from gateway.errors import Refusal, refusal_in_stream
 from gateway.headers import fairness_id_of, headers_of, request_id_of, timeout_of, trace_headers_of_request
 from gateway.requests import MAX_CHOICES, CompletionRequest
 from gateway.streams import until_leaving
@@ -31,13 +32,20 @@ class Run:
     """One HTTP request's prompts at the router. Raises what the client raises."""
 
     def __init__(
-        self, client: AsyncClient, body: Asked, request: Request, leaving: asyncio.Event, running: set[Run]
+        self,
+        client: AsyncClient,
+        body: Asked,
+        request: Request,
+        leaving: asyncio.Event,
+        running: set[Run],
+        on_failed: Callable[[int], None],
     ) -> None:
-        """`running`: it is among them while its messages are read. Raises `InvalidRequest` for a useless header, and
-        for too many choices."""
+        """`running`: it is among them while its messages are read. `on_failed` is told the status that a stream has
+        missed. Raises `InvalidRequest` for a useless header, and for too many choices."""
         self._client = client
         self._leaving = leaving
         self._running = running
+        self._on_failed = on_failed
         self._body = body
         self.prompts = body.prompts()
         self.n = body.num_answers
@@ -74,6 +82,12 @@ class Run:
             for prompt, request_id in zip(self.prompts, ids, strict=True)
         ]
         return until_leaving(self._by_choice(streams), self._leaving)
+
+    def failed(self, error: Exception) -> Refusal:
+        """What its stream, which has begun, ends with."""
+        refusal = refusal_in_stream(error, self.request_id)
+        self._on_failed(refusal.kind.status)
+        return refusal
 
     async def _by_choice(
         self, streams: list[AsyncGenerator[GenerateResponse, None]]

@@ -122,9 +122,16 @@ async def test_a_refusal_has_its_status_streamed_or_not(
 
 
 async def test_what_fails_in_the_middle_of_a_stream_is_its_last_event() -> None:
+    """It had its status before: that of all that have begun, and a counter of its own says how many of them failed."""
+    body = {"prompt": "a", "stream": True}
     async with gateway() as (router, http):
+        assert (await http.post("/v1/completions", json=body)).text.endswith("[DONE]\n\n")
         router.script = failing(Draining("leaving"), after=2)
-        *pieces, error = events_of((await http.post("/v1/completions", json={"prompt": "a", "stream": True})).text)
+        *pieces, error = events_of((await http.post("/v1/completions", json=body)).text)
+        counted = (await http.get("/metrics")).text
+    assert 'tandem:gateway_requests_total{route="completions",status="200"} 2.0' in counted
+    assert 'tandem:gateway_stream_errors_total{route="completions",status="503"} 1.0' in counted
+    assert 'tandem:gateway_stream_errors_total{route="completions",status="500"} 0.0' in counted
     assert [piece["choices"][0]["text"] for piece in pieces] == ["a", "a"]
     assert error["error"]["message"] == "leaving"
 

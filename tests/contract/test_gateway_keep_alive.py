@@ -119,7 +119,7 @@ def _without_names(event: Any) -> str:
 async def test_an_error_after_a_sign_of_life_is_the_last_event(
     path: str, body: dict[str, Any], sign: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its status tells whoever runs the gateway nothing of it: the log does."""
+    """Its status tells whoever runs the gateway nothing of it: the log does, and a counter of its own."""
     caplog.set_level("INFO")
     async with gateway(sse_keep_alive_s=SOON_S) as (router, http):
         slow = Slow(router, NoWorker("nobody is there", retry_after_s=3))
@@ -129,7 +129,11 @@ async def test_an_error_after_a_sign_of_life_is_the_last_event(
             slow.let_go()
             await blocks.rest()
         await router.all_closed.wait()
+        counted = (await http.get("/metrics")).text
     assert response.status_code == 200
+    route = {"/v1/chat/completions": "chat"}.get(path, path.removeprefix("/v1/"))
+    assert f'tandem:gateway_requests_total{{route="{route}",status="200"}} 1.0' in counted
+    assert f'tandem:gateway_stream_errors_total{{route="{route}",status="503"}} 1.0' in counted
     logged = [record for record in caplog.records if record.getMessage() == "stream failed"]
     assert [(each.why, each.status, each.request_id) for each in logged] == [  # type: ignore[attr-defined]
         ("nobody is there", 503, response.headers["x-request-id"])
