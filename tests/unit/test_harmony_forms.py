@@ -14,8 +14,8 @@ import tokenizers
 from grammar_cases import KINDS, grammar_text, tokenizer, write_model
 from test_harmony import JSON, NEXT, TO, A, C, F
 from test_reasoning import message_of
-from test_validation import MODEL
 from tool_call_cases import outcome
+from validation_cases import MODEL
 
 from engine.scheduling.grammar import Grammars
 from protos import tandem_inference_pb2 as pb

@@ -14,7 +14,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tools import of_template, wrong_of
-from test_validation import MODEL, byte_tokenizer
+from validation_cases import MODEL, byte_tokenizer
 
 from protos import tandem_inference_pb2 as pb
 from router.answer_messages import AnswerMessages

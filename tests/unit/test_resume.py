@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from test_detokenizer import SAMPLES, byte_level_tokenizer
-from test_validation import MODEL, violations_of
+from validation_cases import MODEL, violations_of
 
 from protos import tandem_inference_pb2 as pb
 from router.text.detokenizer import IncrementalDetokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from test_validation import MODEL
+from validation_cases import MODEL
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo

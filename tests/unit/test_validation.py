@@ -1,4 +1,4 @@
-"""Every wrong field is named with its bound; every right one is resolved as the proto says."""
+"""Every wrong field of a request is named with its bound."""
 
 from __future__ import annotations
 
@@ -8,53 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import models, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
+from validation_cases import GREEDY, MODEL, text_request, violations_of
 
 from engine import sampling_params as engine_sampling
 from protos import tandem_inference_pb2 as pb
-from router.generation_defaults import GenerationDefaults
-from router.model_info import ModelInfo
-from router.text.chat_template import ChatMessage, ChatTemplate
-from router.text.tokenizer import Tokenizer
+from router.text.chat_template import ChatMessage
 from router.validation import request as validation_of_requests
 from router.validation import sampling
 from router.validation.prompt import (
-    INLINE_RENDER_CHARS,
     MAX_CHAT_MESSAGES,
     ChatPrompt,
     TextPrompt,
     TokenIdsPrompt,
-    tokenize_prompt,
 )
-from router.validation.request import check_prompt_length, check_size, validate
-from router.validation.sampling import resolve_sampling
-from router.validation.tokens import prompt_to_tokenize
+from router.validation.request import check_size, validate
 from rpc.errors import InvalidRequest
 
-MODEL = ModelInfo(
-    served_model_name="smol",
-    max_model_len=100,
-    vocab_size=1000,
-    eos_token_ids=frozenset({2}),
-    has_chat_template=True,
-    defaults=GenerationDefaults(),
-)
 NAN, INF = float("nan"), float("inf")
-
-
-def violations_of(request: pb.GenerateRequest, model: ModelInfo = MODEL) -> dict[str, str]:
-    with pytest.raises(InvalidRequest) as caught:
-        validate(request, model)
-    return {violation.field: violation.description for violation in caught.value.violations}
-
-
-GREEDY = pb.SamplingParams(temperature=0)
-
-
-def text_request(**params: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(**params))
 
 
 @pytest.mark.parametrize(
@@ -267,231 +237,6 @@ def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
         f"At most {sampling.MAX_BAD_WORDS}, each of 1 to {sampling.MAX_BAD_WORD_CHARS} characters",
     ):
         assert phrase in proto
-
-
-# -- after tokenisation ---------------------------------------------------------------------------------------------
-
-
-def byte_tokenizer() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.add_special_tokens(["<s>"])
-    backend.post_processor = TemplateProcessing(single="<s>:0 $A:0", special_tokens=[("<s>", 256)])
-    return Tokenizer(backend)
-
-
-async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
-    tokenizer = byte_tokenizer()
-    template = ChatTemplate("<s>{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}")
-    text = validate(pb.GenerateRequest(text="hi"), MODEL)
-    assert (
-        (await tokenize_prompt(text.prompt, tokenizer, None)).token_ids
-        == tokenizer.encode("hi")
-        == [256, *tokenizer.encode("hi", False)]
-    )
-    ids = validate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 8])), MODEL)
-    assert (await tokenize_prompt(ids.prompt, tokenizer, None)).token_ids == [7, 8]
-    chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="u", content="x")])), MODEL)
-    assert (await tokenize_prompt(chat.prompt, tokenizer, template)).token_ids == [256, *tokenizer.encode("u:x", False)]
-    long = pb.Chat(messages=[pb.ChatMessage(role="u", content="x" * (INLINE_RENDER_CHARS + 1))])
-    num_tokens = len(
-        (await tokenize_prompt(validate(pb.GenerateRequest(chat=long), MODEL).prompt, tokenizer, template)).token_ids
-    )
-    assert num_tokens == INLINE_RENDER_CHARS + 1 + len("u:") + 1
-
-
-@pytest.mark.parametrize(
-    ("num_kept", "params", "num_tokens"),
-    [(60, {}, 60), (-1, {}, 99), (-1, {"max_tokens": 30}, 70), (-1, {"min_tokens": 40}, 60), (None, {}, 120)],
-)
-async def test_of_a_long_prompt_the_end_is_used(num_kept: int | None, params: dict[str, int], num_tokens: int) -> None:
-    """-1: what the answer leaves of the context."""
-    ids = pb.TokenIds(ids=range(120))
-    sampling = pb.SamplingParams(**params)
-    request = pb.GenerateRequest(token_ids=ids, truncate_prompt_tokens=num_kept, sampling_params=sampling)
-    if num_kept is None:
-        assert "must be at most 99 tokens" in violations_of(request)["token_ids"]
-        return
-    validated = validate(request, MODEL)
-    prompt = await tokenize_prompt(validated.prompt, byte_tokenizer(), None, num_kept=validated.num_kept_tokens(MODEL))
-    assert prompt.token_ids == [*range(120)][-num_tokens:]
-    check_prompt_length(validated, len(prompt.token_ids), MODEL)
-    short = await tokenize_prompt(
-        TokenIdsPrompt((7, 8)), byte_tokenizer(), None, num_kept=validated.num_kept_tokens(MODEL)
-    )
-    assert short.token_ids == [7, 8]
-    text = await tokenize_prompt(
-        TextPrompt("x" * 200), byte_tokenizer(), None, num_kept=validated.num_kept_tokens(MODEL)
-    )
-    assert text.token_ids == [256, *byte_tokenizer().encode("x" * (num_tokens - 1), False)]
-
-
-@pytest.mark.parametrize("num_kept", [0, -2, 101])
-def test_how_much_of_a_prompt_is_used_has_bounds(num_kept: int) -> None:
-    said = violations_of(pb.GenerateRequest(text="hi", truncate_prompt_tokens=num_kept))
-    bound = f"must be in [1, 100] (the context), or -1 for what it has room for, is {num_kept}"
-    assert said == {"truncate_prompt_tokens": bound}
-
-
-def test_how_a_chat_ends_is_said_once() -> None:
-    message = pb.ChatMessage(role="assistant", content="a")
-    both = pb.Chat(messages=[message], add_generation_prompt=True, continue_final_message=True)
-    assert (
-        "cannot be had with add_generation_prompt"
-        in violations_of(pb.GenerateRequest(chat=both))["chat.continue_final_message"]
-    )
-    special = pb.GenerateRequest(chat=pb.Chat(messages=[message]), add_special_tokens=True)
-    assert violations_of(special) == {"add_special_tokens": "is of a text: a chat has those that its template writes"}
-
-
-@pytest.mark.parametrize("add_special_tokens", [None, True, False])
-async def test_a_text_that_is_only_tokenised_gets_bos_unless_it_is_asked_for_without(
-    add_special_tokens: bool | None,
-) -> None:
-    tokenizer = byte_tokenizer()
-    request = pb.TokenizeRequest(text="hi", add_special_tokens=add_special_tokens)
-    to_answer = validate(pb.GenerateRequest(text="hi", add_special_tokens=add_special_tokens), MODEL).prompt
-    assert to_answer == prompt_to_tokenize(request, MODEL)
-    token_ids = (await tokenize_prompt(to_answer, tokenizer, None)).token_ids
-    assert token_ids == [*([] if add_special_tokens is False else [256]), *tokenizer.encode("hi", False)]
-
-
-async def test_a_chat_that_the_template_refuses_names_the_chat() -> None:
-    chat = validate(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="judge", content="x")])), MODEL)
-    template = ChatTemplate("{{ raise_exception('unknown role ' + messages[0].role) }}")
-    with pytest.raises(InvalidRequest) as caught:
-        await tokenize_prompt(chat.prompt, byte_tokenizer(), template)
-    [(field, description)] = caught.value.violations
-    assert (field, description) == ("chat", "the model's template refuses these messages: unknown role judge")
-
-
-async def test_prompts_far_too_long_name_their_field_whatever_they_are_of() -> None:
-    tokenizer, template = byte_tokenizer(), ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
-    text = "x" * 100_000
-    for request in (
-        pb.GenerateRequest(text=text),
-        pb.GenerateRequest(chat=pb.Chat(messages=[{"role": "u", "content": text}])),
-    ):
-        prompt = validate(request, MODEL).prompt
-        with pytest.raises(InvalidRequest) as caught:
-            await tokenize_prompt(prompt, tokenizer, template, max_model_len=100)
-        [(field, description)] = caught.value.violations
-        assert field == request.WhichOneof("prompt")
-        assert description.startswith("must be at most 99 tokens (a context of 100, 1 for the answer), has ")
-        assert len((await tokenize_prompt(prompt, tokenizer, template)).token_ids) >= 100_000, "as long as it may be"
-
-
-@pytest.mark.parametrize(
-    ("params", "num_prompt_tokens", "expected"),
-    [
-        ({}, 99, {}),
-        ({}, 0, {"text": "must give at least 1 token, gives 0"}),
-        ({}, 100, {"text": "must be at most 99 tokens (a context of 100, 1 for the answer), has 100"}),
-        ({"max_tokens": 60}, 40, {}),
-        (
-            {"max_tokens": 61, "min_tokens": 61},
-            40,
-            {
-                f"sampling_params.{n}": "must be at most 60 (the context of 100 tokens minus the prompt of 40), is 61"
-                for n in ("max_tokens", "min_tokens")
-            },
-        ),
-    ],
-)
-def test_prompt_and_answer_share_the_context(
-    params: dict[str, Any], num_prompt_tokens: int, expected: dict[str, str]
-) -> None:
-    validated = validate(text_request(**params), MODEL)
-    if not expected:
-        check_prompt_length(validated, num_prompt_tokens, MODEL)
-        return
-    with pytest.raises(InvalidRequest) as caught:
-        check_prompt_length(validated, num_prompt_tokens, MODEL)
-    assert dict(caught.value.violations) == expected
-
-
-def test_logprobs_of_a_long_prompt_are_bounded_in_all() -> None:
-    model = replace(MODEL, max_model_len=200_000)
-    for num_tokens, num_each, is_too_many in ((6241, 20, False), (6242, 20, True), (131_072, 0, False)):
-        validated = validate(text_request(prompt_logprobs=num_each), model)
-        if not is_too_many:
-            check_prompt_length(validated, num_tokens, model)
-            continue
-        bound = "each with 20 alternatives and itself makes 131082 numbers, there may be 131072"
-        with pytest.raises(InvalidRequest, match=bound):
-            check_prompt_length(validated, num_tokens, model)
-
-
-def test_what_an_answer_has_already_shares_the_context() -> None:
-    for num_tokens, is_too_many in ((60, False), (61, True)):
-        request = pb.GenerateRequest(text="x", sampling_params=GREEDY, output_token_ids=[5] * num_tokens)
-        validated = validate(request, MODEL)
-        if not is_too_many:
-            check_prompt_length(validated, 40, MODEL)
-            continue
-        with pytest.raises(InvalidRequest, match="may hold 60 ids beside a prompt of 40 tokens"):
-            check_prompt_length(validated, 40, MODEL)
-
-
-# -- what is left open ----------------------------------------------------------------------------------------------
-
-OPTIONAL_FIELDS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence]
-
-
-def test_every_optional_field_is_set() -> None:
-    resolved = resolve_sampling(pb.SamplingParams(), MODEL, 40)
-    absent = ["logprobs", "prompt_logprobs", "structured_outputs"]
-    assert sorted(name for name in OPTIONAL_FIELDS if not resolved.HasField(name)) == absent, "nothing stands for none"
-    given = pb.SamplingParams(
-        **{name: getattr(resolved, name) for name in OPTIONAL_FIELDS if name not in ("seed", *absent)}
-    )
-    assert given == pb.SamplingParams(
-        n=1,
-        priority=0,
-        max_tokens=60,
-        min_tokens=0,
-        temperature=1,
-        top_p=1,
-        top_k=0,
-        min_p=0,
-        presence_penalty=0,
-        frequency_penalty=0,
-        repetition_penalty=1,
-        include_stop_str_in_output=False,
-        ignore_eos=False,
-        skip_special_tokens=True,
-    )
-
-
-def test_the_request_wins_over_the_model_and_the_model_over_the_default() -> None:
-    defaults = GenerationDefaults(temperature=0.5, top_p=0.75, top_k=20, min_p=0.25, repetition_penalty=1.25)
-    model = replace(MODEL, defaults=replace(defaults, max_new_tokens=10))
-    resolved = resolve_sampling(pb.SamplingParams(), model, 40)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-    assert [getattr(resolved, name) for name in names] == [0.5, 0.75, 20, 0.25, 1.25, 10]
-    zeros = pb.SamplingParams(temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, max_tokens=30, seed=0)
-    zeros.stop.append("x")
-    zeros.logit_bias[3] = 1.5
-    zeros.stop_token_ids.append(4)
-    before = zeros.SerializeToString(deterministic=True)
-    resolved = resolve_sampling(zeros, model, 40)
-    assert [getattr(resolved, name) for name in names] == [0, 1, 0, 0, 1, 30]
-    assert (resolved.seed, list(resolved.stop), dict(resolved.logit_bias)) == (0, ["x"], {3: 1.5})
-    assert list(resolved.stop_token_ids) == [4]
-    assert zeros.SerializeToString(deterministic=True) == before, "the client's message is not written to"
-
-
-def test_an_open_max_tokens_has_room_for_min_tokens() -> None:
-    model = replace(MODEL, defaults=GenerationDefaults(max_new_tokens=10))
-    assert resolve_sampling(pb.SamplingParams(min_tokens=20), model, 40).max_tokens == 20
-    assert resolve_sampling(pb.SamplingParams(), model, 95).max_tokens == 5
-
-
-def test_seeds_are_drawn_anew_and_fit_the_wire() -> None:
-    seeds = {resolve_sampling(pb.SamplingParams(), MODEL, 1).seed for _ in range(100)}
-    assert len(seeds) == 100
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.parametrize(
