@@ -40,6 +40,9 @@ default 30 seconds, in which all peers that it knows may have been replaced."""
 
 RENEW_CONNECTIONS_S = 300.0
 """So long those of a `SpreadChannel` are used for new calls."""
+REOPEN_S = 5.0
+"""And so long where nobody is found that serves: gRPC asks a name server that knew nothing of a name, or did not
+answer, again after ever longer times, two minutes in the end, and cannot be told to ask sooner."""
 _A_STREAM_S = 86_400.0
 """More than any stream lasts."""
 
@@ -126,7 +129,7 @@ class SpreadChannel:
     says why. On the event loop; the caller closes it.
 
         connected to all ──renew_s──> connecting to all anew ──one serves there──> the new connections; the old ones
-                                                                                    close when their streams have ended
+                       └──nobody serves there for REOPEN_S──> others, at once       close when their streams have ended
 
     gRPC asks a name server only when a connection is lost, and reads certificates when a channel is opened: without
     new ones, a peer that was added would get nothing, and a certificate that was renewed would run out.
@@ -140,6 +143,8 @@ class SpreadChannel:
         self._now = self._open()
         self._now_s = time.monotonic()
         """When its connections were opened."""
+        self._served_s = self._now_s
+        """When somebody served over them, as far as was seen; or when they were opened."""
         self._next: _Spread | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -172,16 +177,25 @@ class SpreadChannel:
         return call
 
     def _newest(self) -> _Spread:
-        if self._next is None:
-            if time.monotonic() - self._now_s < self._renew_s:
-                return self._now
+        now_s = time.monotonic()
+        if self._now.is_one_serving():
+            self._served_s = now_s
+        if now_s - self._served_s > REOPEN_S:
+            self._go_on_with(self._open())
+        elif self._next is not None and self._next.is_one_serving():
+            self._go_on_with(self._next)
+        elif self._next is None and now_s - self._now_s >= self._renew_s:
             self._next = self._open()
-        if self._next.is_one_serving():
-            closing = asyncio.create_task(self._now.close(_A_STREAM_S))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-            self._now, self._next, self._now_s = self._next, None, time.monotonic()
         return self._now
+
+    def _go_on_with(self, spread: _Spread) -> None:
+        for old in (self._now, self._next):
+            if old is not None and old is not spread:
+                closing = asyncio.create_task(old.close(_A_STREAM_S))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        self._now, self._next = spread, None
+        self._now_s = self._served_s = time.monotonic()
 
 
 class _Spread:

@@ -1,4 +1,3 @@
-# ruff: noqa: N802 - gRPC's method names
 """Requests are spread over the routers behind one address, and go to those that can serve: over real connections, with
 routers whose answers are scripted."""
 
@@ -10,51 +9,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from gateway_harness import TIMEOUT_S, last, tokens
+from gateway_harness import TIMEOUT_S
+from spread_harness import SERVICE, Router, until_asked
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc
 from rpc.channel import SpreadChannel
 from rpc.errors import Draining, NoWorker, Overloaded, TandemError, Unreachable
 from rpc.health import HealthServicer
-from rpc.metadata import ACCEPTED_KEY
-from rpc.server import Server
 from tandem.client import AsyncClient
-
-SERVICE = "tandem.v1.Inference"
-
-
-class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
-    """Says "one two", and waits between the two until it may go on."""
-
-    def __init__(self) -> None:
-        self.server = Server("127.0.0.1:0")
-        self.server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, self, SERVICE)
-        self.requests: list[pb.GenerateRequest] = []
-        self.may_go_on = asyncio.Event()
-        self.may_go_on.set()
-        self.refusal: TandemError | None = None
-        self.peers: set[str] = set()
-        """That have asked for its model."""
-        self.may_tell = asyncio.Event()
-        """Its model."""
-        self.may_tell.set()
-
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        self.requests.append(request)
-        if self.refusal is not None:
-            raise self.refusal
-        await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
-        if not request.output_token_ids:
-            yield pb.GenerateResponse(request_id="r", token_ids=[1], text="one ", worker_kind="k")
-        await self.may_go_on.wait()
-        yield tokens(1, 2, text="two")
-        yield last(2)
-
-    async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
-        self.peers.add(context.peer())
-        await self.may_tell.wait()
-        return pb.GetModelInfoResponse(model="m")
 
 
 @asynccontextmanager
@@ -71,14 +34,6 @@ async def spread(num_ready: int = 2) -> AsyncIterator[tuple[list[Router], AsyncC
     finally:
         for router in routers:
             await router.server.drain(0)
-
-
-async def until_asked(client: AsyncClient, *routers: Router) -> None:
-    """Until it has found each of them. They have been asked nothing then."""
-    while not all(router.requests for router in routers):
-        await client.generate("a")
-    for router in routers:
-        router.requests.clear()
 
 
 async def until_left_aside(client: AsyncClient, router: Router, other: Router) -> None:
