@@ -162,8 +162,12 @@ class HostCopies:
             yield lambda: lambda: None
             return
         torch.cuda.set_device(self._device)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-            yield _mark
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            try:
+                yield _mark
+            finally:
+                stream.synchronize()  # where something went wrong: nothing is under way when that is heard of
 
     def _next(self, *, may_wait: bool) -> list[BlockCopy]:
         """Empty: the end, or, where it may not wait, that there is nothing to be done now."""

@@ -87,6 +87,56 @@ def test_launches_do_not_grow_with_the_pool(is_load: bool, monkeypatch: pytest.M
         assert num_copies <= gpu.num_launches - before <= num_copies + 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_next_are_launched_before_the_last_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And told of, each batch, once it was waited for. A load that is asked for meanwhile comes before other saves."""
+    saves = [save(block_id, block_id) for block_id in range(2 * COPIES_AT_ONCE + 3)]
+    asked = load(39, 0)
+    story: list[object] = []
+    """What was told of, and how many launches there had been when the thread waited."""
+    with pretend_gpu() as gpu:
+        copies = HostCopies(pool_of("cuda", torch.float32), 40)
+        torch.cuda.synchronize()
+        ended, wait_for = threading.Event(), torch.cuda.Event.synchronize
+        before = gpu.num_launches
+
+        def watched(event: torch.cuda.Event) -> None:
+            if not story:
+                copies.begin([asked])
+            story.append(gpu.num_launches - before)
+            wait_for(event)
+
+        def take() -> None:
+            story.append(done := copies.take_done())
+            if done[-1] == saves[-1]:
+                ended.set()
+
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", watched)
+        copies.on_done = take
+        copies.begin(saves)
+        assert ended.wait(5)
+        copies.close()
+    batch = COPIES_AT_ONCE + 2  # its rows and a launch beside one for each block
+    assert story == [
+        2 * batch, saves[:COPIES_AT_ONCE], 2 * batch + 3, saves[COPIES_AT_ONCE:-3], 2 * batch + 8, [asked],
+        2 * batch + 8, saves[-3:],
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_copy_that_fails_is_heard_of_behind_those_on_their_way() -> None:
+    """The pool's memory is another's then, or free."""
+    with pretend_gpu():
+        pool = pool_of("cuda", torch.float32)
+        copies = HostCopies(pool, 40)
+        torch.cuda.synchronize()
+        copies.begin([*(load(block_id, block_id) for block_id in range(COPIES_AT_ONCE)), load(39, 40)])
+        with pytest.raises(IndexError):
+            done(copies, COPIES_AT_ONCE + 1)
+        pool.zero_()
+        copies.close()
+
+
 def test_who_waits_for_a_load_does_not_wait_for_all_saves() -> None:
     copies = HostCopies(pool_of("cpu", torch.float32), 40)
     begun = [save(block_id, block_id) for block_id in range(39)]
