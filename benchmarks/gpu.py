@@ -81,7 +81,7 @@ PARTS = (
     ),
     Part(
         name="steps-flash",
-        about="the same engine with FlashAttention",
+        about="the same engine, prompts by FlashAttention",
         measure=steps.measure_flash,
         limit_s=90,
     ),

@@ -315,8 +315,9 @@ class EngineArgs:
     attention_backend: str = field(
         default="auto",
         metadata={
-            "help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels), flash_attn (GPU, "
-            "float16 or bfloat16; with FlashAttention-2 and torch's own, block-size 256) or torch."
+            "help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels), flash_attn "
+            "(prompts by FlashAttention, decoding by the GPU kernels: float16 or bfloat16; with FlashAttention-2 and "
+            "torch's own, block-size 256) or torch."
         },
     )
     batch_invariant: bool = field(

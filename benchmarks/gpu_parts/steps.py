@@ -72,7 +72,7 @@ def measure_invariant(setting: Setting) -> Iterator[Row]:
 
 
 def measure_flash(setting: Setting) -> Iterator[Row]:
-    """With the FlashAttention that is installed in the place of our attention."""
+    """With prompts by the FlashAttention that is installed."""
     _, _, head_dim = setting.sizes.attention_heads
     try:
         calls = load_flash_calls(
