@@ -11,9 +11,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import flash_reference
 import pytest
 import torch
 from deepseek_cases import GREEDY, V3
@@ -24,12 +26,16 @@ from lora_folders import write_adapter
 from many_endings import CONFIG, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
+from pretend_gpu.flash import launched
 from pretend_gpu.triton import triton_interprets
 from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
 from quantized_on_gpu import WIDE, check_checkpoint, check_experts
 from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 from triton_device import DEVICE
 
+from engine import attention
+from engine.attention import choice
+from engine.attention.flash_calls import flash_attn_3_calls
 from engine.llm_engine import LLMEngine
 from engine.running.decode_graphs import RECORDING_BYTES, DecodeGraphs
 from engine.running.pool_size import largest_step, measured_steps
@@ -93,6 +99,70 @@ def test_recorded_steps_a_step_ahead(
     plain = make_engine(tmp_path, config, **settings | other)
     assert not plain.config.device.uses_graphs
     assert answers_of(engine, NUMBERS) == answers_of(plain, NUMBERS)
+
+
+FLASH: dict[str, Any] = {"attention_backend": "flash_attn", "dtype": "float16"}
+WINDOW = WIDE | {
+    "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "use_sliding_window": True, "sliding_window": 5,
+    "max_window_layers": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def nums_queries(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An engine finds FlashAttention. Of each call."""
+    call, nums = launched(gpu, flash_reference.flash_attn_3_with_kvcache), list[int]()
+
+    def counted(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nums.append(len(q))
+        return call(q, *args, **kwargs)
+
+    for module in (attention, choice):
+        monkeypatch.setattr(module, "load_flash_calls", lambda **_: flash_attn_3_calls(counted))
+    return nums
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "other"),
+    [
+        (WINDOW, {"max_num_batched_tokens": 8}, {"attention_backend": "torch"}),
+        (QWEN3_MOE, {"dtype": "bfloat16", "model_impl": "transformers"}, IN_TURN),
+    ],
+    ids=["chunks, a window", "by transformers"],
+)
+def test_prompts_by_flash_attention(
+    gpu: PretendGpu,
+    nums_queries: list[int],
+    tmp_path: Path,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    other: dict[str, Any],
+) -> None:
+    """Of prompts alone, whose calls nobody waits for, in an engine whose decoding steps are recorded."""
+    settings = SMALL | FLASH | {"max_num_seqs": 4} | settings
+    engine = make_engine(tmp_path, config, **settings)
+    assert engine.config.device.uses_graphs
+    nums_queries.clear()
+    answers = answers_of(engine, NUMBERS)
+    # A prompt of one token is decoded.
+    assert sum(nums_queries) == config["num_hidden_layers"] * sum(
+        len(prompt_of(number)) for number in NUMBERS if number
+    )
+    assert answers == answers_of(make_engine(tmp_path, config, **settings | other), NUMBERS)
+
+
+def test_drafts_are_checked_by_flash_attention(gpu: PretendGpu, nums_queries: list[int], tmp_path: Path) -> None:
+    params = replace(GREEDY, max_tokens=12, repetition_penalty=0.6)
+    settings = SMALL | FLASH | {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+    drafting = make_engine(
+        tmp_path, WIDE, speculative_config='{"method": "ngram", "num_speculative_tokens": 4}', **settings
+    )
+    nums_queries.clear()
+    prompt = [7, 9, 11] * 4
+    answer = alone(drafting, prompt, params)
+    assert drafting.stats.num_accepted_tokens
+    assert sum(nums_queries) > WIDE["num_hidden_layers"] * len(prompt)
+    assert answer == alone(make_engine(tmp_path, WIDE, **settings | {"attention_backend": "torch"}), prompt, params)
 
 
 def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ can be compared. What a GPU would refuse, or would get wrong now and then, is an
     streams.py       streams, events, graphs: copies arrive as late as they may, a recording has no values
     races.py         what one stream uses while another may still write it, or the other way round
     triton.py        launches of Triton kernels: interpreted, or compiled as a launch would compile them
+    flash.py         calls of FlashAttention
     nccl.py, ipc.py  what processes do together, and open of each other, where there are several
     nixl.py          what NIXL is told of their memory
     __main__.py      a worker process with such a GPU
