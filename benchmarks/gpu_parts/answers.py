@@ -131,20 +131,20 @@ def prompts_of(plan: Plan, count: int) -> list[list[int]]:
 
 
 def sampled(plan: Plan) -> list[Request]:
-    """A request for each thing that the sampler knows, and several of them at once."""
+    """A request for each thing that the sampler knows, and several of them at once: each changes its answer."""
     asked: list[dict[str, Any]] = [
         {"temperature": 0, "logit_bias": {7: 3.0, 11: -100.0}},
         {"temperature": 0, "allowed_token_ids": frozenset(range(5, 500, 3))},
         {"temperature": 0, "min_tokens": plan.num_greedy // 2, "stop_token_ids": frozenset(range(0, 1000, 16))},
         {"temperature": 0, "bad_words_token_ids": (*((n,) for n in range(0, 900, 5)), (3, 8), (901, 902, 903))},
-        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+        {"temperature": 0, "presence_penalty": -1.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
         {"temperature": 0, "logprobs": 5},
         {"temperature": 0.8},
         {"temperature": 1.2, "top_k": 40},
-        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "top_p": 0.5},
         {"temperature": 1.0, "min_p": 0.05},
-        {"temperature": 0.9, "top_p": 0.95, "top_k": 100, "min_p": 0.01, "repetition_penalty": 1.1, "logprobs": 2},
-        {"temperature": 1.0, "logit_bias": {3: 2.5}, "allowed_token_ids": frozenset(range(600))},
+        {"temperature": 1.2, "top_p": 0.8, "top_k": 20, "min_p": 0.2, "repetition_penalty": 0.8, "logprobs": 2},
+        {"temperature": 1.0, "logit_bias": {3: 5.0}, "allowed_token_ids": frozenset(range(600))},
     ]  # fmt: skip
     return [
         Request(prompt=prompt, params=SamplingParams(seed=number, max_tokens=plan.num_greedy, **params))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -41,6 +42,7 @@ from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import FULL, TOY, attention_bytes, expert_numbers, write_model
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
 from engine.kernels.gpu import why_no_triton
+from engine.sampling_params import SamplingParams
 from tandem.bench.outcome import Outcome
 from tandem.bench.workload import TokenSource
 
@@ -368,6 +370,29 @@ def test_other_answers_are_wrong_and_so_is_a_case_that_shows_nothing(
     (row,) = answers.measure(setting)
     assert row.is_wrong
     assert row.value == (1 if what == "another token" else None)
+
+
+def test_whatever_is_asked_changes_its_answer(tmp_path: Path) -> None:
+    """Or a device could pass it over."""
+    plan, plain = answers.FULL, SamplingParams()
+    model.save_model("llama", plan, tmp_path)
+    settings = {"model": str(tmp_path), "device": "cpu", "num_threads": 1, "num_kv_blocks": 1000}
+    modules = json.dumps(answers.save_adapters(tmp_path))
+    asked = answers.sampled(plan)
+    changes = [
+        (number, name, replace(request, params=replace(request.params, **{name: getattr(plain, name)})))
+        for number, request in enumerate(asked)
+        for name in request.params.__slots__
+        if name not in ("temperature", "seed", "max_tokens", "logprobs")
+        and getattr(request.params, name) != getattr(plain, name)
+    ]
+    expected, _ = answers.answers(asked, settings)
+    found, _ = answers.answers([request for *_, request in changes], settings)
+    assert [change[:2] for i, change in enumerate(changes) if found[str(i)] == expected[str(change[0])]] == []
+    requests = answers.adapted(plan)
+    without, _ = answers.answers([replace(request, lora_name="") for request in requests], settings)
+    adapted, _ = answers.answers(requests, settings | {"lora_modules": modules})
+    assert [adapted[i] != without[i] for i in adapted] == [bool(request.lora_name) for request in requests]
 
 
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
