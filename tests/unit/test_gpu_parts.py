@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import FULL, TOY, attention_bytes, expert_numbers, write_model
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
 from engine.kernels.gpu import why_no_triton
+from engine.running import host_copies
 from engine.sampling_params import SamplingParams
 from tandem.bench.outcome import Outcome
 from tandem.bench.workload import TokenSource
@@ -370,6 +372,16 @@ def test_other_answers_are_wrong_and_so_is_a_case_that_shows_nothing(
     (row,) = answers.measure(setting)
     assert row.is_wrong
     assert row.value == (1 if what == "another token" else None)
+
+
+def test_blocks_come_from_the_host_however_slowly_they_went_there(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = host_copies._ByHost.__call__
+    monkeypatch.setattr(host_copies._ByHost, "__call__", lambda *args: time.sleep(0.05) or copy(*args))
+    monkeypatch.setattr(answers, "CASES", [case for case in answers.CASES if case.what == "blocks from the host"])
+    (row,) = answers.measure(setting)
+    assert not row.is_wrong, row.note
 
 
 def test_whatever_is_asked_changes_its_answer(tmp_path: Path) -> None:
