@@ -124,6 +124,29 @@ def test_the_next_are_launched_before_the_last_are_waited_for(monkeypatch: pytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_is_under_way_is_copied_to_its_end_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes it may let go of the pool."""
+    with pretend_gpu():
+        pool = pool_of("cuda", torch.float32)
+        copies = HostCopies(pool, 40)
+        torch.cuda.synchronize()
+        left, wait_for = threading.Event(), torch.cuda.Event.synchronize
+
+        def leaving(event: torch.cuda.Event) -> None:
+            copies.leave()
+            left.set()
+            wait_for(event)
+
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", leaving)
+        loads = [load(block_id, block_id) for block_id in range(2 * COPIES_AT_ONCE + 3)]
+        copies.begin(loads)
+        assert left.wait(5)
+        copies.close()
+        assert copies.take_done() == loads[: 2 * COPIES_AT_ONCE]
+        pool.zero_()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_copy_that_fails_is_heard_of_behind_those_on_their_way() -> None:
     """The pool's memory is another's then, or free."""
     with pretend_gpu():
