@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from engine.to_device import integers, to_device
+
 MIN_BLOCK_BYTES = 241
 """Shorter inputs are hashed in another way."""
 
@@ -65,8 +67,8 @@ def block_digests(kv_pool: torch.Tensor, block_ids: Sequence[int]) -> NDArray[np
     if out.numel():
         _digest_kernel[(len(block_ids), num_layers)](
             kv_pool.view(num_layers, num_blocks, -1).view(torch.int64),
-            torch.tensor(block_ids, dtype=torch.int64, device=device),
-            torch.from_numpy(_constants(block_bytes)).to(device),
+            integers(block_ids, device),
+            to_device(_constants(block_bytes), device),
             out,
             num_blocks,
             NUM_WORDS=block_bytes // 8,
