@@ -8,7 +8,8 @@
     write(layer, …) per layer  ->  the blocks not cached there       BlockWriter.post          (never blocks)
     commit(…) after prefill    ->  all writes have landed            BlockWriter.drain
                                    digests, Commit, repairs          Link.commit, then post and drain again
-      or abandon() any time    ->  nothing can be written any more   BlockWriter.stop, Link.abandon
+                                   nothing can be written any more   BlockWriter.stop, and, unawaited, close
+      or abandon() any time    ->  nothing can be written any more   BlockWriter.stop, close, Link.abandon
     close() at shutdown        ->                                    Link.close, Transport.close
 
     decode service                 KVReceiver (receiver.py)          Endpoint (of the transport served)
@@ -71,6 +72,9 @@ class BlockWriter(Protocol):
 
     async def stop(self) -> None:
         """Until nothing posted can be read from our pool or written to theirs any more. Raises nothing; idempotent."""
+
+    async def close(self) -> None:
+        """After `stop`: tell the receiver so, where it waits for that. Raises nothing; idempotent."""
 
 
 class Link(Protocol):

@@ -118,6 +118,9 @@ class GrpcWriter:
                 self._round.exception()  # drain would have raised it; whoever stops has another reason
             self._round = None
 
+    async def close(self) -> None:
+        """The receiver checks every write, it waits for no word."""
+
     async def _send_round(self) -> None:
         with errors_of_peer():
             call = self._push()

@@ -112,3 +112,6 @@ class LocalWriter:
 
     async def stop(self) -> None:
         self._posts.clear()
+
+    async def close(self) -> None:
+        pass

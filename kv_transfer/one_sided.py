@@ -138,6 +138,8 @@ class OneSidedWriter:
         if self._next_beat is not None:
             self._next_beat.cancel()
         await self._has_none_outstanding.wait()
+
+    async def close(self) -> None:
         stream, self._stream = self._stream, None
         if stream is None:
             return

@@ -78,13 +78,15 @@ class KVSender:
             await writer.start()
         except BaseException:
             # Nothing was posted: nobody need wait for its end, and no cancel must keep it from that.
-            self.spawn(self._stop_and_give_back(writer, kept))
+            self.spawn(self.end(writer, kept))
             raise
         return Push(self, kept, writer, grant)
 
-    async def _stop_and_give_back(self, writer: BlockWriter, kept: KeptLink) -> None:
+    async def end(self, writer: BlockWriter, kept: KeptLink) -> None:
+        """Of a push that the receiver has committed, or never heard of: there is nothing to abandon."""
         try:
             await writer.stop()
+            await writer.close()
         finally:
             self.links.give_back(kept)
 
@@ -198,6 +200,7 @@ class Push:
         except TransferError:
             self._is_open = False
             await self._writer.stop()
+            await self._writer.close()
             # The receiver's blocks wait for this word, our own need not wait for its delivery.
             self._has_link = False
             self._sender.spawn(self._send_abandon())
@@ -206,7 +209,8 @@ class Push:
         try:
             await self._writer.stop()
         finally:
-            self._sender.links.give_back(self._kept)
+            # The receiver has it all already: our blocks need not wait for its answer to this.
+            self._sender.spawn(self._sender.end(self._writer, self._kept))
         return self._stats(computed_s)
 
     def _stats(self, computed_s: float) -> inference_pb.KVTransferStats:
@@ -228,6 +232,7 @@ class Push:
         passed without it listening. Harmless after `commit` and when repeated."""
         self._is_open = False
         await self._writer.stop()
+        await self._writer.close()
         if self._has_link:  # also after a commit that was cancelled while it stopped the writer
             self._has_link = False
             await self._send_abandon()

@@ -306,10 +306,21 @@ async def test_abandon_reaches_a_receiver_that_lost_the_stream(cluster: Cluster,
     assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
 
 
+@over("ipc")
+async def test_a_commit_does_not_wait_for_the_end_of_its_stream(cluster: Cluster, receiving: Receiving) -> None:
+    await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
+    (kept,) = cluster.sender.links._kept.values()
+    assert kept.num_users == 1
+    await asyncio.wait(cluster.sender._background)
+    assert kept.num_users == 0
+
+
 @over(NIXL)  # the others never poll
 async def test_nothing_polls_once_pushes_have_ended(cluster: Cluster, receiving: Receiving) -> None:
     for _ in range(3):
         await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
+    if cluster.sender._background:  # their streams end when they are committed already
+        await asyncio.wait(cluster.sender._background)
     for owner in (cluster.sender._transport, receiving.receiver._endpoint):
         agent = owner._agent  # type: ignore[attr-defined]
         assert await asyncio.wrap_future(agent.call(agent._patience_s)) is None

@@ -280,6 +280,9 @@ class Writer:
             await self.world.ask(f"stop {self.number}", ["ok"])
             self.is_stopped = True
 
+    async def close(self) -> None:
+        self.world.must(self.is_stopped, "ended before the last write")
+
 
 class ScriptedLink:
     is_broken = False

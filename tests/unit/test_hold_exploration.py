@@ -178,7 +178,7 @@ CANCELS = "router: cancels!"
         (Push, "abandon", abandon_what_is_open, ["commit 1: gone!", CANCELS], "not told"),
         (Push, "abandon", abandon_in_the_background, [CANCELS], "before the receiver knows"),
         (Push, "write", write_for_ever, [CANCELS], "posted to a writer"),
-        (Writer, "stop", say_nothing, [], "freed while a writer may read"),
+        (Writer, "stop", say_nothing, [], "freed while a writer may read|before the last write"),
         (Scheduler, "_fail", free_what_failed, ["step: no token!"], "freed while a writer may read"),
     ],
 )
