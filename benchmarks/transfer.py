@@ -178,8 +178,8 @@ async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterato
     process.join(10)
 
 
-async def transfer(sender: KVSender, grant: pb.Grant, src_block_ids: list[int]) -> tuple[float, float]:
-    """Seconds of the writes alone, and of all of it."""
+async def transfer(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds of the writes alone, and of all of it. Blocks are a tuple, one for all layers, as an engine has them."""
     opened_s = time.perf_counter()
     push = await sender.open(grant)
     start_s = time.perf_counter()
@@ -212,7 +212,7 @@ async def measure(transport: str, options: dict[str, int], device: str = "cpu") 
             timings = []
             for _ in range(options["repeats"] + 1):
                 src, dst = (random.permutation(layout.num_blocks)[:num_blocks].tolist() for _ in range(2))
-                timings.append(await transfer(sender, far.grant(dst), src))
+                timings.append(await transfer(sender, far.grant(dst), tuple(src)))
             pushed_s, total_s = (statistics.median(column) for column in zip(*timings[1:], strict=True))
             rows.append(
                 {
@@ -229,7 +229,7 @@ async def measure(transport: str, options: dict[str, int], device: str = "cpu") 
         latencies = []
         for _ in range(NUM_LATENCY_PUSHES):
             issued = far.grant([int(random.integers(layout.num_blocks))])
-            latencies.append((await transfer(sender, issued, [0]))[1] * 1000)
+            latencies.append((await transfer(sender, issued, (0,)))[1] * 1000)
         rows.append(
             {
                 "transport": transport,

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -48,6 +49,7 @@ class CopyAgent:
         """`max_vram_bytes_at_once`: of several transfers in one copy, out of a GPU's memory. A host copies one after
         the other: one that is late ends alone."""
         self._pool = pool
+        self._block_bytes = pool.layout.block_bytes
         self._max_bytes_at_once = max_vram_bytes_at_once if pool.memory == "VRAM" else 0
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Transfer] = deque()
@@ -78,9 +80,9 @@ class CopyAgent:
         self._calls.put(lambda: self._release(opening))
 
     def post(self, transfer: Transfer) -> None:
-        """Its `remote` is an `OpenedPool`. Never blocks. What has begun is not given up here: a host's copy takes
+        """Its `terms.remote` is an `OpenedPool`. Never blocks. What has begun is not given up here: a host's copy takes
         microseconds, a device that hangs ends the engine's process, and NIXL's agents give up what is late."""
-        self._calls.put(lambda: self._take(transfer))
+        self._calls.put(partial(self._take, transfer))
 
     def close(self) -> None:
         """Begin nothing more; return when what is under way has ended. The caller has released all pools."""
@@ -105,7 +107,7 @@ class CopyAgent:
                 self._finish_oldest()
 
     def _take(self, transfer: Transfer) -> None:
-        opened: OpenedPool = transfer.remote
+        opened: OpenedPool = transfer.terms.remote
         opened.num_transfers += 1
         self._waiting.append(transfer)
         if self._is_closing:
@@ -127,10 +129,11 @@ class CopyAgent:
 
     def _begin(self, transfers: list[Transfer]) -> Copying:
         """All to one pool."""
-        opened: OpenedPool = transfers[0].remote
+        opened: OpenedPool = transfers[0].terms.remote
         rows_2R = rows_of(transfers, self._pool.layout.num_blocks, opened.num_blocks)
-        given_up_s = time.monotonic() + min(transfer.patience_s for transfer in transfers)
-        return opened.pool.copy(rows_2R, lambda: min(given_up_s, *(transfer.late_at_s() for transfer in transfers)))
+        of_pushes = {transfer.terms for transfer in transfers}
+        given_up_s = time.monotonic() + min(terms.patience_s for terms in of_pushes)
+        return opened.pool.copy(rows_2R, lambda: min(given_up_s, *(terms.late_at_s() for terms in of_pushes)))
 
     def _pop_wanted(self) -> list[Transfer]:
         """The first of those waiting, and more to the same pool, as many as one copy takes. They may be wanted no
@@ -139,11 +142,11 @@ class CopyAgent:
         num_bytes = 0
         while self._waiting:
             transfer = self._waiting[0]
-            if transfer.is_cancelled():
+            if transfer.terms.is_cancelled():
                 self._end([self._waiting.popleft()], None)
                 continue
             num_bytes += self._num_bytes([transfer])
-            if wanted and (transfer.remote is not wanted[0].remote or num_bytes > self._max_bytes_at_once):
+            if wanted and (transfer.terms.remote is not wanted[0].terms.remote or num_bytes > self._max_bytes_at_once):
                 break
             wanted.append(self._waiting.popleft())
         return wanted
@@ -160,19 +163,20 @@ class CopyAgent:
         self._end(transfers, error)
 
     def _end(self, transfers: list[Transfer], error: TransferError | None) -> None:
-        for transfer in transfers:
-            opened: OpenedPool = transfer.remote
-            opened.num_transfers -= 1
+        for terms, alike in groupby(transfers, lambda transfer: transfer.terms):
+            num_transfers = len(list(alike))
+            opened: OpenedPool = terms.remote
+            opened.num_transfers -= num_transfers
             self._close_if_unused(opened)
-            transfer.on_end(error)
+            terms.on_end(num_transfers, error)
 
     def _release(self, opening: Future[OpenedPool]) -> None:
         if opening.cancelled() or opening.exception() is not None:
             return  # it was never opened
         opened = opening.result()
         opened.is_released = True
-        of_it = [transfer for transfer in self._waiting if transfer.remote is opened]
-        self._waiting = deque(transfer for transfer in self._waiting if transfer.remote is not opened)
+        of_it = [transfer for transfer in self._waiting if transfer.terms.remote is opened]
+        self._waiting = deque(transfer for transfer in self._waiting if transfer.terms.remote is not opened)
         if of_it:
             self._end(of_it, PeerUnreachable("the connection was closed"))
         else:
@@ -195,19 +199,17 @@ class CopyAgent:
         self._end(waiting, PeerUnreachable("this worker is closing"))
 
     def _num_bytes(self, transfers: list[Transfer]) -> int:
-        return sum(len(transfer.dst_block_ids) for transfer in transfers) * self._pool.layout.block_bytes
+        return sum([len(transfer.dst_block_ids) for transfer in transfers]) * self._block_bytes
 
 
 def rows_of(transfers: Sequence[Transfer], num_src_blocks: int, num_dst_blocks: int) -> Rows:
     """The layers of a prompt have the same blocks, which are then told once: to make 64 arrays of 512 numbers takes a
     millisecond."""
-    rows_2R = np.empty((2, sum(len(transfer.src_block_ids) for transfer in transfers)), dtype=np.int64)
-    end = 0
+    num_blocks_211 = np.array([[[num_src_blocks]], [[num_dst_blocks]]])
+    parts: list[Rows] = []
     for blocks, alike in groupby(transfers, lambda transfer: (transfer.src_block_ids, transfer.dst_block_ids)):
-        layers_L1 = np.array([[transfer.layer] for transfer in alike], dtype=np.int64)
         assert len(blocks[0]) == len(blocks[1])
-        begin, end = end, end + len(layers_L1) * len(blocks[0])
-        for rows_R, num_blocks, ids in zip(rows_2R, (num_src_blocks, num_dst_blocks), blocks, strict=True):
-            rows_LB = rows_R[begin:end].reshape(len(layers_L1), -1)
-            np.add(layers_L1 * num_blocks, np.asarray(ids, dtype=np.int64), out=rows_LB)
-    return rows_2R
+        layers_L1 = np.array([transfer.layer for transfer in alike])[:, None]
+        blocks_21B = np.array(blocks)[:, None, :]
+        parts.append((layers_L1 * num_blocks_211 + blocks_21B).reshape(2, -1))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)

@@ -32,7 +32,7 @@ import numpy as np
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
 from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
-from kv_transfer.transfer import Transfer
+from kv_transfer.transfer import Terms, Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -178,15 +178,15 @@ class NixlAgent:
         self._in_flight = [under_way for under_way in self._in_flight if not self._has_ended(under_way)]
         while self._waiting and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT[self._pool.memory]:
             transfer = self._waiting.popleft()
-            if transfer.is_cancelled():
-                transfer.on_end(None)
+            if transfer.terms.is_cancelled():
+                transfer.terms.on_end(1, None)
             else:
                 self._start(transfer)
 
     def _start(self, transfer: Transfer) -> None:
         self._num_bytes_in_flight += self._num_bytes(transfer)
-        under_way = InFlight(transfer, None, time.monotonic() + transfer.patience_s)
-        remote: RemotePool = transfer.remote
+        under_way = InFlight(transfer, None, time.monotonic() + transfer.terms.patience_s)
+        remote: RemotePool = transfer.terms.remote
         src = np.asarray(transfer.src_block_ids, dtype=np.int32) + transfer.layer * self._pool.layout.num_blocks
         dst = np.asarray(transfer.dst_block_ids, dtype=np.int32) + transfer.layer * remote.num_blocks
         try:
@@ -198,20 +198,20 @@ class NixlAgent:
         if state == "PROC":
             self._in_flight.append(under_way)
         else:
-            self._end(under_way, _error_of(transfer, state))
+            self._end(under_way, _error_of(transfer.terms, state))
 
     def _has_ended(self, under_way: InFlight) -> bool:
-        if under_way.transfer.is_late():
+        if under_way.transfer.terms.is_late():
             self._end(under_way, None)  # before NIXL is asked: writes go on within its calls
             return True
         try:
             state = self._agent.check_xfer_state(under_way.handle)
         except self._errors as error:
-            self._end(under_way, PeerUnreachable(f"{under_way.transfer.remote.agent_name}: {error}"))
+            self._end(under_way, PeerUnreachable(f"{under_way.transfer.terms.remote.agent_name}: {error}"))
             return True
         if state == "PROC" and time.monotonic() < under_way.deadline_s:
             return False
-        self._end(under_way, _error_of(under_way.transfer, state))
+        self._end(under_way, _error_of(under_way.transfer.terms, state))
         return True
 
     def _end(self, under_way: InFlight, error: TransferError | None) -> None:
@@ -222,8 +222,8 @@ class NixlAgent:
                 under_way.handle.release()
             except self._errors as release_error:
                 # It stays in NIXL's list of leaked handles, which the agent's end releases.
-                logger.warning("NIXL cannot cancel a write to %s: %s", transfer.remote.agent_name, release_error)
-        transfer.on_end(error)
+                logger.warning("NIXL cannot cancel a write to %s: %s", transfer.terms.remote.agent_name, release_error)
+        transfer.terms.on_end(1, error)
 
     def _num_bytes(self, transfer: Transfer) -> int:
         return len(transfer.dst_block_ids) * self._pool.layout.block_bytes
@@ -288,7 +288,7 @@ class NixlAgent:
         for under_way in in_flight:
             self._end(under_way, error)
         for transfer in waiting:
-            transfer.on_end(error)
+            transfer.terms.on_end(1, error)
 
 
 class NixlPeerPool:
@@ -302,18 +302,14 @@ class NixlPeerPool:
         """Unlike a host's or a device's it takes its time: what has not ended when it is late is given up."""
         copying = NixlCopying(self._remote.agent_name, late_at_s)
         src_rows, dst_rows = rows_2R.tolist()
-        self._agent.post(
-            Transfer(
-                remote=self._remote,
-                layer=0,  # rows are counted from its first block on
-                src_block_ids=src_rows,
-                dst_block_ids=dst_rows,
-                is_cancelled=copying.is_late,
-                late_at_s=copying.late_at_s,
-                on_end=copying.end,
-                patience_s=math.inf,
-            )
+        terms = Terms(
+            remote=self._remote,
+            is_cancelled=copying.is_late,
+            late_at_s=copying.late_at_s,
+            on_end=copying.end,
+            patience_s=math.inf,
         )
+        self._agent.post(Transfer(terms, 0, src_rows, dst_rows))  # rows are counted from layer 0's first block on
         return copying
 
     def close(self) -> None:
@@ -337,7 +333,7 @@ class NixlCopying:
     def is_late(self) -> bool:
         return time.monotonic() > self.late_at_s()
 
-    def end(self, error: TransferError | None) -> None:
+    def end(self, _: int, error: TransferError | None) -> None:
         if error is None and self._is_late:
             error = PeerUnreachable(f"{self._agent_name}: a write did not end in its time")
         if error is None:
@@ -349,12 +345,12 @@ class NixlCopying:
         self._has_ended.result()
 
 
-def _error_of(transfer: Transfer, state: str) -> TransferError | None:
+def _error_of(terms: Terms, state: str) -> TransferError | None:
     if state == "DONE":
         return None
     if state == "PROC":
-        return PeerUnreachable(f"{transfer.remote.agent_name}: a write took more than {transfer.patience_s:.1f} s")
-    return PeerUnreachable(f"{transfer.remote.agent_name}: a write failed")
+        return PeerUnreachable(f"{terms.remote.agent_name}: a write took more than {terms.patience_s:.1f} s")
+    return PeerUnreachable(f"{terms.remote.agent_name}: a write failed")
 
 
 def _import_nixl() -> Any:

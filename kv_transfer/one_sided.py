@@ -27,7 +27,7 @@ from kv_transfer.base import ATTACHED
 from kv_transfer.control_link import ControlLink
 from kv_transfer.errors import InvalidTransfer, PeerUnreachable, TransferError, errors_of_peer
 from kv_transfer.pool import KVPool
-from kv_transfer.transfer import Transfer
+from kv_transfer.transfer import Terms, Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 MAX_TRANSFER_BYTES = {"DRAM": 4 << 20, "VRAM": 64 << 20}
@@ -50,17 +50,23 @@ class OneSidedWriter:
     def __init__(self, link: ControlLink, writer: Writer, remote: Any, grant: pb.Grant, pool: KVPool) -> None:
         self._link = link
         self._writer = writer
-        self._remote = remote
         self._grant = grant
         self._lease_s = grant.lease_ms / 1000
+        self._terms = Terms(
+            remote=remote,
+            is_cancelled=self._must_not_write,
+            late_at_s=self._late_at_s,
+            on_end=self._report_end,
+            patience_s=self._lease_s,
+        )
         self._max_blocks = max(1, MAX_TRANSFER_BYTES[pool.memory] // pool.layout.block_bytes)
         self._loop = asyncio.get_running_loop()
         self._stream: grpc.aio.StreamUnaryCall[pb.PushChunk, pb.PushSummary] | None = None
         self._num_outstanding = 0
         self._has_none_outstanding = asyncio.Event()
         self._has_none_outstanding.set()
-        self._untold: deque[TransferError | None] = deque()
-        """How transfers ended that the event loop has not heard of."""
+        self._untold: deque[tuple[int, TransferError | None]] = deque()
+        """How many transfers ended, and how, that the event loop has not heard of."""
         self._will_hear = False
         self._is_stopped = False
         self._stood_still = False
@@ -104,18 +110,7 @@ class OneSidedWriter:
         for src_ids, dst_ids in self._pieces(src_block_ids, dst_block_ids):
             self._num_outstanding += 1
             self._has_none_outstanding.clear()
-            self._writer.post(
-                Transfer(
-                    remote=self._remote,
-                    layer=layer,
-                    src_block_ids=src_ids,
-                    dst_block_ids=dst_ids,
-                    is_cancelled=self._must_not_write,
-                    late_at_s=self._late_at_s,
-                    on_end=self._report_end,
-                    patience_s=self._lease_s,
-                )
-            )
+            self._writer.post(Transfer(self._terms, layer, src_ids, dst_ids))
 
     def _pieces(
         self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
@@ -182,10 +177,10 @@ class OneSidedWriter:
                 f"{self._grant.worker_id} may take it for dead"
             )
 
-    def _report_end(self, error: TransferError | None) -> None:
+    def _report_end(self, num_transfers: int, error: TransferError | None) -> None:
         """On the writer's thread. To wake the event loop takes longer than a write: once for all ends it has not heard
         of yet."""
-        self._untold.append(error)
+        self._untold.append((num_transfers, error))
         if not self._will_hear:
             self._will_hear = True
             self._loop.call_soon_threadsafe(self._hear_ends)
@@ -193,11 +188,11 @@ class OneSidedWriter:
     def _hear_ends(self) -> None:
         self._will_hear = False  # first: what is appended from here on wakes the loop again
         while self._untold:
-            error = self._untold.popleft()
+            num_transfers, error = self._untold.popleft()
             if error is not None:
                 self._error = self._error or error
                 self._link.is_broken = True
-            self._num_outstanding -= 1
+            self._num_outstanding -= num_transfers
         if self._num_outstanding == 0:
             self._has_none_outstanding.set()
 

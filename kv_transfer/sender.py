@@ -159,8 +159,11 @@ class Push:
         self._is_open = True
         self._has_link = True
         """Until the receiver knows how this ends, or need not: whoever has seen to that gives the link back."""
+        self._last_written: tuple[int, Sequence[int]] = (0, ())
+        """First block and source blocks of the last `write`."""
         self._last_blocks: tuple[Sequence[int], Sequence[int]] = ((), ())
-        """Ours and theirs, written last. Layers of a prompt have the same: as the same lists they compare at once."""
+        """What it sent: ours and theirs. Layers of a prompt have the same, and as the same objects: who compares them
+        does so at once."""
         self._num_posted = 0
         """Blocks of a layer posted."""
         self._started_s: float | None = None
@@ -171,17 +174,22 @@ class Push:
         Never blocks and reads the pool later, so their bytes must be final. In any order, at most once per block and
         layer for the count of bytes to be right. Ignored once the push has ended. What goes wrong comes from `commit`.
         Raises `ValueError` where the positions are not the grant's or the layer is not the pool's."""
+        if not 0 <= layer < self._sender.pool.layout.num_layers:
+            raise ValueError(f"layer {layer} is not below {self._sender.pool.layout.num_layers}")
+        written = first_block, tuple(src_block_ids)  # of a tuple, which an engine has for all layers, no copy
+        if written != self._last_written:
+            self._last_blocks = self._blocks_to_send(*written)
+            self._last_written = written
+        if self._is_open and self._last_blocks[0]:
+            self._post(layer, *self._last_blocks)
+
+    def _blocks_to_send(self, first_block: int, src_block_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Ours and theirs of those blocks of the prompt that are not cached there."""
         last_block = first_block + len(src_block_ids)
         if not 0 <= first_block <= last_block <= len(self._dst_block_ids):
             raise ValueError(f"blocks {first_block}..{last_block - 1} are not among {len(self._dst_block_ids)}")
-        if not 0 <= layer < self._sender.pool.layout.num_layers:
-            raise ValueError(f"layer {layer} is not below {self._sender.pool.layout.num_layers}")
         num_skipped = min(max(self.grant.num_cached_blocks - first_block, 0), len(src_block_ids))
-        if self._is_open and num_skipped < len(src_block_ids):
-            blocks = src_block_ids[num_skipped:], self._dst_block_ids[first_block + num_skipped : last_block]
-            if blocks != self._last_blocks:
-                self._last_blocks = blocks
-            self._post(layer, *self._last_blocks)
+        return src_block_ids[num_skipped:], self._dst_block_ids[first_block + num_skipped : last_block]
 
     async def commit(
         self, num_prompt_tokens: int, first_token_id: int, src_block_ids: Sequence[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -491,7 +492,7 @@ async def test_a_write_that_a_standstill_interrupts_is_not_finished(
     def has_stood_still() -> bool:
         return threading.current_thread() is not threading.main_thread() and next(asked, True)
 
-    monkeypatch.setattr(writer, "_must_not_write", lambda: False)
+    monkeypatch.setattr(writer, "_terms", replace(writer._terms, is_cancelled=lambda: False))
     monkeypatch.setattr(writer, "_has_stood_still", has_stood_still)
     push.write(0, 0, [3, 14, 27])
     await writer.drain()

@@ -16,7 +16,7 @@ from kv_transfer import HostPool, KVLayout, PeerUnreachable, TransferError
 from kv_transfer import copy_agent as module
 from kv_transfer.copy_agent import CopyAgent, OpenedPool
 from kv_transfer.pool import PeerPool, Rows
-from kv_transfer.transfer import Transfer
+from kv_transfer.transfer import Terms, Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 LAYOUT = KVLayout(num_layers=3, num_blocks=10, block_size=4, num_kv_heads=1, head_dim=8, dtype="bfloat16")
@@ -116,18 +116,14 @@ class Stage:
         return self.pool.peers[-1], opened
 
     def post(self, name: str, opened: OpenedPool, layer: int, src: list[int], dst: list[int]) -> None:
-        self.agent.post(
-            Transfer(
-                remote=opened,
-                layer=layer,
-                src_block_ids=src,
-                dst_block_ids=dst,
-                is_cancelled=self.is_cancelled.is_set,
-                late_at_s=lambda: math.inf,
-                on_end=lambda error: self.ends.tell(name, error),
-                patience_s=1.0,
-            )
+        terms = Terms(
+            remote=opened,
+            is_cancelled=self.is_cancelled.is_set,
+            late_at_s=lambda: math.inf,
+            on_end=lambda _, error: self.ends.tell(name, error),
+            patience_s=1.0,
         )
+        self.agent.post(Transfer(terms, layer, src, dst))
 
     def hold_thread(self) -> threading.Event:
         """The agent does nothing until the event is set: what is posted meanwhile comes at once."""

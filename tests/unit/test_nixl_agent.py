@@ -12,7 +12,7 @@ import pytest
 
 from kv_transfer import HostPool, KVLayout, PeerUnreachable, nixl_agent
 from kv_transfer.nixl_agent import NixlAgent, NixlCopying, NixlPeerPool, RemotePool
-from kv_transfer.transfer import Transfer
+from kv_transfer.transfer import Terms, Transfer
 
 LAYOUT = KVLayout(num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 
@@ -78,19 +78,17 @@ def test_a_write_under_way_that_is_late_is_released_before_nixl_can_go_on_with_i
             heard.append("asked")
             return "PROC"
 
-    def end(_: object) -> None:
+    def end(_: int, __: object) -> None:
         heard.append("ended")
         has_ended.set()
 
     replace_nixl(monkeypatch, BusyAgent)
     agent = NixlAgent("sender", WatchedPool([]))
-    agent.post(
-        Transfer(
-            remote=RemotePool("receiver", None, 2), layer=0, src_block_ids=[0], dst_block_ids=[1],
-            is_cancelled=lambda: False, late_at_s=lambda: -math.inf if is_late.is_set() else math.inf, on_end=end,
-            patience_s=5.0,
-        )
+    terms = Terms(
+        remote=RemotePool("receiver", None, 2), is_cancelled=lambda: False,
+        late_at_s=lambda: -math.inf if is_late.is_set() else math.inf, on_end=end, patience_s=5.0,
     )  # fmt: skip
+    agent.post(Transfer(terms, 0, [0], [1]))
     assert has_ended.wait(5)
     agent.close()
     assert heard == ["released", "ended"]
@@ -133,7 +131,7 @@ def test_a_copy_that_was_late_stays_so_whatever_is_heard_after_that() -> None:
     assert copying.is_late()
     until_s[0] = math.inf
     assert copying.is_late()
-    copying.end(None)
+    copying.end(1, None)
     with pytest.raises(PeerUnreachable):
         copying.synchronize()
 
