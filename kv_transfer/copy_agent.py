@@ -15,12 +15,11 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 
 import numpy as np
 
@@ -53,7 +52,7 @@ class CopyAgent:
         self._max_bytes_at_once = max_vram_bytes_at_once if pool.memory == "VRAM" else 0
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Transfer] = deque()
-        self._under_way: deque[tuple[list[Transfer], Copying]] = deque()
+        self._under_way: deque[tuple[list[Transfer], int, Copying]] = deque()
         self._num_bytes_under_way = 0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
@@ -124,8 +123,9 @@ class CopyAgent:
             logger.exception("a copy into a peer's memory failed")
             self._end(wanted, PeerUnreachable(f"a copy into its memory failed: {error}"))
             return
-        self._num_bytes_under_way += self._num_bytes(wanted)
-        self._under_way.append((wanted, copying))
+        num_bytes = sum([len(transfer.dst_block_ids) for transfer in wanted]) * self._block_bytes
+        self._num_bytes_under_way += num_bytes
+        self._under_way.append((wanted, num_bytes, copying))
 
     def _begin(self, transfers: list[Transfer]) -> Copying:
         """All to one pool."""
@@ -145,26 +145,25 @@ class CopyAgent:
             if transfer.terms.is_cancelled():
                 self._end([self._waiting.popleft()], None)
                 continue
-            num_bytes += self._num_bytes([transfer])
+            num_bytes += len(transfer.dst_block_ids) * self._block_bytes
             if wanted and (transfer.terms.remote is not wanted[0].terms.remote or num_bytes > self._max_bytes_at_once):
                 break
             wanted.append(self._waiting.popleft())
         return wanted
 
     def _finish_oldest(self) -> None:
-        transfers, copying = self._under_way.popleft()
+        transfers, num_bytes, copying = self._under_way.popleft()
         error = None
         try:
             copying.synchronize()
         except Exception as failure:
             logger.exception("a copy into a peer's memory failed")
             error = PeerUnreachable(f"a copy into its memory failed: {failure}")
-        self._num_bytes_under_way -= self._num_bytes(transfers)
+        self._num_bytes_under_way -= num_bytes
         self._end(transfers, error)
 
     def _end(self, transfers: list[Transfer], error: TransferError | None) -> None:
-        for terms, alike in groupby(transfers, lambda transfer: transfer.terms):
-            num_transfers = len(list(alike))
+        for terms, num_transfers in Counter(transfer.terms for transfer in transfers).items():
             opened: OpenedPool = terms.remote
             opened.num_transfers -= num_transfers
             self._close_if_unused(opened)
@@ -198,16 +197,17 @@ class CopyAgent:
         waiting, self._waiting = list(self._waiting), deque()
         self._end(waiting, PeerUnreachable("this worker is closing"))
 
-    def _num_bytes(self, transfers: list[Transfer]) -> int:
-        return sum([len(transfer.dst_block_ids) for transfer in transfers]) * self._block_bytes
-
 
 def rows_of(transfers: Sequence[Transfer], num_src_blocks: int, num_dst_blocks: int) -> Rows:
-    """The layers of a prompt have the same blocks, which are then told once: to make 64 arrays of 512 numbers takes a
-    millisecond."""
+    """In any order. The layers of a prompt have the same blocks, as the same objects, which are then told once: to make
+    64 arrays of 512 numbers takes a millisecond. Layers of several prompts come in turn."""
+    of_blocks: dict[tuple[int, int], list[Transfer]] = {}
+    for transfer in transfers:
+        of_blocks.setdefault((id(transfer.src_block_ids), id(transfer.dst_block_ids)), []).append(transfer)
     num_blocks_211 = np.array([[[num_src_blocks]], [[num_dst_blocks]]])
     parts: list[Rows] = []
-    for blocks, alike in groupby(transfers, lambda transfer: (transfer.src_block_ids, transfer.dst_block_ids)):
+    for alike in of_blocks.values():
+        blocks = alike[0].src_block_ids, alike[0].dst_block_ids
         assert len(blocks[0]) == len(blocks[1])
         layers_L1 = np.array([transfer.layer for transfer in alike])[:, None]
         blocks_21B = np.array(blocks)[:, None, :]

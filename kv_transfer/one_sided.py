@@ -62,6 +62,9 @@ class OneSidedWriter:
         self._max_blocks = max(1, MAX_TRANSFER_BYTES[pool.memory] // pool.layout.block_bytes)
         self._loop = asyncio.get_running_loop()
         self._stream: grpc.aio.StreamUnaryCall[pb.PushChunk, pb.PushSummary] | None = None
+        self._last_blocks: tuple[Sequence[int], Sequence[int]] = ((), ())
+        """Ours and theirs, posted last: those of other layers are the same objects."""
+        self._last_pieces: list[tuple[Sequence[int], Sequence[int]]] = []
         self._num_outstanding = 0
         self._has_none_outstanding = asyncio.Event()
         self._has_none_outstanding.set()
@@ -107,7 +110,10 @@ class OneSidedWriter:
         self._note_standstill()
         if self._error is not None or self._is_stopped:
             return
-        for src_ids, dst_ids in self._pieces(src_block_ids, dst_block_ids):
+        blocks = src_block_ids, dst_block_ids
+        if blocks != self._last_blocks:
+            self._last_blocks, self._last_pieces = blocks, list(self._pieces(*blocks))
+        for src_ids, dst_ids in self._last_pieces:
             self._num_outstanding += 1
             self._has_none_outstanding.clear()
             self._writer.post(Transfer(self._terms, layer, src_ids, dst_ids))
@@ -115,9 +121,6 @@ class OneSidedWriter:
     def _pieces(
         self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        if len(src_block_ids) <= self._max_blocks:
-            yield src_block_ids, dst_block_ids  # as they are: those of other layers are the same lists
-            return
         for start in range(0, len(src_block_ids), self._max_blocks):
             end = start + self._max_blocks
             yield src_block_ids[start:end], dst_block_ids[start:end]

@@ -165,6 +165,27 @@ def test_what_waits_for_one_pool_is_one_copy(stage: Stage) -> None:
     assert set(stage.ends.of.values()) == {None}
 
 
+def test_layers_of_several_prompts_come_in_turn_and_go_together(stage: Stage) -> None:
+    peer, opened = stage.open()
+    prompts = ([3, 4], [7, 9]), ([0], [1])
+    may_go_on = stage.hold_thread()
+    for layer in range(3):
+        for number, (src, dst) in enumerate(prompts):
+            stage.post(f"{number} {layer}", opened, layer, src, dst)
+    may_go_on.set()
+    peer.until_begun(1)
+    peer.begun[0].may_end.set()
+    stage.ends.until("0 2", "1 2")
+    (rows,) = peer.copies
+    num_blocks = LAYOUT.num_blocks, NUM_PEER_BLOCKS
+    assert set(zip(*rows, strict=True)) == {
+        (layer * num_blocks[0] + src, layer * num_blocks[1] + dst)
+        for layer in range(3)
+        for ids in prompts
+        for src, dst in zip(*ids, strict=True)
+    }
+
+
 def test_a_copy_has_a_largest_size_and_the_device_a_most_to_do(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     block = LAYOUT.block_bytes
     monkeypatch.setattr(stage.agent, "_max_bytes_at_once", 2 * block)
