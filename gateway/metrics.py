@@ -21,7 +21,7 @@ from rpc.http import tell_of_process
 STREAMING = ("completions", "chat", "responses", "messages")
 """Routes."""
 SERVER_ERRORS = (500, 503, 504)
-"""That a stream can end with: there from the start, so that the first one is a rise."""
+"""That a stream can end with: there from the start, as their requests are, so that the first one is a rise."""
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -49,6 +49,7 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
         for route in STREAMING:
+            self._requests.labels(route, "200")
             for status in SERVER_ERRORS:
                 self._stream_errors.labels(route, str(status))
         self._in_flight = Gauge(

@@ -13,6 +13,7 @@ from lifecycle_bench import Asked, Bench, load, settle
 from prometheus_client import CollectorRegistry
 
 from engine.scheduling.stats import SchedulerStats
+from gateway.metrics import Metrics as GatewayMetrics
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.gauges import COST_TOKENS, RouterGauges
@@ -176,9 +177,10 @@ async def test_a_server_ends_when_it_is_told_and_not_at_the_next_look_at_its_clo
 def test_counters_that_alerts_compare_are_zero_from_the_start() -> None:
     registry = router_registry()
     shown = {sample.name for family in registry.collect() for sample in family.samples}
+    of_gateway = set(re.findall(r"^(tandem:\w+_total)\{", GatewayMetrics().text().decode(), re.MULTILINE))
     asked = set(re.findall(r"rate\((tandem:\w+_total)", ALERTS.read_text()))
-    assert "tandem:request_success_total" in asked
-    assert asked <= shown
+    assert {"tandem:request_success_total", "tandem:gateway_stream_errors_total"} <= asked
+    assert asked <= shown | of_gateway
     reasons = re.findall(r'request_failures_total\{reason=~?"([^"]+)"', ALERTS.read_text())
     for reason in "|".join(reasons).split("|"):
         labels = {"model_name": "m", "reason": reason}
