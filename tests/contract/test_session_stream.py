@@ -83,7 +83,7 @@ async def test_a_router_that_reads_slowly_is_not_far_behind() -> None:
             await asyncio.sleep(0.002)  # a step's time
             if step % 4 == 3:
                 num_read += len((await stream.read()).events)
-        assert num_steps - num_read / num_seqs < 20
+        assert num_steps - num_read / num_seqs < 100  # of the 375 that it has not asked for; alone some ten
         while num_read < num_steps * num_seqs:
             num_read += len((await stream.read()).events)
         await stream.done_writing()
