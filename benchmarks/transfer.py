@@ -5,9 +5,9 @@
     python benchmarks/transfer.py --device cuda --layers 32 --block-kib 64      # pools in the memory of one GPU
 
 Sender and receiver are two processes, as in reality, and one for "local". A measured transfer is open + write of every
-layer + commit, so both sides' digests are in it; "data" is from the first write until all is there. After the last
-transfer of each size both sides' digests are compared once more, over another way. The last line of output is one JSON
-object.
+layer + commit, so both sides' digests are in it; "data" is from the first write until all is there, in transfers
+of its own, which wait for that before they commit. After the last transfer of each size both sides' digests are
+compared once more, over another way. The last line of output is one JSON object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 import kv_transfer
 from engine.kv_cache import KV_ORDER, KVCacheShape
-from kv_transfer import Identity, KVPool, KVReceiver, KVSender, KVTransferServicer
+from kv_transfer import Identity, KVPool, KVReceiver, KVSender, KVTransferServicer, Push
 from kv_transfer.pool import Digests
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
@@ -178,17 +178,35 @@ async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterato
     process.join(10)
 
 
-async def transfer(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds of the writes alone, and of all of it. Blocks are a tuple, one for all layers, as an engine has them."""
-    opened_s = time.perf_counter()
+async def commit(sender: KVSender, push: Push, src_block_ids: tuple[int, ...]) -> None:
+    await push.commit(len(src_block_ids) * sender.pool.layout.block_size, 1, src_block_ids)
+
+
+async def open_and_write(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, ...]) -> tuple[Push, float]:
+    """A push of every layer of these blocks (a tuple, one for all layers, as an engine has it), and the
+    second at which it was open."""
     push = await sender.open(grant)
-    start_s = time.perf_counter()
+    opened_s = time.perf_counter()
     for layer in range(sender.pool.layout.num_layers):
         push.write(layer, 0, src_block_ids)
+    return push, opened_s
+
+
+async def write_s(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, ...]) -> float:
+    """Seconds of the writes alone, until the last byte has arrived."""
+    push, opened_s = await open_and_write(sender, grant, src_block_ids)
     await push._writer.drain()
-    pushed_s = time.perf_counter() - start_s
-    await push.commit(len(src_block_ids) * sender.pool.layout.block_size, 1, src_block_ids)
-    return pushed_s, time.perf_counter() - opened_s
+    taken_s = time.perf_counter() - opened_s
+    await commit(sender, push, src_block_ids)
+    return taken_s
+
+
+async def transfer_s(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, ...]) -> float:
+    """Seconds of all of it, as a prefill worker asks for it: digests are computed while the last bytes travel."""
+    start_s = time.perf_counter()
+    push, _ = await open_and_write(sender, grant, src_block_ids)
+    await commit(sender, push, src_block_ids)
+    return time.perf_counter() - start_s
 
 
 def sizes_mib(smallest: int, largest: int) -> Iterator[int]:
@@ -212,7 +230,12 @@ async def measure(transport: str, options: dict[str, int], device: str = "cpu") 
             timings = []
             for _ in range(options["repeats"] + 1):
                 src, dst = (random.permutation(layout.num_blocks)[:num_blocks].tolist() for _ in range(2))
-                timings.append(await transfer(sender, far.grant(dst), tuple(src)))
+                timings.append(
+                    (
+                        await write_s(sender, far.grant(dst), tuple(src)),
+                        await transfer_s(sender, far.grant(dst), tuple(src)),
+                    )
+                )
             pushed_s, total_s = (statistics.median(column) for column in zip(*timings[1:], strict=True))
             rows.append(
                 {
@@ -229,7 +252,7 @@ async def measure(transport: str, options: dict[str, int], device: str = "cpu") 
         latencies = []
         for _ in range(NUM_LATENCY_PUSHES):
             issued = far.grant([int(random.integers(layout.num_blocks))])
-            latencies.append((await transfer(sender, issued, (0,)))[1] * 1000)
+            latencies.append(await transfer_s(sender, issued, (0,)) * 1000)
         rows.append(
             {
                 "transport": transport,
