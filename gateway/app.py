@@ -10,7 +10,6 @@ later is the stream's last event, in its route's words.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -44,6 +43,7 @@ from gateway.tokens import CountMessagesRequest, CountRequest, DetokenizeRequest
 from gateway.traced import Traced
 from protos.tandem_inference_pb2 import GenerateResponse
 from rpc.errors import DeadlinePassed, InvalidRequest, TandemError
+from rpc.keys import bearer_of, is_one_of
 from rpc.tracing import Tracing
 from tandem import __version__
 from tandem.client import AsyncClient
@@ -180,7 +180,7 @@ class Gateway:
         self._client = client
         self._keep_alive_s = keep_alive_s
         self._leaving = leaving
-        self._api_keys = [key.encode() for key in api_keys]
+        self._api_keys = api_keys
         self._max_body_bytes = max_body_bytes
         self._started_s = int(time.time())
         self._metrics = Metrics()
@@ -331,11 +331,8 @@ class Gateway:
             return response
 
     def _check_key(self, request: Request) -> None:
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = (bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
-        # All of them, so that time does not tell which.
-        same = [hmac.compare_digest(each.encode(), key) for each in given for key in self._api_keys]
-        if self._api_keys and not any(same):
+        given = (bearer_of(request.headers.get("authorization", "")), request.headers.get("x-api-key", ""))
+        if self._api_keys and not is_one_of(given, self._api_keys):
             raise Refusal(
                 NO_KEY, "the API key is missing or wrong: give it as Authorization: Bearer KEY, or as x-api-key: KEY"
             )

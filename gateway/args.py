@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rpc.entrypoint import LOG_LEVELS
 from rpc.flag_numbers import check_numbers, number
+from rpc.keys import check_keys, first_key
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 from rpc.server import split_address
 from rpc.tls import SslArgs
@@ -17,6 +18,7 @@ API_KEY_HELP = (
     "If given, what is asked of the model needs it: Authorization: Bearer KEY, or x-api-key. Given several times: any "
     "of them; in the environment variable, with spaces between."
 )
+ROUTER_API_KEY_HELP = "The router's, if it asks for one (its --api-key). Of several, with spaces between, the first."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class GatewayArgs(SslArgs):
         metadata={"help": "HOST:PORT of the router, or any gRPC target. Behind it may be several: they take turns."},
     )
     api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})
+    router_api_key: str = field(default="", repr=False, metadata={"help": ROUTER_API_KEY_HELP})
     allowed_origins: str = field(
         default="[]",
         metadata={
@@ -64,10 +67,8 @@ class GatewayArgs(SslArgs):
         check_endpoint(self.otlp_traces_endpoint)
         if not self.router:
             raise ValueError("router must be the address of a router, is empty")
-        if not all(self.api_key):  # a variable that is not set, in some script
-            raise ValueError("api_key must not be empty: anybody could ask; leave it out if all may")
-        if not all(re.fullmatch(r"[\x21-\x7e]+", key) for key in self.api_key):
-            raise ValueError("api_key must be of visible ASCII characters: HTTP headers carry no others safely")
+        check_keys("api_key", self.api_key)
+        first_key("router_api_key", self.router_api_key)
         if not _is_list_of_origins(self.allowed_origins):
             raise ValueError(
                 'allowed_origins must be a JSON list of origins such as "https://chat.example" or '

@@ -27,6 +27,7 @@ from rpc.errors import (
     RequestCancelled,
     RequestExists,
     TandemError,
+    Unauthenticated,
     Unreachable,
 )
 from tandem.answer import StreamBroken
@@ -49,6 +50,7 @@ RETRY_AFTER_S = 1.0
 UNAVAILABLE = Kind(503, "server_error", "unavailable")
 KINDS: dict[type[TandemError], Kind] = {
     InvalidRequest: Kind(400, "invalid_request_error", None),
+    Unauthenticated: Kind(500, "server_error", "internal_error"),  # the gateway, by the router
     NotFound: Kind(404, "invalid_request_error", "not_found"),
     RequestExists: Kind(409, "invalid_request_error", "request_exists"),
     Overloaded: Kind(429, "rate_limit_error", "rate_limit_exceeded"),
@@ -98,6 +100,9 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
     match error:
         case Refusal():
             return error
+        case Unauthenticated():
+            _log.error("the router asks for another key than --router-api-key", extra={"request_id": request_id})
+            return Refusal(KINDS[Unauthenticated], "the router does not take this gateway's key")
         case TandemError():
             return refusal_of(error)
         case Leaving():

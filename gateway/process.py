@@ -15,6 +15,7 @@ import click
 from gateway.app import create_app
 from gateway.args import GatewayArgs
 from rpc.http import HttpServer
+from rpc.keys import first_key
 from rpc.otlp_endpoint import create_tracing
 from tandem.client import AsyncClient
 
@@ -37,7 +38,10 @@ async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Calla
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
-    async with AsyncClient(args.router, tls=args.client_tls, resume_s=args.resume_s, is_spread=True) as client:
+    api_key = first_key("router_api_key", args.router_api_key)
+    async with AsyncClient(
+        args.router, api_key=api_key, tls=args.client_tls, resume_s=args.resume_s, is_spread=True
+    ) as client:
         leaving = asyncio.Event()
         app = create_app(
             client,

@@ -11,6 +11,7 @@ from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
 from rpc.flag_numbers import number
+from rpc.keys import check_keys
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 
 GENERATION_HELP = (
@@ -21,6 +22,10 @@ SCHEDULING_POLICIES = ("priority", "fcfs")
 SCHEDULING_HELP = (
     "Who goes first of those that wait: priority, whose request says that it is more urgent, as any client's may; "
     "fcfs, nobody for that: what requests say of their priority is ignored."
+)
+API_KEY_HELP = (
+    "If given, calls need it, but those of health and reflection: metadata authorization, Bearer KEY. Given several "
+    "times: any of them; in the environment variable, with spaces between."
 )
 OVERRIDE_HELP = (
     'JSON object of what is sampled by instead, if a request does not say: {"temperature": 0.6, "max_new_tokens": 512}.'
@@ -44,6 +49,7 @@ class RouterArgs(ServiceArgs):
             "the folder's."
         },
     )
+    api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})
     chat_template: str = field(
         default="", metadata={"help": "File with a chat template (Jinja), to be used instead of the model's own."}
     )
@@ -78,6 +84,7 @@ class RouterArgs(ServiceArgs):
         super().__post_init__()
         check_override(self.override_generation_config)
         check_endpoint(self.otlp_traces_endpoint)
+        check_keys("api_key", self.api_key)
         if not self.model:
             raise ValueError("model must name a folder; `tandem fetch` prepares one and prints its path")
         if self.chat_template and not Path(self.chat_template).is_file():

@@ -91,7 +91,10 @@ class Router:
     def __init__(self, args: RouterArgs, policy: PolicyConfig, texts: Texts, tracing: Tracing) -> None:
         router_id = f"router-{secrets.token_hex(3)}"
         self._server = Server(
-            args.listen, max_message_bytes=TRANSPORT_MARGIN * args.max_message_bytes, tls=args.server_tls()
+            args.listen,
+            max_message_bytes=TRANSPORT_MARGIN * args.max_message_bytes,
+            tls=args.server_tls(),
+            keys=args.api_key,
         )
         self._peers = Peers(texts.model)
         self._pool = WorkerPool(

@@ -6,6 +6,7 @@ Owns the translation in both directions: handlers raise a `TandemError`, `to_sta
 
     TandemError
     ├── InvalidRequest      INVALID_ARGUMENT     a parameter is wrong; names each field
+    ├── Unauthenticated     UNAUTHENTICATED      no key of those that the server asks for
     ├── NotFound            NOT_FOUND            no such request or service
     ├── RequestExists       ALREADY_EXISTS       the request id is in use
     ├── Overloaded          RESOURCE_EXHAUSTED   a bounded queue is full; says when to retry
@@ -89,6 +90,10 @@ class InvalidRequest(TandemError):
         super().__init__(message or "the request is not valid", retry_after_s=retry_after_s)
 
 
+class Unauthenticated(TandemError):
+    """The server asks for a key, and was given none of its own."""
+
+
 class NotFound(TandemError):
     """No such request, worker or service."""
 
@@ -139,6 +144,7 @@ class InternalError(TandemError):
 
 STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     NotFound: grpc.StatusCode.NOT_FOUND,
     RequestExists: grpc.StatusCode.ALREADY_EXISTS,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -176,7 +182,7 @@ FOREIGN_CODES: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNAVAILABLE: Unreachable,
     grpc.StatusCode.DATA_LOSS: CorruptKV,
-    grpc.StatusCode.UNAUTHENTICATED: Incompatible,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 """Statuses that gRPC itself or a proxy made (they carry no ErrorInfo of ours) -> error class."""
 _CLASS_OF_CODE = {status.value[0]: error_class for status, error_class in FOREIGN_CODES.items()}

@@ -22,7 +22,7 @@ import asyncio
 import inspect
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -54,15 +54,24 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 def _wrap(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
     """`handler` with its one behavior (of four) guarded."""
-    for kind, make in _HANDLER_KINDS.items():
-        behavior = getattr(handler, kind)
-        if behavior is not None:
-            return make(
-                _guard(behavior, method, is_request_stream=handler.request_streaming),
-                request_deserializer=_lenient(handler.request_deserializer),
-                response_serializer=handler.response_serializer,
-            )
-    raise AssertionError(f"{method} has no behavior")
+    behavior = getattr(handler, _kind_of(handler))
+    return with_behavior(
+        handler,
+        _guard(behavior, method, is_request_stream=handler.request_streaming),
+        request_deserializer=_lenient(handler.request_deserializer),
+    )
+
+
+def with_behavior(
+    handler: grpc.RpcMethodHandler, behavior: Behavior, *, request_deserializer: Callable[[bytes], Any] | None
+) -> grpc.RpcMethodHandler:
+    """One of the same kind as `handler`, which does something else. `request_deserializer`: None hands it bytes."""
+    make = _HANDLER_KINDS[_kind_of(handler)]
+    return make(behavior, request_deserializer=request_deserializer, response_serializer=handler.response_serializer)
+
+
+def _kind_of(handler: grpc.RpcMethodHandler) -> str:
+    return next(kind for kind in _HANDLER_KINDS if getattr(handler, kind) is not None)
 
 
 _HANDLER_KINDS: dict[str, Callable[..., grpc.RpcMethodHandler]] = {
@@ -98,16 +107,20 @@ def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
 
 
 class _ReadableRequests:
-    """A stream of requests that raises `InvalidRequest` at the first one that does not parse."""
+    """A stream of requests that raises `InvalidRequest` at the first one that does not parse. Read only where the
+    handler reads: gRPC begins a read with `aiter`, and complains of one that nobody waits for."""
 
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
+    def __init__(self, requests: AsyncIterable[Any]) -> None:
         self._requests = requests
+        self._messages: AsyncIterator[Any] | None = None
 
     def __aiter__(self) -> _ReadableRequests:
         return self
 
     async def __anext__(self) -> Any:
-        request = await anext(self._requests)
+        if self._messages is None:
+            self._messages = aiter(self._requests)
+        request = await anext(self._messages)
         if isinstance(request, _Unreadable):
             raise request.to_error()
         return request
@@ -122,7 +135,7 @@ def _guard(behavior: Behavior, method: str, *, is_request_stream: bool) -> Behav
         try:
             if isinstance(request, _Unreadable):
                 raise request.to_error()
-            return await call(_ReadableRequests(aiter(request)) if is_request_stream else request, context)
+            return await call(_ReadableRequests(request) if is_request_stream else request, context)
         except grpc.aio.BaseError:
             raise  # gRPC's own: an abort() by the handler, or a write to a client that has left
         except asyncio.CancelledError as error:

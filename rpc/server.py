@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from rpc import health
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
 from rpc.interceptors import ErrorInterceptor
+from rpc.keys import KeyInterceptor
 from rpc.tls import ServerTLS
 
 
@@ -41,15 +42,18 @@ class Server:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         tls: ServerTLS | None = None,
         ping_timeout_ms: int | None = None,
+        keys: Sequence[str] = (),
     ) -> None:
-        """`listen` is "host:port". `ping_timeout_ms` as `rpc.channel.channel_options` has it. Raises `ValueError`."""
+        """`listen` is "host:port". `ping_timeout_ms` as `rpc.channel.channel_options` has it. `keys`: of which calls
+        must bring one, but for health and reflection; empty: anybody may call. Raises `ValueError`."""
         self._listen = listen
         self._host, self._port = split_address(listen)
         self._tls = tls
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-        self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()], options=_options(max_message_bytes, ping_timeout_ms)
-        )
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+        if keys:
+            interceptors.append(KeyInterceptor(keys, open_services=self._names))
+        self._server = grpc.aio.server(interceptors=interceptors, options=_options(max_message_bytes, ping_timeout_ms))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 

@@ -60,13 +60,15 @@ class Client(ClientBase):
         self,
         address: str = DEFAULT_ADDRESS,
         *,
+        api_key: str = "",
         tls: ClientTLS | None = None,
         resume_s: float = RESUME_S,
         on_broken: OnBroken = lambda error, left_s: None,
     ) -> None:
-        """`tls`: for a router that is served over TLS. `resume_s`: for how long a stream that broke after its first
-        token waits for a router that goes on with it; 0: not at all. `on_broken` hears of each that begins to."""
-        super().__init__(address, resume_s=resume_s, on_broken=on_broken)
+        """`api_key`: one of the router's, if it asks for any. `tls`: for a router that is served over TLS. `resume_s`:
+        for how long a stream that broke after its first token waits for a router that goes on with it; 0: not at all.
+        `on_broken` hears of each that begins to."""
+        super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken)
         self._use(open_blocking_channel(self._address, tls=tls))
 
     def generate(
@@ -211,6 +213,7 @@ class AsyncClient(ClientBase):
         self,
         address: str = DEFAULT_ADDRESS,
         *,
+        api_key: str = "",
         tls: ClientTLS | None = None,
         resume_s: float = RESUME_S,
         on_broken: OnBroken = lambda error, left_s: None,
@@ -218,7 +221,7 @@ class AsyncClient(ClientBase):
     ) -> None:
         """As `Client`'s. `is_spread`: there may be several routers behind `address`. Requests go in turn to those that
         can serve; one that none has taken on is asked of another, once, as is a question that is not answered."""
-        super().__init__(address, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
+        super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2_grpc
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2_grpc
 from rpc.errors import DeadlinePassed, Unreachable, from_rpc_error, is_being_cancelled
+from rpc.keys import check_keys, keyed
 from rpc.server import split_address
 from rpc.tracing import TRACE_HEADERS, trace_headers_of
 from tandem.checks import check_text, is_number
@@ -50,9 +51,14 @@ def checked_address(address: str) -> str:
 class ClientBase:
     """Owns no channel: whoever opens one hands it to `_use`."""
 
-    def __init__(self, address: str, *, resume_s: float, on_broken: OnBroken, is_spread: bool = False) -> None:
+    def __init__(
+        self, address: str, *, api_key: str, resume_s: float, on_broken: OnBroken, is_spread: bool = False
+    ) -> None:
         if not is_number(resume_s) or not resume_s >= 0:
             raise ValueError(f"resume_s: must be at least 0, is {resume_s!r:.80}")
+        if api_key:
+            check_keys("api_key", [api_key])
+        self._api_key = api_key
         self._resume_s = resume_s
         self._on_broken = on_broken
         self._is_spread = is_spread
@@ -61,9 +67,10 @@ class ClientBase:
 
     def _use(self, channel: Any) -> None:
         self._channel = channel
-        self._inference = tandem_inference_pb2_grpc.InferenceStub(channel)
-        self._tokenizer = tandem_inference_pb2_grpc.TokenizerStub(channel)
-        self._cluster = tandem_worker_pb2_grpc.ClusterStub(channel)
+        with_key = keyed(channel, self._api_key)
+        self._inference = tandem_inference_pb2_grpc.InferenceStub(with_key)
+        self._tokenizer = tandem_inference_pb2_grpc.TokenizerStub(with_key)
+        self._cluster = tandem_worker_pb2_grpc.ClusterStub(with_key)
         self._health = health_pb2_grpc.HealthStub(channel)
 
     def _abort_request(self, request_id: str) -> pb.AbortRequest:

@@ -29,6 +29,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
 from rpc.channel import open_channel
+from rpc.keys import keyed
 from rpc.server import split_address
 from tandem.cluster_args import (
     GATEWAY,
@@ -233,7 +234,7 @@ class Cluster:
         await asyncio.gather(*(process.wait_running() for process in self._processes.values()))
         async with open_channel(connect_address(self.router_address)) as channel:
             await _wait_serving(channel)
-            stub = tandem_worker_pb2_grpc.ClusterStub(channel)
+            stub = tandem_worker_pb2_grpc.ClusterStub(keyed(channel, self.args.a_key))
             wanted = {self.args.worker_id(name) for name in self.args.worker_names}
             # The router offers a list of workers, and no news of it.
             while wanted - await _connected_workers(stub):  # noqa: ASYNC110

@@ -43,6 +43,7 @@ OWN = {
     "served_model_name": "the engine's",
     "router": "the cluster's",
     "api_key": "in the environment: command lines are for all to see",
+    "router_api_key": "likewise: the first of them",
     "worker_id": "the worker's name",
     "advertise": "where it listens, unless the cluster is told what stands in between",
     "failpoints": "for tests, which start workers by themselves",
@@ -78,7 +79,7 @@ class ClusterArgs:
     drain_grace_s: float = 30.0
     """How long running streams may go on after `stop`."""
     api_key: tuple[str, ...] = field(default=(), repr=False)
-    """Keys, of which HTTP requests must bring one, if there are any."""
+    """Keys, of which requests must bring one, over HTTP and gRPC, if there are any."""
     allowed_origins: str = "[]"
     """Whose pages may call over HTTP from a browser: a JSON list."""
     chat_template: str = ""
@@ -118,7 +119,7 @@ class ClusterArgs:
                 raise ValueError(f"{flag} must be in [0, {65536 - num}], is {port}")
         own: dict[str, Any] = {"listen": self.listen, "redis": self.redis_url or ServiceArgs.redis}
         try:  # as the processes will
-            RouterArgs(model=self.engine.model, **own, **self.settings_of(RouterArgs))
+            RouterArgs(model=self.engine.model, api_key=self.api_key, **own, **self.settings_of(RouterArgs))
             WorkerArgs(**own, **self.settings_of(WorkerArgs))
             GatewayArgs(api_key=self.api_key, **self.settings_of(GatewayArgs))
         except ValueError as error:
@@ -149,6 +150,11 @@ class ClusterArgs:
     def served_model_name(self) -> str:
         """What was asked for, not the cache folder that it is in."""
         return self.engine.served_model_name or Path(self.engine.model).name
+
+    @property
+    def a_key(self) -> str:
+        """One that the router takes; empty: it asks for none."""
+        return next(iter(self.api_key), "")
 
     def metrics_listen(self, name: str) -> str:
         """Where the router or a worker shows its metrics; empty: nowhere."""
@@ -185,7 +191,8 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
         }
         return _command("router", own, args.settings_of(RouterArgs), vars(args.policy))
 
-    return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=python_env(), must_start=True)
+    env = {**python_env(), "TANDEM_API_KEY": " ".join(args.api_key)}
+    return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 
 def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
@@ -196,7 +203,8 @@ def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
         own = {"listen": announced or f"{host}:{args.http_port}", "router": router_address}
         return _command("gateway", own, args.settings_of(GatewayArgs))
 
-    env = {**python_env(), "TANDEM_API_KEY": " ".join(args.api_key)}
+    keys = {"TANDEM_API_KEY": " ".join(args.api_key), "TANDEM_ROUTER_API_KEY": args.a_key}
+    env = {**python_env(), **keys}
     return ProcessSpec(name=GATEWAY, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from rpc.keys import check_keys
 from tandem.bench.backends import BACKENDS, HttpServer, Sending
 from tandem.bench.summary import METRICS, parse_goodput
 from tandem.bench.workload import RandomShape, TokenSource
@@ -32,7 +33,7 @@ class BenchArgs:
     base_url: str = _flag("http://127.0.0.1:8000", "Of the HTTP server, with or without /v1.")
     endpoint: str = _flag("", "Path of HTTP requests, if not OpenAI's.")
     model: str = _flag("", "Model to ask an HTTP server for. Default: the first that it names.")
-    api_key: str = _flag("", "Of an HTTP server that needs one.", env="OPENAI_API_KEY")
+    api_key: str = _flag("", "Of a server that asks for one.", env="OPENAI_API_KEY")
     extra_body: str = _flag(
         "", 'JSON object of further fields of HTTP bodies, such as {"top_k": 20}. With {"return_token_ids": true}, '
         "which Tandem and vLLM take, lost tokens of a stream show."
@@ -75,6 +76,8 @@ class BenchArgs:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_bounds()
+        if self.api_key:
+            check_keys("api_key", [self.api_key])
         for name in ("rates", "objectives", "metrics", "percentiles", "http_server", "source"):
             getattr(self, name)  # each raises for its flag
 

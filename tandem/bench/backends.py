@@ -13,7 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, Overloaded, TandemError
+from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unauthenticated
 from tandem.bench.openai_stream import OpenAIStream, ServerError
 from tandem.bench.outcome import Usage
 from tandem.bench.run import Backend, NotAnswered, Piece
@@ -189,12 +189,16 @@ async def _not_answered(response: Any) -> NotAnswered:
 
 
 @asynccontextmanager
-async def open_grpc(address: str, sending: Sending, vocab_size: int) -> AsyncIterator[tuple[Backend, str]]:
-    """The router at `address`, and the model that it serves. Prompts have token ids below `vocab_size`. Raises
-    `ServerGone`."""
-    async with AsyncClient(address) as client:
+async def open_grpc(
+    address: str, sending: Sending, vocab_size: int, api_key: str = ""
+) -> AsyncIterator[tuple[Backend, str]]:
+    """The router at `address`, which may ask for `api_key`, and the model that it serves. Prompts have token ids below
+    `vocab_size`. Raises `ServerGone`."""
+    async with AsyncClient(address, api_key=api_key) as client:
         try:
             info = await client.model_info()
+        except Unauthenticated as error:
+            raise ServerGone(f"the router at {address} asks for an API key: give it with --api-key KEY") from error
         except TandemError as error:
             raise ServerGone(
                 f"no router answers at {address} ({error.message}). Start one with `tandem up`, or name another with "

@@ -1,7 +1,7 @@
 """`tandem drain`: a worker takes no new work, finishes what it has, and leaves.
 
-Asked of the worker itself, over its own port, which hears only processes of the cluster: a router asks its clients for
-nothing, and whoever may send it prompts need not be able to stop its workers.
+Asked of the worker itself, over its own port, which hears only processes of the cluster: whoever may send a router
+prompts need not be able to stop its workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rpc.errors import from_rpc_error
 from rpc.tls import ClientTLS, SslArgs
 from tandem.answer import message_to_dict
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, json_option, router_option
+from tandem.cli.options import examples, json_option, key_option, router_option
 from tandem.client import Client
 
 ANSWER_S = 10.0
@@ -37,15 +37,16 @@ LOOK_S = 0.2
 @click.option("--wait", is_flag=True, help="Until it has left; tells what is left to finish, as that changes.")
 @json_option
 @router_option
+@key_option
 @options_of(SslArgs)
-def drain(worker_id: str, wait: bool, is_json: bool, address: str, **ssl: Any) -> None:
+def drain(worker_id: str, wait: bool, is_json: bool, address: str, api_key: str, **ssl: Any) -> None:
     """Let a worker (its id: `tandem status`) take no new work, finish what it has, and leave, as SIGTERM does.
 
     What it has not finished after its --drain-grace-s goes on at another worker. Whoever keeps it running (`tandem up`,
     Kubernetes) starts another in its place.
     """
     tls = build(SslArgs, ssl).client_tls
-    with readable_errors(address), Client(address, tls=tls) as client:
+    with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
         status = client.status()
         record = _find(status, worker_id)
         _ask_to_drain(record, tls)

@@ -7,7 +7,16 @@ from contextlib import contextmanager
 
 import click
 
-from rpc.errors import DeadlinePassed, Draining, InvalidRequest, NoWorker, Overloaded, TandemError, Unreachable
+from rpc.errors import (
+    DeadlinePassed,
+    Draining,
+    InvalidRequest,
+    NoWorker,
+    Overloaded,
+    TandemError,
+    Unauthenticated,
+    Unreachable,
+)
 from tandem.answer import StreamBroken
 
 SAMPLING_PREFIX = "sampling_params."
@@ -24,6 +33,8 @@ def explain(error: TandemError, address: str) -> str:
             f"no router answers at {address}, or it went away ({error.message}). Start one with `tandem up`, or "
             "name another with --router HOST:PORT or TANDEM_ROUTER; one that speaks TLS needs --ssl-ca-certs FILE."
         )
+    if isinstance(error, Unauthenticated):
+        return f"the router at {address} asks for an API key: give it with --api-key KEY or TANDEM_API_KEY."
     if isinstance(error, DeadlinePassed):
         return "the answer was not complete when its time was up: give more with --timeout-s, or ask for fewer tokens."
     line = " ".join(error.message.split()) or type(error).__name__

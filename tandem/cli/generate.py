@@ -15,7 +15,7 @@ from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
 from rpc.errors import TandemError
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, json_option, no_nan, router_option, tls_option
+from tandem.cli.options import examples, json_option, key_option, no_nan, router_option, tls_option
 from tandem.client import Client
 from tandem.interrupts import INTERRUPTED
 from tandem.requests import Prompt, Sampling, generate_request
@@ -91,6 +91,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
 )
 @json_option
 @router_option
+@key_option
 @tls_option
 def generate(
     prompt: str,
@@ -99,6 +100,7 @@ def generate(
     system: str | None,
     is_json: bool,
     address: str,
+    api_key: str,
     tls: ClientTLS | None,
     timeout_s: float | None,
     **options: Any,
@@ -116,7 +118,10 @@ def generate(
     asked = _as_chat(text, system) if is_chat else text
     _check_can_be_sent(asked, sampling)
     try:
-        with readable_errors(address), Client(address, tls=tls, on_broken=_said(address, is_json)) as client:
+        with (
+            readable_errors(address),
+            Client(address, api_key=api_key, tls=tls, on_broken=_said(address, is_json)) as client,
+        ):
             if is_json:
                 answer = client.generate(asked, model=model, timeout_s=timeout_s, **sampling)
                 has_all_letters = not sys.stdout or codecs.lookup(sys.stdout.encoding).name == "utf-8"

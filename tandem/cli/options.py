@@ -6,6 +6,7 @@ import math
 
 import click
 
+from rpc.keys import first_key
 from rpc.tls import ClientTLS
 from tandem.client import DEFAULT_ADDRESS
 from tandem.client_base import checked_address
@@ -28,6 +29,25 @@ router_option = click.option(
     metavar="HOST:PORT",
     callback=_router_of,
     help="The router to talk to.",
+)
+
+
+def _key_of(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    try:
+        return first_key("the key", value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+key_option = click.option(
+    "--api-key",
+    "api_key",
+    default="",
+    envvar="TANDEM_API_KEY",
+    show_envvar=True,
+    metavar="KEY",
+    callback=_key_of,
+    help="The router's, if it asks for one. Of several, with spaces between, the first.",
 )
 
 

@@ -10,7 +10,7 @@ import click
 from rpc.tls import ClientTLS
 from tandem.answer import message_to_dict
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, json_option, no_nan, router_option, tls_option
+from tandem.cli.options import examples, json_option, key_option, no_nan, router_option, tls_option
 from tandem.client import Client
 from tandem.tables import print_table, profile_line, profile_table
 
@@ -44,6 +44,7 @@ def _in_a_folder(context: click.Context, parameter: click.Parameter, path: Path 
 )
 @json_option
 @router_option
+@key_option
 @tls_option
 def profile(
     worker_id: str,
@@ -53,6 +54,7 @@ def profile(
     timeout_s: float,
     is_json: bool,
     address: str,
+    api_key: str,
     tls: ClientTLS | None,
 ) -> None:
     """Watch the next steps of a worker (its id: `tandem status`) and say which operations took how long.
@@ -60,7 +62,7 @@ def profile(
     Steps come from requests: ask something meanwhile. They are slower while they are watched, and stand still for up to
     half a second when that ends.
     """
-    with readable_errors(address), Client(address, tls=tls) as client:
+    with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
         seen = client.profile(worker_id, num_steps=steps, timeout_s=timeout_s, with_trace=trace is not None)
     if trace is not None and seen.num_steps:
         try:

@@ -10,7 +10,7 @@ import click
 from rpc.tls import ClientTLS
 from tandem.answer import message_to_dict
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, json_option, router_option, tls_option
+from tandem.cli.options import examples, json_option, key_option, router_option, tls_option
 from tandem.client import Client
 from tandem.tables import audit_problems, audit_table, print_table, router_line, status_table
 
@@ -21,13 +21,14 @@ from tandem.tables import audit_problems, audit_table, print_table, router_line,
 )
 @json_option
 @router_option
+@key_option
 @tls_option
-def status(is_json: bool, address: str, tls: ClientTLS | None) -> None:
+def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> None:
     """Show the router's queue and every worker: what it runs, its KV pool, its prefix hits.
 
     Pool is free/cached/used of all blocks; cached ones hold a prefix and can be taken at any time.
     """
-    with readable_errors(address), Client(address, tls=tls) as client:
+    with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
         answer = client.status()
     if is_json:
         click.echo(json.dumps(message_to_dict(answer), indent=2))
@@ -45,14 +46,15 @@ def status(is_json: bool, address: str, tls: ClientTLS | None) -> None:
 )
 @json_option
 @router_option
+@key_option
 @tls_option
-def audit(is_json: bool, address: str, tls: ClientTLS | None) -> None:
+def audit(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> None:
     """Recount every KV block of every worker, by owner. The owners sum up to the pool, or exit code 1.
 
     free: no content. cached: a prefix, may be evicted. sequence: a running request's. grant: reserved for an incoming
     transfer. held: kept until an outgoing transfer is acknowledged.
     """
-    with readable_errors(address), Client(address, tls=tls) as client:
+    with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
         answer = client.audit()
     problems = audit_problems(answer)
     if is_json:

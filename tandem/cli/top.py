@@ -11,7 +11,7 @@ from rich.live import Live
 
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, no_nan, router_option, tls_option
+from tandem.cli.options import examples, key_option, no_nan, router_option, tls_option
 from tandem.client import Client
 from tandem.top import Look, view
 
@@ -35,8 +35,9 @@ from tandem.top import Look, view
     help="End after so many looks; where stdout is no terminal, it gets the last one alone. Default: until Ctrl-C.",
 )
 @router_option
+@key_option
 @tls_option
-def top(interval_s: float, count: int | None, address: str, tls: ClientTLS | None) -> None:
+def top(interval_s: float, count: int | None, address: str, api_key: str, tls: ClientTLS | None) -> None:
     """Watch the router's queue and every worker: what it runs, tokens per second, prefix hits, KV in use.
 
     Rates are of the time since the look before; hits are prompt tokens found in the worker's prefix cache.
@@ -45,7 +46,7 @@ def top(interval_s: float, count: int | None, address: str, tls: ClientTLS | Non
     before: Look | None = None
     with (
         readable_errors(address),
-        Client(address, tls=tls) as client,
+        Client(address, api_key=api_key, tls=tls) as client,
         Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live,
     ):
         num_looks = 0

@@ -64,7 +64,8 @@ def _service_options(command: Command) -> Command:
 @_option("--http-port", type=int, default=8000,
          help="Port of OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
 @_option("--no-http", "has_no_http", is_flag=True, help="No HTTP: gRPC alone.")
-@_option("--api-key", cls=Several, multiple=True, default=(), help=API_KEY_HELP)
+@_option("--api-key", cls=Several, multiple=True, default=(),
+         help=f"{API_KEY_HELP} The router asks for it, too: `tandem status --api-key KEY`.")  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
          help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
          "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip

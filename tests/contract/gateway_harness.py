@@ -100,9 +100,11 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
 
 @asynccontextmanager
-async def gateway(texts: Texts | None = None, **args: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
+async def gateway(
+    texts: Texts | None = None, router_keys: tuple[str, ...] = (), **args: Any
+) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
     """`texts`: of the router's tokenizer, which is a real one; None: there is none."""
-    router, server = Router(), Server("127.0.0.1:0")
+    router, server = Router(), Server("127.0.0.1:0", keys=router_keys)
     stop = router.stop
     server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, router, "tandem.v1.Inference")
     if texts is not None:

@@ -90,6 +90,7 @@ def environment(container: Manifest, manifests: list[Manifest]) -> dict[str, str
             "metadata.name": "tandem-decode-5d4f7c9b8-x2x4z",
             "tandem-redis": "redis://somewhere:6379/0",
             "tandem-gateway": "a-key",
+            "tandem-router": "another-key",
             "tandem-hub": "a token",
         }
         path = source.get("fieldRef", {}).get("fieldPath") or source.get("secretKeyRef", {}).get("name")

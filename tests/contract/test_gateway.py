@@ -376,6 +376,25 @@ async def test_any_of_several_keys(caplog: pytest.LogCaptureFixture) -> None:
     assert "older" not in caplog.text + repr(GatewayArgs(api_key=("older",)))
 
 
+async def test_a_router_that_asks_for_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    """It is the gateway's to bring, and no client's fault where it is wrong."""
+    asked = {"prompt": "a b", "stream": True}
+    async with gateway(router_keys=("r1", "r2"), router_api_key="r2 r3", api_key=("c",)) as (router, http):
+        answer = await http.post("/v1/completions", json=asked, headers={"authorization": "Bearer c"})
+        assert events_of(answer.text)[-1] == "[DONE]"
+        refused = await http.post("/v1/completions", json=asked, headers={"authorization": "Bearer r2"})
+        assert refused.status_code == 401
+    assert len(router.requests) == 1
+    async with gateway(router_keys=("r1",), router_api_key="r2") as (router, http):
+        for refused in (await http.post("/v1/completions", json=asked), await http.get("/v1/models")):
+            assert (refused.status_code, refused.json()["error"]["message"]) == (
+                500, "the router does not take this gateway's key"
+            )  # fmt: skip
+    assert not router.requests
+    assert "the router asks for another key than --router-api-key" in caplog.text
+    assert "r2" not in caplog.text + repr(GatewayArgs(router_api_key="r2"))
+
+
 async def test_pages_of_other_origins_where_they_are_allowed() -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     ours, another = {"origin": "https://chat.example"}, {"origin": "https://another.example"}

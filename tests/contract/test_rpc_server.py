@@ -29,6 +29,7 @@ from rpc.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    Unauthenticated,
     Unreachable,
     from_rpc_error,
     rpc_errors_as_tandem_errors,
@@ -111,18 +112,19 @@ async def serving(handlers: Handlers, **options: Any) -> AsyncIterator[tuple[Ser
         await server.drain(0)
 
 
-async def call(kind: str, channel: grpc.aio.Channel) -> list[Any]:
+async def call(kind: str, channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> list[Any]:
     """Make one RPC of `kind`; its messages, or the AioRpcError."""
     inference, decode = inference_grpc.InferenceStub(channel), worker_grpc.DecodeStub(channel)
+    how: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": metadata}
     if kind == "unary_unary":
-        return [await inference.GetModelInfo(inference_pb.GetModelInfoRequest(), timeout=TIMEOUT_S)]
+        return [await inference.GetModelInfo(inference_pb.GetModelInfoRequest(), **how)]
     if kind == "unary_stream":
-        return [message async for message in inference.Generate(inference_pb.GenerateRequest(), timeout=TIMEOUT_S)]
+        return [message async for message in inference.Generate(inference_pb.GenerateRequest(), **how)]
     if kind == "stream_unary":
         chunks = iter([kv_pb.PushChunk(data=b"ab"), kv_pb.PushChunk(data=b"c")])
-        return [await kv_grpc.KVTransferStub(channel).Push(chunks, timeout=TIMEOUT_S)]
+        return [await kv_grpc.KVTransferStub(channel).Push(chunks, **how)]
     commands = iter([pb.DecodeCommand(beat=pb.Beat())] * 2)
-    return [message async for message in decode.Session(commands, timeout=TIMEOUT_S)]
+    return [message async for message in decode.Session(commands, **how)]
 
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
@@ -148,6 +150,56 @@ async def test_tandem_error_arrives_as_itself(kind: str) -> None:
     assert isinstance(error, InvalidRequest)
     assert error.violations == raised.violations
     assert error.retry_after_s == 0.5
+
+
+WRONG_KEYS = {
+    "none": [],
+    "another": [("authorization", "Bearer old")],
+    "both at once": [("authorization", "Bearer older newer")],
+    "not a bearer's": [("authorization", "Basic older")],
+    "no scheme": [("authorization", "older")],
+    "elsewhere": [("x-api-key", "older")],
+}
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])  # as routers have; others may fail while they write
+@pytest.mark.parametrize("metadata", WRONG_KEYS.values(), ids=WRONG_KEYS)
+async def test_without_a_key_of_the_servers_nothing_is_done(kind: str, metadata: list[tuple[str, str]]) -> None:
+    handlers = Handlers()
+    async with serving(handlers, keys=("older", "newer")) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(kind, channel, *metadata)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, Unauthenticated)
+    assert "authorization: Bearer KEY" in error.message
+    assert not handlers.has_begun.is_set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_any_of_several_keys(kind: str) -> None:
+    async with serving(Handlers(), keys=("older", "newer")) as (_, channel):
+        for value in ("Bearer older", "bearer newer", "Bearer  older "):
+            assert await call(kind, channel, ("authorization", value))
+
+
+async def test_a_request_without_a_key_is_not_even_parsed() -> None:
+    async with serving(Handlers(), keys=("k",)) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call_with_bytes("unary_unary", channel, b"\xff" * 40)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_and_reflection_ask_for_no_key() -> None:
+    async with serving(Handlers(), keys=("k",)) as (server, channel):
+        server.set_serving(INFERENCE, True)
+        asked = health_pb2.HealthCheckRequest(service=INFERENCE)
+        assert (await health_pb2_grpc.HealthStub(channel).Check(asked)).status == SERVING
+        listed = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        names = [service.name async for answer in listed for service in answer.list_services_response.service]
+    assert INFERENCE in names
 
 
 METHOD_OF_KIND = {

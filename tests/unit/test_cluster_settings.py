@@ -76,7 +76,7 @@ def test_every_flag_of_every_process_is_given() -> None:
     for spec, command, _ in specs(ClusterArgs(http_port=0)):
         context = read(spec, command)
         sources = {option.name: context.get_parameter_source(str(option.name)) for option in command.params}
-        by_environment = {"api_key"} if spec.name == "gateway" else set()
+        by_environment = {"router": {"api_key"}, "gateway": {"api_key", "router_api_key"}}.get(spec.name, set())
         missing = {name for name, source in sources.items() if source is not click.core.ParameterSource.COMMANDLINE}
         assert missing == by_environment, spec.name
 
@@ -120,11 +120,21 @@ def test_certificates_in_the_environment_are_not_for_a_local_cluster() -> None:
         assert [read_there[name] for name in SSL_FIELDS] == ["", "", ""], spec.name
 
 
-def test_keys_reach_the_gateway_where_nobody_else_reads_them() -> None:
-    spec = gateway_spec(ClusterArgs(api_key=("older", "newer")), "127.0.0.1:1")
-    assert spec.env is not None
-    assert spec.env["TANDEM_API_KEY"] == "older newer"
-    assert "older" not in " ".join(spec.command(""))
+def test_keys_reach_router_and_gateway_where_nobody_else_reads_them() -> None:
+    args = ClusterArgs(api_key=("older", "newer"))
+    specs = [router_spec(args, FOLDER, ""), gateway_spec(args, "127.0.0.1:1")]
+    for spec in specs:
+        assert spec.env is not None
+        assert spec.env["TANDEM_API_KEY"] == "older newer"
+        assert "older" not in " ".join(spec.command(""))
+    assert specs[1].env is not None
+    assert specs[1].env["TANDEM_ROUTER_API_KEY"] == "older"
+
+
+def test_keys_in_the_environment_are_not_for_a_local_cluster() -> None:
+    for spec, _, _ in specs(ClusterArgs()):
+        if spec.env is not None and "TANDEM_API_KEY" in spec.env:
+            assert spec.env["TANDEM_API_KEY"] == spec.env.get("TANDEM_ROUTER_API_KEY", "") == ""
 
 
 def test_every_engine_setting_reaches_the_worker() -> None:
