@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, cast
 
@@ -93,7 +94,7 @@ class Bench:
     """A pool with one decode worker of 100 blocks and, if asked for, one prefill worker."""
 
     def __init__(self, *, with_prefill: bool = False, prefill_max_model_len: int = 2048) -> None:
-        self.now_s = 1000.0
+        self.now_s = time.monotonic()  # as the lifecycle has it, which is small on a machine that has just begun
         """Of ejections."""
         self.pool = WorkerPool(
             router_id="r",
