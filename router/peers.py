@@ -1,9 +1,11 @@
-"""Which workers this router uses and may pair. Its log says why not, once for each worker and each pair."""
+"""Which workers this router uses and may pair. Its log says why not: once for each worker; of pairs, once for all of
+two kinds, and again when there are others of these."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from prefix_hash.compat import compat_difference
 from protos import tandem_worker_pb2 as pb
@@ -21,7 +23,7 @@ class Peers:
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
         self._told: set[tuple[str, ...]] = set()
-        """Incarnations of workers, and of pairs, that the log has a line of."""
+        """Incarnations of workers, each with what the log has told of it."""
         self.unused: list[str] = []
         """Ids of workers that are none for this router, each with why."""
 
@@ -39,14 +41,33 @@ class Peers:
                 _log.warning("worker not used", extra={"worker": record.worker_id, "why": why})
         if all(each.role == pb.Role.ROLE_DECODE for each in used):  # else pairs tell
             self._compare_decode_workers(used, told)
-        for prefill in used:
-            for decode in used:
-                if (prefill.role, decode.role) != (pb.Role.ROLE_PREFILL, pb.Role.ROLE_DECODE):
+        self._compare_kinds(used, told)
+
+    def _compare_kinds(self, records: list[pb.WorkerRecord], told: set[tuple[str, ...]]) -> None:
+        """Of prefill workers with those of decode workers. Not worker by worker: of a thousand, half of another kind in
+        an upgrade, it would take seconds, in which nothing else is done, and a hundred thousand lines."""
+        prefill, decode = (_by_kind(records, role) for role in (pb.Role.ROLE_PREFILL, pb.Role.ROLE_DECODE))
+        for prefill_kind, senders in prefill.items():
+            for decode_kind, receivers in decode.items():
+                if not (why := why_unpaired(senders[0], receivers[0])):
                     continue
-                why = why_unpaired(prefill, decode)
-                if why and self._is_news((prefill.incarnation, decode.incarnation), told):
-                    names = {"prefill": prefill.worker_id, "decode": decode.worker_id}
-                    _log.warning("workers not paired", extra={**names, "why": why})
+                sender = self._newest(senders, decode_kind, told)
+                receiver = self._newest(receivers, prefill_kind, told)
+                if sender is None and receiver is None:
+                    continue
+                names = {
+                    "prefill": (sender or senders[0]).worker_id,
+                    "decode": (receiver or receivers[0]).worker_id,
+                    "num_pairs": len(senders) * len(receivers),
+                }
+                _log.warning("workers not paired", extra={**names, "why": why})
+
+    def _newest(
+        self, records: Sequence[pb.WorkerRecord], unlike: tuple[str, str], told: set[tuple[str, ...]]
+    ) -> pb.WorkerRecord | None:
+        """One of which the log has not said yet that it is unlike that kind. None: it has of all."""
+        news = [record for record in records if self._is_news((record.incarnation, *unlike), told)]
+        return news[-1] if news else None
 
     def _compare_decode_workers(self, records: list[pb.WorkerRecord], told: set[tuple[str, ...]]) -> None:
         """Of those that are unlike the first: requests do not move between them."""
@@ -63,6 +84,15 @@ class Peers:
     def _is_news(self, key: tuple[str, ...], told: set[tuple[str, ...]]) -> bool:
         self._told.add(key)
         return key not in told
+
+
+def _by_kind(records: Iterable[pb.WorkerRecord], role: pb.Role) -> dict[tuple[str, str], list[pb.WorkerRecord]]:
+    """Those of that role, by what decides whom they are paired with."""
+    by_kind: defaultdict[tuple[str, str], list[pb.WorkerRecord]] = defaultdict(list)
+    for record in records:
+        if record.role == role:
+            by_kind[record.transport, record.compat_digest].append(record)
+    return by_kind
 
 
 def why_unpaired(prefill: pb.WorkerRecord, decode: pb.WorkerRecord) -> str:

@@ -15,7 +15,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from registry.model_traits import read_model_traits
 from router.model_info import ModelInfo
-from router.peers import Peers, why_unused
+from router.peers import Peers, why_unpaired, why_unused
 from rpc.session import PROTOCOL_VERSION
 
 CONFIG: dict[str, Any] = {
@@ -265,3 +265,34 @@ def test_decode_workers_of_two_kinds_are_told_apart(folder: Path, caplog: pytest
     told = [(each.worker, each.unlike, each.why) for each in caplog.records]  # type: ignore[attr-defined]
     why = "compat_digest: cpu_arithmetic 'floats' != 'pairs'"
     assert told == [("d-3", "d-1", why), ("d-4", "d-1", why)]
+
+
+def test_of_many_workers_of_two_kinds_the_log_says_it_once_and_of_one_that_comes_again(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand, half of them of another kind, as in an upgrade: 125,000 pairs, looked at each time that a worker
+    comes or goes."""
+    compared: list[str] = []
+
+    def compare(prefill: pb.WorkerRecord, decode: pb.WorkerRecord) -> str:
+        compared.append(decode.worker_id)
+        return why_unpaired(prefill, decode)
+
+    monkeypatch.setattr("router.peers.why_unpaired", compare)
+    peers = Peers(ModelInfo.from_folder(folder))
+    records = [
+        record(role, f"{name}-{kind}-{number}", f"weights={kind}")
+        for role, name in ((pb.ROLE_PREFILL, "p"), (pb.ROLE_DECODE, "d"))
+        for kind in ("old", "new")
+        for number in range(500)
+    ]
+    for _ in range(2):
+        peers.look_at(records)
+    told = [(each.prefill, each.decode, each.num_pairs) for each in caplog.records]  # type: ignore[attr-defined]
+    assert told == [("p-old-499", "d-new-499", 250_000), ("p-new-499", "d-old-499", 250_000)]
+    assert len(compared) == 2 * 4
+
+    caplog.clear()
+    peers.look_at([*records, record(pb.ROLE_DECODE, "d-new-500", "weights=new")])
+    told = [(each.prefill, each.decode, each.num_pairs) for each in caplog.records]  # type: ignore[attr-defined]
+    assert told == [("p-old-0", "d-new-500", 500 * 501)]
