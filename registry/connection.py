@@ -9,7 +9,7 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError
 
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
 """What a call raises while Redis is away, slow or not itself. All of it heals by trying again."""
@@ -44,15 +44,19 @@ def open_redis(url: str, *, timeout_s: float, max_connections: int = 4) -> Redis
         decode_responses=False,
         protocol=2,  # no pushes from the server: an answer is the next thing on the wire
     )
-    pool.connection_class = type("Connection", (_HeedsCancel, pool.connection_class), {})
+    pool.connection_class = type("Connection", (_OwnConnection, pool.connection_class), {})
     return Redis.from_pool(pool)
 
 
-class _HeedsCancel:
-    """A connection (mixed into the one that the URL asks for) on which who is cancelled is cancelled.
+class _OwnConnection:
+    """A connection (mixed into the one that the URL asks for) on which who is cancelled is cancelled, and which ends
+    with a failover.
 
     redis-py sends within `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes when what it
     waits for is just done, or has failed (CPython issue 86296): its caller goes on though nobody waits for it.
+
+    A master that has become a replica keeps its connections and refuses what is written over them; the name in the URL
+    leads to another server by then, which only a new connection finds.
     """
 
     async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
@@ -65,6 +69,13 @@ class _HeedsCancel:
             if task.cancelling() > num_before:
                 await self.disconnect(nowait=True)  # type: ignore[attr-defined]  # an answer is on its way here
                 raise asyncio.CancelledError
+
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().read_response(*args, **kwargs)  # type: ignore[misc]
+        except ReadOnlyError:
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise
 
 
 class Outage:

@@ -187,6 +187,25 @@ async def test_redis_restarted_empty_heals_and_nobody_disappears_meanwhile(own_r
         assert watcher.changes == [watcher.directory.records]  # it came once and never went
 
 
+async def test_redis_that_has_become_a_replica_is_left_for_whoever_has_its_name_now(
+    redis_url: str, own_redis_server: RedisServer
+) -> None:
+    """A failover: the connections to who was the master stay, and all that is written over them is refused."""
+    name = own_redis_server.folder / "name"
+    name.symlink_to(own_redis_server.socket)
+    async with watching(f"unix://{name}") as watcher, registered(f"unix://{name}", record()):
+        await watcher.until(bool)
+        with redis.Redis.from_url(own_redis_server.url) as demoted:
+            demoted.replicaof("127.0.0.1", 1)
+        await until(lambda: not watcher.directory.is_reachable)
+        name.unlink()
+        name.symlink_to(redis_url.removeprefix("unix://"))
+        with redis.Redis.from_url(redis_url) as promoted:
+            await until(lambda: bool(promoted.exists("test:worker:w1")))
+        await until(lambda: watcher.directory.is_reachable)
+        assert watcher.directory.records == [record()]
+
+
 async def test_record_that_expired_while_redis_was_away_stays_until_workers_could_beat(
     own_redis_server: RedisServer,
 ) -> None:
