@@ -78,8 +78,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 await changed.wait()
 
     def _set(self, service: str, status: int) -> None:
-        self._statuses[service] = status
-        self._tell()
+        if self._statuses.get(service) != status:  # else each watcher is woken with each step of each worker
+            self._statuses[service] = status
+            self._tell()
 
     def _tell(self) -> None:
         self._changed.set()

@@ -34,6 +34,7 @@ from rpc.errors import (
     from_rpc_error,
     rpc_errors_as_tandem_errors,
 )
+from rpc.health import HealthServicer
 from rpc.server import CannotListen, Server
 from rpc.tls import SslArgs
 
@@ -333,6 +334,28 @@ async def test_watchers_see_every_change_and_do_not_hold_up_a_drain() -> None:
             assert await watch.read() is grpc.aio.EOF
             assert await watch.code() is grpc.StatusCode.OK
             await drain
+
+
+async def test_watchers_sleep_while_nothing_changes() -> None:
+    """A router says with each step of a worker that it serves, to hundreds of watchers."""
+    health = HealthServicer()
+    health.add(INFERENCE)
+    told: list[int] = []
+
+    class Context:
+        async def write(self, response: health_pb2.HealthCheckResponse) -> None:
+            told.append(response.status)
+
+    watching = asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(service=INFERENCE), Context()))
+    await asyncio.sleep(0)
+    asleep = health._changed
+    health.set_serving(INFERENCE, False)
+    assert not asleep.is_set()
+    health.set_serving(INFERENCE, True)
+    assert asleep.is_set()
+    health.end_watches()
+    await watching
+    assert told == [NOT_SERVING, SERVING]
 
 
 async def test_reflection_lists_what_is_served() -> None:
