@@ -51,6 +51,8 @@ class _Decoding:
             self._began_s, self._num_blocks = now_s, self._worker.load.num_used_blocks
 
     def ended(self, paces: Paces, now_s: float) -> None:
+        if self._worker.is_forgotten:
+            return
         num_blocks = (self._num_blocks + self._worker.load.num_used_blocks) / 2
         paces.answered(self._worker.key, self._num_tokens, self._last_s - self._began_s, num_blocks, now_s)
 

@@ -164,6 +164,7 @@ class KnownWorkers:
         is_idle = handle.session is None or handle.session.num_requests == 0
         if handle.is_leaving and is_idle and self.handles.get(handle.key) is handle:
             del self.handles[handle.key]
+            handle.is_forgotten = True
             self._on_forgotten(handle.key)
             self._spawn(_close(handle))
 

@@ -117,6 +117,9 @@ class WorkerHandle:
     """How often its load has shown that it freed something."""
     is_leaving: bool = False
     """Gone from the registry: no new work."""
+    is_forgotten: bool = False
+    """And nothing of ours is there: it will not come back. A client that reads slowly may yet make something of what it
+    has said, of which nobody learns for those that come later."""
     num_lost: int = 0
     """Sessions lost in a row."""
 

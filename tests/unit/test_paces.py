@@ -7,8 +7,9 @@ import random
 import time
 from typing import cast
 
-from lifecycle_bench import Bench, ScriptedSession, settle
+from lifecycle_bench import LENGTH, Bench, ScriptedSession, settle
 
+from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.fading import HALF_LIFE_S
 from router.paces import MIN_TOKENS, Paces
@@ -107,3 +108,23 @@ async def test_a_client_that_reads_slowly_makes_no_worker_slow() -> None:
     await anext(messages)
     await messages.aclose()
     assert bench.pool.costs.paces.slowness(bench.decode.key, time.monotonic()) <= 1
+
+
+async def test_nothing_is_learned_of_a_worker_that_is_gone() -> None:
+    """Its client reads what it said only later: what is learned then would never be forgotten, and who steps slowly is
+    found beside all that are known."""
+    bench = Bench()
+    bench.pool.workers._spawn = lambda closing: closing.close()  # type: ignore[method-assign]
+    messages = bench.lifecycle("r").run()
+    last = 2 + MIN_TOKENS
+    for indexes in ([0], [1], range(2, last + 1)):
+        read = asyncio.create_task(anext(messages))
+        await settle()
+        for index in indexes:
+            reason = LENGTH if index == last else inference_pb.FINISH_REASON_UNSPECIFIED
+            bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7], finish_reason=reason))
+        await read
+    bench.pool.set_records([])
+    assert not bench.pool.handles  # all was said
+    assert [message async for message in messages]
+    assert not bench.pool.costs.paces._lines
