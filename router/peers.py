@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 from prefix_hash.compat import compat_difference
 from protos import tandem_worker_pb2 as pb
@@ -108,4 +109,9 @@ def why_unused(model: ModelInfo, record: pb.WorkerRecord) -> str:
         return f"protocol_version is {record.protocol_version}, ours {PROTOCOL_VERSION}"
     if record.model.vocab_size != model.vocab_size:
         return f"its vocabulary has {record.model.vocab_size} tokens, ours {model.vocab_size}"
+    for what, number in (("blocks", record.model.block_size), ("context", record.model.max_model_len)):
+        if not number:  # each request would be divided by it, whoever else is there
+            return f"it does not say how many tokens its {what} may have"
+    if len(record.prefix_key) > blake2b.MAX_KEY_SIZE:
+        return f"its prefix_key has {len(record.prefix_key)} bytes, a key at most {blake2b.MAX_KEY_SIZE}"
     return traits_difference(record.traits, model.traits)

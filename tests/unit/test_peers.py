@@ -58,7 +58,7 @@ def record(
         role=role,
         compat_digest=digest,
         protocol_version=version,
-        model=inference_pb.GetModelInfoResponse(vocab_size=vocab_size),
+        model=inference_pb.GetModelInfoResponse(vocab_size=vocab_size, block_size=16, max_model_len=64),
     )
 
 
@@ -166,6 +166,24 @@ def test_workers_that_are_none_of_ours(
         peers.look_at([stranger, record(pb.ROLE_PREFILL, "p", "x=2")])
         assert not peers.serves(stranger)
     assert lines(caplog) == [("worker not used", why)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("block_size", 0, "it does not say how many tokens its blocks may have"),
+        ("max_model_len", 0, "it does not say how many tokens its context may have"),
+        ("prefix_key", b"k" * 65, "its prefix_key has 65 bytes, a key at most 64"),
+    ],
+    ids=["block size", "context", "key"],
+)
+def test_a_worker_whose_record_nobody_could_reckon_with_is_not_used(
+    folder: Path, field: str, value: Any, why: str
+) -> None:
+    """Numbers of all workers are looked at for each request: one such would fail them all."""
+    malformed = record(pb.ROLE_DECODE, "d", "x=1")
+    setattr(malformed if field == "prefix_key" else malformed.model, field, value)
+    assert why_unused(ModelInfo.from_folder(folder), malformed) == why
 
 
 WORDS = {f"w{number}": number for number in range(64)}
