@@ -28,6 +28,8 @@ from router.text.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_t
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat what they are given, some loop."""
+SYSTEM, DEVELOPER = "system", "developer"
+"""Roles of whoever says what all answers are to keep to."""
 GIVEN_NAMES = frozenset(
     {
         "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
@@ -80,6 +82,7 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._max_output_chars = max_output_chars
         self._takes_text_arguments: dict[jinja2.Template, bool] = {}
+        self._shows_developers: dict[jinja2.Template, bool] = {}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
@@ -148,6 +151,8 @@ class ChatTemplate:
         """
         template = self._tool_template if tools else self._template
         shown = [message.to_template() for message in messages]
+        if any(message["role"] == DEVELOPER for message in shown) and not self._knows_developers(template):
+            shown = _with_developers_as_system(shown)
         if any("tool_calls" in message for message in shown) and self._takes_text(template):
             shown = [_with_text_arguments(message) for message in shown]
         if continue_final_message:
@@ -180,6 +185,16 @@ class ChatTemplate:
                 template, [_with_text_arguments(message) for message in _MADE]
             )
         return self._takes_text_arguments[template]
+
+    def _knows_developers(self, template: jinja2.Template) -> bool:
+        """Whether it shows what a developer says, OpenAI's later word for the system. Most know the earlier one alone:
+        they leave the other's messages out, or fail on them."""
+        if template not in self._shows_developers:
+            try:
+                self._shows_developers[template] = _LOOKED_FOR in self._rendered(template, _DEVELOPED)
+            except ValueError:
+                self._shows_developers[template] = False
+        return self._shows_developers[template]
 
     def _shows(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> bool:
         """Whether arguments are in the prompt, not in Python's words."""
@@ -234,6 +249,19 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
+def _with_developers_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that follow the system's first message are more of it: many templates take one, where a chat begins."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != DEVELOPER:
+            shown.append(message)
+        elif len(shown) == 1 and shown[0]["role"] == SYSTEM:
+            shown[0] = {**shown[0], "content": f"{shown[0]['content']}\n\n{message['content']}"}
+        else:
+            shown.append({**message, "role": SYSTEM})
+    return shown
+
+
 _LOOKED_FOR = "argument_that_is_looked_for"
 _MADE: list[dict[str, Any]] = [
     {"role": "user", "content": "Hi"},
@@ -247,6 +275,7 @@ _MADE: list[dict[str, Any]] = [
     {"role": "tool", "content": "1", "tool_call_id": "abcdefgh1", "name": "f"},
 ]
 """Of a chat in which a call was made."""
+_DEVELOPED: list[dict[str, Any]] = [{"role": DEVELOPER, "content": _LOOKED_FOR}, {"role": "user", "content": "Hi"}]
 
 
 def _compiled(source: str) -> jinja2.Template:

@@ -130,6 +130,44 @@ def test_a_template_that_is_given_stands_in_for_one_that_cannot_be_read(tmp_path
         load_texts(RouterArgs(model=str(tmp_path)))
 
 
+ROLES_OF_QWEN = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') or (m.role == 'system' and not loop.first) %}"
+    "<{{ m.role }}>{{ m.content }}{% elif m.role == 'system' %}<system>{{ m.content }}{% endif %}{% endfor %}"
+)
+ROLES_OF_QWEN_35 = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be "
+    "at the beginning.') }}{% elif m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('Unexpected "
+    "message role.') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+DEVELOPED = [("system", "A"), ("developer", "B"), ("developer", "C"), ("user", "D")]
+
+
+@pytest.mark.parametrize(
+    ("source", "chat", "prompt"),
+    [
+        (ROLES_OF_QWEN, DEVELOPED, "<system>A\n\nB\n\nC<user>D"),
+        (ROLES_OF_QWEN, [("user", "D"), ("developer", "B")], "<user>D<system>B"),
+        (ROLES_OF_QWEN_35, DEVELOPED, "<system>A\n\nB\n\nC<user>D"),
+        (ROLES_OF_QWEN_35, DEVELOPED[1:], "<system>B\n\nC<user>D"),
+        (ROLES_OF_QWEN_35, [("user", "D")], "<user>D"),
+        (TEMPLATES["macro"], DEVELOPED[1:], "[developer: B]"),
+    ],
+    ids=["left out", "left out, later", "refused", "refused, first", "nobody", "known"],
+)
+def test_what_a_developer_says_is_shown_as_the_systems_where_the_template_knows_that_alone(
+    source: str, chat: list[tuple[str, str]], prompt: str
+) -> None:
+    """OpenAI's clients, and Codex, say developer: Qwen's templates would leave it out, and nobody would hear of it."""
+    template = ChatTemplate(source)
+    assert template.render(messages_of(chat)) == prompt
+
+
+def test_a_template_that_knows_neither_refuses_a_developer() -> None:
+    template = ChatTemplate("{% if messages[0].role != 'user' %}{{ raise_exception('No system.') }}{% endif %}")
+    with pytest.raises(ValueError, match=r"No system\."):
+        template.render(messages_of([("developer", "A"), ("user", "B")]))
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
