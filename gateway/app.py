@@ -313,7 +313,6 @@ class Gateway:
 
     async def _answer(self, request: Request, route: str, answer: Callable[[], Awaitable[Any]]) -> Any:
         """What `answer` returns, or its error as a response."""
-        request_id = request_id_of(request)
         with self._metrics.counted(route) as outcome:
             try:
                 self._check_key(request)
@@ -322,6 +321,7 @@ class Gateway:
                 outcome.status = 499
                 return Response(status_code=499)
             except Exception as error:
+                request_id = request_id_of(request)
                 refusal = refusal_of_any(error, request_id)
                 outcome.status = refusal.kind.status
                 facts = {"route": route, "status": outcome.status, "request_id": request_id, "why": refusal.message}

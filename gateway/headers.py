@@ -22,6 +22,11 @@ FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
 proxy that knows who asks can set it, and leaves bodies alone."""
 
 
+def name_request(request: Request, name: str) -> None:
+    """By its body, whatever a header says: from here on."""
+    request.state.request_id = name
+
+
 def request_id_of(request: Request) -> str:
     """As the client named it, or a new name, the same for one request."""
     if not hasattr(request.state, "request_id"):

@@ -287,6 +287,25 @@ async def test_what_is_refused_has_a_line_in_the_log(caplog: pytest.LogCaptureFi
     assert "the API key is missing or wrong" in line["why"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_a_request_that_its_body_names_is_refused_by_that_name(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The router logs it under that name: whoever looks for the other finds nothing there."""
+    caplog.set_level("INFO")
+    of_path = {"messages": [{"role": "user", "content": "a"}]} if path == "/v1/messages" else {"prompt": "a"}
+    body = {"max_tokens": 1, "request_id": "named", **of_path}
+    async with gateway() as (_, http):
+        bad = {"x-request-id": "mine", "x-request-timeout-ms": "soon"}
+        refused = await http.post(path, json=body, headers=bad)
+    assert (refused.status_code, refused.headers["x-request-id"], refused.headers["request-id"]) == (
+        400, "named", "named"
+    )  # fmt: skip
+    assert refused.json().get("request_id", "named") == "named"
+    (line,) = [vars(record) for record in caplog.records if record.getMessage() == "refused"]
+    assert line["request_id"] == "named"
+
+
 async def test_models_health_version_page_and_metrics() -> None:
     async with gateway() as (_, http):
         models = (await http.get("/v1/models")).json()
