@@ -15,7 +15,7 @@ from router.served_model import Texts
 from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.reasoning import AnswerReader, reasoning_of
-from router.text.tool_calls import call_id
+from router.text.tool_calls import CallIds
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.prompt import TokenizedPrompt, tokenize_prompt
 from router.validation.request import ValidatedRequest, check_prompt_length, compile_grammar
@@ -65,6 +65,7 @@ class PreparedRequest:
         self._params = resolve_sampling(validated.sampling_params, model, len(prompt.token_ids))
         self._stop_token_ids = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else model.eos_token_ids)}
         self._stops = StopStrings(self._params.stop)  # thousands of states: one for all answers
+        self._call_ids = CallIds(prompt.token_ids, is_short=validated.asked_tools.has_short_ids)
         self._bad_words = bad_words_token_ids(self._params.bad_words, texts.tokenizer.encode_plain)
 
     async def answer(
@@ -109,9 +110,8 @@ class PreparedRequest:
 
     def reader(self, seed: int) -> AnswerReader | None:
         """Of one answer, with that seed. None: all that it says is content."""
-        asked = self._validated.asked_tools
-        id_of = partial(call_id, seed, self._prompt_token_ids, is_short=asked.has_short_ids)
-        return self._reasoning.reader(asked.reader(id_of, has_form=bool(self.grammar)))
+        id_of = partial(self._call_ids.of, seed)
+        return self._reasoning.reader(self._validated.asked_tools.reader(id_of, has_form=bool(self.grammar)))
 
     def _around(self, form: str) -> str:
         """The grammar of all that an answer says whose calls, or content, `form` holds. Empty: no form. `form` was

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import enum
 import string
-from collections.abc import Callable, Collection, Mapping
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from types import MappingProxyType
 
@@ -29,13 +31,25 @@ PYTHON_TAG = "<|python_tag|>"
 _ALPHANUMERIC = string.digits + string.ascii_letters
 
 
-def call_id(seed: int, prompt_token_ids: list[int], index: int, *, is_short: bool = False) -> str:
-    """The name of an answer's call `index`: the same wherever the answer goes on, another one in each turn."""
-    digest = blake2b(f"{seed} {index} {prompt_token_ids}".encode(), digest_size=12).digest()
-    if not is_short:
-        return f"call_{digest.hex()}"
-    number = int.from_bytes(digest)
-    return "".join(_ALPHANUMERIC[number // 62**place % 62] for place in range(9))
+class CallIds:
+    """Of the calls that answers to one prompt make: the same wherever an answer goes on, others in each turn."""
+
+    def __init__(self, prompt_token_ids: Sequence[int], *, is_short: bool = False) -> None:
+        self._prompt_token_ids = prompt_token_ids
+        self._is_short = is_short
+
+    @cached_property
+    def _prompt(self) -> bytes:
+        """Of a long one it takes milliseconds: once, and not for each call."""
+        return blake2b(array("I", self._prompt_token_ids).tobytes(), digest_size=16).digest()
+
+    def of(self, seed: int, index: int) -> str:
+        """Of call `index` of the answer with that seed."""
+        digest = blake2b(f"{seed} {index}".encode(), digest_size=12, key=self._prompt).digest()
+        if not self._is_short:
+            return f"call_{digest.hex()}"
+        number = int.from_bytes(digest)
+        return "".join(_ALPHANUMERIC[number // 62**place % 62] for place in range(9))
 
 
 @dataclass(slots=True)

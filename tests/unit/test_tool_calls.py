@@ -12,7 +12,7 @@ from tool_call_cases import Outcome, held, is_in, outcome, said
 
 from router.text.calls.call_format import Tool
 from router.text.calls.object_calls import MAX_HEAD_CHARS
-from router.text.tool_calls import ToolCallParser, call_id
+from router.text.tool_calls import CallIds, ToolCallParser
 from router.text.tool_formats import FORMATS, format_of_template
 from router.validation.tools import AskedTools
 
@@ -160,12 +160,20 @@ def test_no_text_takes_long(parser: str, piece: str) -> None:
 
 
 def test_ids_are_the_same_wherever_an_answer_goes_on() -> None:
-    ids = {call_id(*asked) for asked in ((1, [5, 6], 0), (1, [5, 6], 1), (2, [5, 6], 0), (1, [5, 7], 0), (1, [56], 0))}
+    asked = (([5, 6], 1, 0), ([5, 6], 1, 1), ([5, 6], 2, 0), ([5, 7], 1, 0), ([56], 1, 0))
+    ids = {CallIds(prompt).of(seed, index) for prompt, seed, index in asked}
     assert len(ids) == 5
-    assert call_id(1, [5, 6], 0) in ids
-    short = [call_id(1, [5, 6], index, is_short=True) for index in range(100)]
+    assert CallIds([5, 6]).of(1, 0) in ids
+    short = [CallIds([5, 6], is_short=True).of(1, index) for index in range(100)]
     assert len(set(short)) == 100
     assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in short)
+
+
+def test_a_thousand_calls_after_a_long_prompt_are_named_at_once() -> None:
+    ids = CallIds(list(range(120_000)))
+    began_s = time.process_time()
+    assert len({ids.of(1, index) for index in range(1000)}) == 1000
+    assert time.process_time() - began_s < 1
 
 
 @pytest.mark.parametrize("parser", sorted(FORMATS))
