@@ -21,35 +21,31 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
             async for its in alone:
                 yield 0, its
         return
-    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=1)
-    """None: one stream has ended."""
-
-    is_closing = False
+    items: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
+    """A task: one stream has ended, well or not."""
+    room = asyncio.Semaphore(1)
+    """For an item that is not taken yet."""
 
     async def read(index: int, stream: AsyncGenerator[T, None]) -> None:
-        try:
-            async with aclosing(stream) as open_stream:
-                async for item in open_stream:
-                    await items.put((index, item))
-        except Exception as error:
-            if not is_closing:  # else nobody takes it
-                await items.put(error)
-        else:
-            await items.put(None)
+        async with aclosing(stream) as open_stream:
+            async for item in open_stream:
+                await room.acquire()
+                items.put_nowait((index, item))
 
     readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
+    for reader in readers:
+        reader.add_done_callback(items.put_nowait)
     num_open = len(readers)
     try:
         while num_open:
             item = await items.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
+            if isinstance(item, asyncio.Task):
+                item.result()
                 num_open -= 1
             else:
+                room.release()
                 yield item
     finally:
-        is_closing = True
         for reader in readers:
             reader.cancel()
-        await asyncio.wait(readers)
+        await asyncio.gather(*readers, return_exceptions=True)

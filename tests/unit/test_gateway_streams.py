@@ -92,3 +92,19 @@ async def test_streams_are_merged_with_their_numbers_and_closed(num: int) -> Non
     assert sorted([await anext(streams) for _ in range(num)]) == [(index, 10 * index) for index in range(num)]
     await streams.aclose()
     assert all(source.is_closed for source in sources)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+async def test_a_cancellation_from_within_one_stream_ends_them_all(num: int) -> None:
+    """As of a call on a channel that somebody closes: nobody waits for the others then, nor for ever."""
+
+    async def cancelled() -> AsyncGenerator[int, None]:
+        raise asyncio.CancelledError
+        yield 1
+
+    sources = [Source() for _ in range(num - 1)]
+    streams = merged([cancelled(), *(source.read() for source in sources)])
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(2):
+            await anext(streams)
+    assert all(source.is_closed for source in sources)
