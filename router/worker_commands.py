@@ -38,6 +38,8 @@ class WorkerCommands:
         )
         for field in _ROUTERS_OWN:
             self._request.sampling_params.ClearField(field)
+        self._told: set[WorkerKey] = set()
+        """Workers that were sent something."""
         self._num_frees_when_asked = 0
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
 
@@ -82,8 +84,8 @@ class WorkerCommands:
 
     def hang_up(self) -> None:
         """The request is over: it listens to nobody any more."""
-        for handle in self._pool.handles:
-            if handle.session is not None:
+        for key in self._told:
+            if (handle := self._pool.get(key)) is not None and handle.session is not None:
                 handle.session.detach(self.name)
 
     def _begin(self, attempt: int, output_token_ids: list[int]) -> None:
@@ -107,5 +109,6 @@ class WorkerCommands:
         if handle is None or handle.session is None or handle.session.is_lost:
             self._inbox(WorkerLost(key))
             return
+        self._told.add(key)
         handle.session.attach(self.name, self._inbox)
         handle.session.send(command)
