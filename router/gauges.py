@@ -10,10 +10,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import tandem_worker_pb2 as worker_pb
-from router.lifecycle import Lifecycle
-from router.queue import RequestQueue
-from router.retry_budget import RetryBudget
-from router.worker_pool import WorkerPool
+from router.lifecycle import Cluster
+from router.open_requests import OpenRequests
 
 COST_TOKENS = 1024
 """Of the prompt by which costs are shown."""
@@ -26,24 +24,18 @@ class RouterGauges(Collector):
         self,
         model: str,
         *,
-        queue: RequestQueue,
-        pool: WorkerPool,
-        budget: RetryBudget,
-        num_running: Callable[[], int],
-        running: Callable[[], list[Lifecycle]],
+        cluster: Cluster,
+        open_requests: OpenRequests,
         is_registry_reachable: Callable[[], bool],
     ) -> None:
         self._model = model
-        self._queue = queue
-        self._pool = pool
-        self._budget = budget
-        self._num_running = num_running
-        self._running = running
+        self._queue, self._pool, self._budget = cluster.queue, cluster.pool, cluster.budget
+        self._open_requests = open_requests
         self._is_registry_reachable = is_registry_reachable
 
     def collect(self) -> Iterable[Metric]:
         for name, help_text, value in (
-            ("router_requests", "Requests that are open at this router, waiting or served.", self._num_running()),
+            ("router_requests", "Requests that are open at this router, waiting or served.", len(self._open_requests)),
             ("queue_requests", "Requests that wait for a worker.", len(self._queue)),
             ("queue_tokens", "Tokens to be prefilled of requests that wait for a worker.", self._queue.num_tokens),
             ("retry_budget", "Retries, beyond first ones, that are left.", self._budget.num_tokens),
@@ -67,7 +59,7 @@ class RouterGauges(Collector):
         adapters = {name for record in self._pool.decode_records() for name in record.model.lora_names}
         if not adapters:
             return
-        asked = [lifecycle for lifecycle in self._running() if lifecycle.lora_name]
+        asked = [lifecycle for lifecycle in self._open_requests.lifecycles if lifecycle.lora_name]
         waiting = {lifecycle.lora_name for lifecycle in asked if lifecycle.account.is_waiting}
         running = {lifecycle.lora_name for lifecycle in asked if not lifecycle.account.is_waiting}
         gauge = GaugeMetricFamily(

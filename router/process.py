@@ -132,11 +132,8 @@ class Router:
         self._add_services(router_id, cluster)
         gauges = RouterGauges(
             name,
-            queue=self._queue,
-            pool=self._pool,
-            budget=cluster.budget,
-            num_running=lambda: len(self._inference.open_requests),
-            running=lambda: self._inference.open_requests.lifecycles,
+            cluster=cluster,
+            open_requests=self._inference.open_requests,
             is_registry_reachable=lambda: self._directory.is_reachable,
         )
         self._metrics.registry.register(gauges)

@@ -19,6 +19,8 @@ from protos import tandem_worker_pb2 as pb
 from router.gauges import COST_TOKENS, RouterGauges
 from router.lifecycle import Lifecycle
 from router.metrics import RouterMetrics
+from router.open_requests import OpenRequests
+from router.sequences import Sequences
 from rpc.http import HttpServer, metrics_app
 from rpc.server import CannotListen
 from worker_service.metrics import WorkerMetrics
@@ -107,15 +109,11 @@ def test_a_request_that_is_aborted_while_it_waits_is_counted() -> None:
 
 
 def gauges_of(bench: Bench, *running: Lifecycle) -> RouterGauges:
-    return RouterGauges(
-        "m",
-        queue=bench.queue,
-        pool=bench.pool,
-        budget=bench.cluster.budget,
-        num_running=lambda: len(running),
-        running=lambda: list(running),
-        is_registry_reachable=lambda: True,
-    )
+    open_requests = OpenRequests()
+    for each in running:
+        open_requests.enter(each.name, [each.name])
+        open_requests.begin(each.name, Sequences([each], is_streaming=True))
+    return RouterGauges("m", cluster=bench.cluster, open_requests=open_requests, is_registry_reachable=lambda: True)
 
 
 async def test_adapters_that_are_asked_for_run_or_wait() -> None:
