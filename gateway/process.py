@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable
 
 import click
 
 from gateway.app import create_app
 from gateway.args import GatewayArgs
+from rpc.entrypoint import announce
 from rpc.http import HttpServer
 from rpc.keys import first_key
 from rpc.otlp_endpoint import create_tracing
@@ -25,13 +25,12 @@ LAST_WORDS_S = 2.0
 """For telling clients that their answers end here."""
 
 
-def announce(address: str) -> None:
-    """Print the one line on stdout by which whoever started the process learns that and where it serves."""
-    sys.stdout.write(f"listening http={address}\n")
-    sys.stdout.flush()
-
-
-async def run_gateway(args: GatewayArgs, stop: asyncio.Event, *, announce: Callable[[str], object] = announce) -> int:
+async def run_gateway(
+    args: GatewayArgs,
+    stop: asyncio.Event,
+    *,
+    announce: Callable[[str], object] = lambda address: announce(address, way="http"),
+) -> int:
     """Serve until `stop` is set. `announce` is told where it listens. Returns the exit code. Raises `CannotListen`."""
     try:
         tracing = create_tracing(args.otlp_traces_endpoint, "tandem-gateway")

@@ -206,9 +206,10 @@ def setup_logging(level: str, service: str) -> None:
         logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
-def announce(address: str) -> None:
-    """Print the one line on stdout by which whoever started the process learns that and where it serves."""
-    sys.stdout.write(f"listening grpc={address}\n")
+def announce(address: str, way: str = "grpc") -> None:
+    """Print the one line on stdout by which whoever started the process learns that and where it serves, and by which
+    `way`."""
+    sys.stdout.write(f"listening {way}={address}\n")
     sys.stdout.flush()
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from protos import tandem_inference_pb2 as pb
+from router.text.calls.text_values import no_number
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -102,7 +103,7 @@ def _grammar_text(asked: pb.StructuredOutputs) -> str:
 def schema_of(text: str) -> dict[str, Any]:
     """A JSON schema. Raises `ValueError`."""
     try:
-        schema = json.loads(text, parse_constant=_no_number)
+        schema = json.loads(text, parse_constant=no_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"json: is not JSON: {error}") from error
     if schema is False:
@@ -113,10 +114,6 @@ def schema_of(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError(f"json: must be a schema, an object, is a {type(schema).__name__}")
     return schema
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def check_bounds(schema: Any) -> None:

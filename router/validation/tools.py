@@ -13,7 +13,7 @@ from typing import Any
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.text.calls.call_format import FORM, GrammarLines, Tool
-from router.text.calls.text_values import Schema
+from router.text.calls.text_values import Schema, no_number
 from router.text.chat_template import ChatMessage
 from router.text.structured_outputs import check_bounds, schema_of
 from router.text.tool_calls import ToolCallParser
@@ -234,7 +234,7 @@ def _check_calls(
 def object_of(text: str, field: str, violations: Violations, *, of_a_model: bool = False) -> dict[str, Any] | None:
     """Of a JSON text. `of_a_model`: which may say NaN, null and line breaks within texts, and may have been cut off."""
     try:
-        value = json.loads(text, strict=not of_a_model, parse_constant=None if of_a_model else _no_number)
+        value = json.loads(text, strict=not of_a_model, parse_constant=None if of_a_model else no_number)
         value = {} if value is None and of_a_model else value
     except json.JSONDecodeError as error:
         is_cut = of_a_model and (error.pos >= len(text.rstrip()) or "Unterminated" in error.msg)
@@ -257,7 +257,3 @@ def object_of(text: str, field: str, violations: Violations, *, of_a_model: bool
     if any("\ud800" <= char <= "\udfff" for char in plain):  # half a character, which no token stands for
         value = json.loads(plain.encode(errors="replace").decode())
     return dict(value)
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")

@@ -109,7 +109,7 @@ def json_of_text(text: str, types: frozenset[str]) -> str:
     said = _PYTHON.get(said, said)
     for _ in range(1 if "string" in types else 2):  # models that quote what is no text
         try:
-            value = json.loads(said, strict=False, parse_constant=_no_number)
+            value = json.loads(said, strict=False, parse_constant=no_number)
         except (ValueError, RecursionError):
             break
         if type_of(value) in types - STRING:
@@ -135,5 +135,6 @@ def _on_one_line(said: str, value: Any) -> str:
         return json.dumps(said, ensure_ascii=False)
 
 
-def _no_number(name: str) -> None:
+def no_number(name: str) -> None:
+    """For `json.loads`, which would take NaN and Infinity."""
     raise ValueError(f"{name} is no JSON number")
