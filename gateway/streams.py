@@ -75,7 +75,7 @@ def to_json(value: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `events` as they come, and closes them however it ends."""
+    """Sends `events` as they come, and closes them however it ends. nginx would else pass them on by the kilobyte."""
 
     media_type = "text/event-stream"
 
@@ -88,7 +88,7 @@ class EventStream(Response):
         keep_alive_s: float | None = None,
     ) -> None:
         """`keep_alive`: what is sent whenever nothing was for `keep_alive_s` seconds, unless that is None."""
-        super().__init__(headers={"cache-control": "no-cache", **headers})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive = keep_alive

@@ -52,6 +52,7 @@ async def test_prompts_of_each_kind(prompt: Any, texts: list[str], is_stream: bo
         assert [choice["text"] for choice in response.json()["choices"]] == texts
         return
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"  # nginx would keep tokens back
     *events, usage, done = events_of(response.text)
     assert done == "[DONE]"
     assert usage["choices"] == []
