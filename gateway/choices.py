@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -58,9 +58,10 @@ class Choices:
             async for choice, message in messages:
                 is_first = choice not in opened
                 opened.add(choice)
-                for render in self._renders(choice, message, usages[choice], is_first=is_first):
-                    # A prompt's numbers, in front of each choice, may take long.
-                    yield await asyncio.to_thread(render) if is_first and tells_prompt else render()
+                render = partial(self._events_of, choice, message, usages[choice], is_first=is_first)
+                # A prompt's numbers, in front of each choice, may take long.
+                if told := await asyncio.to_thread(render) if is_first and tells_prompt else render():
+                    yield told
         except Exception as error:
             yield event(self._run.failed(error).body)
             return
@@ -70,15 +71,14 @@ class Choices:
             yield event(self._style.usage(usages))
         yield DONE
 
-    def _renders(
-        self, choice: int, message: GenerateResponse, usage: Usage, *, is_first: bool
-    ) -> Iterator[Callable[[], bytes]]:
-        """What makes the events of `message`, each to be called before the next is taken. `usage`: the choice's so
-        far, which is kept up to date."""
-        usage.prompt_tokens = message.prompt_tokens or message.usage.prompt_tokens or usage.prompt_tokens
-        self._style.note_prompt(choice, message)
-        if is_first and (opening := self._style.opening(choice)) is not None:
-            yield partial(self._event, opening, usage)
+    def _events_of(self, choice: int, message: GenerateResponse, usage: Usage, *, is_first: bool) -> bytes:
+        """Those of `message`; empty where it tells nothing. `usage`: the choice's so far, which is kept up to date."""
+        told = b""
+        if is_first:
+            usage.prompt_tokens = message.prompt_tokens or message.usage.prompt_tokens
+            self._style.note_prompt(choice, message)
+            if (opening := self._style.opening(choice)) is not None:
+                told = self._event(opening, usage)
         usage.completion_tokens += len(message.token_ids)
         if message.HasField("usage"):
             usage.CopyFrom(message.usage)
@@ -94,7 +94,8 @@ class Choices:
         )
         if is_news or self._body.includes_usage_always:
             piece = self._style.first_piece if is_first else self._style.piece
-            yield lambda: self._event(piece(choice, message, logprobs), usage)
+            told += self._event(piece(choice, message, logprobs), usage)
+        return told
 
     def _event(self, told: dict[str, Any], usage: Usage) -> bytes:
         if self._body.includes_usage_always:
