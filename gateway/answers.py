@@ -190,13 +190,14 @@ class ChatStyle(Style):
     def __init__(self, body: ChatRequest, head: dict[str, Any]) -> None:
         super().__init__(body, head)
         self._role = body.role
+        self._has_logprobs = bool(body.logprobs)
         self._names_tool = body.names_tool
         self._calling: set[int] = set()
         """Choices that have called tools."""
         self._contents: dict[int, OfContent] = {}
 
     def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
-        return self._contents.setdefault(choice, OfContent()).accept(message)
+        return self._contents.setdefault(choice, OfContent()).accept(message) if self._has_logprobs else ()
 
     def opening(self, choice: int) -> dict[str, Any]:
         """Who speaks, and the prompt that is answered."""

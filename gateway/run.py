@@ -6,7 +6,7 @@ body, headers ──> Run ── messages() ──> of all prompts, as they come
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -24,7 +24,7 @@ from gateway.headers import (
 )
 from gateway.requests import MAX_CHOICES, CompletionRequest
 from gateway.streams import until_leaving
-from protos.tandem_inference_pb2 import GenerateResponse, TokenLogprobs
+from protos.tandem_inference_pb2 import GenerateResponse
 from rpc.errors import InvalidRequest
 from rpc.merge import merged
 from tandem.client import AsyncClient
@@ -107,23 +107,22 @@ class Run:
             async with aclosing(merged(streams)) as messages:
                 async for prompt, message in messages:
                     choice = prompt * self.n + message.sequence
-                    self._count(message.prompt_logprobs)
-                    self._count_ids(len(message.prompt_token_ids))
+                    if message.prompt_logprobs or message.prompt_token_ids:
+                        self._count(message)
                     yield choice, without_answer(message) if self._is_echo_alone else message
         except InvalidRequest as error:
             raise self._body.in_its_words(error) from error
         finally:
             self._running.discard(self)
 
-    def _count(self, prompt_logprobs: Sequence[TokenLogprobs]) -> None:
-        """Raises `InvalidRequest` where an object, or its events, would be larger than anybody wants to wait for."""
-        self._num_told += self.n * sum(1 + len(each.top) for each in prompt_logprobs)
+    def _count(self, message: GenerateResponse) -> None:
+        """What it tells of a prompt. Raises `InvalidRequest` where an object, or its events, would be larger than
+        anybody wants to wait for."""
+        self._num_told += self.n * sum(1 + len(each.top) for each in message.prompt_logprobs)
         if self._num_told > MAX_PROMPT_NUMBERS:
             bound = f"may be {MAX_PROMPT_NUMBERS} numbers of prompts' tokens in all choices, is more: ask for fewer"
             raise InvalidRequest([("prompt_logprobs", bound)])
-
-    def _count_ids(self, num_ids: int) -> None:
-        self._num_ids_told += self.n * num_ids
+        self._num_ids_told += self.n * len(message.prompt_token_ids)
         if self._num_ids_told > MAX_PROMPT_TOKEN_IDS:
             bound = f"may be had of {MAX_PROMPT_TOKEN_IDS} prompts' tokens in all choices, is asked of more"
             raise InvalidRequest([("return_token_ids", bound)])
