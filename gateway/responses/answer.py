@@ -26,7 +26,7 @@ class ResponseAnswer:
     """To one request."""
 
     def __init__(self, body: ResponseRequest, *, request_id: str, created_s: int, model: str) -> None:
-        self._output = Output(request_id)
+        self._output = Output(request_id, has_logprobs=body.wants_logprobs)
         self._num_events = 0
         self._told = {"id": f"resp_{request_id}", "object": "response", "created_at": created_s, "model": model}
         self._told |= _asked_of(body)

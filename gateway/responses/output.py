@@ -148,8 +148,9 @@ class _Call(_Item):
 class Output:
     """Of one answer. `accept` each message, then `end`."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, *, has_logprobs: bool) -> None:
         self._request_id = request_id
+        self._has_logprobs = has_logprobs
         self._spoken = Spoken(request_id)
         self._items: list[_Item] = []
         """Of which the last one is open."""
@@ -164,7 +165,7 @@ class Output:
     def accept(self, message: GenerateResponse) -> list[Event]:
         """What is new with `message`. Raises `StreamBroken` where it tells more of a call that is over."""
         events: list[Event] = []
-        logprobs = entries_of(self._content.accept(message))
+        logprobs = entries_of(self._content.accept(message)) if self._has_logprobs else []
         if not message.text:
             self._last_logprobs = logprobs
         for piece in self._spoken.accept(message):

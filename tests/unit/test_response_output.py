@@ -53,7 +53,7 @@ def texts_of(items: list[dict[str, Any]], kind: str) -> str:
 
 @given(SAID, CUTS)
 def test_items_add_up_to_the_answer(said: list[tuple[str, str]], cuts: list[int]) -> None:
-    stream, output, events = AnswerStream(), Output("r"), []
+    stream, output, events = AnswerStream(), Output("r", has_logprobs=True), []
     for message in messages_of(said, cuts):
         events += output.accept(stream.accept(message))
     events += output.end("completed")
