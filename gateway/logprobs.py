@@ -65,18 +65,22 @@ def _place(logprobs: Sequence[TokenLogprobs], text: str, *, is_apart: bool, is_f
     said, data = b"".join(each.sampled.token for each in logprobs), text.encode()
     is_message = data.startswith(PARAGRAPH) and not said.startswith(data)
     may_follow = is_apart or is_message or (is_first and not _repeats(said, data))
-    begin = 0
-    if may_follow or not said.startswith(data):
-        begin = said.rfind(data)
-        if begin < 0 and is_message and data != PARAGRAPH:
-            data = data.removeprefix(PARAGRAPH)
-            begin = said.rfind(data)
-        if begin < 0:  # bytes that are no characters are others in a text, and fewer
-            begin = max(0, len(said) - len(data))
+    are_first = said.startswith(data) and not may_follow
+    begin, end = (0, len(data)) if are_first else _last_that_say(data, said, is_message=is_message)
     ends = list(accumulate(len(each.sampled.token) for each in logprobs))
     # What is before it in an answer that goes on says nothing, as special tokens and parts of characters do.
     first = bisect_right(ends, begin) if may_follow else 0
-    return first, min(len(ends), bisect_left(ends, begin + len(data)) + 1)
+    return first, min(len(ends), bisect_left(ends, end) + 1)
+
+
+def _last_that_say(data: bytes, said: bytes, *, is_message: bool) -> tuple[int, int]:
+    """Where the last of `said` that is `data` begins and ends. Before a message is a paragraph that no token says."""
+    spoken = data.removeprefix(PARAGRAPH) if is_message and data != PARAGRAPH else data
+    for each in (data, spoken):
+        if (begin := said.rfind(each)) >= 0:
+            return begin, begin + len(each)
+    begin = max(0, len(said) - len(spoken))  # bytes that are no characters are others in a text, and fewer
+    return begin, begin + len(spoken)
 
 
 def _repeats(said: bytes, data: bytes) -> bool:

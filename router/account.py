@@ -115,20 +115,22 @@ class Account:
             case "busy":
                 self.stamps.sent_s = None  # nobody has begun: the request waits on
                 attempt.is_busy = True
-            case "tokens" if attempt.sent_s is None:
-                pass  # of a prompt that nobody was sent: the request will say so
-            case "tokens" if said.worker == (plan.prefill or plan.decode):
-                if attempt.first_token_s is None:
-                    self._note_first_of_attempt(said, attempt, now_s)
-                if self.stamps.first_token_s is None:
-                    self._note_first(said, room, attempt)
-            case "tokens" if not self._has_second:
-                self._has_second = True
-                if said.event.attempt == self._first_attempt:  # else it overtook the first, or is of another attempt
-                    self._note_second(room, attempt, now_s)
+            case "tokens" if attempt.sent_s is not None:  # else nobody was sent the prompt: the request will say so
+                self._note_tokens(said, plan, room, attempt, now_s)
             case "handed_over":
                 self.stamps.handed_over_s = self.stamps.handed_over_s or now_s
                 attempt.handed_over_s, attempt.transfer = now_s, said.event.handed_over.stats
+
+    def _note_tokens(self, said: WorkerSaid, plan: Plan, room: TakenRoom, attempt: AttemptStamps, now_s: float) -> None:
+        if said.worker == (plan.prefill or plan.decode):
+            if attempt.first_token_s is None:
+                self._note_first_of_attempt(said, attempt, now_s)
+            if self.stamps.first_token_s is None:
+                self._note_first(said, room, attempt)
+        elif not self._has_second:
+            self._has_second = True
+            if said.event.attempt == self._first_attempt:  # else it overtook the first, or is of another attempt
+                self._note_second(room, attempt, now_s)
 
     def _note_first_of_attempt(self, said: WorkerSaid, attempt: AttemptStamps, now_s: float) -> None:
         assert attempt.sent_s is not None

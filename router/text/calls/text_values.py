@@ -7,7 +7,7 @@ may have; and text if not. Pure.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_DEPTH = 16
@@ -42,24 +42,25 @@ class Schema:
             return frozenset()
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return TYPES
-        found = TYPES
+        return TYPES.intersection(*self._types_by_keyword(schema, depth))
+
+    def _types_by_keyword(self, schema: Mapping[str, Any], depth: int) -> Iterator[frozenset[str]]:
+        """What each of its keywords that says something of types leaves."""
         if "type" in schema:
             named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             known = frozenset("number" if each == "integer" else each for each in named if isinstance(each, str))
-            found &= known & TYPES or TYPES
+            yield known & TYPES or TYPES
         if "const" in schema:
-            found &= {type_of(schema["const"])}
+            yield frozenset({type_of(schema["const"])})
         if isinstance(schema.get("enum"), list):
-            found &= _types_of_all(schema["enum"])
+            yield frozenset(map(type_of, schema["enum"]))
         if isinstance(schema.get("$ref"), str):
-            found &= self._types_of_reference(schema["$ref"], depth)
+            yield self._types_of_reference(schema["$ref"], depth)
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
-                found &= frozenset().union(*(self.types(each, depth + 1) for each in schema[key]))
+                yield frozenset().union(*(self.types(each, depth + 1) for each in schema[key]))
         if isinstance(schema.get("allOf"), list):
-            for each in schema["allOf"]:
-                found &= self.types(each, depth + 1)
-        return found
+            yield from (self.types(each, depth + 1) for each in schema["allOf"])
 
     def _types_of_reference(self, reference: str, depth: int) -> frozenset[str]:
         """Each is looked at once: they may refer to themselves, and to each other in many ways."""
@@ -97,10 +98,6 @@ def type_of(value: Any) -> str:
         return "null"
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
     return names.get(type(value), "string")
-
-
-def _types_of_all(values: Iterable[Any]) -> frozenset[str]:
-    return frozenset(map(type_of, values))
 
 
 def json_of_text(text: str, types: frozenset[str]) -> str:
