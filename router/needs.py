@@ -28,10 +28,10 @@ class Needs:
         """Whether the worker has and understands all that is asked for. Of its kind (`compat_digest`) nothing is said
         here: of those that have not begun the pool chooses it."""
         return (
-            (record.takes_grammars or not self.has_grammar)
-            and (record.takes_cache_salts or not self.has_cache_salt)
-            and (record.takes_allowed_token_ids or not self.has_allowed_token_ids)
-            and (record.takes_bad_words or not self.has_bad_words)
+            (not self.has_grammar or record.takes_grammars)
+            and (not self.has_cache_salt or record.takes_cache_salts)
+            and (not self.has_allowed_token_ids or record.takes_allowed_token_ids)
+            and (not self.has_bad_words or record.takes_bad_words)
             and (not self.lora_name or self.lora_name in record.model.lora_names)
         )
 
