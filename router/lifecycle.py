@@ -327,12 +327,12 @@ class Lifecycle:
         match said.event.WhichOneof("event"):
             case "granted":
                 room.settle_decode()
-                self._cluster.queue.dispatch()
+                self._cluster.queue.dispatch_soon()
             case "busy":
                 self._commands.note_busy(said.worker)
             case "tokens" if said.worker == (plan.prefill or plan.decode) and not room.is_settled:
                 room.settle()
-                self._cluster.queue.dispatch()
+                self._cluster.queue.dispatch_soon()
         self.account.note(said, plan, room)
 
     def _leave(self) -> None:
@@ -346,7 +346,7 @@ class Lifecycle:
             was_settled = self.room.is_settled
             self.room.end()
             if not was_settled:
-                self._cluster.queue.dispatch()  # what was counted as taken is free, though no worker says so
+                self._cluster.queue.dispatch_soon()  # what was counted as taken is free, though no worker says so
         self._commands.hang_up()
 
     # -- what the client gets -----------------------------------------------------------------------------------

@@ -187,4 +187,4 @@ class Router:
 
     def _on_change(self) -> None:
         self._server.set_serving(INFERENCE_SERVICE, self._pool.has_decode_worker)
-        self._queue.dispatch()
+        self._queue.dispatch_soon()

@@ -118,7 +118,7 @@ class Bench:
             self.p = cast(ScriptedSession, self.prefill.session)
 
     def dispatch(self) -> None:
-        self.queue.dispatch()
+        self.queue.dispatch_soon()
 
     def add(self, name: str, role: pb.Role, max_model_len: int, *, incarnation: str = "1") -> WorkerHandle:
         model = inference_pb.GetModelInfoResponse(block_size=BLOCK, max_model_len=max_model_len)

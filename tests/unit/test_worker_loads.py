@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from lifecycle_bench import Bench, load
+from lifecycle_bench import Bench, load, settle
 
 from protos import tandem_worker_pb2 as pb
 from router.known_workers import LOOK_S
+from router.queue import QueuedRequest
+from router.taken_room import TakenRoom
 
 
 class Looks(Bench):
@@ -67,3 +71,26 @@ async def test_what_hangs_on_time_is_looked_at_now_and_then() -> None:
     bench.now_s += 0.2 * LOOK_S
     assert bench.num_looks_at(load(50)) == 1
     assert bench.num_looks_at(load(50)) == 0
+
+
+async def test_who_waits_is_looked_at_once_for_all_loads_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look tries to place the first request beside all workers. One for each load would leave a router of hundreds
+    of workers no time for anything else where requests wait, and more routers would not help: all hear all loads."""
+    bench = Bench()
+    bench.hear_load(bench.decode, load(0))
+    asked = bench.request("waits")
+    await settle()
+    num_tried = 0
+
+    def choose(request: QueuedRequest) -> TakenRoom | None:
+        nonlocal num_tried
+        num_tried += 1
+        return bench.pool.choose(request)
+
+    monkeypatch.setattr(bench.queue, "_choose", choose)
+    for turn in (1, 2):
+        for number in range(100):
+            bench.hear_load(bench.decode, load(number % 50, num_running=1))
+        await asyncio.sleep(0)
+        assert num_tried == turn
+    await asked.leave()
