@@ -96,21 +96,12 @@ def _spread(service: str) -> list[tuple[str, int | str]]:
     ]
 
 
-def open_channel(
-    address: str,
-    *,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    tls: ClientTLS | None = None,
-    read_ahead_bytes: int = 0,
-) -> grpc.aio.Channel:
+def open_channel(address: str, *, tls: ClientTLS | None = None, read_ahead_bytes: int = 0) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"). Connects at the first call; the caller closes it.
 
     `read_ahead_bytes`: see `channel_options`.
     """
-    connect_ms = CONNECT_MS if tls is None else TLS_CONNECT_MS
-    return _open(
-        address, tls, channel_options(max_message_bytes, connect_ms=connect_ms, read_ahead_bytes=read_ahead_bytes)
-    )
+    return _open(address, tls, channel_options(connect_ms=_connect_ms(tls), read_ahead_bytes=read_ahead_bytes))
 
 
 def open_kv_channel(
@@ -202,8 +193,7 @@ class _Spread:
     """The connections of a `SpreadChannel`, as of one resolution of its address."""
 
     def __init__(self, address: str, service: str, tls: ClientTLS | None) -> None:
-        connect_ms = CONNECT_MS if tls is None else TLS_CONNECT_MS
-        options = channel_options(connect_ms=connect_ms, spread_service=service)
+        options = channel_options(connect_ms=_connect_ms(tls), spread_service=service)
         # Streams take turns by themselves: with a question before each, all would be the same peer's.
         self._streams, self._questions = (_open(address, tls, options) for _ in range(2))
         for channel in (self._streams, self._questions):
@@ -239,6 +229,10 @@ def _is_ready(channel: grpc.aio.Channel) -> bool:
     return channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
 
+def _connect_ms(tls: ClientTLS | None) -> int:
+    return CONNECT_MS if tls is None else TLS_CONNECT_MS
+
+
 def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int | str]]) -> grpc.aio.Channel:
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -247,6 +241,7 @@ def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int | st
 
 def open_blocking_channel(address: str, *, tls: ClientTLS | None) -> grpc.Channel:
     """As `open_channel`, for code without an event loop."""
+    options = channel_options(connect_ms=_connect_ms(tls))
     if tls is None:
-        return grpc.insecure_channel(address, options=channel_options())
-    return grpc.secure_channel(address, tls.credentials(), options=channel_options(connect_ms=TLS_CONNECT_MS))
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.credentials(), options=options)
