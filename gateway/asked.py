@@ -58,6 +58,10 @@ _T = TypeVar("_T")
 _K = TypeVar("_K")
 Listed = Annotated[list[_T], Field(fail_fast=True)]
 """Read until something in it is wrong, which is what is said: of a million wrong things, all would take minutes."""
+MAX_MESSAGES, MAX_TOOLS = 8192, 128
+"""As many as a router takes. Of more none is looked at: a body has room for a hundred thousand, which take seconds."""
+MAX_ITEMS = 4 * MAX_MESSAGES
+"""Of a response's input: an answer has several, and is one message."""
 NUM_AT_ONCE = 100
 """Of an object's values: as many wrong ones are looked at."""
 

@@ -17,7 +17,7 @@ from pydantic import (
     field_validator,
 )
 
-from gateway.asked import AT_START, Asked, Known, Listed, NumAlternatives, only
+from gateway.asked import AT_START, MAX_MESSAGES, MAX_TOOLS, Asked, Known, Listed, NumAlternatives, only
 from gateway.effort import Effort, effort_variables
 from gateway.names import name_in_body
 from gateway.texts import role_of, text_of, text_or_parts
@@ -257,14 +257,18 @@ class Message(Known):
         return {"role": self.role, "content": text_of(self.content or ""), **said}
 
 
+Messages = Annotated[Listed[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[Listed[ToolParam], Field(max_length=MAX_TOOLS)]
+
+
 class ChatRequest(AskedForChoices):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[Listed[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
-    tools: Listed[ToolParam] | None = None
+    tools: Tools | None = None
     tool_choice: tool_choice_of(ChosenTool, '{"type": "function", "function": {"name": …}}') = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

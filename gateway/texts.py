@@ -41,7 +41,14 @@ def text_or_parts(kind: Any) -> Any:
     return _text_or(Listed[Part[kind]], check)
 
 
-def text_or_objects(one: str, kinds: Mapping[str, Any], *, untyped: str = "", min_length: int | None = None) -> Any:
+def text_or_objects(
+    one: str,
+    kinds: Mapping[str, Any],
+    *,
+    untyped: str = "",
+    min_length: int | None = None,
+    max_length: int | None = None,
+) -> Any:
     """The type of a text, or of a list of objects, each of one of the `kinds`, by its `type`. `one`: what a refusal
     calls such an object. `untyped`: the kind of one that has a role, and no type."""
 
@@ -63,7 +70,7 @@ def text_or_objects(one: str, kinds: Mapping[str, Any], *, untyped: str = "", mi
     other: Any = Annotated[Any, BeforeValidator(refuse), WithJsonSchema({"not": {}}), Tag("[other]")]
     tagged = [Annotated[kind, Tag(f"[{name}]")] for name, kind in kinds.items()]
     union = Annotated[reduce(or_, [*tagged, other]), Discriminator(tag_of)]  # type: ignore[valid-type]
-    return _text_or(Annotated[Listed[union], Field(min_length=min_length)], check)  # type: ignore[valid-type]
+    return _text_or(Annotated[Listed[union], Field(min_length=min_length, max_length=max_length)], check)  # type: ignore[valid-type]
 
 
 def _text_or(many: Any, check: Callable[[Any], Any]) -> Any:

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, cast
+from typing import Any, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from gateway.asked import AT_START, Asked, Body, Listed, TokenId, only
 from gateway.messages.request import AskedOfMessages
 from gateway.names import name_in_body, named, renamed
-from gateway.requests import Message
+from gateway.requests import Messages, Tools
 from gateway.responses.request import ResponseRequest
-from gateway.tools import ToolParam
 from rpc.errors import InvalidRequest
 from tandem.client import AsyncClient
-from tandem.requests import Messages
+from tandem.requests import Messages as Chat
 
 
 class TokenizeRequest(Body):
@@ -23,11 +22,11 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Listed[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     """Each token as the vocabulary writes it, too."""
-    tools: Listed[ToolParam] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -99,7 +98,7 @@ async def _num_tokens(client: AsyncClient, body: Asked) -> int:
     [messages], sampling = body.prompts(), body.sampling()
     try:
         told = await client.tokenize(
-            cast(Messages, messages),
+            cast(Chat, messages),
             model=body.model or "",
             tools=sampling.get("tools"),
             chat_template_kwargs=sampling.get("chat_template_kwargs"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gateway.asked import AT_START, Asked, FairnessId, Listed, WithoutNulls, only
+from gateway.asked import AT_START, MAX_MESSAGES, MAX_TOOLS, Asked, FairnessId, Listed, WithoutNulls, only
 from gateway.effort import Effort, thinking_variables
 from gateway.messages.input import MessageParam, System, messages_of
 from gateway.placed import PlacedMessage, place_of
@@ -106,10 +106,10 @@ _TOOL = re.compile(r"chat\.(tools\[\d+\])(?:\.(.*))?")
 class AskedOfMessages(Asked):
     """What an answer, and how many tokens it would be asked with, have in common."""
 
-    messages: Annotated[Listed[MessageParam], Field(min_length=1)]
+    messages: Annotated[Listed[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: System | None = None
     stop_sequences: Listed[str] | None = None
-    tools: Listed[Tool] | None = None
+    tools: Annotated[Listed[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

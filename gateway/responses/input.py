@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from gateway.asked import WithoutNulls, only
+from gateway.asked import MAX_ITEMS, WithoutNulls, only
 from gateway.placed import PlacedMessage
 from gateway.texts import role_of, text_of, text_or_objects, text_or_parts
 
@@ -66,7 +66,7 @@ _KINDS = {
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
 }
-Input = text_or_objects("an item", _KINDS, untyped="message", min_length=1)
+Input = text_or_objects("an item", _KINDS, untyped="message", min_length=1, max_length=MAX_ITEMS)
 
 
 # -- messages -------------------------------------------------------------------------------------------------------

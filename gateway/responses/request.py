@@ -16,6 +16,7 @@ from pydantic import (
 
 from gateway.asked import (
     AT_START,
+    MAX_TOOLS,
     Asked,
     Known,
     Listed,
@@ -127,7 +128,7 @@ class ResponseRequest(Asked):
     stream_options: StreamOptions | None = None
     text: TextConfig | None = None
     """After structured_outputs, which says the same in vLLM's words."""
-    tools: Listed[FunctionTool] | None = None
+    tools: Annotated[Listed[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: tool_choice_of(ChosenTool, '{"type": "function", "name": …}') = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
     include: Annotated[Listed[str], AfterValidator(_include)] | None = None

@@ -12,11 +12,13 @@ import pytest
 from gateway_harness import failing, gateway
 from pydantic import ValidationError
 
+from gateway import asked
 from gateway.asked import Body
 from gateway.errors import refusal_of_body
 from gateway.requests import ChatRequest, CompletionRequest, StreamOptions
 from gateway.responses.request import ResponseRequest
 from gateway.tokens import DetokenizeRequest, TokenizeRequest
+from router.validation import prompt, tools
 from rpc.errors import InvalidRequest
 
 THINKS, DOES_NOT_THINK = ({"enable_thinking": thinks, "thinking": thinks} for thinks in (True, False))
@@ -420,6 +422,37 @@ async def test_a_head_without_end_is_not_read() -> None:
         writer.write(b"GET /version HTTP/1.1\r\nhost: h\r\nx: " + b"a" * (1 << 20))
         assert (await reader.readline()).split()[1] == b"400"
         writer.close()
+
+
+MANY = {
+    "/v1/chat/completions": ("messages", {"role": "user", "content": "a"}, 8192, {}),
+    "/v1/messages": ("messages", {"role": "user", "content": "a"}, 8192, {"max_tokens": 1}),
+    "/v1/responses": ("input", {"role": "user", "content": "a"}, 32768, {}),
+    "/tokenize": ("messages", {"role": "user", "content": "a"}, 8192, {}),
+}
+
+
+@pytest.mark.parametrize("path", MANY)
+async def test_of_more_messages_than_a_router_takes_none_is_looked_at(path: str) -> None:
+    """A body has room for a hundred thousand, which take seconds of the event loop, in which no stream goes on."""
+    name, message, most, others = MANY[path]
+    tool = {"type": "function", "name": "f", "function": {"name": "f"}, "input_schema": {}}
+    async with gateway() as (router, http):
+        many = await http.post(path, json={name: [message] * (most + 1), **others})
+        assert many.status_code == 400
+        told = many.json()["error"]
+        assert told.get("param", name) == name
+        assert f"List should have at most {most} items" in told["message"]
+        if path != "/tokenize":
+            fields = {"/v1/chat/completions": ("type", "function"), "/v1/responses": ("type", "name")}
+            own = {field: tool[field] for field in fields.get(path, ("name", "input_schema"))}
+            refused = await http.post(path, json={name: [message], "tools": [own] * 129, **others})
+            assert "tools: List should have at most 128 items" in refused.json()["error"]["message"]
+    assert router.requests == []
+
+
+def test_what_a_router_takes_the_gateway_takes() -> None:
+    assert (asked.MAX_MESSAGES, asked.MAX_TOOLS) == (prompt.MAX_CHAT_MESSAGES, tools.MAX_TOOLS)
 
 
 async def test_headers_name_the_request_and_its_deadline() -> None:
