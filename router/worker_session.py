@@ -23,6 +23,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import FinishReason
 from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
 from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid, WorkerStalled
+from rpc.interceptors import log_bug
 from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
 
 _FINISH_REASONS = frozenset(FinishReason.values())
@@ -109,7 +110,6 @@ class WorkerSession:
                 self._num_silent_beats = 0
                 if (complaint := self._complaint(message)) is not None:
                     self.lost_why = f"the worker sent {complaint}"
-                    stream.cancel()
                     return
                 assert message is not None
                 was_open, self.is_open = self.is_open, True
@@ -120,7 +120,10 @@ class WorkerSession:
         except grpc.aio.AioRpcError as error:
             self.lost_why = f"{error.code().name}: {error.details()}"
             self.is_our_fault = error.code() is grpc.StatusCode.ABORTED
+        except Exception as error:  # of whoever takes in what it says: what was begun there is nobody's any more
+            self.lost_why = log_bug(error, f"the session with {self.key.worker_id}").message
         finally:
+            stream.cancel()  # without effect where it has ended
             watch.cancel()
             self._lose()
 

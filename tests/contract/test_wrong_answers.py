@@ -90,6 +90,38 @@ async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(
     await server.stop(0)
 
 
+async def test_a_bug_in_taking_in_what_a_worker_says_ends_the_session_at_both_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else the worker would keep what it has begun for a router that does not listen, and nobody would hear why."""
+    has_ended = asyncio.Event()
+
+    async def talk(commands: AsyncIterator[bytes], context: Any) -> None:
+        try:
+            await context.write(pb.WorkerEvents().SerializeToString())
+            await asyncio.sleep(DEADLINE_S)
+        finally:
+            has_ended.set()
+
+    def fail(_: pb.WorkerLoad) -> None:
+        raise ZeroDivisionError
+
+    server, address = await serving("tandem.v1.Decode", Session=grpc.stream_stream_rpc_method_handler(talk))
+    record = pb.WorkerRecord(worker_id="w", incarnation="i", role=pb.ROLE_DECODE, lease_ms=10_000)
+    heard: list[Event] = []
+    async with asyncio.timeout(DEADLINE_S), open_channel(address) as channel:
+        session = WorkerSession(
+            record=record, router_id="r", channel=channel, on_load=fail, on_open=lambda: None, on_lost=lambda: None
+        )
+        session.attach("a", heard.append)
+        await has_ended.wait()
+        await session.close()
+    assert heard == [WorkerLost(WorkerKey("w", "i"))]
+    assert session.lost_why.startswith("ZeroDivisionError; logged by the server with bug_id=")
+    assert "unexpected ZeroDivisionError in the session with w" in caplog.messages
+    await server.stop(0)
+
+
 async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> None:
     garbage = grpc.unary_unary_rpc_method_handler(say_garbage)
     server, address = await serving("tandem.v1.Worker", GetStatus=garbage, Audit=garbage, Profile=garbage)

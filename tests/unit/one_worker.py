@@ -16,6 +16,18 @@ from router.worker_handle import WorkerHandle
 from router.worker_pool import WorkerPool
 
 
+class Call:
+    """A stream that ends when the test says, cancelled or not."""
+
+    def __init__(self, events: AsyncIterator[pb.WorkerEvents]) -> None:
+        self._events = events
+
+    def __aiter__(self) -> AsyncIterator[pb.WorkerEvents]:
+        return self._events
+
+    def cancel(self) -> None: ...
+
+
 class Channel:
     """One whose streams open at once, and end how and when the test says."""
 
@@ -24,10 +36,10 @@ class Channel:
         """One for each stream; set to None for one that ends well."""
         self.is_closed = False
 
-    def stream_stream(self, *_: object, **__: object) -> Callable[[object], AsyncIterator[pb.WorkerEvents]]:
-        return self._stream
+    def stream_stream(self, *_: object, **__: object) -> Callable[[object], Call]:
+        return lambda _: Call(self._stream())
 
-    async def _stream(self, _: object) -> AsyncIterator[pb.WorkerEvents]:
+    async def _stream(self) -> AsyncIterator[pb.WorkerEvents]:
         end: asyncio.Future[grpc.StatusCode | None] = asyncio.get_running_loop().create_future()
         self.ends.append(end)
         yield pb.WorkerEvents(load=load(100))
