@@ -29,12 +29,12 @@ class Deadline:
         self._num_answers = asked.num_answers
 
     def refuse_if_late(self, queued_s: float, num_tokens_ahead: float) -> None:
-        """Raise `Overloaded` where the answer could not be complete in time, before anything is done for it.
+        """Raise `Overloaded` where an answer with a deadline could not be complete in time, before anything is done for
+        it.
 
         `queued_s`: until it has room. `num_tokens_ahead`: to be computed before it at its worker.
         """
-        if self._deadline_s is None:
-            return
+        assert self._deadline_s is not None
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlinePassed("the request's deadline passed before it was begun")

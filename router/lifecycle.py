@@ -136,7 +136,7 @@ class Lifecycle:
         if self._asked.resumption.finish_reason:
             yield self._last_response(self._asked.resumption.finish_reason)
             return
-        if self._after is None:
+        if self._after is None and self._asked.deadline_s is not None:  # it looks at all workers, and all who wait
             self._deadline.refuse_if_late(
                 self._cluster.queue.wait_s(self._asked.sampling_params.priority, self._asked.fairness_id),
                 self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids)),
