@@ -90,6 +90,22 @@ def create_app(
         leaving=leaving or asyncio.Event(),
     )
     app = FastAPI(title="Tandem", version=__version__, docs_url=None, redoc_url=None)
+    _add_routes(app, gateway)
+    app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, ANSWERED_ID_HEADER, "retry-after"],
+        )
+    if tracing is not None:
+        app.add_middleware(Traced, tracing=tracing)
+    return app
+
+
+def _add_routes(app: FastAPI, gateway: Gateway) -> None:
     posting: list[tuple[str, Any, type[Body]]] = [
         ("/v1/completions", gateway.completions, CompletionRequest),
         ("/v1/chat/completions", gateway.chat, ChatRequest),
@@ -116,18 +132,6 @@ def create_app(
     for path, handler in asking:
         app.add_api_route(path, handler, response_model=None, include_in_schema=path != "/")
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
-    app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
-    if allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, ANSWERED_ID_HEADER, "retry-after"],
-        )
-    if tracing is not None:
-        app.add_middleware(Traced, tracing=tracing)
-    return app
 
 
 def _takes(body: type[Body]) -> dict[str, Any]:

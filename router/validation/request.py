@@ -174,35 +174,37 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
     cut short in silence.
     """
     violations: Violations = []
-    params = validated.sampling_params
     num_left = model.max_model_len - num_prompt_tokens
     if num_prompt_tokens < 1:
         violations.append((validated.prompt_field, "must give at least 1 token, gives 0"))
     elif num_left < 1:
         violations.append((validated.prompt_field, too_long(f"has {num_prompt_tokens}", model.max_model_len)))
     else:
-        for begun in validated.begun.values():
-            if len(begun.token_ids) > num_left:
-                bound = f"may hold {num_left} ids beside a prompt of {num_prompt_tokens} tokens (the context is "
-                bound += f"{model.max_model_len}), has {len(begun.token_ids)}"
-                violations.append((begun.field, bound))
-        num_numbers = num_prompt_tokens * (1 + params.prompt_logprobs)
-        if params.HasField("prompt_logprobs") and num_numbers > MAX_PROMPT_LOGPROBS:
-            bound = f"is too much for {num_prompt_tokens} tokens of the prompt: each with {params.prompt_logprobs} "
-            bound += f"alternatives and itself makes {num_numbers} numbers, there may be {MAX_PROMPT_LOGPROBS}"
-            violations.append(("sampling_params.prompt_logprobs", bound))
-        for name in ("max_tokens", "min_tokens"):
-            value = getattr(params, name)
-            if params.HasField(name) and value > num_left:
-                violations.append(
-                    (
-                        f"sampling_params.{name}",
-                        f"must be at most {num_left} (the context of {model.max_model_len} tokens minus the prompt of "
-                        f"{num_prompt_tokens}), is {value}",
-                    )
-                )
+        _check_beside_prompt(validated, num_prompt_tokens, model, violations)
     if violations:
         raise InvalidRequest(violations)
+
+
+def _check_beside_prompt(
+    validated: ValidatedRequest, num_prompt_tokens: int, model: ModelInfo, violations: Violations
+) -> None:
+    """What has to have room in the context beside it, or comes with each of its tokens."""
+    params, num_left = validated.sampling_params, model.max_model_len - num_prompt_tokens
+    for begun in validated.begun.values():
+        if len(begun.token_ids) > num_left:
+            bound = f"may hold {num_left} ids beside a prompt of {num_prompt_tokens} tokens (the context is "
+            bound += f"{model.max_model_len}), has {len(begun.token_ids)}"
+            violations.append((begun.field, bound))
+    num_numbers = num_prompt_tokens * (1 + params.prompt_logprobs)
+    if params.HasField("prompt_logprobs") and num_numbers > MAX_PROMPT_LOGPROBS:
+        bound = f"is too much for {num_prompt_tokens} tokens of the prompt: each with {params.prompt_logprobs} "
+        bound += f"alternatives and itself makes {num_numbers} numbers, there may be {MAX_PROMPT_LOGPROBS}"
+        violations.append(("sampling_params.prompt_logprobs", bound))
+    for name in ("max_tokens", "min_tokens"):
+        value = getattr(params, name)
+        if params.HasField(name) and value > num_left:
+            bound = f"must be at most {num_left} (the context of {model.max_model_len} tokens minus the prompt of "
+            violations.append((f"sampling_params.{name}", bound + f"{num_prompt_tokens}), is {value}"))
 
 
 def _check_request_id(request_id: str, violations: Violations) -> None:
