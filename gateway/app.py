@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,7 +29,14 @@ from gateway.answers import models_of
 from gateway.asked import Asked, Body
 from gateway.choices import Choices
 from gateway.errors import NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_any
-from gateway.headers import ANSWERED_ID_HEADER, REQUEST_ID_HEADER, headers_of, request_id_of, timeout_of
+from gateway.headers import (
+    ANSWERED_ID_HEADER,
+    REQUEST_ID_HEADER,
+    headers_of,
+    note_failed_stream,
+    request_id_of,
+    timeout_of,
+)
 from gateway.messages.errors import error_of, is_of_messages
 from gateway.messages.rendering import MessageRendering
 from gateway.messages.request import MessageRequest
@@ -217,7 +224,11 @@ class Gateway:
         """The whole answer, or a stream that has begun."""
         body = body_type.read(await self._read(request))
         model = body.model or (await self._client.model_info()).model
-        on_failed = partial(self._metrics.stream_failed, route)
+
+        def on_failed(status: int) -> None:
+            self._metrics.stream_failed(route, status)
+            note_failed_stream(request, status)
+
         run = Run(self._client, body, request, self._leaving, self._running, on_failed)
         rendering = rendering_of(run, body, model)
         if not body.stream:

@@ -62,6 +62,11 @@ def fairness_id_of(request: Request) -> str:
         raise InvalidRequest([(FAIRNESS_HEADER, str(error))]) from error
 
 
+def note_failed_stream(request: Request, status: int) -> None:
+    """For the request's span (`gateway.traced`): what its status would have been."""
+    request.state.failed_stream_status = status
+
+
 def trace_headers_of_request(request: Request) -> Mapping[str, str]:
     """The trace that it is a part of: that of this gateway's span of it, where there is one (`gateway.traced`)."""
     given: Mapping[str, str] | None = getattr(request.state, "trace_headers", None)

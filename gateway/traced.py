@@ -36,5 +36,7 @@ class Traced:
             await self._app(scope, receive, note_and_send)
         finally:
             status = attributes.get("http.response.status_code", 500)
+            if failed := scope["state"].get("failed_stream_status"):
+                attributes["tandem.stream.failed_status_code"] = status = failed
             # A server's span failed where the server did (OpenTelemetry's conventions for HTTP).
             span.end(attributes, error=f"status {status}" if int(status) >= 500 else "")
