@@ -234,6 +234,16 @@ def test_workers_have_shared_memory(manifests: list[Manifest]) -> None:
             assert gib(volume["emptyDir"]["sizeLimit"]) < gib(container["resources"]["limits"]["memory"])
 
 
+def test_workers_that_move_kv_over_rdma_have_a_device_for_it(folders: dict[str, Path]) -> None:
+    """An overlay's own patches come after those of its components, and can undo them."""
+    manifests = rendered(folders["with-everything"])
+    for workload, container in ours(manifests):
+        if component_of(workload) in ("prefill", "decode"):
+            assert flags_of(container, manifests)["transport"] == "nixl"
+            limits = container["resources"]["limits"]
+            assert limits == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 1, "rdma/hca_shared_devices_a": 1}
+
+
 # -- life and death ----------------------------------------------------------------------------------------------------
 
 
