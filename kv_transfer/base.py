@@ -61,6 +61,9 @@ class Identity:
 class BlockWriter(Protocol):
     """The data plane of one push."""
 
+    may_still_write: bool
+    """Something posted has failed, and what it wrote may still arrive: the receiver must not be told otherwise."""
+
     async def start(self) -> None:
         """Announce the push to the receiver where that is needed. Raises `GrantGone`, `PeerUnreachable`."""
 
@@ -71,7 +74,8 @@ class BlockWriter(Protocol):
         """Until everything posted lies in the receiver's memory. Raises `TransferError`. `post` may follow again."""
 
     async def stop(self) -> None:
-        """Until nothing posted can be read from our pool or written to theirs any more. Raises nothing; idempotent."""
+        """Until nothing posted can be read from our pool or, unless `may_still_write`, written to theirs any more.
+        Raises nothing; idempotent."""
 
     async def close(self) -> None:
         """After `stop`: tell the receiver so, where it waits for that. Raises nothing; idempotent."""

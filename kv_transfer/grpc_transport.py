@@ -86,6 +86,8 @@ class GrpcLink(ControlLink):
 class GrpcWriter:
     """One push: a task that turns posts into messages of a stream, one stream per round (push, repair, repair)."""
 
+    may_still_write = False
+
     def __init__(self, pool: KVPool, push: OpenPush, grant: pb.Grant, max_chunk_blocks: int) -> None:
         self._pool = pool
         self._push = push

@@ -83,6 +83,8 @@ class LocalLink:
 
 
 class LocalWriter:
+    may_still_write = False
+
     def __init__(self, pool: KVPool, link: LocalLink, grant: pb.Grant) -> None:
         self._pool = pool
         self._link = link

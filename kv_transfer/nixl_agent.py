@@ -10,6 +10,11 @@ it spins a whole core even when nothing moves. So every call is made by our thre
 
 The event loop is never blocked: it hands calls in and gets futures or callbacks. NIXL releases the GIL while it copies.
 
+NIXL cannot take a write back, and does not end a connection: of a write that was cancelled UCX sends on what it has,
+with whatever call comes next. So one that fails ends all to its peer; one that is given up ends NIXL's agent, which is
+never called again, and another is made for the next peer. What lies in sockets by then still arrives: who hears of a
+failure must not tell the receiver that nothing will.
+
 What writes for the worker of one pool hands in `Transfer`s. Of a worker of several ranks each has an agent in its own
 process, which is asked for what a `PeerPool` does (kv_transfer/pool.py): `open_peer`.
 """
@@ -50,6 +55,7 @@ class RemotePool:
     agent_name: str
     descriptors: Any
     num_blocks: int
+    is_removed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +74,14 @@ class NixlAgent:
     def __init__(self, name: str, pool: KVPool) -> None:
         assert pool.base_address is not None
         api = _import_nixl()
-        self.name = name
         self._base_address = pool.base_address
         self._pool = pool
         self._errors = tuple(
             kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception)
         )
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._make_agent: Callable[[], Any] = lambda: api.nixl_agent(name, config)
+        self._agent: Any = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Transfer] = deque()
         self._in_flight: list[InFlight] = []
@@ -83,7 +90,7 @@ class NixlAgent:
         self._remotes: dict[str, RemotePool] = {}
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self._thread.start()
-        started = self.call(lambda: self._set_up(api, config))
+        started = self.call(self._set_up)
         try:
             started.result()
         except self._errors as error:
@@ -95,6 +102,8 @@ class NixlAgent:
         future: Future[Result] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except Exception as error:
@@ -139,7 +148,7 @@ class NixlAgent:
         return NixlPeerPool(self, self.add_remote(name, endpoint, num_blocks).result())
 
     def remove_remote(self, remote: RemotePool) -> None:
-        self._calls.put(lambda: self._remove_remote(remote))
+        self._calls.put(lambda: self._close_remote(remote, f"{remote.agent_name}: the connection was closed"))
 
     def post(self, transfer: Transfer) -> None:
         """Write as soon as no more than MAX_BYTES_IN_FLIGHT are under way. Never blocks."""
@@ -154,7 +163,9 @@ class NixlAgent:
             except Exception as error:
                 # Nobody waits for this thread; those who wait for transfers get the error.
                 logger.exception("NIXL made no progress")
-                self._fail_all(PeerUnreachable(f"NIXL made no progress: {error}"))
+                self._fail_waiting(f"NIXL made no progress: {error}")
+                if self._in_flight:
+                    self._let_go_of_agent(f"NIXL made no progress: {error}")
 
     def _run_calls(self) -> bool:
         """Run all that are queued; wait for one if nothing else is to be done. False: the last one has come."""
@@ -175,7 +186,9 @@ class NixlAgent:
     def _progress(self) -> None:
         if self._num_incoming_pushes:
             self._agent.get_new_notifs()
-        self._in_flight = [under_way for under_way in self._in_flight if not self._has_ended(under_way)]
+        for under_way in list(self._in_flight):
+            if not under_way.transfer.terms.remote.is_removed:  # it ended with another
+                self._look_at(under_way)
         while self._waiting and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT[self._pool.memory]:
             transfer = self._waiting.popleft()
             if transfer.terms.is_cancelled():
@@ -184,38 +197,55 @@ class NixlAgent:
                 self._start(transfer)
 
     def _start(self, transfer: Transfer) -> None:
-        self._num_bytes_in_flight += self._num_bytes(transfer)
-        under_way = InFlight(transfer, None, time.monotonic() + transfer.terms.patience_s)
         remote: RemotePool = transfer.terms.remote
+        if remote.is_removed:
+            transfer.terms.on_end(1, PeerUnreachable(f"{remote.agent_name}: the connection was closed"))
+            return
+        under_way = InFlight(transfer, None, time.monotonic() + transfer.terms.patience_s)
+        self._in_flight.append(under_way)
+        self._num_bytes_in_flight += self._num_bytes(transfer)
         src = np.asarray(transfer.src_block_ids, dtype=np.int32) + transfer.layer * self._pool.layout.num_blocks
         dst = np.asarray(transfer.dst_block_ids, dtype=np.int32) + transfer.layer * remote.num_blocks
         try:
             under_way.handle = self._agent.make_prepped_xfer("WRITE", self._local, src, remote.descriptors, dst)
             state = self._agent.transfer(under_way.handle)
         except self._errors as error:
-            self._end(under_way, PeerUnreachable(f"{remote.agent_name}: {error}"))
+            self._break_off(remote, f"{remote.agent_name}: {error}")
             return
-        if state == "PROC":
-            self._in_flight.append(under_way)
-        else:
-            self._end(under_way, _error_of(transfer.terms, state))
+        self._end_if_done(under_way, state)
 
-    def _has_ended(self, under_way: InFlight) -> bool:
-        if under_way.transfer.terms.is_late():
-            self._end(under_way, None)  # before NIXL is asked: writes go on within its calls
-            return True
+    def _look_at(self, under_way: InFlight) -> None:
+        terms = under_way.transfer.terms
+        if terms.is_late():  # before NIXL is asked: writes go on within its calls
+            self._let_go_of_agent(f"{terms.remote.agent_name}: a write did not end in its time")
+            return
         try:
             state = self._agent.check_xfer_state(under_way.handle)
         except self._errors as error:
-            self._end(under_way, PeerUnreachable(f"{under_way.transfer.terms.remote.agent_name}: {error}"))
-            return True
-        if state == "PROC" and time.monotonic() < under_way.deadline_s:
-            return False
-        self._end(under_way, _error_of(under_way.transfer.terms, state))
-        return True
+            self._break_off(terms.remote, f"{terms.remote.agent_name}: {error}")
+            return
+        if state == "PROC" and time.monotonic() >= under_way.deadline_s:
+            self._let_go_of_agent(f"{terms.remote.agent_name}: a write took more than {terms.patience_s:.1f} s")
+        else:
+            self._end_if_done(under_way, state)
+
+    def _end_if_done(self, under_way: InFlight, state: str) -> None:
+        if state == "DONE":
+            self._end(under_way, None)
+        elif state != "PROC":
+            remote: RemotePool = under_way.transfer.terms.remote
+            self._break_off(remote, f"{remote.agent_name}: a write failed")
+
+    def _break_off(self, remote: RemotePool, why: str) -> None:
+        """End all writes to it, and take no more."""
+        error = PeerUnreachable(why)
+        for under_way in [one for one in self._in_flight if one.transfer.terms.remote is remote]:
+            self._end(under_way, error)
+        self._remove_remote(remote)
 
     def _end(self, under_way: InFlight, error: TransferError | None) -> None:
         transfer = under_way.transfer
+        self._in_flight.remove(under_way)
         self._num_bytes_in_flight -= self._num_bytes(transfer)
         if under_way.handle is not None:
             try:
@@ -234,8 +264,10 @@ class NixlAgent:
     def _add_remote(self, agent_name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> RemotePool:
         previous = self._remotes.get(agent_name)
         if previous is not None:
-            self._remove_remote(previous)
+            self._close_remote(previous, f"{agent_name}: the connection was made anew")
         try:
+            if self._agent is None:
+                self._set_up()
             found = self._agent.add_remote_agent(endpoint.agent_metadata)
             found_name = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
             if found_name != agent_name:
@@ -249,12 +281,21 @@ class NixlAgent:
         remote = self._remotes[agent_name] = RemotePool(agent_name, descriptors, num_blocks)
         return remote
 
+    def _close_remote(self, remote: RemotePool, why: str) -> None:
+        if any(under_way.transfer.terms.remote is remote for under_way in self._in_flight):
+            self._let_go_of_agent(why)
+        else:
+            self._remove_remote(remote)
+
     def _remove_remote(self, remote: RemotePool) -> None:
-        if self._remotes.get(remote.agent_name) is not remote:
-            return  # replaced already
-        del self._remotes[remote.agent_name]
+        if remote.is_removed:
+            return
+        remote.is_removed = True
+        if self._remotes.get(remote.agent_name) is remote:
+            del self._remotes[remote.agent_name]
+        descriptors, remote.descriptors = remote.descriptors, None  # which hold on to NIXL's agent
         try:
-            remote.descriptors.release()
+            descriptors.release()
             self._agent.remove_remote_agent(remote.agent_name)
         except self._errors as error:
             logger.info("NIXL cannot disconnect from %s: %s", remote.agent_name, error)
@@ -265,9 +306,9 @@ class NixlAgent:
         row = [base_address, layout.block_bytes, device_id, layout.block_bytes, layout.num_layers * num_blocks]
         return self._agent.prep_xfer_dlist(agent_name, np.array([row], dtype=np.uint64), memory)
 
-    def _set_up(self, api: Any, config: Any) -> None:
+    def _set_up(self) -> None:
         self._pool.bind_thread()  # UCX asks for this thread's CUDA context, now and in every call
-        self._agent = api.nixl_agent(self.name, config)
+        self._agent = self._make_agent()
         region = (self._base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
         self._registration = self._agent.register_memory([region], self._pool.memory)
         self._metadata: bytes = self._agent.get_agent_metadata()
@@ -275,20 +316,23 @@ class NixlAgent:
         self._local = self._descriptors("NIXL_INIT_AGENT", *local)
 
     def _tear_down(self) -> None:
-        self._fail_all(PeerUnreachable("this worker is closing"))
+        self._fail_waiting("this worker is closing")
+        if self._agent is not None:
+            self._let_go_of_agent("this worker is closing")
+
+    def _let_go_of_agent(self, why: str) -> None:
+        """With all that it does for anybody."""
+        while self._in_flight:
+            self._break_off(self._in_flight[0].transfer.terms.remote, why)
         for remote in list(self._remotes.values()):
             self._remove_remote(remote)
         self._local.release()
         self._agent.deregister_memory(self._registration)
-        del self._agent
+        self._agent = self._local = self._registration = None
 
-    def _fail_all(self, error: TransferError) -> None:
-        in_flight, waiting = self._in_flight, self._waiting
-        self._in_flight, self._waiting = [], deque()
-        for under_way in in_flight:
-            self._end(under_way, error)
-        for transfer in waiting:
-            transfer.terms.on_end(1, error)
+    def _fail_waiting(self, why: str) -> None:
+        while self._waiting:
+            self._waiting.popleft().terms.on_end(1, PeerUnreachable(why))
 
 
 class NixlPeerPool:
@@ -343,14 +387,6 @@ class NixlCopying:
 
     def synchronize(self) -> None:
         self._has_ended.result()
-
-
-def _error_of(terms: Terms, state: str) -> TransferError | None:
-    if state == "DONE":
-        return None
-    if state == "PROC":
-        return PeerUnreachable(f"{terms.remote.agent_name}: a write took more than {terms.patience_s:.1f} s")
-    return PeerUnreachable(f"{terms.remote.agent_name}: a write failed")
 
 
 def _import_nixl() -> Any:

@@ -5,7 +5,8 @@
     end     second chunk without blocks ──> receiver detaches                              nothing is written after
 
 The receiver cannot refuse a write, so the sender keeps the bounds: it writes only to blocks of a grant that is
-attached, stops when its stream breaks, and says that it is done only when nothing is under way any more.
+attached, stops when its stream breaks, and says that it is done only when nothing is under way any more. What failed
+may be: no network says what it will still deliver. Then the stream is broken off, and the receiver waits for a lease.
 
 A process that stands still (stopped, swapped out) hears of nothing, and finds its writes where it left them when it
 goes on, while the receiver frees the blocks one lease after the stream broke. So a push beats on the event loop, and
@@ -72,6 +73,7 @@ class OneSidedWriter:
         """How many transfers ended, and how, that the event loop has not heard of."""
         self._will_hear = False
         self._is_stopped = False
+        self.may_still_write = False
         self._stood_still = False
         self._beat_s = time.monotonic()
         self._next_beat: asyncio.TimerHandle | None = None
@@ -141,6 +143,9 @@ class OneSidedWriter:
         stream, self._stream = self._stream, None
         if stream is None:
             return
+        if self.may_still_write:
+            stream.cancel()
+            return
         try:
             async with asyncio.timeout(self._lease_s):
                 with errors_of_peer():
@@ -194,6 +199,7 @@ class OneSidedWriter:
             num_transfers, error = self._untold.popleft()
             if error is not None:
                 self._error = self._error or error
+                self.may_still_write = True
                 self._link.is_broken = True
             self._num_outstanding -= num_transfers
         if self._num_outstanding == 0:

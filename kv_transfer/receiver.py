@@ -184,8 +184,9 @@ class KVReceiver:
         self._free(self._table.detach(grant_id, attachment_id))
 
     def sender_gone(self, grant_id: int, attachment_id: int) -> None:
-        """That sender's stream broke before it said so."""
-        self._endpoint.leave_push()
+        """That sender's stream broke before it said so. What it had under way is to arrive before its blocks are free:
+        the endpoint waits for it as long as they do."""
+        asyncio.get_running_loop().call_later(self.lease_s, self._endpoint.leave_push)
         self._table.sender_gone(grant_id, attachment_id, self._now_s())
         self._has_deadline.set()
 

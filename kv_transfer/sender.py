@@ -293,9 +293,9 @@ class Push:
         raise AssertionError("the last try returns or raises")
 
     async def _send_abandon(self) -> None:
-        if not self._link.is_one_sided:
+        if not self._link.is_one_sided or self._writer.may_still_write:
             self._sender.links.give_back(self._kept)
-            return  # the receiver checks every write, it waits for no word
+            return  # a receiver that checks every write waits for no word; another waits until our lease is over
         request = pb.AbandonRequest(
             grant_id=self.grant.grant_id, epoch=self.grant.epoch, incarnation=self.grant.incarnation
         )

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from kv_transfer import (
     PeerUnreachable,
     TransferError,
 )
+from kv_transfer.transfer import Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 
@@ -405,6 +407,41 @@ async def test_a_sender_that_stood_still_writes_no_more(cluster: Cluster) -> Non
     receiving.receiver.drop_owner("router")
     await until(receiving.has_freed)
     await cluster.push_and_commit(receiving.receiver.issue("router", [6, 7], 0), [3, 4])  # the next one is good again
+
+
+@over("ipc", NIXL)
+async def test_blocks_are_not_free_when_a_write_to_them_failed_that_may_still_arrive(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that was to take a write back may have it in a socket: the receiver is told nothing, and waits, and
+    reads on meanwhile."""
+    receiving = await cluster.add_receiving(lease_s=0.8)
+    has_left = asyncio.Event()
+    leave_push = receiving.receiver._endpoint.leave_push
+
+    def leave_and_say() -> None:
+        leave_push()
+        has_left.set()
+
+    monkeypatch.setattr(receiving.receiver._endpoint, "leave_push", leave_and_say)
+    grant = receiving.receiver.issue("router", [6], 0)
+    push = await cluster.sender.open(grant)
+
+    def fail(transfer: Transfer) -> None:
+        transfer.terms.on_end(1, PeerUnreachable("a write took too long"))
+
+    monkeypatch.setattr(push._writer, "_writer", SimpleNamespace(post=fail))
+    push.write(0, 0, [3])
+    with pytest.raises(PeerUnreachable, match="a write took too long"):
+        await push.commit(4, 1, [3])
+    receiving.receiver.revoke(grant.grant_id)
+    await push.abandon()
+    while cluster.sender._background:
+        await asyncio.wait(cluster.sender._background)
+    assert not receiving.freed
+    assert not has_left.is_set()
+    await until(receiving.has_freed)
+    await until(has_left)
 
 
 @over("ipc", NIXL)

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from kv_transfer import HostPool, KVLayout, PeerUnreachable, nixl_agent
+from kv_transfer.errors import TransferError
 from kv_transfer.nixl_agent import NixlAgent, NixlCopying, NixlPeerPool, RemotePool
 from kv_transfer.transfer import Terms, Transfer
+from protos import tandem_kv_transfer_pb2 as pb
 
 LAYOUT = KVLayout(num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8, dtype="bfloat16")
 
@@ -37,6 +39,10 @@ class Agent:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: SimpleNamespace(release=lambda: None)
+
+
+def remote_pool(name: str = "receiver", num_blocks: int = 2) -> RemotePool:
+    return RemotePool(name, SimpleNamespace(release=lambda: None), num_blocks)
 
 
 def replace_nixl(monkeypatch: pytest.MonkeyPatch, agent: type[Agent]) -> None:
@@ -85,7 +91,7 @@ def test_a_write_under_way_that_is_late_is_released_before_nixl_can_go_on_with_i
     replace_nixl(monkeypatch, BusyAgent)
     agent = NixlAgent("sender", WatchedPool([]))
     terms = Terms(
-        remote=RemotePool("receiver", None, 2), is_cancelled=lambda: False,
+        remote=remote_pool(), is_cancelled=lambda: False,
         late_at_s=lambda: -math.inf if is_late.is_set() else math.inf, on_end=end, patience_s=5.0,
     )  # fmt: skip
     agent.post(Transfer(terms, 0, [0], [1]))
@@ -116,7 +122,7 @@ def test_a_copy_that_is_late_under_way_is_given_up_and_never_goes_on(monkeypatch
 
     replace_nixl(monkeypatch, BusyAgent)
     agent = NixlAgent("sender", WatchedPool([]))
-    copying = NixlPeerPool(agent, RemotePool("receiver", None, 4)).copy(ROWS, lambda: until_s[0])
+    copying = NixlPeerPool(agent, remote_pool(num_blocks=4)).copy(ROWS, lambda: until_s[0])
     with pytest.raises(PeerUnreachable, match="receiver: a write did not end in its time"):
         copying.synchronize()
     agent.close()
@@ -146,8 +152,111 @@ def test_a_copy_that_is_late_before_it_begins_is_none(monkeypatch: pytest.Monkey
 
     replace_nixl(monkeypatch, HeardAgent)
     agent = NixlAgent("sender", WatchedPool([]))
-    copying = NixlPeerPool(agent, RemotePool("receiver", None, 4)).copy(ROWS, lambda: -math.inf)
+    copying = NixlPeerPool(agent, remote_pool(num_blocks=4)).copy(ROWS, lambda: -math.inf)
     with pytest.raises(PeerUnreachable, match="did not end in its time"):
         copying.synchronize()
     agent.close()
     assert begun == []
+
+
+def test_a_call_that_nobody_waits_for_any_more_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a connection's that is given up while this worker closes."""
+    replace_nixl(monkeypatch, Agent)
+    agent = NixlAgent("sender", WatchedPool([]))
+    may_go_on = threading.Event()
+    agent.call(may_go_on.wait)
+    assert agent.call(lambda: None).cancel()
+    may_go_on.set()
+    closing = threading.Thread(target=agent.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive()
+
+
+class Peers:
+    """Transfers to several, and how they ended."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, TransferError | None] = {}
+        self._has_changed = threading.Condition()
+
+    def transfer(self, name: str, remote: RemotePool, patience_s: float = 5.0) -> Transfer:
+        def end(_: int, error: TransferError | None) -> None:
+            with self._has_changed:
+                self.ended[name] = error
+                self._has_changed.notify_all()
+
+        terms = Terms(
+            remote=remote, is_cancelled=lambda: False, late_at_s=lambda: math.inf, on_end=end, patience_s=patience_s
+        )
+        return Transfer(terms, 0, [0], [1])
+
+    def wait_for(self, *names: str) -> None:
+        with self._has_changed:
+            assert self._has_changed.wait_for(lambda: self.ended.keys() >= set(names), 5)
+
+
+def test_a_write_that_failed_ends_those_to_its_peer_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_failed = threading.Event()
+
+    class FailingAgent(Agent):
+        def make_prepped_xfer(self, _: str, _ours: object, _src: Any, theirs: Any, _dst: Any) -> object:
+            return SimpleNamespace(release=lambda: None, peer=theirs)
+
+        def transfer(self, _: object) -> str:
+            return "PROC"
+
+        def check_xfer_state(self, handle: Any) -> str:
+            return "PROC" if not has_failed.is_set() else "ERR" if handle.peer is bad.descriptors else "DONE"
+
+    replace_nixl(monkeypatch, FailingAgent)
+    agent = NixlAgent("sender", WatchedPool([]))
+    bad, good, peers = remote_pool("bad"), remote_pool("good"), Peers()
+    for name, remote in (("one", bad), ("two", bad), ("three", good)):
+        agent.post(peers.transfer(name, remote))
+    has_failed.set()
+    peers.wait_for("one", "two", "three")
+    agent.post(peers.transfer("four", bad))
+    peers.wait_for("four")
+    assert [str(peers.ended[name]) for name in ("one", "two")] == ["bad: a write failed"] * 2
+    assert peers.ended["three"] is None
+    assert isinstance(peers.ended["four"], PeerUnreachable)
+    agent.close()
+
+
+def test_the_agent_of_a_write_that_was_given_up_is_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX would send on what it has of it."""
+    made: list[StuckAgent] = []
+    called: list[StuckAgent] = []
+
+    class StuckAgent(Agent):
+        def __init__(self, *_: object) -> None:
+            made.append(self)
+
+        def add_remote_agent(self, _: bytes) -> str:
+            called.append(self)
+            return "receiver"
+
+        def transfer(self, _: object) -> str:
+            called.append(self)
+            return "PROC" if self is made[0] else "DONE"
+
+        def check_xfer_state(self, _: object) -> str:
+            called.append(self)
+            return "PROC"
+
+    replace_nixl(monkeypatch, StuckAgent)
+    agent, peers = NixlAgent("sender", WatchedPool([])), Peers()
+    endpoint = pb.NixlEndpoint(agent_metadata=b"metadata", base_address=1, memory="DRAM")
+    remote = agent.add_remote("receiver", endpoint, 2).result(5)
+    agent.post(peers.transfer("given up", remote, patience_s=0.0))
+    agent.post(peers.transfer("beside it", remote_pool("another")))
+    peers.wait_for("given up", "beside it")
+    assert all(isinstance(error, PeerUnreachable) for error in peers.ended.values())
+    called.clear()
+    agent.post(peers.transfer("again", agent.add_remote("receiver", endpoint, 2).result(5)))
+    peers.wait_for("again")
+    assert peers.ended["again"] is None
+    assert len(made) == 2
+    assert set(called) == {made[1]}
+    agent.close()
