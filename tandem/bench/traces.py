@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -79,8 +80,10 @@ def parse_trace(lines: Iterable[str]) -> Iterator[Record]:
             continue
         try:
             record = parse(line)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError, csv.Error) as error:
             raise TraceError(f"line {number}: {type(error).__name__}: {error}") from error
+        if not math.isfinite(record.at_s):
+            raise TraceError(f"line {number}: its time is {record.at_s}")
         if record.input_tokens < 1 or record.output_tokens < 0:
             raise TraceError(f"line {number}: a prompt of {record.input_tokens} and an answer of "
                              f"{record.output_tokens} tokens")  # fmt: skip
@@ -89,6 +92,8 @@ def parse_trace(lines: Iterable[str]) -> Iterator[Record]:
 
 def _mooncake_record(line: str) -> Record:
     fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("is no JSON object")
     ids = tuple(int(hash_id) for hash_id in fields.get("hash_ids", ()))
     if any(hash_id < 0 for hash_id in ids):
         raise ValueError("hash_ids must not be negative")

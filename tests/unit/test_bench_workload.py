@@ -128,6 +128,11 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
         (AZURE + "2023-11-16 18:15:50,3\n", "line 5: IndexError"),
         ('{"timestamp": 0, "input_length": 0, "output_length": 1}', "line 1: a prompt of 0"),
         ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-1]}', "line 1: ValueError"),
+        (json.dumps(MOONCAKE[0]) + "\n[1]\n", "line 2: ValueError: is no JSON object"),
+        ('{"timestamp": 0, "input_length": 1e999, "output_length": 1}', "line 1: OverflowError"),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 1}', "line 1: its time is nan"),
+        (f'{{"timestamp": {"[" * 100_000}', "line 1: RecursionError"),
+        (AZURE + f'"{"2" * 200_000}",3,4\n', "line 5: Error: field larger"),
     ],
 )
 def test_what_is_no_trace_is_named_by_its_line(text: str, said: str) -> None:
