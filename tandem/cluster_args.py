@@ -37,7 +37,7 @@ NO_TLS = dict.fromkeys(SSL_FIELDS, "")
 OWN = {
     **dict.fromkeys(NO_TLS, "on one machine there is nobody between the processes"),
     "listen": "the router's is the cluster's; the gateway's has `http_port`; workers take free ports",
-    "redis": "`redis_url`, or the cluster's own",
+    "redis": "`redis_url`, or the cluster's own; in the environment, for it may have a password",
     "metrics_listen": "`metrics_port`, and the ports after it",
     "model": "the engine's, once it is a folder",
     "served_model_name": "the engine's",
@@ -185,13 +185,12 @@ def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
         own = {
             "listen": announced or args.listen,
             "model": folder,
-            "redis": redis_url,
             "served_model_name": args.served_model_name,
             "metrics_listen": args.metrics_listen(ROUTER),
         }
         return _command("router", own, args.settings_of(RouterArgs), vars(args.policy))
 
-    env = {**python_env(), "TANDEM_API_KEY": " ".join(args.api_key)}
+    env = {**python_env(), "REDIS_URL": redis_url, "TANDEM_API_KEY": " ".join(args.api_key)}
     return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 
@@ -225,13 +224,12 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
     own = {
         "listen": "127.0.0.1:0",
         "worker_id": args.worker_id(name),
-        "redis": redis_url,
         "advertise": advertise,
         "failpoints": "",
         "metrics_listen": args.metrics_listen(name),
     }
     command = _command(module, own, args.settings_of(WorkerArgs), vars(engine))
-    env = {**python_env(), "OMP_NUM_THREADS": str(num_threads), **WAITING_THREADS}
+    env = {**python_env(), "REDIS_URL": redis_url, "OMP_NUM_THREADS": str(num_threads), **WAITING_THREADS}
     return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
 
 

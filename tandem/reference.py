@@ -23,8 +23,8 @@ INTRODUCTION = """\
 # Configuration
 
 Every flag of every program, made from the programs themselves (`make docs`); `--help` shows the same. A flag can also
-be set by its environment variable; the flag wins. `tandem up` passes all settings on as flags, so that the environment
-of whoever starts it changes no process behind its back.
+be set by its environment variable; the flag wins. `tandem up` passes all settings on as flags, what may hold a password
+(keys, Redis' URL) as variables, so that the environment of whoever starts it changes no process behind its back.
 """
 
 

@@ -29,6 +29,7 @@ from tandem.process_run import ProcessSpec
 from worker_service.args import WorkerArgs
 
 FOLDER = Path("model")
+REDIS = "redis://:secret@r"
 TEXTS = {
     "allowed_origins": '["https://chat.example"]',
     "chat_template": __file__,
@@ -48,10 +49,10 @@ TEXTS = {
 def specs(args: ClusterArgs) -> list[tuple[ProcessSpec, click.Command, Sequence[type[Any]]]]:
     """Of every process, with the command that reads its flags, and what it makes of them."""
     return [
-        (router_spec(args, FOLDER, "redis://r"), router, (RouterArgs, PolicyConfig)),
+        (router_spec(args, FOLDER, REDIS), router, (RouterArgs, PolicyConfig)),
         (gateway_spec(args, "127.0.0.1:1"), gateway, (GatewayArgs,)),
-        (worker_spec(args, "prefill-1", FOLDER, "redis://r"), prefill, (WorkerArgs, EngineArgs)),
-        (worker_spec(args, "decode-1", FOLDER, "redis://r"), decode, (WorkerArgs, EngineArgs)),
+        (worker_spec(args, "prefill-1", FOLDER, REDIS), prefill, (WorkerArgs, EngineArgs)),
+        (worker_spec(args, "decode-1", FOLDER, REDIS), decode, (WorkerArgs, EngineArgs)),
     ]
 
 
@@ -76,9 +77,16 @@ def test_every_flag_of_every_process_is_given() -> None:
     for spec, command, _ in specs(ClusterArgs(http_port=0)):
         context = read(spec, command)
         sources = {option.name: context.get_parameter_source(str(option.name)) for option in command.params}
-        by_environment = {"router": {"api_key"}, "gateway": {"api_key", "router_api_key"}}.get(spec.name, set())
+        by_environment = {"router": {"redis", "api_key"}, "gateway": {"api_key", "router_api_key"}}
         missing = {name for name, source in sources.items() if source is not click.core.ParameterSource.COMMANDLINE}
-        assert missing == by_environment, spec.name
+        assert missing == by_environment.get(spec.name, {"redis"}), spec.name
+
+
+def test_no_password_is_on_a_command_line() -> None:
+    """They are for all to see who are on the machine."""
+    for spec, _, _ in specs(ClusterArgs(http_port=0, api_key=("secret-key",))):
+        assert "secret" not in " ".join(spec.command(""))
+        assert any("secret" in value for value in spec.env.values())
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -169,7 +177,7 @@ def test_every_engine_setting_reaches_the_worker() -> None:
 )
 def test_workers_share_a_gpu(settings: dict[str, Any], share: float) -> None:
     """Nine tenths of it for each would leave nothing to whoever comes second."""
-    command = worker_spec(ClusterArgs(**settings), "decode-1", FOLDER, "redis://r").command("")
+    command = worker_spec(ClusterArgs(**settings), "decode-1", FOLDER, REDIS).command("")
     assert float(command[command.index("--gpu-memory-utilization") + 1]) == pytest.approx(share)
 
 
