@@ -200,6 +200,7 @@ class _Soak:
             await asyncio.sleep(max(0.0, start_s + self._args.seconds - time.monotonic()))
 
     async def _inflict(self, fault: Fault, now_s: float) -> None:
+        """Returns when it is over. It ends with this, however this ends: what stands still cannot be told to leave."""
         self._num_faults[fault.kind.value] += 1
         lasts = f" for {fault.duration_s:.1f} s" if fault.kind in _LASTING else ""
         self._say(f"{now_s:5.1f} s  {fault.target}: {fault.kind.value}{lasts}")
@@ -213,13 +214,17 @@ class _Soak:
                 self._signal(fault.target, signal.SIGKILL)
             case FaultKind.STOP:
                 pid = self._signal(fault.target, signal.SIGSTOP)
-                await asyncio.sleep(fault.duration_s)
-                if pid == self._cluster.pids[fault.target]:
-                    self._signal(fault.target, signal.SIGCONT)
+                try:
+                    await asyncio.sleep(fault.duration_s)
+                finally:
+                    if pid == self._cluster.pids[fault.target]:
+                        self._signal(fault.target, signal.SIGCONT)
             case FaultKind.PARTITION if proxy:
                 proxy.freeze()
-                await asyncio.sleep(fault.duration_s)
-                proxy.thaw()
+                try:
+                    await asyncio.sleep(fault.duration_s)
+                finally:
+                    proxy.thaw()
             case FaultKind.SLOW if proxy:
                 proxy.delay(SLOW_S)
                 await asyncio.sleep(fault.duration_s)

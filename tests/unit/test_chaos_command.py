@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from rpc.errors import NoWorker, Unreachable
 from tandem.chaos import soak
+from tandem.chaos.faults import Fault, FaultKind
 from tandem.chaos.soak import _what_is_not_at_rest
 from tandem.cli import main
 from tandem.cluster import ClusterError
@@ -41,6 +45,22 @@ def test_ctrl_c_names_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_what_ends_it_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception) -> None:
     result, _ = chaos_that(monkeypatch, tmp_path, error)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"Error: {error}")
+
+
+async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -> None:
+    """Else its cluster waits for it until nobody would wait any more, and kills it."""
+    leaves = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); print(flush=True); signal.pause()"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", leaves, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    cluster = SimpleNamespace(pids={"decode-1": process.pid})
+    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None)  # type: ignore[arg-type]
+    stopped = asyncio.create_task(hurt._inflict(Fault(0.0, FaultKind.STOP, "decode-1", 60.0), 0.0))
+    await asyncio.sleep(0)
+    stopped.cancel()
+    await asyncio.wait([stopped])
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), 10) == 7
 
 
 async def test_a_router_that_is_not_back_yet_is_waited_for() -> None:
