@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpc.keys import check_keys
+from rpc.tls import ClientTLS
 from tandem.bench.backends import BACKENDS, HttpServer, Sending
 from tandem.bench.summary import METRICS, parse_goodput
 from tandem.bench.workload import RandomShape, TokenSource
@@ -34,6 +35,10 @@ class BenchArgs:
     endpoint: str = _flag("", "Path of HTTP requests, if not OpenAI's.")
     model: str = _flag("", "Model to ask an HTTP server for. Default: the first that it names.")
     api_key: str = _flag("", "Of a server that asks for one.", env="OPENAI_API_KEY")
+    ssl_ca_certs: str = _flag(
+        "", "PEM file of who signed the server's certificate: a router is then called over TLS.",
+        env="TANDEM_SSL_CA_CERTS"
+    )  # fmt: skip
     extra_body: str = _flag(
         "", 'JSON object of further fields of HTTP bodies, such as {"top_k": 20}. With {"return_token_ids": true}, '
         "which Tandem and vLLM take, lost tokens of a stream show."
@@ -78,7 +83,7 @@ class BenchArgs:
         self._check_bounds()
         if self.api_key:
             check_keys("api_key", [self.api_key])
-        for name in ("rates", "objectives", "metrics", "percentiles", "http_server", "source"):
+        for name in ("rates", "objectives", "metrics", "percentiles", "http_server", "source", "tls"):
             getattr(self, name)  # each raises for its flag
 
     def _check_choices(self) -> None:
@@ -148,6 +153,10 @@ class BenchArgs:
         return numbers
 
     @property
+    def tls(self) -> ClientTLS | None:
+        return ClientTLS.of_files(ca=self.ssl_ca_certs) if self.ssl_ca_certs else None
+
+    @property
     def source(self) -> TokenSource:
         """Of run 0; see `TokenSource.run`."""
         return TokenSource(seed=self.seed, vocab_size=self.vocab_size)
@@ -181,6 +190,7 @@ class BenchArgs:
             endpoint=self.endpoint,
             model=self.model,
             api_key=self.api_key,
+            ssl_ca_certs=self.ssl_ca_certs,
             extra_body=extra,
         )
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unauthenticated
+from rpc.tls import ClientTLS
 from tandem.bench.openai_stream import OpenAIStream, ServerError
 from tandem.bench.outcome import Usage
 from tandem.bench.run import Backend, NotAnswered, Piece
@@ -95,6 +97,8 @@ class HttpServer:
     model: str = ""
     """Empty: the first that /v1/models names."""
     api_key: str = ""
+    ssl_ca_certs: str = ""
+    """A file; empty: whom the system trusts."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of every body, or others in place of ours."""
 
@@ -190,11 +194,11 @@ async def _not_answered(response: Any) -> NotAnswered:
 
 @asynccontextmanager
 async def open_grpc(
-    address: str, sending: Sending, vocab_size: int, api_key: str = ""
+    address: str, sending: Sending, vocab_size: int, *, api_key: str, tls: ClientTLS | None
 ) -> AsyncIterator[tuple[Backend, str]]:
     """The router at `address`, which may ask for `api_key`, and the model that it serves. Prompts have token ids below
     `vocab_size`. Raises `ServerGone`."""
-    async with AsyncClient(address, api_key=api_key) as client:
+    async with AsyncClient(address, api_key=api_key, tls=tls) as client:
         try:
             info = await client.model_info()
         except Unauthenticated as error:
@@ -202,7 +206,7 @@ async def open_grpc(
         except TandemError as error:
             raise ServerGone(
                 f"no router answers at {address} ({error.message}). Start one with `tandem up`, or name another with "
-                "--router HOST:PORT"
+                "--router HOST:PORT; one that speaks TLS needs --ssl-ca-certs FILE"
             ) from error
         if vocab_size > info.vocab_size:
             raise ServerGone(
@@ -221,9 +225,11 @@ async def open_http(server: HttpServer, sending: Sending) -> AsyncIterator[tuple
         raise ServerGone(NEEDS_HTTPX) from error
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    trusted = ssl.create_default_context(cafile=server.ssl_ca_certs) if server.ssl_ca_certs else True
     async with httpx2.AsyncClient(
-        base_url=server.base_url.removesuffix("/").removesuffix("/v1"), timeout=timeout, limits=limits, trust_env=False
-    ) as client:
+        base_url=server.base_url.removesuffix("/").removesuffix("/v1"), timeout=timeout, limits=limits, verify=trusted,
+        trust_env=False,
+    ) as client:  # fmt: skip
         model = server.model or await _first_model(client, server)
         yield OpenAIBackend(client, replace(server, model=model), sending), model
 

@@ -60,7 +60,7 @@ async def run_bench(args: BenchArgs, *, watch: Watch, on_interrupt: Callable[[Re
     """Raises `ServerGone`, and what `workloads_of` does. `on_interrupt` hears what there is where it is cancelled."""
     workloads = workloads_of(args)
     if args.backend == "grpc":
-        opened = open_grpc(args.address, args.sending, args.vocab_size, args.api_key)
+        opened = open_grpc(args.address, args.sending, args.vocab_size, api_key=args.api_key, tls=args.tls)
     else:
         opened = open_http(args.http_server, args.sending)
     async with opened as (backend, model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import ssl
 import sys
@@ -86,6 +87,14 @@ def test_strangers_hear_nothing(cluster: FragileCluster, tls: Certificate, tmp_p
         status(grpc.insecure_channel(worker))
 
 
+def bench(backend: str, tls: Certificate, *server: str) -> dict[str, Any]:
+    flags = ["--num-prompts", "2", "--num-warmups", "0", "--random-output-len", "4", "--json"]
+    done = CliRunner().invoke(main, ["bench", "--backend", backend, *server, "--ssl-ca-certs", str(tls.ca), *flags])
+    assert done.exit_code == 0, done.output
+    (result,) = json.loads(done.stdout)["results"]
+    return dict(result)
+
+
 def test_a_gateway_serves_https(cluster: FragileCluster, tls: Certificate, tmp_path: Path) -> None:
     router = cluster.services["router-1"].address
     command = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router", router]
@@ -99,6 +108,7 @@ def test_a_gateway_serves_https(cluster: FragileCluster, tls: Certificate, tmp_p
             with cluster.client() as grpc_client:
                 expected = grpc_client.generate("The capital of France is", max_tokens=4, temperature=0)
             assert choice["text"] == expected.text
+            assert bench("openai", tls, "--base-url", f"https://{gateway.address}")["completed"] == 2
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://{gateway.address}/health", trust_env=False)
             # A client that keeps its connection, and never says goodbye, does not hold up the end.
@@ -137,6 +147,7 @@ def test_commands_take_who_to_trust(cluster: FragileCluster, tls: Certificate) -
     assert done.exit_code == 0, done.output
     assert "decode-1" in done.output
     assert CliRunner().invoke(main, ["audit", "--router", router]).exit_code == 1
+    assert bench("grpc", tls, "--router", router)["completed"] == 2
 
 
 def test_only_who_has_a_certificate_may_drain_a_worker(cluster: FragileCluster, tls: Certificate) -> None:
