@@ -178,8 +178,26 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
+        pool = await self._load_model()
+        self._make_services(pool, make_service)
+        self._show_metrics()  # before others hear of this worker: its port may be taken
+        listening = await self.server.start()
+        self._address = args.advertise or listening
+        await self.service.start(self._address)
+        self._register()
+        self.server.set_serving(SERVICE_NAME, True)
+        self._watchdog = asyncio.create_task(self._end_when_stuck())
+        announce(listening)
+        blocks = self.engine.kv_shape.num_blocks
+        _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
+        return self
+
+    async def _load_model(self) -> KVPool:
+        """The model, and an engine that steps. Returns its memory, for transfers."""
+        config = self._config
         self._traits = await asyncio.to_thread(read_model_traits, config.model.path)
-        memory = PoolMemory(args.transport, is_received=role == pb.Role.ROLE_DECODE, on_rank_lost=self._ranks.lose)
+        is_received = self._role == pb.Role.ROLE_DECODE
+        memory = PoolMemory(self._args.transport, is_received=is_received, on_rank_lost=self._ranks.lose)
         try:
             self.engine = await AsyncLLMEngine.start(
                 lambda: LLMEngine(config, self._on_layer_written, memory),
@@ -191,9 +209,14 @@ class WorkerProcess:
             raise CannotLoad(str(error)) from error
         self._ranks.watch(self.engine.rank_pids)
         self._load = load_message(self.engine.first_load)
-        pool = memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
+        return memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
+
+    def _make_services(self, pool: KVPool, make_service: MakeService) -> None:
+        """The role's own, and `Worker`."""
+        args = self._args
         # With many layers and ranks the digests of a long prompt are more than others may send in one message.
-        max_bytes = min(DEFAULT_MAX_MESSAGE_BYTES + pool.layout.digest_bytes(config.model.max_model_len), 2**31 - 1)
+        digest_bytes = pool.layout.digest_bytes(self._config.model.max_model_len)
+        max_bytes = min(DEFAULT_MAX_MESSAGE_BYTES + digest_bytes, 2**31 - 1)
         self.server = Server(
             args.listen,
             max_message_bytes=max_bytes,
@@ -213,17 +236,6 @@ class WorkerProcess:
             begin_drain=self.drain_asked.set,
         )
         self.server.add(add_WorkerServicer_to_server, servicer, SERVICE_NAME)
-        self._show_metrics()  # before others hear of this worker: its port may be taken
-        listening = await self.server.start()
-        self._address = args.advertise or listening
-        await self.service.start(self._address)
-        self._register()
-        self.server.set_serving(SERVICE_NAME, True)
-        self._watchdog = asyncio.create_task(self._end_when_stuck())
-        announce(listening)
-        blocks = self.engine.kv_shape.num_blocks
-        _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
-        return self
 
     def _show_metrics(self) -> None:
         """Where the flags ask for it. Raises `CannotListen`."""
