@@ -101,35 +101,39 @@ def generate_request(
     """The message of one request, for `n` answers. Raises `ValueError` naming what the wire cannot carry."""
     check_text("request_id", request_id)
     check_text("model", model)
-    cache_salt = sampling.pop("cache_salt", None)
-    if cache_salt is not None:
-        check_salt("cache_salt", cache_salt)
-    fairness_id = sampling.pop("fairness_id", None)
-    if fairness_id is not None:
-        check_text("fairness_id", fairness_id)
     of_chat = {name: sampling.pop(name, None) for name in _OF_CHATS}  # type: ignore[misc]
-    num_kept, adds = sampling.pop("truncate_prompt_tokens", None), sampling.pop("add_special_tokens", None)
-    with_prompt_token_ids = _truth("with_prompt_token_ids", sampling.pop("with_prompt_token_ids", False))
+    own = _own_fields(sampling)
+    several = {} if _plain("n", n) == 1 else {"n": n}
     request = pb.GenerateRequest(
-        request_id=request_id,
-        model=model,
-        cache_salt=cache_salt or "",
-        fairness_id=fairness_id or "",
-        truncate_prompt_tokens=None if num_kept is None else _whole("truncate_prompt_tokens", num_kept, _INT32),
-        add_special_tokens=None if adds is None else _truth("add_special_tokens", adds),
-        with_prompt_token_ids=with_prompt_token_ids,
-        sampling_params=_sampling_params({**sampling, **({} if _plain("n", n) == 1 else {"n": n})}),
+        request_id=request_id, model=model, sampling_params=_sampling_params({**sampling, **several}), **own
     )
     if isinstance(prompt, str):
         check_text("prompt", prompt)
         request.text = prompt
     elif _is_chat(prompt):
         _set_chat(request.chat, prompt, of_chat)
+        return request
     else:
         _set_token_ids(request, prompt)
-    if request.WhichOneof("prompt") != "chat":
-        _check_no_chat(of_chat)
+    _check_no_chat(of_chat)
     return request
+
+
+def _own_fields(sampling: Sampling) -> dict[str, Any]:
+    """Of the request: what is no sampling parameter, taken out of them."""
+    cache_salt, fairness_id = sampling.pop("cache_salt", None), sampling.pop("fairness_id", None)
+    num_kept, adds = sampling.pop("truncate_prompt_tokens", None), sampling.pop("add_special_tokens", None)
+    if cache_salt is not None:
+        check_salt("cache_salt", cache_salt)
+    if fairness_id is not None:
+        check_text("fairness_id", fairness_id)
+    return {
+        "cache_salt": cache_salt or "",
+        "fairness_id": fairness_id or "",
+        "truncate_prompt_tokens": None if num_kept is None else _whole("truncate_prompt_tokens", num_kept, _INT32),
+        "add_special_tokens": None if adds is None else _truth("add_special_tokens", adds),
+        "with_prompt_token_ids": _truth("with_prompt_token_ids", sampling.pop("with_prompt_token_ids", False)),
+    }
 
 
 class Tokenizing(TypedDict, total=False):

@@ -56,21 +56,15 @@ class CallsStream:
 
 _OF_NO_USE = {"refusal", "annotations", "audio", "function_call", "parsed"}
 """What answers of OpenAI's clients have beside, and is sent back with them."""
+_MESSAGE_MAY_HAVE = {*MESSAGE_KEYS, *REASONING_KEYS, *_OF_NO_USE}
 
 
 def chat_message(message: Any) -> pb.ChatMessage:
     """Of {"role", "content"}, and "tool_calls", "tool_call_id" and "name" as OpenAI's messages have them, the content
     a text or parts that are; an assistant's with its "reasoning", where that is a text. Raises `ValueError`."""
-    known = "a role and a content, and may have tool_calls, a tool_call_id and a name"
-    wrong = ValueError(f"prompt: a message has {known}, not {message!r:.500}")
-    if not isinstance(message, Mapping) or not {"role"} <= set(message) <= {
-        *MESSAGE_KEYS,
-        *REASONING_KEYS,
-        *_OF_NO_USE,
-    }:
-        raise wrong
-    if "content" not in message and not message.get("tool_calls"):
-        raise wrong
+    if not (isinstance(message, Mapping) and _has_keys_of_a_message(message)):
+        known = "a role and a content, and may have tool_calls, a tool_call_id and a name"
+        raise ValueError(f"prompt: a message has {known}, not {message!r:.500}")
     said = {key: message[key] for key in MESSAGE_KEYS - {"tool_calls"} if message.get(key) is not None}
     if isinstance(message.get("content"), list | tuple):
         said["content"] = _text_of_parts(message["content"])
@@ -83,14 +77,24 @@ def chat_message(message: Any) -> pb.ChatMessage:
     except (TypeError, ValueError) as error:
         raise ValueError(f"prompt: role and content of a message must be texts: {error}") from error
     for call in calls:
-        try:
-            function = call["function"]
-            arguments = _json(function.get("arguments"))
-            made.tool_calls.add(id=call.get("id") or "", name=function["name"], arguments=arguments)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            shape = '{"id", "type": "function", "function": {"name", "arguments"}}'
-            raise ValueError(f"prompt: a message's call is not {shape}: {call!r:.500}") from error
+        _add_call(made, call)
     return made
+
+
+def _has_keys_of_a_message(message: Mapping[Any, Any]) -> bool:
+    has_something_to_say = "content" in message or bool(message.get("tool_calls"))
+    return "role" in message and message.keys() <= _MESSAGE_MAY_HAVE and has_something_to_say
+
+
+def _add_call(message: pb.ChatMessage, call: Any) -> None:
+    """That an assistant's message made."""
+    try:
+        function = call["function"]
+        arguments = _json(function.get("arguments"))
+        message.tool_calls.add(id=call.get("id") or "", name=function["name"], arguments=arguments)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        shape = '{"id", "type": "function", "function": {"name", "arguments"}}'
+        raise ValueError(f"prompt: a message's call is not {shape}: {call!r:.500}") from error
 
 
 def _text_of_parts(parts: Sequence[Any]) -> str:
@@ -109,30 +113,40 @@ def add_tools(chat: pb.Chat, tools: Any, tool_choice: Any, parallel_tool_calls: 
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(f"tools: must be a list, is {tools!r:.200}")
     for position, tool in enumerate(tools):
-        try:
-            function = tool["function"]
-            if tool.get("type", "function") != "function":
-                raise ValueError(f"type is {tool['type']!r:.80}")
-            description, parameters = function.get("description") or "", _json(function.get("parameters"))
-            chat.tools.add(name=function["name"], description=description, parameters=parameters)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            shape = '{"type": "function", "function": {"name", "description", "parameters"}}'
-            raise ValueError(f"tools: number {position} is not {shape}: {error!r}") from error
-    if isinstance(tool_choice, str) and tool_choice in CHOICES:
-        chat.tool_choice = CHOICES[tool_choice]
-    elif tool_choice is not None:
-        try:
-            chat.tool_name = tool_choice["function"]["name"]
-        except (TypeError, KeyError, ValueError) as error:
-            shape = ", ".join(map(repr, CHOICES)) + ' or {"type": "function", "function": {"name": …}}'
-            raise ValueError(f"tool_choice: must be {shape}, is {tool_choice!r:.200}") from error
-        if not chat.tool_name:
-            raise ValueError("tool_choice: names no tool")
-        chat.tool_choice = pb.TOOL_CHOICE_REQUIRED
+        _add_tool(chat, position, tool)
+    if tool_choice is not None:
+        _set_tool_choice(chat, tool_choice)
     if parallel_tool_calls is not None:
         if not isinstance(parallel_tool_calls, bool):
             raise ValueError(f"parallel_tool_calls: must be true or false, is {parallel_tool_calls!r:.80}")
         chat.parallel_tool_calls = parallel_tool_calls
+
+
+def _add_tool(chat: pb.Chat, position: int, tool: Any) -> None:
+    try:
+        function = tool["function"]
+        if tool.get("type", "function") != "function":
+            raise ValueError(f"type is {tool['type']!r:.80}")
+        description, parameters = function.get("description") or "", _json(function.get("parameters"))
+        chat.tools.add(name=function["name"], description=description, parameters=parameters)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        shape = '{"type": "function", "function": {"name", "description", "parameters"}}'
+        raise ValueError(f"tools: number {position} is not {shape}: {error!r}") from error
+
+
+def _set_tool_choice(chat: pb.Chat, tool_choice: Any) -> None:
+    """One of `CHOICES`, or the one tool that is to be called."""
+    if isinstance(tool_choice, str) and tool_choice in CHOICES:
+        chat.tool_choice = CHOICES[tool_choice]
+        return
+    try:
+        chat.tool_name = tool_choice["function"]["name"]
+    except (TypeError, KeyError, ValueError) as error:
+        shape = ", ".join(map(repr, CHOICES)) + ' or {"type": "function", "function": {"name": …}}'
+        raise ValueError(f"tool_choice: must be {shape}, is {tool_choice!r:.200}") from error
+    if not chat.tool_name:
+        raise ValueError("tool_choice: names no tool")
+    chat.tool_choice = pb.TOOL_CHOICE_REQUIRED
 
 
 def _json(value: Any) -> str:

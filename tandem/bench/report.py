@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,39 +162,48 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 def table(runs: Sequence[Run]) -> Table:
     """What a person reads: one column for each rate."""
     summaries = [run.summary for run in runs]
-    rows: list[tuple[str, ...]] = [
-        ("answered", *(str(s.completed) for s in summaries)),
-        ("refused", *(str(s.refused) for s in summaries)),
-        ("failed", *(str(s.failed) for s in summaries)),
-        *(
-            (f"  {code}", *(str(s.errors.get(code, 0)) for s in summaries))
-            for code in dict.fromkeys(code for s in summaries for code in s.errors)
-        ),
+    rows = [
+        _row("answered", "{}", (s.completed for s in summaries)),
+        _row("refused", "{}", (s.refused for s in summaries)),
+        _row("failed", "{}", (s.failed for s in summaries)),
     ]
+    for code in dict.fromkeys(code for s in summaries for code in s.errors):
+        rows.append(_row(f"  {code}", "{}", (s.errors.get(code, 0) for s in summaries)))
     if any(run.num_unfinished for run in runs):
-        rows.append(("unfinished", *(str(run.num_unfinished) for run in runs)))
+        rows.append(_row("unfinished", "{}", (run.num_unfinished for run in runs)))
     rows += [
-        ("answers/s", *(f"{s.request_throughput:.2f}" for s in summaries)),
-        ("output tokens/s", *(f"{s.output_throughput:.1f}" for s in summaries)),
-        ("all tokens/s", *(f"{s.total_token_throughput:.1f}" for s in summaries)),
-        ("prefix hits", *(_percent(s.prefix_hit_rate) for s in summaries)),
+        _row("answers/s", "{:.2f}", (s.request_throughput for s in summaries)),
+        _row("output tokens/s", "{:.1f}", (s.output_throughput for s in summaries)),
+        _row("all tokens/s", "{:.1f}", (s.total_token_throughput for s in summaries)),
+        _row("prefix hits", "{:.1f} %", (_percent(s.prefix_hit_rate) for s in summaries)),
     ]
     if any(s.good_share is not None for s in summaries):
         rows += [
-            ("good answers/s", *("-" if s.request_goodput is None else f"{s.request_goodput:.2f}" for s in summaries)),
-            ("good, of all", *(_percent(s.good_share) for s in summaries)),
+            _row("good answers/s", "{:.2f}", (s.request_goodput for s in summaries)),
+            _row("good, of all", "{:.1f} %", (_percent(s.good_share) for s in summaries)),
         ]
-    for metric in dict.fromkeys(metric for s in summaries for metric in s.spreads):
-        for percent in next(s.spreads[metric].percentiles for s in summaries if metric in s.spreads):
-            values = (s.spreads[metric].percentiles[percent] if metric in s.spreads else None for s in summaries)
-            rows.append((f"p{percent:g} {metric.upper()}, ms", *("-" if v is None else f"{v:.1f}" for v in values)))
-    rows.append(("late sending, ms", *(f"{s.max_send_lag_ms:.1f}" for s in summaries)))
+    rows += _latency_rows(summaries)
+    rows.append(_row("late sending, ms", "{:.1f}", (s.max_send_lag_ms for s in summaries)))
     return Table(headers=("requests/s", *(f">{rate_text(s.request_rate)}" for s in summaries)), rows=rows)
+
+
+def _latency_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, ...]]:
+    """One for each percentile of each metric; a rate without answers has none."""
+    for metric in dict.fromkeys(metric for s in summaries for metric in s.spreads):
+        percentiles_of_each = [s.spreads[metric].percentiles if metric in s.spreads else {} for s in summaries]
+        for percent in next(filter(None, percentiles_of_each), {}):
+            values = (percentiles.get(percent) for percentiles in percentiles_of_each)
+            yield _row(f"p{percent:g} {metric.upper()}, ms", "{:.1f}", values)
+
+
+def _row(name: str, form: str, values: Iterable[float | None]) -> tuple[str, ...]:
+    """A dash where there is no number."""
+    return name, *("-" if value is None else form.format(value) for value in values)
 
 
 def rate_text(rate: float) -> str:
     return "all at once" if rate == float("inf") else f"{rate:.4g}"
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
