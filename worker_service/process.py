@@ -166,6 +166,8 @@ class WorkerProcess:
         self._device_watch = DeviceWatch() if config.device.device != "cpu" else None
         self.server: Server
         self._registration: WorkerRegistration
+        self._has_told = False
+        """Redis, or tried to."""
         self._reporter: PrefixReporter
         self._watchdog: asyncio.Task[None] | None = None
         self._ranks = RankWatch(self._on_failure)
@@ -185,7 +187,6 @@ class WorkerProcess:
         self._address = args.advertise or listening
         await self.service.start(self._address)
         self._register()
-        self.server.set_serving(SERVICE_NAME, True)
         self._watchdog = asyncio.create_task(self._end_when_stuck())
         announce(listening)
         blocks = self.engine.kv_shape.num_blocks
@@ -266,7 +267,7 @@ class WorkerProcess:
             namespace=self._args.namespace,
             worker_id=self.identity.worker_id,
             incarnation=self.identity.incarnation,
-            record=self._record,
+            record=self._record_to_tell,
         )
         self._reporter.start()
         self._registration.start()
@@ -369,6 +370,14 @@ class WorkerProcess:
     async def _prefix_snapshot(self) -> Iterable[bytes]:
         # Events come with steps alone, in their order: taken here, too, they could overtake some, or be overtaken.
         return await self.engine.call(lambda engine: engine.cached_hashes())
+
+    def _record_to_tell(self) -> pb.WorkerRecord:
+        """Asked for at every beat, when it is known whether Redis took the one before. A worker is ready from the first
+        that it took: whoever replaces workers must not go on while nobody can find the new one."""
+        if self._has_told and self._registration.is_reachable:
+            self.server.set_serving(SERVICE_NAME, True)
+        self._has_told = True
+        return self._record()
 
     def _record(self) -> pb.WorkerRecord:
         return pb.WorkerRecord(

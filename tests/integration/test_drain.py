@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import redis
 from click.testing import CliRunner, Result
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_cluster import Cluster, wait_for
 
+from rpc.channel import open_channel
 from tandem.cli import main
 from tandem.tables import not_at_rest
+
+if TYPE_CHECKING:
+    from tests.conftest import RedisServer
 
 PROMPT = [70, 71, 72]
 
@@ -68,3 +75,28 @@ async def test_a_worker_that_is_drained_finishes_what_it_has_and_leaves(
     assert last_one.stderr.startswith(
         "second: no other decode worker takes requests: until one does, new ones are refused"
     )
+
+
+async def test_a_worker_is_ready_when_redis_knows_of_it(
+    tiny_cluster: Cluster, tiny_model: Path, own_redis_server: RedisServer
+) -> None:
+    """Rollouts wait for it. Before, no router finds it; after, they know it, with Redis or not."""
+    own_redis_server.stop()
+    worker = await replace(tiny_cluster, redis=own_redis_server.url).start_decode_worker("first", tiny_model)
+    async with open_channel(worker._address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def is_ready() -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service="tandem.v1.Worker"))
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        async def has_tried_again() -> bool:
+            return worker._has_told and not worker._registration.is_reachable
+
+        await wait_for(has_tried_again, "Redis was asked, and is away")
+        assert not await is_ready()
+        own_redis_server.start()
+        await wait_for(is_ready, "Redis knows it")
+        own_redis_server.stop()
+        await wait_for(has_tried_again, "Redis is away again")
+        assert await is_ready()
