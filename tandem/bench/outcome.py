@@ -70,7 +70,6 @@ class Progress:
     num_refused: int = 0
     num_failed: int = 0
     num_tokens: int = 0
-    now_s: float = 0.0
     last_error: str = ""
     ended: list[Outcome] = field(default_factory=list)
 
