@@ -71,6 +71,16 @@ class NixlLink(ControlLink):
         self._pool = pool
         self._agent = agent
         self._remote: RemotePool | None = None
+        self._is_broken = False
+
+    @property
+    def is_broken(self) -> bool:
+        """Also where the agent has closed it, with a connection that it had to give up."""
+        return self._is_broken or (self._remote is not None and self._remote.is_removed)
+
+    @is_broken.setter
+    def is_broken(self, is_broken: bool) -> None:
+        self._is_broken = is_broken
 
     async def adopt(self, response: pb.ConnectResponse) -> None:
         check_endpoint(response)

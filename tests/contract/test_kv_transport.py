@@ -318,6 +318,17 @@ async def test_a_commit_does_not_wait_for_the_end_of_its_stream(cluster: Cluster
     assert kept.num_users == 0
 
 
+@over(NIXL)
+async def test_whoever_has_not_failed_is_pushed_to_after_an_agent_was_let_go(
+    cluster: Cluster, receiving: Receiving
+) -> None:
+    await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
+    agent = cluster.sender._transport._agent  # type: ignore[attr-defined]
+    await asyncio.wrap_future(agent.call(lambda: agent._let_go_of_agent("another peer hangs")))
+    await cluster.push_and_commit(receiving.receiver.issue("router", [7], 0), [5])
+    assert_moved(cluster, receiving, [3, 5], [6, 7])
+
+
 @over(NIXL)  # the others never poll
 async def test_nothing_polls_once_pushes_have_ended(cluster: Cluster, receiving: Receiving) -> None:
     for _ in range(3):
