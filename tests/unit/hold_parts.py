@@ -247,6 +247,8 @@ class Engine:
 class Writer:
     """The data plane of one push, and all that the receiver was told of it."""
 
+    may_still_write = False
+
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
