@@ -1,0 +1,55 @@
+"""What NIXL itself makes of a write that is given up: with the library, over TCP, where bytes wait on their way."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from nixl_marks import needs_nixl
+
+from kv_transfer import HostPool, KVLayout, PeerUnreachable
+from kv_transfer.errors import TransferError
+from kv_transfer.nixl_agent import NixlAgent, RemotePool
+from kv_transfer.transfer import Terms, Transfer
+
+LAYOUT = KVLayout(num_layers=1, num_blocks=33, block_size=256, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+"""Of a megabyte each: more than sockets hold."""
+
+
+def agent_of(name: str, byte: int) -> tuple[NixlAgent, npt.NDArray[np.uint8]]:
+    array = np.full((1, LAYOUT.num_blocks, LAYOUT.block_bytes), byte, dtype=np.uint8)
+    return NixlAgent(name, HostPool(LAYOUT, array)), array
+
+
+def write(agent: NixlAgent, remote: RemotePool, blocks: list[int], patience_s: float) -> TransferError | None:
+    ended: Future[TransferError | None] = Future()
+    terms = Terms(
+        remote=remote, is_cancelled=lambda: False, late_at_s=lambda: math.inf,
+        on_end=lambda _, error: ended.set_result(error), patience_s=patience_s,
+    )  # fmt: skip
+    agent.post(Transfer(terms, 0, blocks, blocks))
+    return ended.result(30)
+
+
+@needs_nixl
+def test_what_was_not_sent_of_a_write_that_is_given_up_never_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver that stands still takes nothing out of its sockets. It goes on, and the sender writes to it again, and
+    would first send what waits."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    receiver, theirs = agent_of("receiver", 0)
+    sender, _ = agent_of("sender", 1)
+    try:
+        remote = sender.add_remote("receiver", receiver.describe(), LAYOUT.num_blocks).result(30)
+        error = write(sender, remote, list(range(32)), patience_s=0.5)
+        assert isinstance(error, PeerUnreachable)
+        receiver.enter_push()
+        anew = sender.add_remote("receiver", receiver.describe(), LAYOUT.num_blocks).result(30)
+        assert write(sender, anew, [32], patience_s=30.0) is None
+        assert theirs[0, 32].all()
+        assert np.count_nonzero(theirs[0, :32]) < 16 * LAYOUT.block_bytes
+    finally:
+        sender.close()
+        receiver.close()
