@@ -321,9 +321,13 @@ class NixlAgent:
             self._let_go_of_agent("this worker is closing")
 
     def _let_go_of_agent(self, why: str) -> None:
-        """With all that it does for anybody."""
-        while self._in_flight:
-            self._break_off(self._in_flight[0].transfer.terms.remote, why)
+        """With all that it does for anybody. Its handles are not released: NIXL would look first how far they are, and
+        UCX send on."""
+        error = PeerUnreachable(why)
+        for under_way in list(self._in_flight):
+            if under_way.handle is not None:
+                under_way.handle._released = True  # as NIXL marks those that are
+            self._end(under_way, error)
         for remote in list(self._remotes.values()):
             self._remove_remote(remote)
         self._local.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -16,7 +17,9 @@ from kv_transfer.nixl_agent import NixlAgent, RemotePool
 from kv_transfer.transfer import Terms, Transfer
 
 LAYOUT = KVLayout(num_layers=1, num_blocks=33, block_size=256, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-"""Of a megabyte each: more than sockets hold."""
+"""Of a megabyte each."""
+MANY = list(range(32))
+"""More than sockets hold."""
 
 
 def agent_of(name: str, byte: int) -> tuple[NixlAgent, npt.NDArray[np.uint8]]:
@@ -24,14 +27,31 @@ def agent_of(name: str, byte: int) -> tuple[NixlAgent, npt.NDArray[np.uint8]]:
     return NixlAgent(name, HostPool(LAYOUT, array)), array
 
 
-def write(agent: NixlAgent, remote: RemotePool, blocks: list[int], patience_s: float) -> TransferError | None:
+def write(
+    agent: NixlAgent,
+    remote: RemotePool,
+    blocks: list[int],
+    *,
+    patience_s: float = 30.0,
+    late_at_s: Callable[[], float] = lambda: math.inf,
+) -> TransferError | None:
     ended: Future[TransferError | None] = Future()
     terms = Terms(
-        remote=remote, is_cancelled=lambda: False, late_at_s=lambda: math.inf,
+        remote=remote, is_cancelled=lambda: False, late_at_s=late_at_s,
         on_end=lambda _, error: ended.set_result(error), patience_s=patience_s,
     )  # fmt: skip
     agent.post(Transfer(terms, 0, blocks, blocks))
-    return ended.result(30)
+    return ended.result(60)
+
+
+def num_arrived(receiver: NixlAgent, theirs: npt.NDArray[np.uint8]) -> int:
+    """Bytes, once it has taken out of its sockets all that is there."""
+    before, now = -1, 0
+    while now != before:
+        for _ in range(200):  # each makes progress
+            receiver.call(int).result(30)
+        before, now = now, int(np.count_nonzero(theirs))
+    return now
 
 
 @needs_nixl
@@ -43,13 +63,36 @@ def test_what_was_not_sent_of_a_write_that_is_given_up_never_is(monkeypatch: pyt
     sender, _ = agent_of("sender", 1)
     try:
         remote = sender.add_remote("receiver", receiver.describe(), LAYOUT.num_blocks).result(30)
-        error = write(sender, remote, list(range(32)), patience_s=0.5)
+        error = write(sender, remote, MANY, patience_s=0.5)
         assert isinstance(error, PeerUnreachable)
         receiver.enter_push()
         anew = sender.add_remote("receiver", receiver.describe(), LAYOUT.num_blocks).result(30)
-        assert write(sender, anew, [32], patience_s=30.0) is None
+        assert write(sender, anew, [32]) is None
         assert theirs[0, 32].all()
         assert np.count_nonzero(theirs[0, :32]) < 16 * LAYOUT.block_bytes
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@needs_nixl
+def test_a_write_of_which_nothing_may_come_any_more_is_not_sent_on_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender stood still, while the receiver read all that was there, and gave the blocks to others."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    receiver, theirs = agent_of("receiver", 0)
+    sender, _ = agent_of("sender", 1)
+    arrived: list[int] = []
+
+    def stand_still() -> float:
+        arrived.append(num_arrived(receiver, theirs))
+        return -math.inf
+
+    try:
+        receiver.enter_push()
+        remote = sender.add_remote("receiver", receiver.describe(), LAYOUT.num_blocks).result(30)
+        assert write(sender, remote, [32]) is None  # connected
+        assert isinstance(write(sender, remote, MANY, late_at_s=stand_still), PeerUnreachable)
+        assert [num_arrived(receiver, theirs)] == arrived
     finally:
         sender.close()
         receiver.close()
