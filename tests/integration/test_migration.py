@@ -218,7 +218,8 @@ def process_of_ours(command: list[str], log: Path) -> Iterator[tuple[str, subpro
 
 
 def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster, tmp_path: Path) -> None:
-    command = router_process(cluster).cmdline()
+    first = router_process(cluster)
+    command = [*first.cmdline(), "--redis", first.environ()["REDIS_URL"]]
     command[command.index("--listen") + 1] = "127.0.0.1:0"
     gateway = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router"]
     asked = {"prompt": PROMPT, "max_tokens": 250, "temperature": 0.0, "ignore_eos": True}
