@@ -87,7 +87,8 @@ class Sequence:
     first_scheduled_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.token_ids = array("q", self.token_ids)
+        if not isinstance(self.token_ids, array):
+            self.token_ids = array("q", self.token_ids)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -132,7 +133,11 @@ class Sequence:
 
     def followed_by(self, token_ids: Seq[int]) -> Sequence:
         """What it would be with these drafts at its end, for a sampler to look at."""
-        return replace(self, token_ids=[*self.token_ids, *token_ids], num_drafts=len(token_ids)) if token_ids else self
+        if not token_ids:
+            return self
+        followed = array("q", self.token_ids)  # copied as it lies, where a list would be made number by number
+        followed.extend(token_ids)
+        return replace(self, token_ids=followed, num_drafts=len(token_ids))
 
     @property
     def num_reusable_tokens(self) -> int:
