@@ -18,12 +18,13 @@ IntArray = NDArray[np.int32] | NDArray[np.int64]
 
 ALIGNMENT = 4
 """int32 numbers: 16 bytes. Arrays begin at multiples of it, as kernels are compiled to expect."""
+_FILLING = np.zeros(ALIGNMENT, dtype=np.int32)
 
 
 def pack(arrays: Sequence[IntArray]) -> NDArray[np.int32]:
     """All of them, one after the other: [int32 numbers]."""
     flat = [array.reshape(-1).view(np.int32) for array in arrays]
-    return np.concatenate([np.pad(part, (0, -len(part) % ALIGNMENT)) for part in flat])
+    return np.concatenate([each for part in flat for each in (part, _FILLING[: -len(part) % ALIGNMENT])])
 
 
 def unpack(buffer: torch.Tensor, arrays: Sequence[IntArray]) -> list[torch.Tensor]:

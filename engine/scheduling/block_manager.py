@@ -153,17 +153,21 @@ class BlockManager:
 
     def can_append(self, *seqs: Sequence, num_drafts: int = 0) -> bool:
         """Whether `append` would succeed for all of these, with so many drafts each."""
-        num_missing = (self.num_blocks_for(len(seq) + num_drafts) - len(seq.block_table) for seq in seqs)
-        return sum(max(0, num) for num in num_missing) <= self.num_available
+        return sum([self._num_missing(seq, num_drafts) for seq in seqs]) <= self.num_available
 
     def append(self, seq: Sequence, num_drafts: int = 0) -> None:
         """Make room for every token of `seq` and `num_drafts` behind them.
 
         The blocks that it writes from `num_computed_tokens` on are its own: what tables share is full and computed."""
-        assert self.can_append(seq, num_drafts=num_drafts), "ask can_append first"
-        table = self._tables[seq.seq_id]
-        while len(table.block_ids) < self.num_blocks_for(len(seq) + num_drafts):
-            table.block_ids.append(self._new_block(table.owner))
+        num_missing = self._num_missing(seq, num_drafts)
+        if num_missing:
+            assert num_missing <= self.num_available, "ask can_append first"
+            table = self._tables[seq.seq_id]
+            table.block_ids += [self._new_block(table.owner) for _ in range(num_missing)]
+
+    def _num_missing(self, seq: Sequence, num_drafts: int) -> int:
+        """Blocks that it has to get for its tokens and so many drafts."""
+        return max(0, self.num_blocks_for(len(seq) + num_drafts) - len(seq.block_table))
 
     def give_back(self, seq: Sequence) -> None:
         """The blocks behind the last token of `seq`, which were for drafts."""
