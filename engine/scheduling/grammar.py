@@ -149,6 +149,8 @@ class GrammarState:
         `num_drafts` of `answer`, what may is not worth finding out.
 
         Within its time: what takes a thousand times as long as others ends its request."""
+        if num_drafts and self.error:
+            return None  # in the step in which the answer itself came to an error, which is told
         before_s = time.thread_time()
         if num_drafts:
             allowed = self._allowed(answer, num_drafts) if self._may_guess(len(answer)) else None

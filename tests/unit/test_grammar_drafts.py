@@ -157,6 +157,19 @@ def test_no_more_masks_of_drafts_than_there_is_time_for(grammars: Grammars, monk
     assert state.allowed([]) is not None
 
 
+def test_why_an_answer_ends_is_kept_beside_drafts_of_the_same_step(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own mask is asked for first, and takes too long; those of its drafts would not."""
+    state = compiled(grammars, grammar_text("json"))
+    drafts = state.propose([], nothing, 4)
+    assert drafts
+    monkeypatch.setattr(module, "MAX_SPENT_S", -1.0)
+    masks = [state.allowed(drafts[:i], i) for i in range(len(drafts) + 1)]
+    assert all(mask is None for mask in masks)
+    assert "too ambiguous" in state.error
+
+
 class ErringMatcher:
     """Whose limits are passed when it is asked about drafts."""
 
