@@ -18,8 +18,8 @@ import torch
 from engine.scheduling.sequence import Sequence
 from engine.to_device import integers, to_device
 
-_LARGEST = 1e38
-"""Logits stay within this after penalties, so that none is infinite: in bfloat16, too."""
+_LARGEST = {torch.float32: 1e38, torch.bfloat16: 1e38, torch.float16: 3e4}
+"""Logits of that dtype stay within this after the first penalty, so that none is infinite after all."""
 
 
 def apply_penalties(logits_SV: torch.Tensor, seqs: Seq[Sequence], last_token_ids_S: torch.Tensor) -> None:
@@ -39,7 +39,8 @@ def apply_penalties(logits_SV: torch.Tensor, seqs: Seq[Sequence], last_token_ids
     logits = logits_SV.view(-1)
     repetition_N = of_each("repetition_penalty")
     x_N = logits.index_select(0, cells_N).float()
-    repeated_N = torch.where(x_N > 0, x_N / repetition_N, x_N * repetition_N).clamp_(-_LARGEST, _LARGEST)
+    largest = _LARGEST[logits.dtype]
+    repeated_N = torch.where(x_N > 0, x_N / repetition_N, x_N * repetition_N).clamp_(-largest, largest)
     x_N = torch.where(repetition_N != 1, repeated_N, x_N).to(logits.dtype).float()
     if any(seq.sampling_params.frequency_penalty or seq.sampling_params.presence_penalty for seq in asking):
         is_said_N = to_device(_is_said(asking), device)

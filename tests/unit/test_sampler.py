@@ -165,7 +165,7 @@ def test_who_cannot_win_is_left_out_of_the_race_without_changing_it(monkeypatch:
 # --- the last token
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_penalties_count_the_last_token_as_the_model_has_it_not_as_the_host_knows_it(dtype: torch.dtype) -> None:
     settings = [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.7}, {"presence_penalty": -0.6},
                 {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "presence_penalty": 1.1}, {}]  # fmt: skip
@@ -199,7 +199,7 @@ def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(params: dict
     assert [sampled[0], sampled[2]] == [sample_one(values[i], seqs[i]) for i in (0, 2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", [0, 1e-45, 1.0])
 @pytest.mark.parametrize("penalty", [1e-45, 1e-38, 2.0])
 def test_the_smallest_penalty_that_is_allowed_still_gives_a_token(
