@@ -62,32 +62,51 @@ def resolve_quantization(
     Raises `ValueError` where what is asked for by name cannot work.
     """
     if asked != "auto":
-        advice = "none" if model.model_impl == "transformers" else "int8 or none"
-        why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
-        if (model.mla is not None or model.moe is not None) and asked != "none":
-            why_not = (
-                "models with latent attention or experts have weights in 8 bits only as their checkpoint has them, "
-                "which is what auto takes"
-            )
-            advice = "auto or none"
-        if why_not:
-            raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
+        _check_asked(asked, capability, dtype, model)
         return asked
     if not stored.quantizations:
         return "none"
-    why_not = ""
-    if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
-        why_not = "a CPU computes faster so"
-    for own in stored.quantizations:
-        why_not = why_not or why_no_quantization(own, capability=capability, dtype=dtype, model=model)
-    needs_kernels = stored.block is not None or "int8" in stored.quantizations or model.has_experts
-    if not why_not and not has_kernels and needs_kernels:
-        why_not = "without Triton's kernels each step would widen them anew"
-    if not why_not and stored.block is not None and stored.block[1] % GROUP_GRAIN:
-        why_not = f"inputs that share a scale must be a multiple of {GROUP_GRAIN}, are {stored.block[1]}"
+    why = _why_widened(stored, device=device, capability=capability, dtype=dtype, model=model, has_kernels=has_kernels)
+    if why:
+        report(f"weights in {stored.name} are widened to {dtype}: {why}")
+    return "none" if why else AS_STORED
+
+
+def _check_asked(asked: str, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> None:
+    """Raises `ValueError` where products cannot be in what is asked for by name."""
+    why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
+    advice = "none" if model.model_impl == "transformers" else "int8 or none"
+    if (model.mla is not None or model.moe is not None) and asked != "none":
+        advice = "auto or none"
+        why_not = (
+            "models with latent attention or experts have weights in 8 bits only as their checkpoint has them, "
+            "which is what auto takes"
+        )
     if why_not:
-        report(f"weights in {stored.name} are widened to {dtype}: {why_not}")
-    return "none" if why_not else AS_STORED
+        raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
+
+
+def _why_widened(
+    stored: StoredWeights,
+    *,
+    device: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    model: ModelShape,
+    has_kernels: bool,
+) -> str:
+    """What keeps a checkpoint's weights from staying in 8 bits, as a clause; empty if nothing does."""
+    if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
+        return "a CPU computes faster so"
+    for own in stored.quantizations:
+        if why_not := why_no_quantization(own, capability=capability, dtype=dtype, model=model):
+            return why_not
+    needs_kernels = stored.block is not None or "int8" in stored.quantizations or model.has_experts
+    if needs_kernels and not has_kernels:
+        return "without Triton's kernels each step would widen them anew"
+    if stored.block is not None and stored.block[1] % GROUP_GRAIN:
+        return f"inputs that share a scale must be a multiple of {GROUP_GRAIN}, are {stored.block[1]}"
+    return ""
 
 
 def _fits_cpu_kernels(stored: StoredWeights, model: ModelShape) -> bool:
@@ -103,13 +122,14 @@ def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None
         return "the model is computed by transformers' code"
     if quantization != "fp8":
         return ""
-    why_not = why_no_float8(capability)
+    if why_not := why_no_float8(capability):
+        return why_not
+    if dtype != "bfloat16":
+        return f"it computes bfloat16, and dtype is {dtype}"
     sizes = _sizes_of_products(model)
-    if not why_not and dtype != "bfloat16":
-        why_not = f"it computes bfloat16, and dtype is {dtype}"
-    if not why_not and any(size % FLOAT8_GRAIN for size in sizes):
-        why_not = f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
-    return why_not
+    if any(size % FLOAT8_GRAIN for size in sizes):
+        return f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
+    return ""
 
 
 def _sizes_of_products(model: ModelShape) -> tuple[int, ...]:

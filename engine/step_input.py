@@ -69,8 +69,8 @@ class StepInput:
                 pending_rows.append(len(token_ids) - 1)
                 rows_before.append(row_of[seq.seq_id])
             tables.append(seq.block_table[: -(-end // block_size)])
-            if end % block_size and first <= end - end % block_size:
-                begun_blocks.append(seq.block_table[end // block_size])
+            if first <= (begun := end // block_size) * block_size < end:
+                begun_blocks.append(seq.block_table[begun])
             sample_rows += range(len(token_ids) - item.num_sampled, len(token_ids))
         firsts = _integers([item.first for item in output.scheduled])
         query_lens = _integers([item.num_new_tokens for item in output.scheduled])

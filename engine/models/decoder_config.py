@@ -174,11 +174,9 @@ def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: 
         raise ValueError(f"config.json: sliding_window must be an integer in [0, 2**31), is {window!r}")
     if arch.sliding == "none" or not window:
         return (0,) * num_layers
-    if arch.sliding == "all":
-        return (window,) * num_layers
-    if not flag(hf_config, "use_sliding_window"):
+    if arch.sliding != "all" and not flag(hf_config, "use_sliding_window"):
         return (0,) * num_layers
-    if arch.sliding == "if used":
+    if arch.sliding != "late":
         return (window,) * num_layers
     if layer_types is None:
         first_sliding = integer(hf_config, "max_window_layers", 0, default=28)
