@@ -54,6 +54,29 @@ class TorchPlan:
     """By sliding window, made when first asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Of each sequence of a step: [S] each."""
+
+    first_tokens: NDArray[np.int64]
+    """Where its tokens begin among T."""
+    first_blocks: NDArray[np.int64]
+    """Of its block table, the first that its queries see."""
+    num_blocks: NDArray[np.int64]
+    """That they see."""
+
+    @staticmethod
+    def of(layout: StepLayout, window: int, block_size: int) -> _Spans:
+        # The first token that the sequence's first query still sees.
+        first_seen = np.maximum(layout.context_lens - layout.query_lens + 1 - window, 0) * (window > 0)
+        first_blocks = first_seen // block_size
+        return _Spans(
+            first_tokens=np.cumsum(layout.query_lens) - layout.query_lens,
+            first_blocks=first_blocks,
+            num_blocks=-(-layout.context_lens // block_size) - first_blocks,
+        )
+
+
 class PagedGroups:
     """Of one backend's steps."""
 
@@ -113,58 +136,55 @@ class PagedGroups:
         return scratch[:num_values]
 
     def _make_groups(self, layout: StepLayout, window: int, dtype: torch.dtype) -> list[Group]:
-        starts = np.concatenate(([0], np.cumsum(layout.query_lens)))
-        # The first token that the sequence's first query still sees.
-        first_seen = layout.context_lens - layout.query_lens + 1 - window if window else np.zeros_like(starts[1:])
-        first_blocks = np.maximum(first_seen, 0) // self._block_size
-        num_blocks = -(-layout.context_lens // self._block_size) - first_blocks
+        spans = _Spans.of(layout, window, self._block_size)
         decodes = np.arange(layout.num_decodes)
         prefills = np.arange(layout.num_decodes, len(layout.query_lens))
         return [
-            self._make_group(layout, np.sort(members), starts, first_blocks, num_blocks, window, dtype)
+            self._make_group(layout, np.sort(members), spans, window, dtype)
             for candidates in (decodes, prefills)
-            for members in split_by_padding(candidates, layout.query_lens, num_blocks)
+            for members in split_by_padding(candidates, layout.query_lens, spans.num_blocks)
         ]
 
     def _make_group(
-        self,
-        layout: StepLayout,
-        members: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        first_blocks: NDArray[np.int64],
-        num_blocks: NDArray[np.int64],
-        window: int,
-        dtype: torch.dtype,
+        self, layout: StepLayout, members: NDArray[np.int64], spans: _Spans, window: int, dtype: torch.dtype
     ) -> Group:
         query_lens, context_lens = layout.query_lens[members], layout.context_lens[members]
-        B, L, max_blocks = len(members), int(query_lens.max()), int(num_blocks[members].max())
-        # A shorter sequence's surplus blocks are some of its own again (see StepLayout): finite, and masked.
-        columns = np.minimum(first_blocks[members][:, None] + np.arange(max_blocks), layout.block_tables.shape[1] - 1)
-        blocks = layout.block_tables[members[:, None], columns]
-        heads = np.arange(self._num_kv_heads)[:, None]
-        parts = range(self._num_parts)
-        kv_rows = np.stack([(blocks[:, None] * self._num_parts + part) * self._num_kv_heads + heads for part in parts])
-
-        steps = np.minimum(np.arange(L), query_lens[:, None] - 1)  # [B, L]; a padded query repeats the last one
-        padded_rows = starts[members][:, None] + steps
-        is_token = np.arange(L) < query_lens[:, None]
-        token_rows: slice | torch.Tensor = slice(int(starts[members[0]]), int(starts[members[-1] + 1]))
-        if members[-1] - members[0] + 1 != B:
-            token_rows = self._tensor(padded_rows[is_token])
+        first_blocks, max_blocks = spans.first_blocks[members], int(spans.num_blocks[members].max())
+        B, L, C = len(members), int(query_lens.max()), max_blocks * self._block_size
+        steps_BL = np.minimum(np.arange(L), query_lens[:, None] - 1)  # a padded query repeats the last one
+        is_token_BL = np.arange(L) < query_lens[:, None]
+        rows_BL = spans.first_tokens[members][:, None] + steps_BL
+        are_neighbours = members[-1] - members[0] + 1 == B
         needs_padding = B > 1 and L > 1
+        mask = None
         is_whole_prompts = bool((query_lens == context_lens).all()) and (not window or context_lens.max() <= window)
-        positions = (context_lens - query_lens)[:, None] + steps
-        slot_positions = first_blocks[members][:, None] * self._block_size + np.arange(max_blocks * self._block_size)
+        if L == 1 or not is_whole_prompts:
+            positions_BL = (context_lens - query_lens)[:, None] + steps_BL
+            slot_positions_BC = first_blocks[:, None] * self._block_size + np.arange(C)
+            mask = self._mask(positions_BL, slot_positions_BC, window, dtype)
         return Group(
             num_seqs=B,
             query_len=L,
-            num_slots=max_blocks * self._block_size,
-            kv_rows=self._tensor(kv_rows.reshape(-1)),
-            token_rows=token_rows,
-            padded_rows=self._tensor(padded_rows.reshape(-1)) if needs_padding else None,
-            valid_rows=self._tensor(np.flatnonzero(is_token)) if needs_padding else None,
-            mask=None if is_whole_prompts and L > 1 else self._mask(positions, slot_positions, window, dtype),
+            num_slots=C,
+            kv_rows=self._tensor(self._kv_rows(layout.block_tables[members], first_blocks, max_blocks)),
+            token_rows=slice(rows_BL[0, 0], rows_BL[-1, -1] + 1)
+            if are_neighbours
+            else self._tensor(rows_BL[is_token_BL]),
+            padded_rows=self._tensor(rows_BL.reshape(-1)) if needs_padding else None,
+            valid_rows=self._tensor(np.flatnonzero(is_token_BL)) if needs_padding else None,
+            mask=mask,
         )
+
+    def _kv_rows(
+        self, block_tables: NDArray[np.int64], first_blocks: NDArray[np.int64], max_blocks: int
+    ) -> NDArray[np.int64]:
+        """See `Group`. A shorter sequence's surplus blocks are some of its own again (see `StepLayout`): finite, and
+        masked."""
+        columns = np.minimum(first_blocks[:, None] + np.arange(max_blocks), block_tables.shape[1] - 1)
+        blocks = np.take_along_axis(block_tables, columns, axis=1)[:, None]
+        heads = np.arange(self._num_kv_heads)[:, None]
+        parts = range(self._num_parts)
+        return np.stack([(blocks * self._num_parts + part) * self._num_kv_heads + heads for part in parts]).reshape(-1)
 
     def _mask(
         self,
