@@ -115,10 +115,5 @@ class SamplingParams:
         return any(len(word) > 1 for word in self.bad_words_token_ids)
 
     @property
-    def has_filters(self) -> bool:
-        """Whether some tokens are left out of a draw."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

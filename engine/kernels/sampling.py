@@ -9,16 +9,15 @@ import torch
 from engine.scheduling.sequence import Sequence
 
 
-def draw_unfiltered(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """As `engine.sampling.sampler.draw`, for rows whose parameters leave no token out. float32."""
-    params = [seq.sampling_params for seq in seqs]
-    # 64-bit seeds, signed or not, as the bits that they are.
-    seeds = [(p.seed + 2**63) % 2**64 - 2**63 for p in params]
+def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
+    """As `engine.sampling.sampler.draw`. float32; rows with filters are overwritten."""
+    params, vocab_size = [seq.sampling_params for seq in seqs], logits_RV.shape[1]
+    integers = [
+        (p.seed, seq.num_output_tokens, min(max(p.top_k, 0), vocab_size)) for p, seq in zip(params, seqs, strict=True)
+    ]
+    numbers = [(p.temperature, p.top_p, p.min_p) for p in params]
     token_ids: torch.Tensor = torch.ops.tandem_cpu.sample(
-        logits_RV,
-        torch.tensor([p.temperature for p in params], dtype=torch.float64),
-        torch.tensor(seeds, dtype=torch.int64),
-        torch.tensor([seq.num_output_tokens for seq in seqs], dtype=torch.int64),
+        logits_RV, torch.tensor(integers, dtype=torch.int64), torch.tensor(numbers, dtype=torch.float64)
     )
     return token_ids
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.attention import PagedBackend
 from engine.config import EngineConfig
-from engine.kernels.sampling import choose_largest, draw_unfiltered
+from engine.kernels import sampling
 from engine.kv_cache import clear_blocks
 from engine.models.layer import OnLayer
 from engine.models.model import Model
@@ -181,10 +181,10 @@ def make_sampler(config: EngineConfig) -> Sampler:
     """What is fastest where the logits are."""
     eos_token_ids = config.model.eos_token_ids
     if config.device.attention_backend == "cpu":
-        return Sampler(eos_token_ids, choose_greedy=choose_largest, draw_unfiltered=draw_unfiltered)
+        return Sampler(eos_token_ids, choose_greedy=sampling.choose_largest, draw_rows=sampling.draw)
     if config.device.device != "cpu":
         draw = _kernels_draw() if config.device.uses_triton else device_draw.draw
-        return Sampler(eos_token_ids, draw_filtered=draw, draw_unfiltered=draw)
+        return Sampler(eos_token_ids, draw_rows=draw)
     return Sampler(eos_token_ids)
 
 

@@ -62,14 +62,12 @@ class Sampler:
         eos_token_ids: frozenset[int],
         *,
         choose_greedy: ChooseRows | None = None,
-        draw_filtered: ChooseRows | None = None,
-        draw_unfiltered: ChooseRows | None = None,
+        draw_rows: ChooseRows | None = None,
     ) -> None:
-        """All do faster what `choose_largest` and `draw` do, the last one for rows that ask for no filter."""
+        """Both do faster what `choose_largest` and `draw` do, and may overwrite the logits."""
         self._eos_token_ids = eos_token_ids
         self._choose_greedy = choose_greedy or choose_largest
-        self._draw_filtered = draw_filtered or draw
-        self._draw_unfiltered = draw_unfiltered or draw
+        self._draw = draw_rows or draw
 
     def sample(self, logits_SV: torch.Tensor, seqs: Seq[Sequence], last_token_ids_S: torch.Tensor) -> torch.Tensor:
         """The next token of each row: [S] int64, on the same device. `logits_SV` may be changed in place.
@@ -82,7 +80,8 @@ class Sampler:
         forbid(logits_SV, seqs, self._eos_token_ids)
         rows_of: dict[ChooseRows, list[int]] = {}
         for row, seq in enumerate(seqs):
-            rows_of.setdefault(self._how_to_choose(seq), []).append(row)
+            choose = self._choose_greedy if seq.sampling_params.is_greedy else self._draw
+            rows_of.setdefault(choose, []).append(row)
         if len(rows_of) == 1:
             [choose] = rows_of
             return choose(logits_SV, seqs)
@@ -91,12 +90,6 @@ class Sampler:
             index = integers(rows, logits_SV.device)
             token_ids_S.index_copy_(0, index, choose(logits_SV.index_select(0, index), [seqs[row] for row in rows]))
         return token_ids_S
-
-    def _how_to_choose(self, seq: Sequence) -> ChooseRows:
-        params = seq.sampling_params
-        if params.is_greedy:
-            return self._choose_greedy
-        return self._draw_filtered if params.has_filters else self._draw_unfiltered
 
 
 def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:

@@ -1,10 +1,11 @@
-// Choosing the next token: the largest logit, or a draw among all (engine/sampling/sampler.py says what a draw is).
+// Choosing the next token: the largest logit, or a draw (engine/sampling/sampler.py says what a draw is).
 #pragma once
 
 #include <ATen/ops/empty.h>
 
 #include <vector>
 
+#include "filters.h"
 #include "vectors.h"
 
 namespace tandem {
@@ -53,14 +54,6 @@ inline F16 log_of(F16 x) {
   series = series * t2 + 2.0f / 3.0f;
   series = series * t2 + 2.0f;
   return exponent * 0.693147181f + t * series;
-}
-
-constexpr int64_t AT_ONCE = 4 * LANES;  // what one is compared with waits for the one before: several beside each other
-
-inline bool any(Ints x) {
-  int32_t bits = 0;
-  for (int i = 0; i < REGISTER; i++) bits |= x[i];
-  return bits != 0;
 }
 
 // The largest of n numbers; -infinity of none. Written out: compilers leave a loop over `std::max` as it is.
@@ -128,13 +121,10 @@ inline bool any_reaches(const U16 words[4], float needed) {
   return bits != 0;
 }
 
-// One token of a row at random: engine/sampling/sampler.py, step 9, without filters. Scores in float32 of those 64 together of
+// One token of a row at random: engine/sampling/sampler.py, step 10. Scores in float32 of those 64 together of
 // which one may win; in float64, of those that come near the best. First where the largest logit is: what is far below needs
-// a word that hardly any has, and no logarithm is taken of the others. -1 where a logit is a NaN.
-int64_t race(const float* logits, int64_t V, double temperature, uint64_t seed, uint32_t position) {
-  bool has_nan;
-  const float largest = largest_of(logits, V, has_nan);
-  if (has_nan || largest == -INFINITY) return -1;
+// a word that hardly any has, and no logarithm is taken of the others. No NaN among them, and the largest finite.
+int64_t race(const float* logits, int64_t V, float largest, double temperature, uint64_t seed, uint32_t position) {
   const U16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float inverse = float(std::min(1.0 / temperature, 1e30));  // finite: the largest logit's distance is 0
   struct Candidate {
@@ -193,18 +183,31 @@ at::Tensor largest(const at::Tensor& logits) {
   return out;
 }
 
-// logits [R, V] in float32; the others [R]. Returns token ids [R].
-at::Tensor sample(
-    const at::Tensor& logits, const at::Tensor& temperatures, const at::Tensor& seeds, const at::Tensor& positions) {
+// logits [R, V] in float32, of which rows with filters are overwritten. integers [R, 3]: seed, position, top_k; numbers [R, 3]
+// in float64: temperature, top_p, min_p. Returns token ids [R]; -1 where there is a NaN.
+at::Tensor sample(const at::Tensor& logits, const at::Tensor& integers, const at::Tensor& numbers) {
   int64_t R = logits.size(0), V = logits.size(1);
   TORCH_CHECK(logits.is_contiguous() && V < (int64_t(1) << 32), "logits [R, V], contiguous");
-  at::Tensor out = at::empty({R}, seeds.options());
-  const float* in = logits.data_ptr<float>();
+  TORCH_CHECK(integers.is_contiguous() && integers.numel() == 3 * R, "integers [R, 3], contiguous");
+  TORCH_CHECK(numbers.is_contiguous() && numbers.numel() == 3 * R, "numbers [R, 3], contiguous");
+  at::Tensor out = at::empty({R}, integers.options());
+  float* in = logits.data_ptr<float>();
+  const int64_t* of_row = integers.data_ptr<int64_t>();
+  const double* number_of_row = numbers.data_ptr<double>();
   int64_t* token_ids = out.data_ptr<int64_t>();
   for_each_item(R, [&](int64_t r) {
-    token_ids[r] = race(
-        in + r * V, V, temperatures.data_ptr<double>()[r], uint64_t(seeds.data_ptr<int64_t>()[r]),
-        uint32_t(positions.data_ptr<int64_t>()[r]));
+    float* row = in + r * V;
+    const int64_t seed = of_row[3 * r], position = of_row[3 * r + 1];
+    const double temperature = number_of_row[3 * r];
+    const Filters filters{of_row[3 * r + 2], number_of_row[3 * r + 1], number_of_row[3 * r + 2]};
+    bool has_nan;
+    const float largest = largest_of(row, V, has_nan);
+    if (has_nan || std::isinf(largest)) {
+      token_ids[r] = -1;
+      return;
+    }
+    FilteredRow(row, V, largest, temperature).apply(filters);
+    token_ids[r] = race(row, V, largest, temperature, uint64_t(seed), uint32_t(position));
   });
   return out;
 }

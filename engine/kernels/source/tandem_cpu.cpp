@@ -4,7 +4,7 @@
 //   vectors.h  <-  huge_pages.h  <-  panels.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h  <-  this file
 //              <-  adapters.h                                                       <-
 //              <-  rows.h, attention.h                                                          <-
-//              <-  sampling.h                                                                                 <-
+//              <-  filters.h  <-  sampling.h                                                                  <-
 //   attention_pairs.h, attention_tiles.h  <-  attention.h; tiles.h  <-  product_tiles.h, attention_tiles.h
 //   read_ahead.h  <-  product_pairs.h, layers.h
 
@@ -81,7 +81,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "int window, Tensor? sinks=None) -> Tensor",
       &paged_attention);
   m.def("largest(Tensor logits) -> Tensor", &largest);
-  m.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor positions) -> Tensor", &sample);
+  m.def("sample(Tensor(a!) logits, Tensor integers, Tensor numbers) -> Tensor", &sample);
   m.def("keep_freed_memory() -> ()", &keep_freed_memory);
   m.def("arithmetic() -> str", &arithmetic);
 }
