@@ -293,6 +293,57 @@ struct Attention {
   }
 };
 
+// What is to be done in a call. A single token's pieces are items of their own, so that all threads have work.
+struct Work {
+  std::vector<Item> items;
+  int64_t num_partials = 0;
+};
+
+inline Work work_of(const Attention& attention, int64_t num_seqs, const int32_t* query_lens, const int32_t* context_lens) {
+  const int64_t K = attention.K, G = attention.N / K, window = attention.window;
+  const int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
+  // All heads of a sequence together, unless that leaves threads without work.
+  const int64_t heads_together = num_seqs >= 4 * at::get_num_threads() && G <= TILE_ROWS ? std::min(K, MAX_ROWS / G) : 1;
+  Work work;
+  int64_t first_token = 0;
+  for (int64_t seq = 0; seq < num_seqs; first_token += query_lens[seq++])
+    for (int64_t start = 0; start < query_lens[seq]; start += tile) {
+      int64_t num_tokens = std::min<int64_t>(tile, query_lens[seq] - start), position = context_lens[seq] - query_lens[seq] + start;
+      int64_t begin = window ? std::max<int64_t>(0, position - window + 1) / KEYS * KEYS : 0;
+      int64_t end = position + num_tokens, heads = num_tokens == 1 ? heads_together : 1;
+      bool is_split = num_tokens == 1 && end_of_piece(begin) < end;
+      for (int64_t k = 0; k < K; k += heads)
+        for (int64_t key = begin; key < end; key = is_split ? end_of_piece(key) : end) {
+          Item item{seq, k, std::min(heads, K - k), first_token + start, num_tokens, position, key, end, -1};
+          if (is_split) {
+            item.end_key = std::min(end_of_piece(key), end);
+            item.partial = work.num_partials;
+            work.num_partials += attention.num_rows(item);
+          }
+          work.items.push_back(item);
+        }
+    }
+  return work;
+}
+
+// Items of single tokens whose keys were cut, each with its rows in `partials`: those of one token's heads stand side by side.
+inline void finish_pieces(const Attention& attention, const std::vector<Item>& items, const Rows& partials) {
+  const int64_t num_items = int64_t(items.size()), H = attention.H;
+  Rows whole(MAX_ROWS, H);
+  for (int64_t i = 0, end; i < num_items; i = end) {
+    const Item& item = items[i];
+    const auto is_same = [&](const Item& other) { return other.first_token == item.first_token && other.kv_head == item.kv_head; };
+    for (end = i + 1; end < num_items && is_same(items[end]);) end++;
+    if (item.partial < 0) continue;
+    const int64_t rows = attention.num_rows(item);
+    whole.clear(rows, H);
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t j = i; j < end; j++) put_together(whole, r, partials, items[j].partial + r, H);
+      attention.finish(item, r, whole, r);
+    }
+  }
+}
+
 // q [T, N, H] -> [T, N * H]. Sequence i computes query_lens[i] tokens, the last ones of its context_lens[i]; its blocks
 // are block_tables[i]. All three int32. window > 0: only the last so many keys, the token's own counted. sinks [N] float32.
 at::Tensor paged_attention(
@@ -311,28 +362,10 @@ at::Tensor paged_attention(
                       sinks ? sinks->data_ptr<float>() : nullptr, data_of(out)};
   const int32_t *lens = query_lens.data_ptr<int32_t>(), *contexts = context_lens.data_ptr<int32_t>();
 
-  // A single token's pieces are items of their own, so that all threads have work; they are put together below.
-  int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
-  // All heads of a sequence together, unless that leaves threads without work.
-  int64_t heads_together = S >= 4 * at::get_num_threads() && G <= TILE_ROWS ? std::min(K, MAX_ROWS / G) : 1;
-  std::vector<Item> items;
-  int64_t num_partials = 0, first_token = 0;
-  for (int64_t seq = 0; seq < S; first_token += lens[seq++])
-    for (int64_t start = 0; start < lens[seq]; start += tile) {
-      int64_t num_tokens = std::min<int64_t>(tile, lens[seq] - start), position = contexts[seq] - lens[seq] + start;
-      int64_t begin = window ? std::max<int64_t>(0, position - window + 1) / KEYS * KEYS : 0;
-      int64_t end = position + num_tokens, heads = num_tokens == 1 ? heads_together : 1;
-      bool is_split = num_tokens == 1 && end_of_piece(begin) < end;
-      for (int64_t k = 0; k < K; k += heads)
-        for (int64_t key = begin; key < end; key = is_split ? end_of_piece(key) : end) {
-          int64_t end_key = is_split ? std::min(end_of_piece(key), end) : end;
-          items.push_back({seq, k, std::min(heads, K - k), first_token + start, num_tokens, position, key, end_key, -1});
-          if (is_split) items.back().partial = num_partials, num_partials += attention.num_rows(items.back());
-        }
-    }
-
-  Rows partials(num_partials, H);
-  int64_t num_items = items.size();
+  const Work work = work_of(attention, S, lens, contexts);
+  const std::vector<Item>& items = work.items;
+  const int64_t num_items = int64_t(items.size());
+  Rows partials(work.num_partials, H);
   std::atomic<int64_t> next{0};
   auto work_until_done = [&](int64_t, int64_t) {
     Scratch scratch(H);
@@ -357,21 +390,7 @@ at::Tensor paged_attention(
   if (num_threads > 1) at::parallel_for(0, num_threads, 1, work_until_done);
   else work_until_done(0, 1);
 
-  Rows whole(num_partials ? MAX_ROWS : 0, H);
-  for (int64_t i = 0; i < num_items;) {  // the pieces of one token's heads stand side by side
-    const Item& item = items[i];
-    int64_t rows = attention.num_rows(item), end = i + 1;
-    if (item.partial >= 0) {
-      auto is_same = [&](const Item& other) { return other.first_token == item.first_token && other.kv_head == item.kv_head; };
-      while (end < num_items && is_same(items[end])) end++;
-      whole.clear(rows, H);
-      for (int64_t r = 0; r < rows; r++) {
-        for (int64_t j = i; j < end; j++) put_together(whole, r, partials, items[j].partial + r, H);
-        attention.finish(item, r, whole, r);
-      }
-    }
-    i = end;
-  }
+  if (work.num_partials) finish_pieces(attention, items, partials);
   return out;
 }
 
