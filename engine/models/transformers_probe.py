@@ -185,28 +185,10 @@ class _Watcher:
 
     def note(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, arguments: dict[str, Any]) -> None:
         """q [1, N, T, H], k and v [1, K, T, H]"""
-        further = sorted(
-            name
-            for name, value in arguments.items()
-            if name not in HARMLESS and value is not None and value is not False
-        )
-        if further:
-            raise _CannotServeError(f"its attention asks for {', '.join(further)}, which our backends do not have")
-        if arguments.get("is_causal") is False:
-            raise _CannotServeError("its attention is not causal")
-        if k.shape != v.shape or q.shape[2:] != k.shape[2:] or q.shape[2] != NUM_TOKENS:
-            shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-            raise _CannotServeError(f"queries, keys and values must have heads of one size, are {shapes}")
-        sinks = arguments.get(SINKS)
-        if sinks is not None and sinks.shape != q.shape[1:2]:
-            raise _CannotServeError(
-                f"its attention has sinks of shape {list(sinks.shape)}, not one for each query head"
-            )
-        mask_function = getattr(mask, "function", None)
-        if mask_function is None:
-            raise _CannotServeError("it makes its masks by itself")
+        if why_not := _why_not_call(q, k, v, mask, arguments):
+            raise _CannotServeError(why_not)
         if mask.window is None:  # layers share masks, and a million positions take some milliseconds
-            mask.window = _window_of(mask_function, self.max_positions)
+            mask.window = _window_of(mask.function, self.max_positions)
         head_dim, scale = q.shape[3], arguments.get("scaling")
         self.calls.append(
             _Call(
@@ -219,9 +201,27 @@ class _Watcher:
                     sliding_window=mask.window,
                     soft_cap=float(arguments.get("softcap") or 0.0),
                 ),
-                has_sinks=sinks is not None,
+                has_sinks=arguments.get(SINKS) is not None,
             )
         )
+
+
+def _why_not_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, arguments: dict[str, Any]) -> str:
+    """What our attention does not have of what one call asks for, as a clause; empty if it has all."""
+    further = sorted(
+        n for n, value in arguments.items() if n not in HARMLESS and value is not None and value is not False
+    )
+    if further:
+        return f"its attention asks for {', '.join(further)}, which our backends do not have"
+    if arguments.get("is_causal") is False:
+        return "its attention is not causal"
+    if k.shape != v.shape or q.shape[2:] != k.shape[2:] or q.shape[2] != NUM_TOKENS:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        return f"queries, keys and values must have heads of one size, are {shapes}"
+    sinks = arguments.get(SINKS)
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        return f"its attention has sinks of shape {list(sinks.shape)}, not one for each query head"
+    return "it makes its masks by itself" if getattr(mask, "function", None) is None else ""
 
 
 def _watched_attention(
