@@ -199,6 +199,15 @@ def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(params: dict
     assert [sampled[0], sampled[2]] == [sample_one(values[i], seqs[i]) for i in (0, 2)]
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_where_nothing_may_come_there_is_no_next_token(temperature: float) -> None:
+    """Not the first one, greedy or drawn."""
+    words = tuple((5, token_id) for token_id in range(VOCAB_SIZE))
+    params = {"temperature": temperature, "bad_words_token_ids": words}
+    assert sample_one(logits()[0], sequence(output=[5], **params)) == INVALID_TOKEN
+    assert sample_one(logits()[0], sequence(output=[6], **params)) != INVALID_TOKEN
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", [0, 1e-45, 1.0])
 @pytest.mark.parametrize("penalty", [1e-45, 1e-38, 2.0])

@@ -167,7 +167,8 @@ int64_t race(const float* logits, int64_t V, float largest, double temperature, 
   return winner;
 }
 
-// logits [R, V] in float32. Returns the index of each row's largest, the first of equals; -1 where there is a NaN.
+// logits [R, V] in float32. Returns the index of each row's largest, the first of equals; -1 where there is a NaN, or
+// -infinity alone.
 at::Tensor largest(const at::Tensor& logits) {
   int64_t R = logits.size(0), V = logits.size(1);
   TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous");
@@ -178,7 +179,7 @@ at::Tensor largest(const at::Tensor& logits) {
     const float* row = in + r * V;
     bool has_nan;
     float most = largest_of(row, V, has_nan);
-    token_ids[r] = has_nan ? -1 : first_of(row, V, most);
+    token_ids[r] = has_nan || most == -INFINITY ? -1 : first_of(row, V, most);
   });
   return out;
 }
