@@ -259,7 +259,7 @@ class Scheduler:
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Running sequences that still prefill, then newly admitted ones: each is admitted as it is taken."""
         yield from [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
-        while self.waiting and self._num_admitted < self._config.max_num_seqs:
+        while self.waiting and self._num_admitted + len(self.granted) < self._config.max_num_seqs:
             seq = self.waiting[0]
             if not self._allocate(seq, BlockOwner.SEQUENCE, seq.num_reusable_tokens):
                 return

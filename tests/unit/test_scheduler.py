@@ -365,6 +365,19 @@ def test_no_more_sequences_than_max_num_seqs() -> None:
     assert not scheduler.reserve(sequence("granted", 2))
 
 
+def test_what_is_granted_is_no_more_than_that_either_when_it_begins() -> None:
+    """Others that come meanwhile wait: a device has room, and recorded steps, for so many."""
+    scheduler = make(max_num_seqs=2)
+    assert scheduler.reserve(sequence("granted", 2))
+    for name in "ab":
+        scheduler.add(sequence(name, 2))
+    assert plan(step(scheduler)) == [("a", 2)]
+    scheduler.commit("granted", 7, 2)
+    assert plan(step(scheduler)) == [("a", 1), ("granted", 1)]
+    scheduler.abort("a")
+    assert plan(step(scheduler)) == [("granted", 1), ("b", 2)]
+
+
 def test_a_computed_prompt_is_held_until_it_is_aborted() -> None:
     scheduler = make()
     seq = sequence("r", 10)
