@@ -89,9 +89,9 @@ def up(context: click.Context, /, **options: Any) -> None:
         raise click.UsageError("--aggregated starts no prefill workers: leave --prefill out, or --aggregated")
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
-        for flag in ("--http-port", "--api-key", "--allowed-origins"):
+        for flag in ("--http-port", "--allowed-origins"):
             if _is_given(context, flag.removeprefix("--").replace("-", "_")):
-                raise click.UsageError(f"{flag} is of HTTP alone, and gRPC asks for no key: leave it out, or --no-http")
+                raise click.UsageError(f"{flag} is of HTTP alone: leave it out, or --no-http")
         own["http_port"] = None
     try:
         args = ClusterArgs(engine=engine, policy=policy, **own)

@@ -267,7 +267,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--prefill", "1000000"], "--prefill must be at most 64, is 1000000"),
         (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),
         (["up", "--no-http", "--http-port", "8001"], "--http-port is of HTTP alone"),
-        (["up", "--no-http", "--api-key", "x"], "--api-key is of HTTP alone, and gRPC asks for no key"),
+        (["up", "--no-http", "--allowed-origins", "[]"], "--allowed-origins is of HTTP alone"),
         (["up", "--max-model-len", "1"], "--max-model-len must be at least 2"),
         (["up", "--load-format", "gguf"], "--load-format gguf needs a .gguf file"),
         (["up", "--seed", "9" * 20], "--seed must be in"),
