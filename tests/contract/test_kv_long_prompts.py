@@ -16,7 +16,7 @@ from engine.config import EngineArgs
 from engine.model_loader import create_engine_config
 from kv_transfer import Identity, PeerUnreachable
 from protos import tandem_worker_pb2 as pb
-from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, channel_options, open_channel
+from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, channel_options, open_kv_channel
 from rpc.server import CannotListen
 from worker_service import process
 from worker_service.args import WorkerArgs
@@ -39,7 +39,7 @@ async def commit(max_message_bytes: int) -> int:
         "ipc",
         pool=source,
         identity=Identity(worker_id="prefill", incarnation="p-1", compat_digest="same"),
-        open_channel=partial(open_channel, max_message_bytes=max_message_bytes),
+        open_channel=partial(open_kv_channel, max_message_bytes=max_message_bytes),
     )
     blocks = list(range(NUM_BLOCKS))
     push = await sender.open(receiving.receiver.issue("owner", blocks, 0))
