@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from gateway.app import create_app
 from gateway.headers import ANSWERED_ID_HEADER, FAIRNESS_HEADER, REQUEST_ID_HEADER, TIMEOUT_HEADER
 from gateway.requests import ChatRequest, CompletionRequest
+from gateway.responses.request import ResponseRequest
 from tandem.client import AsyncClient
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
@@ -32,7 +33,7 @@ def code_in(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-def is_refused(model: type[ChatRequest | CompletionRequest], name: str) -> bool:
+def is_refused(model: type[ChatRequest | CompletionRequest | ResponseRequest], name: str) -> bool:
     """Of a kind that may ask for nothing: made by `gateway.asked.only`."""
     return "only.<locals>" in repr(model.model_fields[name].metadata)
 
@@ -62,6 +63,15 @@ def test_fields() -> None:
         if not is_refused(model, name)
     }
     assert words == taken
+
+
+def test_fields_that_the_responses_api_has_not() -> None:
+    named = code_in(PAGE[PAGE.index("The Responses API has the same") :].split(". ", 1)[0])
+    rows = rows_below("## What a request may say")
+    openais, vllms = ({word for row in rows for word in code_in(row[column])} for column in (1, 2))
+    words = {"n"} | vllms - openais - VALUES
+    taken = {name for name in ResponseRequest.model_fields if not is_refused(ResponseRequest, name)}
+    assert set(named) == words - taken
 
 
 def test_headers() -> None:
