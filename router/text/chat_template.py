@@ -187,8 +187,9 @@ class ChatTemplate:
         return self._takes_text_arguments[template]
 
     def _knows_developers(self, template: jinja2.Template) -> bool:
-        """Whether it shows what a developer says, OpenAI's later word for the system. Most know the earlier one alone:
-        they leave the other's messages out, or fail on them."""
+        """Whether it shows what a developer says, OpenAI's later word for the system, behind what that says. Most know
+        the earlier one alone: they leave the other's messages out, or fail on them. gpt-oss' shows one of both, the
+        first message, and leaves out what follows it."""
         if template not in self._shows_developers:
             try:
                 self._shows_developers[template] = _LOOKED_FOR in self._rendered(template, _DEVELOPED)
@@ -275,7 +276,11 @@ _MADE: list[dict[str, Any]] = [
     {"role": "tool", "content": "1", "tool_call_id": "abcdefgh1", "name": "f"},
 ]
 """Of a chat in which a call was made."""
-_DEVELOPED: list[dict[str, Any]] = [{"role": DEVELOPER, "content": _LOOKED_FOR}, {"role": "user", "content": "Hi"}]
+_DEVELOPED: list[dict[str, Any]] = [
+    {"role": SYSTEM, "content": "Be brief."},
+    {"role": DEVELOPER, "content": _LOOKED_FOR},
+    {"role": "user", "content": "Hi"},
+]
 
 
 def _compiled(source: str) -> jinja2.Template:

@@ -139,6 +139,11 @@ ROLES_OF_QWEN_35 = (
     "at the beginning.') }}{% elif m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('Unexpected "
     "message role.') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
+ROLES_OF_GPT_OSS = (
+    "{% if messages[0].role in ('developer', 'system') %}<developer>{{ messages[0].content }}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages if m.role == 'user' %}<user>{{ m.content }}{% endfor %}"
+)
 DEVELOPED = [("system", "A"), ("developer", "B"), ("developer", "C"), ("user", "D")]
 
 
@@ -150,9 +155,14 @@ DEVELOPED = [("system", "A"), ("developer", "B"), ("developer", "C"), ("user", "
         (ROLES_OF_QWEN_35, DEVELOPED, "<system>A\n\nB\n\nC<user>D"),
         (ROLES_OF_QWEN_35, DEVELOPED[1:], "<system>B\n\nC<user>D"),
         (ROLES_OF_QWEN_35, [("user", "D")], "<user>D"),
-        (TEMPLATES["macro"], DEVELOPED[1:], "[developer: B]"),
+        (ROLES_OF_GPT_OSS, DEVELOPED, "<developer>A\n\nB\n\nC<user>D"),
+        (ROLES_OF_GPT_OSS, DEVELOPED[1:], "<developer>B\n\nC<user>D"),
+        (TEMPLATES["chatml"], DEVELOPED[:2], "<|system|>A\n<|developer|>B\n<|assistant|>"),
     ],
-    ids=["left out", "left out, later", "refused", "refused, first", "nobody", "known"],
+    ids=[
+        *("left out", "left out, later", "refused", "refused, first", "nobody"),
+        *("left out behind the system", "left out behind another", "known"),
+    ],
 )
 def test_what_a_developer_says_is_shown_as_the_systems_where_the_template_knows_that_alone(
     source: str, chat: list[tuple[str, str]], prompt: str
