@@ -18,7 +18,10 @@ TESTS = [
 PRETEND_TILES = "-DTANDEM_PRETEND_TILES"
 CPUINFO = Path("/proc/cpuinfo")
 HAS_TILES = CPUINFO.exists() and "amx_bf16" in CPUINFO.read_text()
-ALL = "two-threads and (product or gates or attention or row_does or rotation or norms or draws or added)"
+ALL = (
+    "two-threads and (product or gates or attention or row_does or rotation or norms or draws or filters or largest "
+    "or added)"
+)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names kinds of x86")
