@@ -184,7 +184,7 @@ class NixlAgent:
         return RECEIVING_POLL_S if self._num_incoming_pushes else None
 
     def _progress(self) -> None:
-        if self._num_incoming_pushes:
+        if self._num_incoming_pushes and self._agent is not None:  # else closed under who writes
             self._agent.get_new_notifs()
         for under_way in list(self._in_flight):
             if not under_way.transfer.terms.remote.is_removed:  # it ended with another
@@ -307,13 +307,18 @@ class NixlAgent:
         return self._agent.prep_xfer_dlist(agent_name, np.array([row], dtype=np.uint64), memory)
 
     def _set_up(self) -> None:
+        """All of it, or nothing."""
         self._pool.bind_thread()  # UCX asks for this thread's CUDA context, now and in every call
         self._agent = self._make_agent()
         region = (self._base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
-        self._registration = self._agent.register_memory([region], self._pool.memory)
-        self._metadata: bytes = self._agent.get_agent_metadata()
         local = (self._base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
-        self._local = self._descriptors("NIXL_INIT_AGENT", *local)
+        try:
+            self._registration = self._agent.register_memory([region], self._pool.memory)
+            self._metadata: bytes = self._agent.get_agent_metadata()
+            self._local = self._descriptors("NIXL_INIT_AGENT", *local)
+        except self._errors:
+            self._agent = self._local = self._registration = None
+            raise
 
     def _tear_down(self) -> None:
         self._fail_waiting("this worker is closing")
@@ -330,8 +335,11 @@ class NixlAgent:
             self._end(under_way, error)
         for remote in list(self._remotes.values()):
             self._remove_remote(remote)
-        self._local.release()
-        self._agent.deregister_memory(self._registration)
+        try:
+            self._local.release()
+            self._agent.deregister_memory(self._registration)
+        except self._errors as error:
+            logger.warning("NIXL's agent does not end as it should: %s", error)
         self._agent = self._local = self._registration = None
 
     def _fail_waiting(self, why: str) -> None:

@@ -41,12 +41,17 @@ class Agent:
         return lambda *_: SimpleNamespace(release=lambda: None)
 
 
+class NixlError(Exception):
+    pass
+
+
 def remote_pool(name: str = "receiver", num_blocks: int = 2) -> RemotePool:
     return RemotePool(name, SimpleNamespace(release=lambda: None), num_blocks)
 
 
 def replace_nixl(monkeypatch: pytest.MonkeyPatch, agent: type[Agent]) -> None:
-    api = SimpleNamespace(nixlBind=SimpleNamespace(), nixl_agent=agent, nixl_agent_config=lambda **_: None)
+    bindings = SimpleNamespace(error=NixlError)
+    api = SimpleNamespace(nixlBind=bindings, nixl_agent=agent, nixl_agent_config=lambda **_: None)
     monkeypatch.setattr(nixl_agent, "_import_nixl", lambda: api)
 
 
@@ -260,3 +265,85 @@ def test_the_agent_of_a_write_that_was_given_up_is_not_called_again(monkeypatch:
     assert len(made) == 2
     assert set(called) == {made[1]}
     agent.close()
+
+
+def test_an_agent_that_could_not_be_made_anew_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory cannot be registered a second time, perhaps: nothing of the half that was made is used."""
+
+    made: list[NarrowAgent] = []
+
+    class NarrowAgent(Agent):
+        def __init__(self, *_: object) -> None:
+            made.append(self)
+
+        def add_remote_agent(self, _: bytes) -> str:
+            return "receiver"
+
+        def register_memory(self, *_: object) -> object:
+            if len(made) == 2:
+                raise NixlError("no memory can be locked")
+            return object()
+
+        def make_prepped_xfer(self, _: str, ours: Any, *_rest: object) -> object:
+            return SimpleNamespace(release=ours.release)
+
+        def transfer(self, _: object) -> str:
+            return "PROC" if self is made[0] else "DONE"
+
+        def check_xfer_state(self, _: object) -> str:
+            return "PROC"
+
+    replace_nixl(monkeypatch, NarrowAgent)
+    agent, peers = NixlAgent("sender", WatchedPool([])), Peers()
+    endpoint = pb.NixlEndpoint(agent_metadata=b"metadata", base_address=1, memory="DRAM")
+    agent.post(peers.transfer("given up", agent.add_remote("receiver", endpoint, 2).result(5), patience_s=0.0))
+    peers.wait_for("given up")
+    with pytest.raises(PeerUnreachable, match="no memory can be locked"):
+        agent.add_remote("receiver", endpoint, 2).result(5)
+    agent.post(peers.transfer("again", agent.add_remote("receiver", endpoint, 2).result(5)))
+    peers.wait_for("again")
+    assert peers.ended["again"] is None
+    agent.close()
+
+
+def test_an_agent_that_does_not_end_well_is_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[StubbornAgent] = []
+
+    class StubbornAgent(Agent):
+        def __init__(self, *_: object) -> None:
+            made.append(self)
+
+        def add_remote_agent(self, _: bytes) -> str:
+            return "receiver"
+
+        def deregister_memory(self, *_: object) -> None:
+            raise NixlError("busy")
+
+        def transfer(self, _: object) -> str:
+            return "PROC" if self is made[0] else "DONE"
+
+        def check_xfer_state(self, _: object) -> str:
+            return "PROC"
+
+    replace_nixl(monkeypatch, StubbornAgent)
+    agent, peers = NixlAgent("sender", WatchedPool([])), Peers()
+    endpoint = pb.NixlEndpoint(agent_metadata=b"metadata", base_address=1, memory="DRAM")
+    agent.post(peers.transfer("given up", agent.add_remote("receiver", endpoint, 2).result(5), patience_s=0.0))
+    peers.wait_for("given up")
+    agent.post(peers.transfer("again", agent.add_remote("receiver", endpoint, 2).result(5)))
+    peers.wait_for("again")
+    assert peers.ended["again"] is None
+    agent.close()
+
+
+def test_a_receiver_that_closes_while_it_is_written_to_logs_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sender's stream that broke is waited for, for as long as its blocks are."""
+    replace_nixl(monkeypatch, Agent)
+    agent = NixlAgent("receiver", WatchedPool([]))
+    agent.enter_push()
+    agent.call(agent._tear_down).result(5)
+    agent.call(lambda: None).result(5)  # a turn later
+    agent.close()
+    assert caplog.records == []
