@@ -17,9 +17,12 @@ from tandem.client import DEFAULT_ADDRESS
 from tandem.client_base import checked_address
 
 DATASETS = ("random", "trace")
+ROUTER_KEY_VARIABLE = "TANDEM_API_KEY"
+HTTP_KEY_VARIABLE = "OPENAI_API_KEY"
+"""Neither's key is for the other."""
 
 
-def _flag(default: Any, text: str, **metadata: str) -> Any:
+def _flag(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": text, **metadata})
 
 
@@ -34,7 +37,10 @@ class BenchArgs:
     base_url: str = _flag("http://127.0.0.1:8000", "Of the HTTP server, with or without /v1.")
     endpoint: str = _flag("", "Path of HTTP requests, if not OpenAI's.")
     model: str = _flag("", "Model to ask an HTTP server for. Default: the first that it names.")
-    api_key: str = _flag("", "Of a server that asks for one.", env="OPENAI_API_KEY")
+    api_key: str = _flag(
+        "", f"Of a server that asks for one. {ROUTER_KEY_VARIABLE} is read for a router (of several, with spaces "
+        f"between, the first), {HTTP_KEY_VARIABLE} for an HTTP server.", env=(ROUTER_KEY_VARIABLE, HTTP_KEY_VARIABLE)
+    )  # fmt: skip
     ssl_ca_certs: str = _flag(
         "", "PEM file of who signed the server's certificate: a router is then called over TLS.",
         env="TANDEM_SSL_CA_CERTS"

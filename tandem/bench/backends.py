@@ -202,7 +202,9 @@ async def open_grpc(
         try:
             info = await client.model_info()
         except Unauthenticated as error:
-            raise ServerGone(f"the router at {address} asks for an API key: give it with --api-key KEY") from error
+            raise ServerGone(
+                f"the router at {address} asks for an API key: give it with --api-key KEY or TANDEM_API_KEY"
+            ) from error
         except TandemError as error:
             raise ServerGone(
                 f"no router answers at {address} ({error.message}). Start one with `tandem up`, or name another with "

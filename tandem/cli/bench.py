@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,9 +13,11 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from rpc.entrypoint import build, options_of
-from tandem.bench.args import BenchArgs
+from rpc.keys import first_key
+from tandem.bench.args import HTTP_KEY_VARIABLE, ROUTER_KEY_VARIABLE, BenchArgs
 from tandem.bench.outcome import Progress
 from tandem.cli.options import examples, json_option
 from tandem.cli.stdout import give_up_stdout
@@ -38,13 +41,16 @@ REFRESHES_PER_S = 4
 )
 @options_of(BenchArgs, "TANDEM_BENCH")
 @json_option
-def bench(is_json: bool, **flags: Any) -> None:
+@click.pass_context
+def bench(context: click.Context, /, is_json: bool, **flags: Any) -> None:
     """Send requests at random moments, or as a trace has them, whether or not the server keeps up, and measure.
 
     Every answer's stream is checked. Latencies count from the moment a request was due. Refusals (429, 503,
     RESOURCE_EXHAUSTED) are counted apart from failures. Exit code 1 if nothing was answered, or an answer was not
     exact. Ctrl-C or SIGTERM ends it with what had ended, and exit code 130.
     """
+    if context.get_parameter_source("api_key") is ParameterSource.ENVIRONMENT:
+        flags["api_key"] = _key_in_environment(flags["backend"])
     args = build(BenchArgs, flags)
     from tandem.bench.backends import ServerGone
     from tandem.bench.curve import run_bench
@@ -72,6 +78,15 @@ def bench(is_json: bool, **flags: Any) -> None:
     _hand_over(report, is_json)
     if report.problem:
         raise click.ClickException(report.problem)
+
+
+def _key_in_environment(backend: str) -> str:
+    if backend != "grpc":
+        return os.environ.get(HTTP_KEY_VARIABLE, "")
+    try:
+        return first_key(ROUTER_KEY_VARIABLE, os.environ.get(ROUTER_KEY_VARIABLE, ""))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _hand_over(report: Report, is_json: bool) -> None:

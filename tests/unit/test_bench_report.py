@@ -377,6 +377,31 @@ async def test_a_server_that_asks_for_a_key_is_one_line() -> None:
     assert "with --api-key or OPENAI_API_KEY" in str(gone.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "router", "http", "key"),
+    [
+        ([], "older newer", "sk-1", "older"),
+        ([], "", "sk-1", ""),
+        (["--backend", "openai"], "older newer", "sk-1", "sk-1"),
+        (["--backend", "openai"], "older", "", ""),
+        (["--api-key", "given"], "older", "sk-1", "given"),
+    ],
+)
+def test_the_environments_key_is_of_the_kind_of_server(
+    flags: list[str], router: str, http: str, key: str, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is shown to the other."""
+    shown: list[str] = []
+
+    async def run_bench(args: BenchArgs, **_: object) -> Report:
+        shown.append(args.api_key)
+        return report
+
+    monkeypatch.setattr("tandem.bench.curve.run_bench", run_bench)
+    CliRunner().invoke(main, ["bench", *flags], env={"TANDEM_API_KEY": router, "OPENAI_API_KEY": http})
+    assert shown == [key]
+
+
 @pytest.mark.parametrize(("rate", "name"), [(2.5, "2.5/s"), (float("inf"), "all at once")])
 def test_a_run_has_a_name(rate: float, name: str) -> None:
     assert _name_of(Workload(requests=[], request_rate=rate)) == name
@@ -417,6 +442,12 @@ def test_servers_side_by_side_play_no_trace_of_one_moment_at_a_rate(tmp_path: Pa
     result = CliRunner().invoke(serve.main, ["--trace", str(path), "--rates", "1,inf"])
     assert result.exit_code == 2
     assert "Error: --trace: all records chosen (4) come at one moment" in result.stderr
+
+
+def test_a_key_of_the_environment_that_is_none_is_said() -> None:
+    result = CliRunner().invoke(main, ["bench"], env={"TANDEM_API_KEY": "  "})
+    assert result.exit_code == 2
+    assert "TANDEM_API_KEY must not be empty" in result.stderr
 
 
 def test_wrong_flags_are_named() -> None:
