@@ -13,6 +13,7 @@ own streams between `enter_drain` and `drain`.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_
 from rpc.interceptors import ErrorInterceptor
 from rpc.keys import KeyInterceptor
 from rpc.tls import ServerTLS
+
+_grpc_log = logging.getLogger("grpc._cython.cygrpc")
 
 
 class CannotListen(Exception):  # noqa: N818 - reads as the sentence it is
@@ -46,6 +49,7 @@ class Server:
     ) -> None:
         """`listen` is "host:port". `ping_timeout_ms` as `rpc.channel.channel_options` has it. `keys`: of which calls
         must bring one, but for health and reflection; empty: anybody may call. Raises `ValueError`."""
+        _grpc_log.addFilter(_shows_no_header)
         self._listen = listen
         self._host, self._port = split_address(listen)
         self._tls = tls
@@ -146,3 +150,8 @@ def _why_not(host: str, port: int) -> str:
 def _sentence(host: str, port: int, reason: str, *, is_busy: bool) -> str:
     remedy = f"Stop what uses port {port}, or choose" if is_busy else "Choose"
     return f"cannot listen on {host}:{port}: {reason}. {remedy} another with --listen HOST:PORT (port 0: a free one)."
+
+
+def _shows_no_header(record: logging.LogRecord) -> bool:
+    """Of metadata that is no UTF-8 gRPC logs the value, which may be a key, and a traceback, for whoever calls."""
+    return not str(record.msg).startswith("Invalid encoding")

@@ -191,6 +191,45 @@ async def test_a_request_without_a_key_is_not_even_parsed() -> None:
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def status_of_call(address: str, authorization: bytes) -> bytes:
+    """Of one whose metadata is what no client of gRPC sends: byte by byte, as HTTP/2 has it."""
+
+    def field(name: bytes, value: bytes) -> bytes:
+        return b"\x00" + b"".join(bytes([len(text)]) + text for text in (name, value))  # neither indexed nor packed
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+    head = {
+        b":method": b"POST", b":scheme": b"http", b":path": f"/{INFERENCE}/GetModelInfo".encode(), b":authority": b"a",
+        b"te": b"trailers", b"content-type": b"application/grpc", b"authorization": authorization,
+    }  # fmt: skip
+    headers = frame(1, 0x4, 1, b"".join(field(*item) for item in head.items()))
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + headers + frame(0, 0x1, 1, bytes(5)))
+    async with asyncio.timeout(TIMEOUT_S):
+        await reader.readuntil(b"grpc-status")
+        answer = await reader.readexactly(3)
+    writer.close()
+    return answer[1 : 1 + answer[0]]
+
+
+async def test_a_key_that_is_no_text_is_refused_and_nobody_reads_it_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = Server("127.0.0.1:0", keys=("older",))
+    server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), INFERENCE)
+    address = await server.start()
+    try:
+        refused = await status_of_call(address, b"Bearer older\xe9")
+        taken = await status_of_call(address, b"Bearer older")
+    finally:
+        await server.drain(0)
+    assert (refused, taken) == (b"16", b"0")
+    assert caplog.records == []
+
+
 async def test_health_and_reflection_ask_for_no_key() -> None:
     async with serving(Handlers(), keys=("k",)) as (server, channel):
         server.set_serving(INFERENCE, True)
