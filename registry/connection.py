@@ -9,7 +9,7 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ReadOnlyError, RedisError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
 """What a call raises while Redis is away, slow or not itself. All of it heals by trying again."""
@@ -73,9 +73,15 @@ class _OwnConnection:
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return await super().read_response(*args, **kwargs)  # type: ignore[misc]
-        except ReadOnlyError:
-            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+        except ResponseError as error:
+            if _is_of_replica(error):
+                await self.disconnect(nowait=True)  # type: ignore[attr-defined]
             raise
+
+
+def _is_of_replica(error: ResponseError) -> bool:
+    """Whether a write was refused. Before Redis 7 a script's errors are within another's words."""
+    return isinstance(error, ReadOnlyError) or "-READONLY " in str(error)
 
 
 class Outage:
