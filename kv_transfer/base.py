@@ -38,7 +38,7 @@ MAX_CHUNK_BYTES = 1 << 20
 """Data in one message of the "grpc" transport, unless a single block is larger."""
 MAX_BYTES_IN_FLIGHT = {"DRAM": 32 << 20, "VRAM": 256 << 20}
 """What an "ipc" or "nixl" sender may have under way, by its memory; "grpc" leaves this to HTTP/2's flow control. NIXL's
-ends are looked for every 100 us: with less, a GPU would wait for its host."""
+ends are looked for every 100 us: with less, a GPU would wait for its host. Half of it may be to one peer of NIXL's."""
 MAX_AGENT_METADATA_BYTES = 1 << 20
 ATTACHED = ("tandem-push", "attached")
 """Initial metadata of a Push stream by which the receiver says that a one-sided sender may begin to write."""

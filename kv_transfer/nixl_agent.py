@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,6 +56,7 @@ class RemotePool:
     agent_name: str
     descriptors: Any
     num_blocks: int
+    num_bytes_in_flight: int = 0
     is_removed: bool = False
 
 
@@ -83,7 +85,8 @@ class NixlAgent:
         self._make_agent: Callable[[], Any] = lambda: api.nixl_agent(name, config)
         self._agent: Any = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Transfer] = deque()
+        self._waiting: dict[RemotePool, deque[Transfer]] = {}
+        """None is empty. In the order of whose turn it is."""
         self._in_flight: list[InFlight] = []
         self._num_bytes_in_flight = 0
         self._num_incoming_pushes = 0
@@ -151,8 +154,8 @@ class NixlAgent:
         self._calls.put(lambda: self._close_remote(remote, f"{remote.agent_name}: the connection was closed"))
 
     def post(self, transfer: Transfer) -> None:
-        """Write as soon as no more than MAX_BYTES_IN_FLIGHT are under way. Never blocks."""
-        self._calls.put(lambda: self._waiting.append(transfer))
+        """Write as soon as no more than MAX_BYTES_IN_FLIGHT are under way, half of them to this peer. Never blocks."""
+        self._calls.put(lambda: self._waiting.setdefault(transfer.terms.remote, deque()).append(transfer))
 
     # -- on the agent's thread --
 
@@ -189,12 +192,23 @@ class NixlAgent:
         for under_way in list(self._in_flight):
             if not under_way.transfer.terms.remote.is_removed:  # it ended with another
                 self._look_at(under_way)
-        while self._waiting and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT[self._pool.memory]:
-            transfer = self._waiting.popleft()
-            if transfer.terms.is_cancelled():
-                transfer.terms.on_end(1, None)
-            else:
-                self._start(transfer)
+        while any(self._start_next(remote) for remote in list(self._waiting)):
+            pass
+
+    def _start_next(self, remote: RemotePool) -> bool:
+        """What waits for its turn longest, if there is room. A peer that stands still leaves half of it to others."""
+        most = MAX_BYTES_IN_FLIGHT[self._pool.memory]
+        if self._num_bytes_in_flight >= most or remote.num_bytes_in_flight >= most // 2:
+            return False
+        waiting = self._waiting.pop(remote)
+        transfer = waiting.popleft()
+        if waiting:
+            self._waiting[remote] = waiting  # behind the others
+        if transfer.terms.is_cancelled():
+            transfer.terms.on_end(1, None)
+        else:
+            self._start(transfer)
+        return True
 
     def _start(self, transfer: Transfer) -> None:
         remote: RemotePool = transfer.terms.remote
@@ -203,7 +217,7 @@ class NixlAgent:
             return
         under_way = InFlight(transfer, None, time.monotonic() + transfer.terms.patience_s)
         self._in_flight.append(under_way)
-        self._num_bytes_in_flight += self._num_bytes(transfer)
+        self._count_bytes(transfer, 1)
         src = np.asarray(transfer.src_block_ids, dtype=np.int32) + transfer.layer * self._pool.layout.num_blocks
         dst = np.asarray(transfer.dst_block_ids, dtype=np.int32) + transfer.layer * remote.num_blocks
         try:
@@ -246,7 +260,7 @@ class NixlAgent:
     def _end(self, under_way: InFlight, error: TransferError | None) -> None:
         transfer = under_way.transfer
         self._in_flight.remove(under_way)
-        self._num_bytes_in_flight -= self._num_bytes(transfer)
+        self._count_bytes(transfer, -1)
         if under_way.handle is not None:
             try:
                 under_way.handle.release()
@@ -255,8 +269,10 @@ class NixlAgent:
                 logger.warning("NIXL cannot cancel a write to %s: %s", transfer.terms.remote.agent_name, release_error)
         transfer.terms.on_end(1, error)
 
-    def _num_bytes(self, transfer: Transfer) -> int:
-        return len(transfer.dst_block_ids) * self._pool.layout.block_bytes
+    def _count_bytes(self, transfer: Transfer, sign: int) -> None:
+        num_bytes = sign * len(transfer.dst_block_ids) * self._pool.layout.block_bytes
+        self._num_bytes_in_flight += num_bytes
+        transfer.terms.remote.num_bytes_in_flight += num_bytes
 
     def _count_incoming(self, change: int) -> None:
         self._num_incoming_pushes += change
@@ -343,8 +359,9 @@ class NixlAgent:
         self._agent = self._local = self._registration = None
 
     def _fail_waiting(self, why: str) -> None:
-        while self._waiting:
-            self._waiting.popleft().terms.on_end(1, PeerUnreachable(why))
+        waiting, self._waiting = self._waiting, {}
+        for transfer in chain.from_iterable(waiting.values()):
+            transfer.terms.on_end(1, PeerUnreachable(why))
 
 
 class NixlPeerPool:

@@ -347,3 +347,61 @@ def test_a_receiver_that_closes_while_it_is_written_to_logs_no_error(
     agent.call(lambda: None).result(5)  # a turn later
     agent.close()
     assert caplog.records == []
+
+
+def test_a_peer_that_stands_still_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HalfStuckAgent(Agent):
+        def make_prepped_xfer(self, _: str, _ours: object, _src: Any, theirs: Any, _dst: Any) -> object:
+            return SimpleNamespace(release=lambda: None, peer=theirs)
+
+        def transfer(self, handle: Any) -> str:
+            return "PROC" if handle.peer is stuck.descriptors else "DONE"
+
+        def check_xfer_state(self, _: object) -> str:
+            return "PROC"
+
+    replace_nixl(monkeypatch, HalfStuckAgent)
+    monkeypatch.setattr(nixl_agent, "MAX_BYTES_IN_FLIGHT", {"DRAM": 4 * LAYOUT.block_bytes})
+    agent, peers = NixlAgent("sender", WatchedPool([])), Peers()
+    stuck, good = remote_pool("stuck"), remote_pool("good")
+    for number in range(8):
+        agent.post(peers.transfer(f"stuck {number}", stuck))
+    agent.post(peers.transfer("good", good))
+    peers.wait_for("good")
+    assert peers.ended == {"good": None}
+    assert stuck.num_bytes_in_flight == 2 * LAYOUT.block_bytes
+    agent.close()
+    assert all(isinstance(peers.ended[f"stuck {number}"], PeerUnreachable) for number in range(8))
+
+
+def test_peers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    has_all = threading.Event()
+
+    class BusyAgent(Agent):
+        def make_prepped_xfer(self, _: str, _ours: object, _src: Any, theirs: Any, _dst: Any) -> object:
+            return SimpleNamespace(release=lambda: None, peer=theirs)
+
+        def transfer(self, handle: Any) -> str:
+            begun.append(names[id(handle.peer)])
+            if len(begun) == 9:
+                has_all.set()
+            return "PROC"
+
+        def check_xfer_state(self, _: object) -> str:
+            return "DONE"
+
+    replace_nixl(monkeypatch, BusyAgent)
+    monkeypatch.setattr(nixl_agent, "MAX_BYTES_IN_FLIGHT", {"DRAM": 2 * LAYOUT.block_bytes})
+    agent, peers = NixlAgent("sender", WatchedPool([])), Peers()
+    remotes = [remote_pool(name) for name in "abc"]
+    names = {id(remote.descriptors): remote.agent_name for remote in remotes}
+    may_go_on = threading.Event()
+    agent.call(may_go_on.wait)
+    for remote in remotes:
+        for number in range(3):
+            agent.post(peers.transfer(f"{remote.agent_name}{number}", remote))
+    may_go_on.set()
+    assert has_all.wait(5)
+    agent.close()
+    assert "".join(begun) == "abcabcabc"
