@@ -32,6 +32,8 @@ KV_CONNECT_MS = 5_000
 """For them, too: who connects has computed a prompt for this one receiver, and nobody else can take its KV. A router
 has other workers, and goes on to one of them. A second is too short where the first packet is lost (Linux sends it
 again after one), or a machine stands still for that long."""
+KEPT_WHILE_IDLE = ("grpc.client_idle_timeout_ms", 2**31 - 1)
+"""By default gRPC hangs up after half an hour without calls. NIXL would connect anew, and keeps both connections."""
 
 
 MIN_RESOLUTION_MS = 5_000
@@ -107,12 +109,10 @@ def open_channel(address: str, *, tls: ClientTLS | None = None, read_ahead_bytes
 def open_kv_channel(
     address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, tls: ClientTLS | None = None
 ) -> grpc.aio.Channel:
-    """As `open_channel`, for a connection that carries KV: patient at connecting, and with pings."""
-    return _open(
-        address,
-        tls,
-        channel_options(max_message_bytes, connect_ms=KV_CONNECT_MS, ping_timeout_ms=KV_PING_TIMEOUT_MS),
-    )
+    """As `open_channel`, for a connection that carries KV: patient at connecting, with pings, and kept for as long as
+    the peer is there, however long nothing is asked of it: its end is taken for the peer's."""
+    options = channel_options(max_message_bytes, connect_ms=KV_CONNECT_MS, ping_timeout_ms=KV_PING_TIMEOUT_MS)
+    return _open(address, tls, [*options, KEPT_WHILE_IDLE])
 
 
 class SpreadChannel:

@@ -7,11 +7,14 @@ import time
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ports import lasting_port
 
 from kv_transfer import PeerUnreachable
 from kv_transfer.control_link import ControlLink
+from rpc import channel
 from rpc.channel import open_kv_channel
+from rpc.server import Server
 
 
 async def test_a_peer_that_comes_back_is_waited_for() -> None:
@@ -52,3 +55,18 @@ async def test_who_waits_for_the_loss_of_a_connection_hears_of_it() -> None:
     async with asyncio.timeout(30):
         await losing
     await link.close()
+
+
+async def test_a_connection_of_which_nothing_is_asked_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ever, as gRPC reads that number: with a smaller one it hangs up, and the peer is taken for lost."""
+    name, longest = channel.KEPT_WHILE_IDLE
+    assert longest == 2**31 - 1
+    monkeypatch.setattr(channel, "KEPT_WHILE_IDLE", (name, 1_000))
+    server = Server("127.0.0.1:0")
+    opened = open_kv_channel(await server.start())
+    link = ControlLink(opened)
+    await health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest())
+    async with asyncio.timeout(30):
+        await link.lost()
+    await link.close()
+    await server.drain(0)
