@@ -70,11 +70,13 @@ class ServiceArgs(SslArgs):
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         if not re.match(r"(redis|rediss|unix)://.", self.redis):
-            raise ValueError(f"redis must be a redis://, rediss:// or unix:// URL, is {self.redis!r}")
+            shown = re.sub(r".*@", "…@", self.redis, flags=re.DOTALL)  # without its password
+            raise ValueError(f"redis must be a redis://, rediss:// or unix:// URL, is {shown!r}")
         try:
             urlsplit(self.redis).port  # noqa: B018 - looks at it only when asked
         except ValueError as error:
-            raise ValueError(f"redis: {error}") from error
+            said = str(error).partition(" as ")[0]  # what stands for a port may be of a password with a slash
+            raise ValueError(f"redis: {said}") from error
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
             raise ValueError(
                 f"namespace must be 1 to 64 letters, digits, dots, dashes or underscores, is {self.namespace!r}"

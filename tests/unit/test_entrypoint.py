@@ -116,6 +116,14 @@ def test_bad_flags_are_one_sentence_and_exit_code_2(arguments: list[str], senten
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("url", ["reddis://me:secret@h/0", "redis://:secret/@h:1/0", "//:@secret@h"])
+def test_what_is_wrong_with_redis_url_is_said_without_its_password(url: str) -> None:
+    result = invoke("--needed", "x", "--redis", url)
+    assert result.exit_code == 2
+    assert "Error: --redis" in result.stderr
+    assert "secret" not in result.output
+
+
 def test_engine_args_have_flags() -> None:
     @click.command()
     @options_of(EngineArgs)
