@@ -16,13 +16,12 @@ never called again, and another is made for the next peer. What lies in sockets 
 failure must not tell the receiver that nothing will.
 
 What writes for the worker of one pool hands in `Transfer`s. Of a worker of several ranks each has an agent in its own
-process, which is asked for what a `PeerPool` does (kv_transfer/pool.py): `open_peer`.
+process, which is asked for what a `PeerPool` does (`nixl_peer`): `open_peer`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -30,6 +29,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -37,8 +37,9 @@ import numpy as np
 
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
-from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
-from kv_transfer.transfer import Terms, Transfer
+from kv_transfer.nixl_peer import NixlPeerPool
+from kv_transfer.pool import KVPool, PeerPool
+from kv_transfer.transfer import Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,8 @@ class NixlAgent:
 
     def open_peer(self, name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> PeerPool:
         """`add_remote`, waited for. See `kv_transfer.pool.PoolAgent`."""
-        return NixlPeerPool(self, self.add_remote(name, endpoint, num_blocks).result())
+        remote = self.add_remote(name, endpoint, num_blocks).result()
+        return NixlPeerPool(name, remote, post=self.post, close=partial(self.remove_remote, remote))
 
     def remove_remote(self, remote: RemotePool) -> None:
         self._calls.put(lambda: self._close_remote(remote, f"{remote.agent_name}: the connection was closed"))
@@ -362,60 +364,6 @@ class NixlAgent:
         waiting, self._waiting = self._waiting, {}
         for transfer in chain.from_iterable(waiting.values()):
             transfer.terms.on_end(1, PeerUnreachable(why))
-
-
-class NixlPeerPool:
-    """See `kv_transfer.pool.PeerPool`."""
-
-    def __init__(self, agent: NixlAgent, remote: RemotePool) -> None:
-        self._agent = agent
-        self._remote = remote
-
-    def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
-        """Unlike a host's or a device's it takes its time: what has not ended when it is late is given up."""
-        copying = NixlCopying(self._remote.agent_name, late_at_s)
-        src_rows, dst_rows = rows_2R.tolist()
-        terms = Terms(
-            remote=self._remote,
-            is_cancelled=copying.is_late,
-            late_at_s=copying.late_at_s,
-            on_end=copying.end,
-            patience_s=math.inf,
-        )
-        self._agent.post(Transfer(terms, 0, src_rows, dst_rows))  # rows are counted from layer 0's first block on
-        return copying
-
-    def close(self) -> None:
-        self._agent.remove_remote(self._remote)
-
-
-class NixlCopying:
-    """Writes handed to an agent: `end` is told on its thread, `synchronize` waits on another."""
-
-    def __init__(self, agent_name: str, late_at_s: Callable[[], float]) -> None:
-        self._agent_name = agent_name
-        self._may_go_on_until_s = late_at_s
-        self._is_late = False
-        self._has_ended: Future[None] = Future()
-
-    def late_at_s(self) -> float:
-        if time.monotonic() > self._may_go_on_until_s():
-            self._is_late = True  # once is for ever: nobody writes on because a later time is heard of
-        return -math.inf if self._is_late else self._may_go_on_until_s()
-
-    def is_late(self) -> bool:
-        return time.monotonic() > self.late_at_s()
-
-    def end(self, _: int, error: TransferError | None) -> None:
-        if error is None and self._is_late:
-            error = PeerUnreachable(f"{self._agent_name}: a write did not end in its time")
-        if error is None:
-            self._has_ended.set_result(None)
-        else:
-            self._has_ended.set_exception(error)
-
-    def synchronize(self) -> None:
-        self._has_ended.result()
 
 
 def _import_nixl() -> Any:

@@ -12,7 +12,8 @@ import pytest
 
 from kv_transfer import HostPool, KVLayout, PeerUnreachable, nixl_agent
 from kv_transfer.errors import TransferError
-from kv_transfer.nixl_agent import NixlAgent, NixlCopying, NixlPeerPool, RemotePool
+from kv_transfer.nixl_agent import NixlAgent, RemotePool
+from kv_transfer.nixl_peer import NixlCopying, NixlPeerPool
 from kv_transfer.transfer import Terms, Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
@@ -47,6 +48,10 @@ class NixlError(Exception):
 
 def remote_pool(name: str = "receiver", num_blocks: int = 2) -> RemotePool:
     return RemotePool(name, SimpleNamespace(release=lambda: None), num_blocks)
+
+
+def peer_pool(agent: NixlAgent) -> NixlPeerPool:
+    return NixlPeerPool("receiver", remote_pool(num_blocks=4), post=agent.post, close=lambda: None)
 
 
 def replace_nixl(monkeypatch: pytest.MonkeyPatch, agent: type[Agent]) -> None:
@@ -127,7 +132,7 @@ def test_a_copy_that_is_late_under_way_is_given_up_and_never_goes_on(monkeypatch
 
     replace_nixl(monkeypatch, BusyAgent)
     agent = NixlAgent("sender", WatchedPool([]))
-    copying = NixlPeerPool(agent, remote_pool(num_blocks=4)).copy(ROWS, lambda: until_s[0])
+    copying = peer_pool(agent).copy(ROWS, lambda: until_s[0])
     with pytest.raises(PeerUnreachable, match="receiver: a write did not end in its time"):
         copying.synchronize()
     agent.close()
@@ -157,7 +162,7 @@ def test_a_copy_that_is_late_before_it_begins_is_none(monkeypatch: pytest.Monkey
 
     replace_nixl(monkeypatch, HeardAgent)
     agent = NixlAgent("sender", WatchedPool([]))
-    copying = NixlPeerPool(agent, remote_pool(num_blocks=4)).copy(ROWS, lambda: -math.inf)
+    copying = peer_pool(agent).copy(ROWS, lambda: -math.inf)
     with pytest.raises(PeerUnreachable, match="did not end in its time"):
         copying.synchronize()
     agent.close()
