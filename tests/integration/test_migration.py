@@ -222,7 +222,7 @@ def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster
     command = [*first.cmdline(), "--redis", first.environ()["REDIS_URL"]]
     command[command.index("--listen") + 1] = "127.0.0.1:0"
     gateway = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router"]
-    asked = {"prompt": PROMPT, "max_tokens": 250, "temperature": 0.0, "ignore_eos": True}
+    asked = {"prompt": PROMPT, "max_tokens": 800, "temperature": 0.0, "ignore_eos": True}
     with ExitStack() as stack:
         other, process = stack.enter_context(process_of_ours(command, tmp_path / "router.log"))
         targets = [*gateway, f"ipv4:{cluster.address},{other}"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -25,23 +24,23 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    """Two requests fill the decode worker; half of the prefill worker's pool is for one that stays. The lease is one
+    """A long request fills the decode worker; half of the prefill worker's pool is for one that stays. The lease is one
     that no step outlasts, where much else runs: two seconds were too few once."""
-    return start_cluster("--max-model-len", "512", "--num-kv-blocks", "60", "--lease-ms", "5000")
+    return start_cluster("--max-model-len", "1024", "--num-kv-blocks", "64", "--lease-ms", "5000")
 
 
 @contextmanager
 def full_decode_worker(client: Client) -> Iterator[None]:
-    """While it is entered, the decode worker has no room for `PROMPT`."""
-    others = [[(number * 131 + 7 * i) % 30_000 + 70 for i in range(400)] for number in (1, 2)]
-    streams = [client.stream(prompt, max_tokens=100, temperature=0, ignore_eos=True) for prompt in others]
-    with ThreadPoolExecutor(2) as threads:  # at once: the first must not have ended when the second begins
-        list(threads.map(lambda stream: [next(stream), next(stream)], streams))  # the first token is no sign of room
+    """While it is entered, the decode worker has no room for `PROMPT`: 17 blocks at most, of 19. It is as long as the
+    pool has room for, so that it has not ended before what is tried beside it, wherever that takes its time."""
+    other = [(131 + 7 * i) % 30_000 + 70 for i in range(740)]
+    stream = client.stream(other, max_tokens=270, temperature=0, ignore_eos=True)
+    next(stream)
+    next(stream)  # the first token is no sign of room
     try:
         yield
     finally:
-        for stream in streams:
-            stream.close()
+        stream.close()
 
 
 def load_of(cluster: RunningCluster, role: worker_pb.Role) -> worker_pb.WorkerLoad:
