@@ -282,7 +282,7 @@ def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, 
     request.answers_so_far[0].worker_kind = "another"
     del request.answers_so_far[1:]
     request.answers_so_far[0].is_complete = False
-    request.answers_so_far[0].token_ids.append(5)
+    request.answers_so_far[0].token_ids[:] = [5]  # it may have been all but complete
     assert code_of_call(stub.Generate(request)) == grpc.StatusCode.UNAVAILABLE
     cluster.wait_until_at_rest()
 
