@@ -1,25 +1,20 @@
-# ruff: noqa: N802 - gRPC's method names
 """The server over a real loopback port: errors, health, reflection, busy port, drain, TLS, sessions."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from certificates import Signer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from rpc_harness import INFERENCE, KINDS, TIMEOUT_S, Handlers, call, call_with_bytes, serving
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_inference_pb2_grpc as inference_grpc
-from protos import tandem_kv_transfer_pb2 as kv_pb
-from protos import tandem_kv_transfer_pb2_grpc as kv_grpc
 from protos import tandem_worker_pb2 as pb
 from protos import tandem_worker_pb2_grpc as worker_grpc
 from rpc.channel import open_channel
@@ -29,7 +24,6 @@ from rpc.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
-    Unauthenticated,
     Unreachable,
     from_rpc_error,
     rpc_errors_as_tandem_errors,
@@ -38,97 +32,8 @@ from rpc.health import HealthServicer
 from rpc.server import CannotListen, Server
 from rpc.tls import SslArgs
 
-INFERENCE = "tandem.v1.Inference"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-TIMEOUT_S = 10.0
-
-
-class Handlers:
-    """All four kinds of RPC. Each raises `error` where it has one, after `num_messages` of a stream."""
-
-    def __init__(self, error: Exception | None = None, num_messages: int = 2) -> None:
-        self.error = error
-        self.num_messages = num_messages
-        self.may_end = asyncio.Event()
-        self.may_end.set()
-        self.has_begun = asyncio.Event()
-        self.is_freed = asyncio.Event()
-        self.freed_by: object = None
-
-    async def _end(self) -> None:
-        self.has_begun.set()
-        await self.may_end.wait()
-        if self.error is not None:
-            raise self.error
-
-    async def GetModelInfo(self, request: Any, context: Any) -> inference_pb.GetModelInfoResponse:
-        await self._end()
-        return inference_pb.GetModelInfoResponse(model="m")
-
-    async def Abort(self, request: Any, context: Any) -> inference_pb.AbortResponse:
-        await context.abort(grpc.StatusCode.OUT_OF_RANGE, "by the handler itself")
-        raise AssertionError
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[inference_pb.GenerateResponse]:
-        task = asyncio.current_task()
-        try:
-            for offset in range(self.num_messages):
-                yield inference_pb.GenerateResponse(offset=offset)
-            await self._end()
-        finally:
-            self.freed_by = "its own task" if asyncio.current_task() is task else "the garbage collector"
-            self.is_freed.set()
-
-    async def Push(self, chunks: AsyncIterator[kv_pb.PushChunk], context: Any) -> kv_pb.PushSummary:
-        num_bytes = 0
-        async for chunk in chunks:
-            num_bytes += len(chunk.data)
-        await self._end()
-        return kv_pb.PushSummary(num_bytes=num_bytes)
-
-    async def Session(self, commands: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.WorkerEvents]:
-        async for _ in commands:
-            yield pb.WorkerEvents()
-        await self._end()
-
-
-class KVHandlers(kv_grpc.KVTransferServicer):
-    def __init__(self, handlers: Handlers) -> None:
-        self.Push = handlers.Push
-
-
-@asynccontextmanager
-async def serving(handlers: Handlers, **options: Any) -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
-    server = Server("127.0.0.1:0", **options)
-    server.add(inference_grpc.add_InferenceServicer_to_server, handlers, INFERENCE)
-    server.add(kv_grpc.add_KVTransferServicer_to_server, KVHandlers(handlers), "tandem.v1.KVTransfer")
-    server.add(worker_grpc.add_DecodeServicer_to_server, handlers, "tandem.v1.Decode")
-    address = await server.start()
-    channel = open_channel(address)
-    try:
-        yield server, channel
-    finally:
-        await channel.close()
-        await server.drain(0)
-
-
-async def call(kind: str, channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> list[Any]:
-    """Make one RPC of `kind`; its messages, or the AioRpcError."""
-    inference, decode = inference_grpc.InferenceStub(channel), worker_grpc.DecodeStub(channel)
-    how: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": metadata}
-    if kind == "unary_unary":
-        return [await inference.GetModelInfo(inference_pb.GetModelInfoRequest(), **how)]
-    if kind == "unary_stream":
-        return [message async for message in inference.Generate(inference_pb.GenerateRequest(), **how)]
-    if kind == "stream_unary":
-        chunks = iter([kv_pb.PushChunk(data=b"ab"), kv_pb.PushChunk(data=b"c")])
-        return [await kv_grpc.KVTransferStub(channel).Push(chunks, **how)]
-    commands = iter([pb.DecodeCommand(beat=pb.Beat())] * 2)
-    return [message async for message in decode.Session(commands, **how)]
-
-
-KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,113 +56,6 @@ async def test_tandem_error_arrives_as_itself(kind: str) -> None:
     assert isinstance(error, InvalidRequest)
     assert error.violations == raised.violations
     assert error.retry_after_s == 0.5
-
-
-WRONG_KEYS = {
-    "none": [],
-    "another": [("authorization", "Bearer old")],
-    "both at once": [("authorization", "Bearer older newer")],
-    "not a bearer's": [("authorization", "Basic older")],
-    "no scheme": [("authorization", "older")],
-    "elsewhere": [("x-api-key", "older")],
-}
-
-
-@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])  # as routers have; others may fail while they write
-@pytest.mark.parametrize("metadata", WRONG_KEYS.values(), ids=WRONG_KEYS)
-async def test_without_a_key_of_the_servers_nothing_is_done(kind: str, metadata: list[tuple[str, str]]) -> None:
-    handlers = Handlers()
-    async with serving(handlers, keys=("older", "newer")) as (_, channel):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(kind, channel, *metadata)
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    error = from_rpc_error(caught.value)
-    assert isinstance(error, Unauthenticated)
-    assert "authorization: Bearer KEY" in error.message
-    assert not handlers.has_begun.is_set()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_any_of_several_keys(kind: str) -> None:
-    async with serving(Handlers(), keys=("older", "newer")) as (_, channel):
-        for value in ("Bearer older", "bearer newer", "Bearer  older "):
-            assert await call(kind, channel, ("authorization", value))
-
-
-async def test_a_request_without_a_key_is_not_even_parsed() -> None:
-    async with serving(Handlers(), keys=("k",)) as (_, channel):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call_with_bytes("unary_unary", channel, b"\xff" * 40)
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def status_of_call(address: str, authorization: bytes) -> bytes:
-    """Of one whose metadata is what no client of gRPC sends: byte by byte, as HTTP/2 has it."""
-
-    def field(name: bytes, value: bytes) -> bytes:
-        return b"\x00" + b"".join(bytes([len(text)]) + text for text in (name, value))  # neither indexed nor packed
-
-    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
-
-    head = {
-        b":method": b"POST", b":scheme": b"http", b":path": f"/{INFERENCE}/GetModelInfo".encode(), b":authority": b"a",
-        b"te": b"trailers", b"content-type": b"application/grpc", b"authorization": authorization,
-    }  # fmt: skip
-    headers = frame(1, 0x4, 1, b"".join(field(*item) for item in head.items()))
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + headers + frame(0, 0x1, 1, bytes(5)))
-    async with asyncio.timeout(TIMEOUT_S):
-        await reader.readuntil(b"grpc-status")
-        answer = await reader.readexactly(3)
-    writer.close()
-    return answer[1 : 1 + answer[0]]
-
-
-async def test_a_key_that_is_no_text_is_refused_and_nobody_reads_it_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    server = Server("127.0.0.1:0", keys=("older",))
-    server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), INFERENCE)
-    address = await server.start()
-    try:
-        refused = await status_of_call(address, b"Bearer older\xe9")
-        taken = await status_of_call(address, b"Bearer older")
-    finally:
-        await server.drain(0)
-    assert (refused, taken) == (b"16", b"0")
-    assert caplog.records == []
-
-
-async def test_health_and_reflection_ask_for_no_key() -> None:
-    async with serving(Handlers(), keys=("k",)) as (server, channel):
-        server.set_serving(INFERENCE, True)
-        asked = health_pb2.HealthCheckRequest(service=INFERENCE)
-        assert (await health_pb2_grpc.HealthStub(channel).Check(asked)).status == SERVING
-        listed = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        )
-        names = [service.name async for answer in listed for service in answer.list_services_response.service]
-    assert INFERENCE in names
-
-
-METHOD_OF_KIND = {
-    "unary_unary": "/tandem.v1.Inference/GetModelInfo",
-    "unary_stream": "/tandem.v1.Inference/Generate",
-    "stream_unary": "/tandem.v1.KVTransfer/Push",
-    "stream_stream": "/tandem.v1.Decode/Session",
-}
-
-
-async def call_with_bytes(kind: str, channel: grpc.aio.Channel, data: bytes) -> None:
-    """As `call`, with `data` for every request message."""
-    make = getattr(channel, kind)(METHOD_OF_KIND[kind], request_serializer=bytes, response_deserializer=bytes)
-    answer = make(iter([data]) if kind.startswith("stream") else data, timeout=TIMEOUT_S)
-    if kind.endswith("unary"):
-        await answer
-    else:
-        [message async for message in answer]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,105 @@
+"""A server that asks for a key: calls without one of its own are refused before they are read."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from rpc_harness import INFERENCE, KINDS, TIMEOUT_S, Handlers, call, call_with_bytes, serving
+
+from protos import tandem_inference_pb2_grpc as inference_grpc
+from rpc.errors import Unauthenticated, from_rpc_error
+from rpc.server import Server
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+WRONG_KEYS = {
+    "none": [],
+    "another": [("authorization", "Bearer old")],
+    "both at once": [("authorization", "Bearer older newer")],
+    "not a bearer's": [("authorization", "Basic older")],
+    "no scheme": [("authorization", "older")],
+    "elsewhere": [("x-api-key", "older")],
+}
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])  # as routers have; others may fail while they write
+@pytest.mark.parametrize("metadata", WRONG_KEYS.values(), ids=WRONG_KEYS)
+async def test_without_a_key_of_the_servers_nothing_is_done(kind: str, metadata: list[tuple[str, str]]) -> None:
+    handlers = Handlers()
+    async with serving(handlers, keys=("older", "newer")) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(kind, channel, *metadata)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, Unauthenticated)
+    assert "authorization: Bearer KEY" in error.message
+    assert not handlers.has_begun.is_set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_any_of_several_keys(kind: str) -> None:
+    async with serving(Handlers(), keys=("older", "newer")) as (_, channel):
+        for value in ("Bearer older", "bearer newer", "Bearer  older "):
+            assert await call(kind, channel, ("authorization", value))
+
+
+async def test_a_request_without_a_key_is_not_even_parsed() -> None:
+    async with serving(Handlers(), keys=("k",)) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call_with_bytes("unary_unary", channel, b"\xff" * 40)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def status_of_call(address: str, authorization: bytes) -> bytes:
+    """Of one whose metadata is what no client of gRPC sends: byte by byte, as HTTP/2 has it."""
+
+    def field(name: bytes, value: bytes) -> bytes:
+        return b"\x00" + b"".join(bytes([len(text)]) + text for text in (name, value))  # neither indexed nor packed
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+    head = {
+        b":method": b"POST", b":scheme": b"http", b":path": f"/{INFERENCE}/GetModelInfo".encode(), b":authority": b"a",
+        b"te": b"trailers", b"content-type": b"application/grpc", b"authorization": authorization,
+    }  # fmt: skip
+    headers = frame(1, 0x4, 1, b"".join(field(*item) for item in head.items()))
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + headers + frame(0, 0x1, 1, bytes(5)))
+    async with asyncio.timeout(TIMEOUT_S):
+        await reader.readuntil(b"grpc-status")
+        answer = await reader.readexactly(3)
+    writer.close()
+    return answer[1 : 1 + answer[0]]
+
+
+async def test_a_key_that_is_no_text_is_refused_and_nobody_reads_it_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = Server("127.0.0.1:0", keys=("older",))
+    server.add(inference_grpc.add_InferenceServicer_to_server, Handlers(), INFERENCE)
+    address = await server.start()
+    try:
+        refused = await status_of_call(address, b"Bearer older\xe9")
+        taken = await status_of_call(address, b"Bearer older")
+    finally:
+        await server.drain(0)
+    assert (refused, taken) == (b"16", b"0")
+    assert caplog.records == []
+
+
+async def test_health_and_reflection_ask_for_no_key() -> None:
+    async with serving(Handlers(), keys=("k",)) as (server, channel):
+        server.set_serving(INFERENCE, True)
+        asked = health_pb2.HealthCheckRequest(service=INFERENCE)
+        assert (await health_pb2_grpc.HealthStub(channel).Check(asked)).status == SERVING
+        listed = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        names = [service.name async for answer in listed for service in answer.list_services_response.service]
+    assert INFERENCE in names
