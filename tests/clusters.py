@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+
+import psutil
 
 from protos import tandem_worker_pb2 as pb
 from tandem.client import Client
@@ -43,6 +46,23 @@ class RunningCluster:
     def wait_until_at_rest(self, timeout_s: float = 15.0) -> None:
         """Until every block of every worker is free or cached and the books balance."""
         wait_until(lambda: not self.audit_problems(), timeout_s, "every block free or cached", self.audit_problems)
+
+    def services(self) -> dict[str, psutil.Process]:
+        """What it runs, by name: "redis", "router", "gateway", "prefill-1", …; who has ended is not among them."""
+        found = {}
+        for child in psutil.Process(self.pid).children():
+            with suppress(psutil.NoSuchProcess):  # one that ended, waited for or not
+                if name := service_name(" ".join(child.cmdline())):
+                    found[name] = child
+        return found
+
+
+def service_name(command_line: str) -> str:
+    """Empty of a child that is not yet what it will be: until it runs a program, it shows its parent's line."""
+    for pattern in (r"--worker-id (\S+)", r"-m (router|gateway)\b", r"unixsocket.*/(redis)\.sock"):
+        if found := re.search(pattern, command_line):
+            return found[1]
+    return ""
 
 
 @contextmanager

@@ -73,16 +73,6 @@ def running(*arguments: str, router: str = "") -> Iterator[subprocess.Popen[byte
         process.communicate()
 
 
-def children_of(pid: int) -> dict[str, psutil.Process]:
-    """The services that `tandem up` runs, by name: "redis", "router", "prefill-1", …"""
-    found = {}
-    for child in psutil.Process(pid).children():
-        line = " ".join(child.cmdline())
-        worker = re.search(r"--worker-id (\S+)", line)
-        found[worker[1] if worker else "router" if "-m router" in line else "redis"] = child
-    return found
-
-
 def test_the_model_has_the_name_it_was_given(cluster: RunningCluster) -> None:
     with Client(cluster.address) as client:
         info = client.model_info()
@@ -164,7 +154,7 @@ def test_status_lists_the_workers(cluster: RunningCluster) -> None:
     assert header.split()[:4] == ["id", "role", "address", "pid"]
     assert [row.split()[:2] for row in rows] == [["prefill-1", "prefill"], ["decode-1", "decode"]]
     pids = {worker["record"]["worker_id"]: worker["record"]["pid"] for worker in status_json(cluster)["workers"]}
-    assert pids == {name: child.pid for name, child in children_of(cluster.pid).items() if name in pids}
+    assert pids == {name: child.pid for name, child in cluster.services().items() if name in pids}
 
 
 def status_json(cluster: RunningCluster) -> dict[str, list[dict[str, dict[str, object]]]]:
@@ -211,7 +201,7 @@ def test_audit_balances(cluster: RunningCluster) -> None:
 
 @pytest.mark.parametrize("name", ["decode-1", pytest.param("prefill-1", marks=pytest.mark.slow)])
 def test_a_killed_worker_is_noticed_said_and_started_again(cluster: RunningCluster, name: str) -> None:
-    child = children_of(cluster.pid)[name]
+    child = cluster.services()[name]
     child.kill()
 
     def is_replaced() -> bool:
@@ -226,18 +216,18 @@ def test_a_killed_worker_is_noticed_said_and_started_again(cluster: RunningClust
 
 
 def test_a_killed_router_comes_back_on_its_port(cluster: RunningCluster) -> None:
-    child = children_of(cluster.pid)["router"]
+    child = cluster.services()["router"]
     child.kill()
 
     def serves() -> bool:
         return tandem("generate", "hello", "--max-tokens", "1", router=cluster.address).returncode == 0
 
     wait_until(serves, 60, f"the router serves again at {cluster.address}", cluster.log.read_text)
-    assert children_of(cluster.pid)["router"].pid != child.pid
+    assert cluster.services()["router"].pid != child.pid
 
 
 def test_requests_are_served_while_redis_does_not_answer(cluster: RunningCluster) -> None:
-    redis_process = children_of(cluster.pid)["redis"]
+    redis_process = cluster.services()["redis"]
     redis_process.suspend()
     try:
         with Client(cluster.address) as client:
@@ -250,7 +240,7 @@ def test_requests_are_served_while_redis_does_not_answer(cluster: RunningCluster
 
 
 def test_a_killed_redis_comes_back_on_its_socket_and_is_filled_again(cluster: RunningCluster) -> None:
-    child = children_of(cluster.pid)["redis"]
+    child = cluster.services()["redis"]
     socket = child.cmdline()[0].split("unixsocket:")[1].strip()  # it renames itself: "valkey-server unixsocket:PATH"
     child.kill()
 
@@ -272,7 +262,7 @@ def test_a_killed_redis_comes_back_on_its_socket_and_is_filled_again(cluster: Ru
 
 def test_a_hangup_and_sigterm_let_a_stream_finish(tmp_path: Path, small: tuple[str, ...]) -> None:
     with run_cluster(tmp_path / "log", *small, "--aggregated") as cluster:
-        children = children_of(cluster.pid)
+        children = cluster.services()
         assert set(children) == {"redis", "router", "decode-1"}, "--aggregated starts no prefill worker"
         with Client(cluster.address) as client:
             stream = client.stream("Once upon a time", max_tokens=150, ignore_eos=True)

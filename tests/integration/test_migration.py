@@ -21,7 +21,6 @@ from typing import Any
 import grpc
 import httpx2 as httpx
 import openai
-import psutil
 import pytest
 from clusters import RunningCluster, wait_until
 from openai_cases import ASKING, MESSAGES, TEMPLATE, TOOLS, added_up, client_of
@@ -115,7 +114,7 @@ def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluste
         worker_addresses = [worker.record.address for worker in cluster.workers()]
         streams = [client.stream(PROMPT, **sampling) for _ in range(4)]  # type: ignore[arg-type]
         received = [list(next(stream).token_ids) for stream in streams]
-        router = router_process(cluster)
+        router = cluster.services()["router"]
         router.suspend()
         try:
             wait_until(lambda: not any(map(num_sessions, worker_addresses)), 20, "no worker believes in it any more")
@@ -138,7 +137,7 @@ def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: st
         for message in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
             messages.append(message)
             if len(messages) == 20:
-                router_process(cluster).kill()
+                cluster.services()["router"].kill()
     assert [token_id for message in messages for token_id in message.token_ids] == expected.token_ids
     assert "".join(message.text for message in messages) == expected.text
     assert [each for message in messages for each in message.logprobs] == expected.logprobs
@@ -157,7 +156,7 @@ def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -
         for number, message in enumerate(client.stream(messages, n=3, **sampling)):  # type: ignore[arg-type]
             answers.accept(message)
             if number == 40:
-                router_process(cluster).kill()
+                cluster.services()["router"].kill()
         assert [(a.token_ids, a.text, a.logprobs, a.prompt_token_ids) for a in answers.answers()] == [
             (a.token_ids, a.text, a.logprobs, a.prompt_token_ids) for a in expected
         ]
@@ -178,7 +177,7 @@ def test_a_killed_router_is_no_end_of_several_answers_over_http(
     for number, event in enumerate(openai_client.chat.completions.create(**asked, stream=True)):
         texts[event.choices[0].index] += event.choices[0].delta.content or ""
         if number == 40:
-            router_process(cluster).kill()
+            cluster.services()["router"].kill()
     assert texts == expected
     cluster.wait_until_at_rest(60)
 
@@ -195,7 +194,7 @@ def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, openai_cli
         for number, event in enumerate(openai_client.chat.completions.create(**asked, stream=True)):
             yield event
             if number == 8:
-                router_process(cluster).kill()
+                cluster.services()["router"].kill()
 
     assert added_up(killing()) == expected
     cluster.wait_until_at_rest(60)
@@ -218,7 +217,7 @@ def process_of_ours(command: list[str], log: Path) -> Iterator[tuple[str, subpro
 
 
 def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster, tmp_path: Path) -> None:
-    first = router_process(cluster)
+    first = cluster.services()["router"]
     command = [*first.cmdline(), "--redis", first.environ()["REDIS_URL"]]
     command[command.index("--listen") + 1] = "127.0.0.1:0"
     gateway = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router"]
@@ -259,13 +258,7 @@ def text_of(line: str) -> str:
 
 
 def test_the_gateway_comes_back_where_it_was(cluster: RunningCluster, openai_client: openai.OpenAI, model: str) -> None:
-    def gateway() -> psutil.Process | None:
-        children = psutil.Process(cluster.pid).children()
-        return next((child for child in children if "gateway" in child.cmdline()), None)
-
-    first = gateway()
-    assert first is not None
-    first.kill()
+    cluster.services()["gateway"].kill()
 
     def is_back() -> bool:
         with suppress(openai.APIConnectionError):
@@ -281,7 +274,7 @@ def test_what_a_killed_router_had_not_begun_to_answer_is_asked_of_the_next(clust
     with Client(cluster.address) as client, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(client.generate_n, prompt, 2, **sampling)  # type: ignore[arg-type]
         wait_until(lambda: client.status().num_running_requests > 0, 20, "the router has taken it on")
-        router_process(cluster).kill()
+        cluster.services()["router"].kill()
         answers = asked.result(60)
         again = client.generate_n(prompt, 2, **sampling)  # type: ignore[arg-type]
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in again]
@@ -302,18 +295,13 @@ def test_a_worker_that_leaves_hands_its_streams_over_when_its_grace_is_over(clus
         assert last.timings.attempts == 2
         assert received == expected.token_ids
         received = []
-        end_router = cache(lambda: router_process(cluster).terminate())
+        end_router = cache(cluster.services()["router"].terminate)
         for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
             received += chunk.token_ids
             if len(received) >= 20:
                 end_router()
         assert received == expected.token_ids, "a router, too"
     cluster.wait_until_at_rest(60)
-
-
-def router_process(cluster: RunningCluster) -> psutil.Process:
-    children = psutil.Process(cluster.pid).children(recursive=True)
-    return next(child for child in children if "router" in child.cmdline())
 
 
 def num_sessions(worker_address: str) -> int:
