@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -49,10 +50,8 @@ def test_no_cycles_are_looked_for_while_a_body_is_read(
 ) -> None:
     body = f"{start}{','.join([each] * MANY)}{end}".encode()
     collections.clear()
-    try:
+    with pytest.raises(ValidationError) if kind is CompletionRequest else nullcontext():
         kind.read(body)
-    except ValidationError as refused:
-        assert kind is CompletionRequest, refused
     assert not [generation for generation in collections if generation > 0], "but once, when it has been read"
     assert gc.isenabled()
 
