@@ -46,6 +46,7 @@ from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
+from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
 from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.one_row import one_row_product
@@ -63,6 +64,7 @@ from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbeddi
 from engine.lora.adapters import AddedPart
 from engine.models.expert_products import ScaledStack
 from engine.models.experts_config import ExpertsConfig
+from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
 from engine.models.rope_config import RopeConfig
 from engine.models.scores import Scores
 from engine.sampling_params import SamplingParams
@@ -72,7 +74,7 @@ OPTIONS = ("num_warps", "num_stages")
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
     torch.float64: "*fp64",
-    torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 MULTIPLIES = r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, MAX_CONTEXT = 32, 8, 16, 8192
@@ -315,6 +317,26 @@ def compile_experts(experts: Experts, num_tokens: int, dtype: torch.dtype) -> No
         expert_product(torch.zeros(num_rows, size_k, dtype=dtype), stack, tiles, config)
 
 
+GPT_OSS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
+"""Experts of 2,880 of 2,880, 4 of them for a token."""
+
+
+def compile_four_bits(num_experts: int, num_tokens: int, dtype: torch.dtype, size: int = 2880) -> None:
+    """Both products of a layer's experts in MXFP4."""
+    global case
+    num_rows, name = num_tokens * 4, case
+    config = expert_config(kind, num_rows, num_experts, dtype.itemsize)
+    tiles = torch.zeros(1, 3, dtype=torch.int32)
+    for product, size_n in {"gate_up": 2 * size, "down": size}.items():
+        case = f"{name}, {product}"
+        pairs = torch.zeros(1, size_n, size // 2, dtype=torch.uint8)  # one will do
+        scales, bias = torch.zeros(1, size_n, size // GROUP, dtype=torch.uint8), torch.zeros(1, size_n, dtype=dtype)
+        x = torch.zeros(num_rows, size, dtype=dtype)
+        four_bit_product(x, FourBitStack(pairs, scales, bias), tiles, config)
+    case = name
+    clamped_gate(torch.zeros(num_rows, 2 * size, dtype=dtype), ClampedGate(alpha=1.702, limit=7.0))
+
+
 def compile_adapters(rank: int, dtype: torch.dtype) -> None:
     """What is added to q, k and v of Llama-3.1-8B."""
     sizes, starts = [4096, 1024, 1024], [0, 4096, 5120]
@@ -411,6 +433,13 @@ def other_cases() -> dict[str, Callable[[], None]]:
             cases[name] = partial(compile_experts, experts, num_tokens, torch.bfloat16)
     for dtype in (torch.float16, torch.float32):
         cases[f"DeepSeek-V2-Lite, {name_of(dtype)}"] = partial(compile_experts, EXPERTS["DeepSeek-V2-Lite"], 1, dtype)
+    for model, num_experts in GPT_OSS.items():
+        for num_tokens in (1, 200, 1000, 4096):
+            name = f"{model}, {num_tokens} token{'s' * (num_tokens > 1)}"
+            cases[name] = partial(compile_four_bits, num_experts, num_tokens, torch.bfloat16)
+    for dtype in (torch.float16, torch.float32):
+        cases[f"gpt-oss-20b, {name_of(dtype)}"] = partial(compile_four_bits, 32, 1, dtype)
+    cases["gpt-oss-20b, 2048 inputs"] = partial(compile_four_bits, 32, 1, torch.bfloat16, 2048)
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = partial(compile_draws, dtype)
     return cases

@@ -151,7 +151,8 @@ def _load_transformers_model(
 
     assert isinstance(shape, TransformersConfig)
     assert isinstance(backend, AttentionBackend)
-    return TransformersModel(shape, load_causal_lm(config), backend, parts)
+    causal_lm = load_causal_lm(config, keeps_four_bits=parts.four_bit_experts is not None)
+    return TransformersModel(shape, causal_lm, backend, parts)
 
 
 def _weights_of(config: EngineConfig) -> Weights:

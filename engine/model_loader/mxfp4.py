@@ -1,4 +1,5 @@
-"""Weights in MXFP4, as gpt-oss' checkpoints keep their experts: widened when they are loaded, and never computed with.
+"""Weights in MXFP4, as gpt-oss' checkpoints keep their experts: looked through, and widened where nobody computes with
+them as they are (engine/models/four_bit_experts.py).
 
 Four bits a number (sign, two of exponent, one of mantissa), and for 32 of them one power of two, in 8 bits (Open
 Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023). Of a weight NAME [E experts,
@@ -12,34 +13,42 @@ from __future__ import annotations
 
 import torch
 
+from engine.models.four_bit_experts import BIAS, GROUP
+
 BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the lower three bits; the fourth is the sign."""
-BIAS, NOT_A_NUMBER = 127, 255
+NOT_A_NUMBER = 255
+
+
+def check_all(tensors: dict[str, torch.Tensor]) -> None:
+    """Raises `ValueError` naming a tensor that does not fit its other half, or has no numbers."""
+    for weight in _weights_in_halves(tensors):
+        _check(weight + BLOCKS, tensors[weight + BLOCKS], tensors[weight + SCALES])
 
 
 def widen_all(tensors: dict[str, torch.Tensor], *, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
-    """`tensors` with each NAME_blocks and NAME_scales as NAME, on the device, one at a time; all others as they are.
-
-    Raises `ValueError` naming a tensor that does not fit its other half, or has no numbers.
-    """
-    widened: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        weight, other = name.removesuffix(BLOCKS), name.removesuffix(BLOCKS) + SCALES
-        if name.endswith(BLOCKS) and other in tensors:
-            scales = tensors[other]
-            _check(name, tensor, scales)
-            widened[weight] = widen(tensor.to(device), scales.to(device), dtype)
-        elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors):
-            widened[name] = tensor
+    """`tensors`, which have been checked, with each NAME_blocks and NAME_scales as NAME, on the device, one at a time;
+    all others as they are."""
+    in_halves = _weights_in_halves(tensors)
+    halves = {weight + half for weight in in_halves for half in (BLOCKS, SCALES)}
+    widened = {name: tensor for name, tensor in tensors.items() if name not in halves}
+    for weight in in_halves:
+        blocks, scales = (tensors[weight + half].to(device) for half in (BLOCKS, SCALES))
+        widened[weight] = widen(blocks, scales, dtype)
     return widened
+
+
+def _weights_in_halves(tensors: dict[str, torch.Tensor]) -> list[str]:
+    names = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
+    return [name for name in names if name + SCALES in tensors]
 
 
 def widen(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[E, I, O], expert by expert: what is in between takes several times as much."""
     numbers = torch.tensor([*NUMBERS, *(-x for x in NUMBERS)], dtype=torch.float32, device=blocks.device)
     num_experts, num_outputs = scales.shape[:2]
-    widened = torch.empty(num_experts, scales.shape[2] * 32, num_outputs, dtype=dtype, device=blocks.device)
+    widened = torch.empty(num_experts, scales.shape[2] * GROUP, num_outputs, dtype=dtype, device=blocks.device)
     for weight, pairs, exponents in zip(widened, blocks, scales, strict=True):
         codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(2).int()  # [O, I / 32, 32]
         powers = torch.exp2((exponents.int() - BIAS).float()).unsqueeze(-1)

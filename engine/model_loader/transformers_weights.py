@@ -18,33 +18,41 @@ from safetensors import safe_open
 
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
-from engine.model_loader.mxfp4 import widen_all
+from engine.model_loader.mxfp4 import check_all, widen_all
 from engine.model_loader.weights import opening, safetensors_files
 from engine.models.stored_weights import is_mxfp4
+from engine.models.transformers_experts import FourBitExperts, with_four_bit_experts
 from engine.models.transformers_model import PAGED
 from engine.models.transformers_probe import MAKING, causal_lm_config
 
 
-def load_causal_lm(config: EngineConfig) -> Any:
+def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
     """On the device, in the engine's dtype, with our attention. Raises `ValueError` where files and config.json do not
-    fit: transformers itself would make up what is missing."""
+    fit: transformers itself would make up what is missing.
+
+    `keeps_four_bits`: experts in MXFP4 stay so, in modules of ours (engine/models/transformers_experts.py); otherwise
+    they are widened."""
     model, device = config.model, config.device.device
     hf_config = causal_lm_config(model.hf_config)
-    arguments = {
-        "attn_implementation": PAGED,
-        "dtype": TORCH_DTYPES[model.dtype],
-        "trust_remote_code": False,
-    }
+    arguments = {"attn_implementation": PAGED, "dtype": TORCH_DTYPES[model.dtype]}
+    keeps_four_bits = keeps_four_bits and is_mxfp4(model.hf_config)
     with MAKING, _progress_where_it_is_seen(), _errors_as_values(str(model.path)):
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        if keeps_four_bits:
+            model_class = with_four_bit_experts(model_class)
         if config.load.load_format == "dummy":
             with torch.random.fork_rng(), torch.device(device):
                 torch.manual_seed(config.load.seed)
-                causal_lm = transformers.AutoModelForCausalLM.from_config(hf_config, **arguments)
+                causal_lm = model_class._from_config(hf_config, **arguments)
+                for module in causal_lm.modules():
+                    if isinstance(module, FourBitExperts):
+                        module.make_up_weights()
         else:
             tensors = _tensors_of(model.path)
             if is_mxfp4(model.hf_config):
-                tensors = widen_all(tensors, dtype=TORCH_DTYPES[model.dtype], device=device)
-            model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+                check_all(tensors)
+                if not keeps_four_bits:
+                    tensors = widen_all(tensors, dtype=TORCH_DTYPES[model.dtype], device=device)
             causal_lm, loaded = model_class.from_pretrained(
                 None,
                 config=hf_config,
@@ -52,6 +60,7 @@ def load_causal_lm(config: EngineConfig) -> Any:
                 output_loading_info=True,
                 device_map=device,  # by accelerate: transformers refuses without it
                 ignore_mismatched_sizes=True,  # found out below, and said in our words
+                trust_remote_code=False,
                 **arguments,
             )
             _check_all_fits(str(model.path), loaded)

@@ -13,7 +13,7 @@ plain; of a product, N outputs, K inputs, G groups of inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -110,6 +110,10 @@ def _multiplied(x_RK: torch.Tensor, stack: ScaledStack, bounds: list[int]) -> to
         if start < end
     ]
     return torch.cat(parts)
+
+
+SumOfExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Called as `sum_of_experts` is."""
 
 
 def sum_of_experts(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TA: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 from engine.models.expert_choice import Choice
+from engine.models.expert_products import ExpertProducts, SumOfExperts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.parts import PartsFactory
@@ -42,10 +43,25 @@ class Router:
         return self._choose_experts(self._logits(h_TD), self._bias_E, self._config)
 
 
+class ChosenExperts:
+    """What tokens get from the experts that were chosen for them."""
+
+    def __init__(self, products: ExpertProducts, sum_of_experts: SumOfExperts, num_experts: int, device: torch.device):
+        self.reads_back = products.reads_back
+        self._products, self._sum_of_experts = products, sum_of_experts
+        self._experts_E = torch.arange(num_experts, device=device)
+
+    def __call__(self, h_TD: torch.Tensor, choice: Choice) -> torch.Tensor:
+        experts_TA, weights_TA = choice
+        sorted_experts, order = experts_TA.flatten().sort(stable=True)
+        ends_E = torch.searchsorted(sorted_experts, self._experts_E, right=True, out_int32=True)
+        y_RD = self._products(h_TD[order // experts_TA.shape[1]], ends_E)
+        return self._sum_of_experts(y_RD, order, weights_TA)
+
+
 class ExpertsFeedForward:
     def __init__(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int, has_bias: bool):
         """`has_bias`: of the shared experts."""
-        self._num_experts_per_token = config.num_experts_per_token
         self._router = Router(config, factory, f"{name}.gate", hidden_size)
         self._shared = None
         if config.num_shared_experts:
@@ -53,18 +69,14 @@ class ExpertsFeedForward:
             parts = replace(factory.parts, sum_over_ranks=None)  # summed with the others below
             alone = replace(factory, parts=parts)
             self._shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
-        self._sum_of_experts = factory.parts.sum_of_experts
         self._sum_over_ranks = factory.parts.sum_over_ranks
-        self._products = factory.experts(f"{name}.experts", config, hidden_size)
-        self.reads_back = self._products.reads_back
-        self._experts_E = torch.arange(config.num_experts, device=factory.weights.device)
+        products = factory.experts(f"{name}.experts", config, hidden_size)
+        device = torch.device(factory.weights.device)
+        self._experts = ChosenExperts(products, factory.parts.sum_of_experts, config.num_experts, device)
+        self.reads_back = self._experts.reads_back
 
     def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:
-        experts_TA, weights_TA = self._router(h_TD)
-        sorted_experts, order = experts_TA.flatten().sort(stable=True)
-        ends_E = torch.searchsorted(sorted_experts, self._experts_E, right=True, out_int32=True)
-        y_RD = self._products(h_TD[order // self._num_experts_per_token], ends_E)
-        o_TD = self._sum_of_experts(y_RD, order, weights_TA)
+        o_TD = self._experts(h_TD, self._router(h_TD))
         if self._shared is not None:
             o_TD = o_TD + self._shared(h_TD)
         return o_TD if self._sum_over_ranks is None else self._sum_over_ranks(o_TD)

@@ -25,8 +25,16 @@ from engine.layers import (
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
 from engine.models.expert_choice import ChooseExperts, choose_experts
-from engine.models.expert_products import ExpertProducts, ExpertWeights, PlainExperts, ScaledExperts, sum_of_experts
+from engine.models.expert_products import (
+    ExpertProducts,
+    ExpertWeights,
+    PlainExperts,
+    ScaledExperts,
+    SumOfExperts,
+    sum_of_experts,
+)
 from engine.models.experts_config import ExpertsConfig
+from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 from engine.scaled_weight import Weight, stacked
 
@@ -50,7 +58,9 @@ class Parts:
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
     scaled_experts: type[ScaledExperts] = ScaledExperts
     """Experts whose weights are in 8 bits."""
-    sum_of_experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = sum_of_experts
+    four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
+    """Of (gate and up, down), in MXFP4. None: such weights are widened when they are loaded."""
+    sum_of_experts: SumOfExperts = sum_of_experts
     sum_over_ranks: SumOverRanks | None = None
     """None: one rank computes the whole model."""
     adapters: Adapters | None = None

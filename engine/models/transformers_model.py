@@ -26,6 +26,7 @@ from engine.models.layer import CosSin, OnLayer
 from engine.models.parts import Parts
 from engine.models.scores import Scores
 from engine.models.transformers_config import TransformersConfig
+from engine.models.transformers_experts import FourBitExperts
 from engine.models.transformers_probe import SINKS, Head
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class TransformersModel:
         self.adapters: Adapters | None = None
         self.reads_back = False  # where it would, the configuration has turned recording off
         replace_products(causal_lm, parts)
+        for module in causal_lm.modules():
+            if isinstance(module, FourBitExperts):
+                module.compute_by(parts)
         self._embedding = causal_lm.get_input_embeddings()
         self._body = causal_lm.get_submodule(config.body)
         attending = [causal_lm.get_submodule(module.name) for module in config.attention]

@@ -73,6 +73,7 @@ def gpu() -> Iterator[PretendGpu]:
         (QWEN3_MOE, {"dtype": "bfloat16", "model_impl": "transformers"}, IN_TURN),
         (QWEN3_MOE, {"dtype": "bfloat16"}, IN_TURN),
         (GPT_OSS, {"dtype": "bfloat16"}, IN_TURN),
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, {"dtype": "bfloat16"}, IN_TURN),
     ],
     ids=[
         "float32",
@@ -86,6 +87,7 @@ def gpu() -> Iterator[PretendGpu]:
         "qwen3-moe by transformers",
         "qwen3-moe",
         "gpt-oss",
+        "gpt-oss in 4 bits",
     ],
 )
 def test_recorded_steps_a_step_ahead(

@@ -65,6 +65,9 @@ class Operations:
         packet, tensors = func.overloadpacket, device_tensors_in((args, kwargs))
         if packet in PINNING:
             return self._pin(args[0].clone())
+        if packet is aten.empty_like and args[0].is_meta and _names_device(tuple(kwargs.values())):
+            # Torch asks the device itself for that.
+            func, args, kwargs = aten.empty.memory_format, (args[0].shape,), {"dtype": args[0].dtype} | kwargs
         if not tensors and _is_of_shapes_alone((*args, *kwargs.values())):
             return func(*args, **kwargs)
         if packet is aten.is_pinned:

@@ -8,24 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference, save_model
+from four_bit_checkpoints import converted, random_bytes, save_four_bits
+from model_bench import Bench, assert_close, engine_config, random_tokens, reference
 from safetensors.torch import load_file, save_file
 
 from engine.model_loader.mxfp4 import widen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-EXPERTS = ("gate_up_proj", "down_proj")
-
-
-def converted(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # seconds, which others need not wait for
-
-    return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
-
-
-def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
-    return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -46,25 +35,7 @@ def test_a_scale_is_a_power_of_two_and_the_lower_half_comes_first() -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> tuple[Path, transformers.PreTrainedModel]:
     """A folder with experts in MXFP4, and the model that it means."""
-    sizes = SMALL | {"hidden_size": 96, "intermediate_size": 64}
-    config = transformers.GptOssConfig(
-        **sizes, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0
-    )
-    model = save_model(config, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for layer in range(config.num_hidden_layers):
-        for weight in EXPERTS:
-            name = f"model.layers.{layer}.mlp.experts.{weight}"
-            num_experts, num_inputs, num_outputs = tensors.pop(name).shape
-            blocks = random_bytes(num_experts, num_outputs, num_inputs // 32, 16)
-            scales = random_bytes(num_experts, num_outputs, num_inputs // 32, low=120, high=125)
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            model.get_parameter(name).data.copy_(converted(blocks, scales, torch.float32))
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    fields = json.loads((tmp_path / "config.json").read_text())
-    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    return tmp_path, model
+    return tmp_path, save_four_bits(tmp_path)
 
 
 def test_logits_are_those_of_the_model_that_is_meant(checkpoint: tuple[Path, transformers.PreTrainedModel]) -> None:

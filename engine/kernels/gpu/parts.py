@@ -12,11 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.eight_bits import FEW_ROWS, MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
+from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.layers import GatedLinear, Linear, RMSNorm
-from engine.models.expert_products import ScaledExperts, ScaledStack
+from engine.models.expert_products import ExpertProducts, ScaledExperts, ScaledStack
+from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
 from engine.quantization import SMALLEST_AMAX, Float8Linear, GroupScaledLinear, Int8Linear, QuantizedLinears
 from engine.scaled_weight import Weight
@@ -106,12 +108,28 @@ class TritonScaledExperts(ScaledExperts):
         return expert_product(silu_multiply(gate_up), self.down, tiles_G3, config)
 
 
+class TritonFourBitExperts(ExpertProducts):
+    reads_back = False
+
+    def __init__(self, gate_up: FourBitStack, down: FourBitStack, gate: ClampedGate) -> None:
+        self._gate_up, self._down, self._gate = gate_up, down, gate
+        self._kind = gpu_kind(gate_up.pairs.device)
+
+    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        num_rows = len(x_RD)
+        config = expert_config(self._kind, num_rows, len(ends_E), x_RD.itemsize)
+        tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
+        gate_up = four_bit_product(x_RD.contiguous(), self._gate_up, tiles_G3, config)
+        return four_bit_product(clamped_gate(gate_up, self._gate), self._down, tiles_G3, config)
+
+
 TRITON_PARTS = Parts(
     linear=TritonLinear,
     gated_linear=partial(TritonGatedLinear, linear=TritonLinear),
     lm_head=TritonLinear,
     rms_norm=TritonRMSNorm,
     scaled_experts=TritonScaledExperts,
+    four_bit_experts=TritonFourBitExperts,
     choose_experts=choose_experts,
     sum_of_experts=sum_of_experts,
 )
