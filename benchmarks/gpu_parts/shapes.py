@@ -144,6 +144,17 @@ def expert_flop(sizes: LatentSizes) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FourBitSizes:
+    """Experts in MXFP4, of one layer."""
+
+    num_experts: int
+    hidden_size: int
+    expert_size: int
+    experts_per_token: int
+    nums_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What is measured."""
 
@@ -174,6 +185,7 @@ class Sizes:
     push_mib: int
     push_layers: int
     latents: LatentSizes
+    four_bits: FourBitSizes
 
 
 FULL = Sizes(
@@ -199,6 +211,9 @@ FULL = Sizes(
         prefill=(1, 8192), num_experts=256, hidden_size=7168, expert_size=256, experts_per_token=8,
         expert_tokens=(64, 8192),
     ),
+    four_bits=FourBitSizes(
+        num_experts=128, hidden_size=2880, expert_size=2880, experts_per_token=4, nums_tokens=(1, 64, 8192)
+    ),
 )  # fmt: skip
 TINY = Sizes(
     model=ModelShape(TOY),
@@ -222,6 +237,7 @@ TINY = Sizes(
         nums_heads=(4,), kv_lora_rank=32, latent_dim=48, query_dim=16, value_dim=16, decode=(2, 40), prefill=(1, 24),
         num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, expert_tokens=(3,),
     ),
+    four_bits=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
 )  # fmt: skip
 
 

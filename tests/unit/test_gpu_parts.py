@@ -25,6 +25,7 @@ from benchmarks.gpu_parts import (
     digests,
     flash,
     floors,
+    gpt_oss,
     invariant,
     offload,
     products,
@@ -182,6 +183,13 @@ def test_latents_and_experts(setting: Setting) -> None:
     assert all(row.value and row.limit for row in rows)
     # Of DeepSeek-V3's 671 billion weights 58 layers of experts on eight ranks are 654.
     assert expert_numbers(FULL.latents) * 58 * 8 == 653_908_770_816
+
+
+@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
+def test_experts_in_four_bits(setting: Setting) -> None:
+    [row] = gpt_oss.measure(replace(setting, known={floors.COPY: 10.0}))
+    assert (row.what, row.unit, row.limit) == ("experts in MXFP4, 4 of 32, 3 tokens", "GB/s", 10.0)
+    assert row.value
 
 
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")

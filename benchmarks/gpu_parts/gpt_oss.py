@@ -1,0 +1,62 @@
+"""What gpt-oss has beside other models, alone: experts in MXFP4.
+
+A layer of gpt-oss-120b, whole. Tokens are spread evenly over its experts: one token reads four of them, 64 tokens read
+all, and a prompt multiplies each with many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+
+from benchmarks.gpu_parts.deepseek import PREFILL_TARGET, rate_of_bytes, rate_of_operations, timed
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.shapes import FourBitSizes
+from benchmarks.gpu_parts.timing import cache_bytes, num_sets
+from engine.kernels.gpu import why_no_triton
+from engine.models.expert_products import ExpertProducts
+from engine.models.four_bit_experts import BIAS, GROUP, ClampedGate, FourBitStack
+
+FEW_ROWS = 32
+"""Of an expert: up to here its weights take longer to read than to multiply."""
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    why_not = why_no_triton(setting.device)
+    if why_not:
+        raise NotRun(why_not)
+    for num_tokens in setting.sizes.four_bits.nums_tokens:
+        yield expert_row(setting, setting.sizes.four_bits, num_tokens)
+
+
+def expert_row(setting: Setting, sizes: FourBitSizes, num_tokens: int) -> Row:
+    """All experts of a layer: gate and up, their gate, down."""
+    num_rows, num_experts = num_tokens * sizes.experts_per_token, sizes.num_experts
+    counts = [num_rows // num_experts + (e < num_rows % num_experts) for e in range(num_experts)]
+    ends_E = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=setting.device)
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32  # which Triton's interpreter does compute
+    x_RD = torch.randn(num_rows, sizes.hidden_size, device=setting.device).to(dtype)
+    num_numbers = 3 * sizes.hidden_size * sizes.expert_size
+    num_bytes = min(num_rows, num_experts) * (num_numbers // 2 + num_numbers // GROUP)
+    all_experts = [random_experts(sizes, dtype, setting) for _ in range(num_sets(num_bytes, cache_bytes(x_RD.device)))]
+    seconds = timed([lambda experts=experts: experts(x_RD, ends_E) for experts in all_experts], setting)
+    what = f"experts in MXFP4, {num_experts} of {sizes.expert_size}, {num_tokens} tokens"
+    if num_rows <= num_experts * FEW_ROWS:
+        return rate_of_bytes(what, num_bytes, seconds, setting)
+    return rate_of_operations(what, num_rows * 2 * num_numbers, seconds, PREFILL_TARGET, setting)
+
+
+def random_experts(sizes: FourBitSizes, dtype: torch.dtype, setting: Setting) -> ExpertProducts:
+    from engine.kernels.gpu.parts import TritonFourBitExperts
+
+    def stack(num_outputs: int, num_inputs: int) -> FourBitStack:
+        shape = sizes.num_experts, num_outputs
+        pairs = torch.randint(256, (*shape, num_inputs // 2), dtype=torch.uint8, device=setting.device)
+        scales = torch.full((*shape, num_inputs // GROUP), BIAS - 7, dtype=torch.uint8, device=setting.device)
+        return FourBitStack(pairs, scales, torch.zeros(shape, dtype=dtype, device=setting.device))
+
+    gate_up, down = stack(2 * sizes.expert_size, sizes.hidden_size), stack(sizes.hidden_size, sizes.expert_size)
+    return TritonFourBitExperts(gate_up, down, ClampedGate(alpha=1.702, limit=7.0))
