@@ -5,8 +5,8 @@
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
     floors ─> kernels, model, answers ─> attention ─> flash ─> digests ─> steps ─> offload ─> push ─> servers
-    ─> products ─> deepseek ─> gpt-oss ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name: vllm,
-    other launch configurations
+    ─> products ─> deepseek ─> gpt-oss ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name:
+    vllm, other launch configurations
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
