@@ -23,7 +23,7 @@ class Positive(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if math.isnan(number):
-            self.fail("nan is no number", param, ctx)
+            self.fail("nan is not a number", param, ctx)
         return number
 
 

@@ -199,64 +199,73 @@ class EngineArgs:
     )
     served_model_name: str = field(
         default="",
-        metadata={"help": "Name that requests may give as `model`, or several: NAME,NAME. Default: the model's."},
+        metadata={"help": "Name, or names (NAME,NAME), that requests may give as `model`. Default: the model's own."},
     )
     dtype: str = field(default="auto", metadata={"help": "auto (the weights' own), float32, bfloat16 or float16."})
     quantization: str = field(
         default="auto",
         metadata={
-            "help": "Weights of the layers' products: auto (each as the checkpoint has it; on a CPU int8 alone), none "
-            "(those in 8 bits are widened when loaded), int8 (weights alone, anywhere) or fp8 (activations of many "
-            "rows too; GPUs of compute capability 8.9 or later). What is not so in the checkpoint is quantised when "
-            "loaded."
+            "help": "Format of the weights in the layers' matrix products: auto (each as the checkpoint stores it; "
+            "on a CPU only int8 stays so), none (8-bit weights are widened when loaded), int8 (weights only, on "
+            "any device) or fp8 (also activations, where a step has many rows; GPUs of compute capability 8.9 or "
+            "later). Weights that the checkpoint stores otherwise are quantised when loaded."
         },
     )
     kv_cache_dtype: str = field(
         default="auto",
-        metadata={"help": "What the KV pool holds: auto (the model's dtype) or fp8 (float8_e4m3fn), half the bytes."},
+        metadata={"help": "Format of the KV pool: auto (the model's dtype) or fp8 (float8_e4m3fn, half the bytes)."},
     )
     model_impl: str = field(
         default="auto",
         metadata={
-            "help": "Who computes the model: tandem (our decoder), transformers (its code over our attention: causal "
-            "language models of most other families) or auto (the first of them that knows the architecture)."
+            "help": "Which code computes the model: tandem (our decoder), transformers (its code over our "
+            "attention, for most other families of causal language models) or auto (the first of these that knows "
+            "the architecture)."
         },
     )
     load_format: str = field(
-        default="auto", metadata={"help": "auto, safetensors, gguf, or dummy (random weights of the config's shapes)."}
+        default="auto",
+        metadata={
+            "help": "Format to load weights from: auto, safetensors, gguf, or dummy (random "
+            "weights in the config's shapes)."
+        },
     )
-    seed: int = field(default=0, metadata={"help": "Seed of dummy weights."})
+    seed: int = field(default=0, metadata={"help": "Seed for dummy weights."})
     max_model_len: int = field(
-        default=0, metadata={"help": "Longest prompt and answer together, in tokens. 0: what the model allows."}
+        default=0,
+        metadata={"help": "Maximum length of prompt and answer together, in tokens. 0: what the model allows."},
     )
     tensor_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "Share the model out among so many processes, each with a GPU of its own, or with its part of a "
-            "CPU's cores. Divides the model's heads and intermediate size, and its key heads or is a multiple of them."
+            "help": "Split the model among this many processes, each with its own GPU or its share of a CPU's "
+            "cores. The number must divide the model's heads and intermediate size, and must divide its key heads "
+            "or be a multiple of them."
         },
     )
     lora_modules: str = field(
         default="",
         metadata={
-            "help": "LoRA adapters beside the model, folders in PEFT's layout, each by the name that requests give as "
-            f"their model: {LORA_EXAMPLE} and further ones behind commas, or a JSON object. Empty: none."
+            "help": "LoRA adapters to serve beside the model: folders in PEFT's layout, each with the name that "
+            f"requests give as their model: {LORA_EXAMPLE}, several separated by commas, or a JSON object. Empty: "
+            "none."
         },
     )
-    block_size: int = field(default=16, metadata={"help": "Tokens in one KV block: a power of two from 1 to 256."})
-    num_kv_blocks: int = field(default=0, metadata={"help": "Size of the KV pool in blocks. 0: by kv-cache-gib."})
+    block_size: int = field(default=16, metadata={"help": "Tokens per KV block: a power of two from 1 to 256."})
+    num_kv_blocks: int = field(default=0, metadata={"help": "Size of the KV pool in blocks. 0: kv-cache-gib decides."})
     kv_cache_gib: float = field(
         default=0.0,
         metadata={
-            "help": "Size of the KV pool in GiB, on each GPU, where num-kv-blocks is 0. 0: 1 on a CPU; on a GPU, what "
+            "help": "Size of the KV pool in GiB, on each GPU, if num-kv-blocks is 0. 0: 1 on a CPU; on a GPU, what "
             "gpu-memory-utilization leaves."
         },
     )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata={
-            "help": "Share of a GPU's memory for weights, KV pool and what a step needs, where the pool is given no "
-            "size. Two engines on one GPU need a smaller one each; tandem up shares its default out among its workers."
+            "help": "Share of a GPU's memory for weights, KV pool and a step's working memory, if the pool is "
+            "given no size. Two engines on one GPU need a smaller share each; tandem up divides the default among "
+            "its workers."
         },
     )
     enable_prefix_caching: bool = field(
@@ -265,78 +274,83 @@ class EngineArgs:
     kv_offloading_size: float = field(
         default=0.0,
         metadata={
-            "help": "GiB of host memory beside the pool, of all ranks together: cached blocks are copied there before "
-            "others take their place, and back when a prompt begins with them. For GPUs; on a CPU a larger pool does "
-            "the same. 0: none."
+            "help": "GiB of host memory beside the KV pool, for all ranks together. Cached blocks are copied there "
+            "before others take their place, and back when a prompt begins with them. For GPUs; on a CPU a larger "
+            "pool does the same. 0: none."
         },
     )
-    max_num_seqs: int = field(default=256, metadata={"help": "Most sequences in one step."})
+    max_num_seqs: int = field(default=256, metadata={"help": "Maximum number of sequences in one step."})
     max_num_batched_tokens: int = field(default=2048, metadata={"help": "Token budget of one step."})
     prefill_chunk_tokens: int = field(
-        default=0, metadata={"help": "Most prompt tokens of one sequence in one step. 0: max-num-batched-tokens."}
+        default=0, metadata={"help": "Maximum prompt tokens of one sequence in one step. 0: max-num-batched-tokens."}
     )
     prefill_batch_tokens: int = field(
         default=0,
         metadata={
-            "help": "Prompts share a step until they have this many tokens together: where the device is busy with "
-            "them, more would make the first wait for the last. 0: 256 on a CPU, max-num-batched-tokens on a GPU."
+            "help": "Prompts share a step until they have this many tokens together. Once these keep the device "
+            "busy, further prompts would make the first one wait for the last. 0: 256 on a CPU, "
+            "max-num-batched-tokens on a GPU."
         },
     )
     max_itl_ms: float = field(
         default=40.0,
         metadata={
-            "help": "While requests decode, prompts beside them are computed in pieces so small that a step, the gap "
-            "between tokens, takes about this long at most, and half as long again for each further prompt that "
-            "waits, up to four times as long. 0: pieces as large as the token budget."
+            "help": "Target for the longest gap between tokens, which is the time of one step. While requests "
+            "decode, prompts beside them are computed in pieces small enough for it. Each further waiting prompt "
+            "allows a step half as long again, up to four times this. 0: pieces as large as the token budget."
         },
     )
     stream_interval: int = field(
         default=1,
         metadata={
-            "help": "Tell so many tokens of an answer at a time, its first and last at once. 1: each as it comes. More "
-            "spares worker, router and gateway most of what a token costs them, where many stream at once."
+            "help": "Send an answer's tokens in groups of this many, but its first and its last without delay. 1: "
+            "send each as it comes. Where many answers stream at once, larger groups save worker, router and "
+            "gateway most of the cost per token."
         },
     )
     async_scheduling: bool = field(
         default=True,
         metadata={
-            "help": "On a GPU, schedule and launch a step while the one before is computed. A CPU computes at once."
+            "help": "On a GPU, schedule and launch each step while the one before it is still being computed. A "
+            "CPU does not do so."
         },
     )
     speculative_config: str = field(
         default="",
         metadata={
-            "help": "Guess ahead, and compute several tokens of an answer in one step: the same tokens, sooner where "
-            f"texts repeat themselves or have a form. JSON, such as {EXAMPLE}."
+            "help": "Speculative decoding: guess ahead, and compute several tokens of an answer in one step. The "
+            "tokens are the same, and come sooner where text repeats itself or has a fixed form. JSON, such as "
+            f"{EXAMPLE}."
         },
     )
     device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
-    num_threads: int = field(default=0, metadata={"help": "Compute threads of each process. 0: all cores."})
+    num_threads: int = field(default=0, metadata={"help": "Compute threads per process. 0: all cores."})
     attention_backend: str = field(
         default="auto",
         metadata={
             "help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels), flash_attn "
-            "(prompts by FlashAttention, decoding by the GPU kernels: float16 or bfloat16; with FlashAttention-2 and "
-            "torch's own, block-size 256) or torch."
+            "(FlashAttention for prompts, the GPU kernels for decoding; float16 or bfloat16; FlashAttention-2 and "
+            "torch's own build of it need block-size 256) or torch."
         },
     )
     batch_invariant: bool = field(
         default=False,
         metadata={
-            "help": "On a GPU, the same bits for a request alone, among others, in chunks, after a preemption and on "
-            "another worker with a GPU of the same kind: all products by our kernels instead of the device's library, "
-            "and attention of decoding as of prompts. Slower. On a CPU the compiled kernels always do so."
+            "help": "On a GPU, compute the same bits for a request whether it runs alone, among others, in chunks, "
+            "after a preemption or on another worker with a GPU of the same kind: all matrix products use our "
+            "kernels instead of the device's library, and decoding computes attention as prompts do. Slower. On a "
+            "CPU the compiled kernels always do so."
         },
     )
     enforce_eager: bool = field(
         default=False,
-        metadata={"help": "On a GPU, launch every kernel of every step, instead of replaying CUDA graphs of them."},
+        metadata={"help": "On a GPU, launch every kernel of every step instead of replaying CUDA graphs."},
     )
     max_seq_len_to_capture: int = field(
         default=8192,
         metadata={
-            "help": "On a GPU, CUDA graphs of decoding steps are captured at the start for contexts up to this many "
-            "tokens; with a longer one in it, a step is launched kernel by kernel."
+            "help": "On a GPU, CUDA graphs of decoding steps are captured at startup for contexts of up to this "
+            "many tokens. A step with a longer context is launched kernel by kernel."
         },
     )
 

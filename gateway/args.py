@@ -15,10 +15,12 @@ from rpc.tls import SslArgs
 from tandem.client import DEFAULT_ADDRESS
 
 API_KEY_HELP = (
-    "If given, what is asked of the model needs it: Authorization: Bearer KEY, or x-api-key. Given several times: any "
-    "of them; in the environment variable, with spaces between."
+    "If given, requests to the model must bring this key: Authorization: Bearer KEY, or x-api-key. May be given "
+    "several times: any one of the keys is accepted. In the environment variable, separate keys by spaces."
 )
-ROUTER_API_KEY_HELP = "The router's, if it asks for one (its --api-key). Of several, with spaces between, the first."
+ROUTER_API_KEY_HELP = (
+    "The router's key (its --api-key), if it requires one. Of several, separated by spaces, the first is used."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,32 +32,37 @@ class GatewayArgs(SslArgs):
     )
     router: str = field(
         default=DEFAULT_ADDRESS,
-        metadata={"help": "HOST:PORT of the router, or any gRPC target. Behind it may be several: they take turns."},
+        metadata={
+            "help": "HOST:PORT of the router, or any gRPC target. If there are several routers behind it, "
+            "they take turns."
+        },
     )
     api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})
     router_api_key: str = field(default="", repr=False, metadata={"help": ROUTER_API_KEY_HELP})
     allowed_origins: str = field(
         default="[]",
         metadata={
-            "help": 'JSON list of the origins whose pages may call from a browser: ["https://chat.example"], or ["*"].'
+            "help": 'JSON list of the origins whose pages may call from a browser: ["https://chat.example"], or '
+            '["*"] for all.'
         },
     )
-    max_body_bytes: int = number(4 * 1024 * 1024, "Largest request body, in bytes.", least=1024, most=1 << 28)
+    max_body_bytes: int = number(4 * 1024 * 1024, "Maximum size of a request body, in bytes.", least=1024, most=1 << 28)
     sse_keep_alive_s: float = number(
         15.0,
-        "A stream that is silent for so many seconds is sent a comment (of /v1/messages: a ping), so that no proxy "
-        "cuts it. Its status is 200 then, and a later error its last event. 0: never.",
+        "Send a comment (on /v1/messages: a ping) on a stream that has been silent for this many seconds, so that "
+        "no proxy cuts it. The stream's status is then 200, and an error that comes later is its last event. "
+        "0: never.",
         least=0.05,
         zero="never",
     )
     resume_s: float = number(
         30.0,
-        "How long an answer that has begun may wait, when its router is lost, for one that goes on with it.",
+        "If a router is lost, how long an answer that has begun may wait for another router to continue it.",
         least=0,
     )
-    drain_grace_s: float = number(30.0, "On SIGTERM, how long running requests may take to finish.", least=0)
+    drain_grace_s: float = number(30.0, "How long running requests may take to finish after SIGTERM.", least=0)
     otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
-    log_level: str = field(default="info", metadata={"help": f"{', '.join(LOG_LEVELS)}."})
+    log_level: str = field(default="info", metadata={"help": f"Log level: {', '.join(LOG_LEVELS)}."})
 
     def __post_init__(self) -> None:
         super().__post_init__()

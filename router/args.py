@@ -15,20 +15,22 @@ from rpc.keys import check_keys
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 
 GENERATION_HELP = (
-    "Where what is sampled by comes from, if a request does not say: auto, the model's generation_config.json; vllm, "
-    "nowhere; or another folder with such a file."
+    "Source of default sampling parameters, for what a request does not give: auto (the model's "
+    "generation_config.json), vllm (no file is read), or another folder with such a file."
 )
 SCHEDULING_POLICIES = ("priority", "fcfs")
 SCHEDULING_HELP = (
-    "Who goes first of those that wait: priority, whose request says that it is more urgent, as any client's may; "
-    "fcfs, nobody for that: what requests say of their priority is ignored."
+    "Order of waiting requests: priority (a request that says it is more urgent goes first; any client may say so) "
+    "or fcfs (the priority that requests give is ignored)."
 )
 API_KEY_HELP = (
-    "If given, calls need it, but those of health and reflection: metadata authorization, Bearer KEY. Given several "
-    "times: any of them; in the environment variable, with spaces between."
+    "If given, all calls except health and reflection must bring this key as metadata, authorization: Bearer KEY. "
+    "May be given several times: any one of the keys is accepted. In the environment variable, separate "
+    "keys by spaces."
 )
 OVERRIDE_HELP = (
-    'JSON object of what is sampled by instead, if a request does not say: {"temperature": 0.6, "max_new_tokens": 512}.'
+    "JSON object of default sampling parameters that take precedence over those of --generation-config: "
+    '{"temperature": 0.6, "max_new_tokens": 512}.'
 )
 
 
@@ -38,47 +40,54 @@ class RouterArgs(ServiceArgs):
 
     model: str = field(
         metadata={
-            "help": "Model folder (tokenizer.json, config.json), as `tandem fetch` prints it. Required.",
+            "help": "Model folder (with tokenizer.json and config.json), as printed by `tandem fetch`. Required.",
         },
         default="",
     )
     served_model_name: str = field(
         default="",
         metadata={
-            "help": "Name that requests may give as `model`, or several: NAME,NAME. Metrics have the first. Default: "
-            "the folder's."
+            "help": "Name, or names (NAME,NAME), that requests may give as `model`. Metrics use the first. "
+            "Default: the folder's name."
         },
     )
     api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})
     chat_template: str = field(
-        default="", metadata={"help": "File with a chat template (Jinja), to be used instead of the model's own."}
+        default="", metadata={"help": "File with a chat template (Jinja) to use instead of the model's own."}
     )
     tool_call_parser: str = field(
         default=AUTO,
         metadata={
-            "help": f"How the model writes calls of tools: {', '.join(FORMATS)}. auto: as its chat template teaches it."
+            "help": f"Format in which the model writes tool calls: {', '.join(FORMATS)}. auto: found from its chat "
+            "template."
         },
     )
     reasoning_parser: str = field(
         default=AUTO,
         metadata={
-            "help": f"How the model tells what it thinks from what it answers: {', '.join(PARSERS)}; none: not at all. "
-            "auto: as its chat template knows it."
+            "help": f"Format in which the model sets its reasoning apart from its answer: {', '.join(PARSERS)}; "
+            "none: reasoning is not separated. auto: found from its chat template."
         },
     )
     generation_config: str = field(default=generation_defaults.AUTO, metadata={"help": GENERATION_HELP})
     override_generation_config: str = field(default="{}", metadata={"help": OVERRIDE_HELP})
     scheduling_policy: str = field(default=SCHEDULING_POLICIES[0], metadata={"help": SCHEDULING_HELP})
     max_queue_tokens: int = number(
-        1_000_000, "Prompt tokens that may wait before a request; beyond, it gets RESOURCE_EXHAUSTED.", least=1
+        1_000_000,
+        "Maximum prompt tokens that may wait ahead of a request. Beyond that, it is refused with RESOURCE_EXHAUSTED.",
+        least=1,
     )
-    max_message_bytes: int = number(4 * 1024 * 1024, "Largest request message, in bytes.", least=65_536, most=1 << 28)
-    drain_grace_s: float = number(30.0, "On SIGTERM, how long running requests may take to finish.", least=0)
+    max_message_bytes: int = number(
+        4 * 1024 * 1024, "Maximum size of a request message, in bytes.", least=65_536, most=1 << 28
+    )
+    drain_grace_s: float = number(30.0, "How long running requests may take to finish after SIGTERM.", least=0)
     otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
     good_ttft_ms: float = number(
-        1000.0, "Metrics: an answer counts as good if its first token came within this.", least=0.1
+        1000.0, "For metrics: an answer is good if its first token came within this time ...", least=0.1
     )
-    good_tpot_ms: float = number(50.0, "Metrics: ... and the others this far apart, on average.", least=0.1)
+    good_tpot_ms: float = number(
+        50.0, "For metrics: ... and its other tokens were at most this far apart on average.", least=0.1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,18 +43,24 @@ UNKNOWN_ANSWER_S = 2.0
 class PolicyConfig:
     local_max_uncached_tokens: int = field(
         default=16,
-        metadata={"help": "Prompts of which the decode worker lacks at most this many tokens are prefilled there."},
+        metadata={
+            "help": "A decode worker prefills a prompt itself if it has all but at most this many of the "
+            "prompt's tokens cached."
+        },
     )
     learn_costs: bool = field(
         default=True,
         metadata={
-            "help": "Compare workers in seconds, as learned from earlier requests; else in tokens and blocks, as if "
-            "all were equally fast and KV moved in no time."
+            "help": "Compare workers in seconds, learned from earlier requests. Otherwise compare them in tokens "
+            "and blocks, as if all were equally fast and moving KV took no time."
         },
     )
     max_prefill_backlog_tokens: int = field(
         default=32768,
-        metadata={"help": "A prefill worker with more tokens than this before it gets no new prompt; it waits here."},
+        metadata={
+            "help": "A prefill worker with more than this many tokens queued gets no new prompt; the prompt "
+            "waits in the router."
+        },
     )
 
     def __post_init__(self) -> None:

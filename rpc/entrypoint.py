@@ -48,14 +48,16 @@ class ServiceArgs(SslArgs):
     )
     redis: str = dataclasses.field(
         default="redis://127.0.0.1:6379/0",
-        metadata={"help": "Redis of the cluster: redis://, rediss:// or unix:// URL.", "env": "REDIS_URL"},
+        metadata={"help": "Redis of the cluster: a redis://, rediss:// or unix:// URL.", "env": "REDIS_URL"},
     )
     namespace: str = dataclasses.field(
-        default="tandem", metadata={"help": "Prefix of all Redis keys: clusters of one Redis each have their own."}
+        default="tandem",
+        metadata={"help": "Prefix of all Redis keys. Clusters that share one Redis must have different ones."},
     )
-    log_level: str = dataclasses.field(default="info", metadata={"help": f"{', '.join(LOG_LEVELS)}."})
+    log_level: str = dataclasses.field(default="info", metadata={"help": f"Log level: {', '.join(LOG_LEVELS)}."})
     metrics_listen: str = dataclasses.field(
-        default="", metadata={"help": "HOST:PORT to show Prometheus' metrics on, over HTTP. Default: nowhere."}
+        default="",
+        metadata={"help": "HOST:PORT to serve Prometheus metrics on, over HTTP. Default: they are not served."},
     )
 
     def __post_init__(self) -> None:

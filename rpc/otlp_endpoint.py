@@ -8,8 +8,8 @@ from rpc.tracing import Tracing, Untraced
 
 NEEDED = "pip install opentelemetry-sdk opentelemetry-exporter-otlp"
 ENDPOINT_HELP = (
-    "Where traces of requests go: an OTLP collector, http://HOST:4317 over gRPC, http://HOST:4318/v1/traces over HTTP. "
-    "Default: nowhere."
+    "OTLP collector to send traces of requests to: http://HOST:4317 over gRPC, or http://HOST:4318/v1/traces over "
+    "HTTP. Default: none are sent."
 )
 
 

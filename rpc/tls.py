@@ -143,16 +143,19 @@ class SslArgs:
 
     ssl_certfile: str = field(
         default="",
-        metadata={"help": "PEM file with this process' certificate: it is served over TLS, and peers are shown it."},
+        metadata={
+            "help": "PEM file with this process' certificate. With it, the process serves over TLS, and "
+            "shows it to the peers that it calls."
+        },
     )
     ssl_keyfile: str = field(
-        default="", metadata={"help": "PEM file with the key of ssl_certfile, without a passphrase."}
+        default="", metadata={"help": "PEM file with the private key of ssl_certfile, without a passphrase."}
     )
     ssl_ca_certs: str = field(
         default="",
         metadata={
-            "help": "PEM file of who signs the certificates of those that this process calls, and, of a worker, of "
-            "those who may call it."
+            "help": "PEM file of the CA that signs the certificates of the processes that this one calls and, for "
+            "a worker, of those that may call it."
         },
     )
 

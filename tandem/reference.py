@@ -22,9 +22,10 @@ PROGRAMS = {
 INTRODUCTION = """\
 # Configuration
 
-Every flag of every program, made from the programs themselves (`make docs`); `--help` shows the same. A flag can also
-be set by its environment variable; the flag wins. `tandem up` passes all settings on as flags, what may hold a password
-(keys, Redis' URL) as variables, so that the environment of whoever starts it changes no process behind its back.
+Every flag of every program, generated from the programs themselves (`make docs`); `--help` shows the same. A flag can
+also be set by its environment variable; the flag wins. `tandem up` passes all settings on as flags, and those that may
+hold a password (keys, Redis' URL) as environment variables. So the environment in which it is started changes none of
+its processes unnoticed.
 """
 
 

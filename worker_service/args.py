@@ -20,33 +20,35 @@ class WorkerArgs(ServiceArgs):
     """
 
     advertise: str = field(
-        default="", metadata={"help": "HOST:PORT that others reach this worker at. Default: where it listens."}
+        default="",
+        metadata={"help": "HOST:PORT at which others reach this worker. Default: the address it listens on."},
     )
-    worker_id: str = field(default="", metadata={"help": "Name of this worker. Default: its role and a random part."})
+    worker_id: str = field(default="", metadata={"help": "Name of this worker. Default: its role and a random suffix."})
     transport: str = field(
         default="grpc",
         metadata={
-            "help": "How KV travels: grpc (anywhere), ipc (into the other worker's memory, on one machine), nixl (by "
-            "NVIDIA's NIXL: RDMA, NVLink, shared memory)."
+            "help": "How KV travels: grpc (anywhere), ipc (straight into the other worker's memory, on one "
+            "machine) or nixl (NVIDIA's NIXL: RDMA, NVLink, shared memory)."
         },
     )
     lease_ms: int = number(
         10_000,
-        "A router that is silent for this long is taken for dead; what it owns here is freed. An engine that stands "
-        "still within a step for this long is left by routers that have another worker.",
+        "A router that is silent for this long is considered dead, and what it owns on this worker is freed. A "
+        "worker whose engine is stuck in a step for this long is left by routers that have another one.",
         least=200,
         most=3_600_000,
     )
-    drain_grace_s: float = number(30.0, "On SIGTERM, how long running requests may take to finish.", least=0)
+    drain_grace_s: float = number(30.0, "How long running requests may take to finish after SIGTERM.", least=0)
     engine_iteration_timeout_s: float = number(
         300.0,
-        "A step of the engine that takes longer ends the process, and its requests go on elsewhere: a GPU that hangs "
-        "cannot be helped from within. 0: wait for ever.",
+        "If a step of the engine takes longer than this, the process ends and its requests continue elsewhere: a "
+        "GPU that hangs cannot be recovered from within the process. 0: wait for ever.",
         least=1,
         zero="wait for ever",
     )
     failpoints: str = field(
-        default="", metadata={"help": "For tests: fail on purpose, POINT=ACTION with commas (rpc/failpoints.py)."}
+        default="",
+        metadata={"help": "For tests: fail on purpose. POINT=ACTION, several separated by commas (rpc/failpoints.py)."},
     )
 
     def __post_init__(self) -> None:

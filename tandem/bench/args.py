@@ -30,59 +30,61 @@ def _flag(default: Any, text: str, **metadata: Any) -> Any:
 class BenchArgs:
     """Flags. Raises `ValueError` naming the field."""
 
-    backend: str = _flag("grpc", f"{', '.join(BACKENDS)}: a router of ours, or any server that speaks OpenAI's HTTP.")
+    backend: str = _flag("grpc", f"{', '.join(BACKENDS)}: a Tandem router, or any server with OpenAI's HTTP API.")
     address: str = _flag(
         DEFAULT_ADDRESS, "HOST:PORT of the router, for --backend grpc.", env="TANDEM_ROUTER", also="--router"
     )
-    base_url: str = _flag("http://127.0.0.1:8000", "Of the HTTP server, with or without /v1.")
-    endpoint: str = _flag("", "Path of HTTP requests, if not OpenAI's.")
-    model: str = _flag("", "Model to ask an HTTP server for. Default: the first that it names.")
+    base_url: str = _flag("http://127.0.0.1:8000", "URL of the HTTP server, with or without /v1.")
+    endpoint: str = _flag("", "Path of HTTP requests, if it is not OpenAI's.")
+    model: str = _flag("", "Model to request from an HTTP server. Default: the first one that it lists.")
     api_key: str = _flag(
-        "", f"Of a server that asks for one. {ROUTER_KEY_VARIABLE} is read for a router (of several, with spaces "
-        f"between, the first), {HTTP_KEY_VARIABLE} for an HTTP server.", env=(ROUTER_KEY_VARIABLE, HTTP_KEY_VARIABLE)
+        "", f"Key, for a server that requires one. {ROUTER_KEY_VARIABLE} is read for a router (of several, "
+            f"separated by spaces, the first is used), {HTTP_KEY_VARIABLE} for an HTTP server.",
+        env=(ROUTER_KEY_VARIABLE, HTTP_KEY_VARIABLE)
     )  # fmt: skip
     ssl_ca_certs: str = _flag(
-        "", "PEM file of who signed the server's certificate: a router is then called over TLS.",
+        "", "PEM file of the CA that signed the server's certificate. With it, a router is called over TLS.",
         env="TANDEM_SSL_CA_CERTS"
     )  # fmt: skip
     extra_body: str = _flag(
-        "", 'JSON object of further fields of HTTP bodies, such as {"top_k": 20}. With {"return_token_ids": true}, '
-        "which Tandem and vLLM take, lost tokens of a stream show."
+        "", 'JSON object of further fields for HTTP bodies, such as {"top_k": 20}. With {"return_token_ids": true}, '
+            "which Tandem and vLLM accept, lost tokens of a stream are noticed."
     )  # fmt: skip
 
-    dataset_name: str = _flag("random", "random: prompts of no meaning at random moments. trace: real traffic again.")
-    dataset_path: str = _flag("", "The trace: Mooncake's form (JSON lines) or Azure's (CSV).")
+    dataset_name: str = _flag("random", "random: meaningless prompts at random times. trace: real traffic, replayed.")
+    dataset_path: str = _flag("", "File of the trace, in Mooncake's format (JSON lines) or Azure's (CSV).")
     request_rate: str = _flag(
-        "", "Requests per second; several with commas make a curve; inf: all at once. "
-        "Default: inf, or the trace's own. A trace is stretched to the rate."
+        "", "Requests per second; several, separated by commas, make a curve; inf sends all at once. Default: inf, "
+            "or the trace's own rate. A trace is stretched to the rate given."
     )  # fmt: skip
     num_prompts: int = _flag(100, "Requests per rate.")
-    num_warmups: int = _flag(4, "Requests before everything, that count nowhere.")
-    burstiness: float = _flag(1.0, "Random moments: 1 is a Poisson process, less comes in bursts, more is more even.")
+    num_warmups: int = _flag(4, "Requests sent before all others, which are not counted.")
+    burstiness: float = _flag(1.0, "For random times: 1 is a Poisson process, less comes in bursts, more is more even.")
     random_input_len: int = _flag(256, "Tokens of a random prompt.")
     random_output_len: int = _flag(64, "Tokens of its answer.")
-    random_prefix_len: int = _flag(0, "Tokens, beside these, that all random prompts begin with.")
-    random_range_ratio: float = _flag(0.0, "Random lengths are drawn from [1 - r, 1 + r] times the above.")
+    random_prefix_len: int = _flag(0, "Additional tokens with which all random prompts begin.")
+    random_range_ratio: float = _flag(0.0, "Random lengths are drawn from [1 - r, 1 + r] times the lengths above.")
     trace_length_factor: float = _flag(1.0, "Multiplies all lengths of a trace.")
     trace_time_factor: float = _flag(1.0, "Multiplies the times of a trace: 0.5 is twice as fast.")
-    trace_skip: int = _flag(0, "Leave out so many records at the start of the trace.")
+    trace_skip: int = _flag(0, "Leave out this many records at the start of the trace.")
     trace_max_total_len: int = _flag(
-        0, "Leave out records whose prompt and answer have more tokens, scaled. 0: none."
+        0, "Leave out records whose prompt and answer together have more tokens than this, after scaling. 0: leave "
+           "out none."
     )  # fmt: skip
-    seed: int = _flag(0, "Of all prompts and moments. Take a new one for every run, or caches answer.")
-    vocab_size: int = _flag(32_000, "Prompts have token ids below it.")
+    seed: int = _flag(0, "Seed of all prompts and times. Take a new one for every run, or caches will answer.")
+    vocab_size: int = _flag(32_000, "Prompts have token ids below this.")
 
-    ignore_eos: bool = _flag(True, "Ask for answers of full length, whatever the model says.")
+    ignore_eos: bool = _flag(True, "Ask for answers of full length, even if the model would end them.")
     temperature: float = _flag(0.0, "0 is greedy.")
-    request_timeout_s: float = _flag(0.0, "Give up a request after so many seconds, and tell the server. 0: never.")
+    request_timeout_s: float = _flag(0.0, "Give up a request after this many seconds, and tell the server. 0: never.")
 
-    goodput: str = _flag("", 'Objectives in milliseconds, such as "ttft:1000 tpot:50"; also e2el.')
-    percentile_metrics: str = _flag(",".join(METRICS), "Latencies to report, with commas.")
-    metric_percentiles: str = _flag("50,90,99", "Percentiles to report, with commas.")
-    label: str = _flag("", "What was measured, in your words. Stands on the report.")
+    goodput: str = _flag("", 'Objectives for latencies in milliseconds, such as "ttft:1000 tpot:50"; also e2el.')
+    percentile_metrics: str = _flag(",".join(METRICS), "Latencies to report, separated by commas.")
+    metric_percentiles: str = _flag("50,90,99", "Percentiles to report, separated by commas.")
+    label: str = _flag("", "What was measured, in your words. It is shown on the report.")
     save_result: bool = _flag(False, "Write JSON, CSV, plots and a page (HTML) into --result-dir.")
-    result_dir: str = _flag("bench-results", "Folder for --save-result. Made if it is not there.")
-    result_filename: str = _flag("", "Name of its JSON file; the others are named alike. Default: from the moment.")
+    result_dir: str = _flag("bench-results", "Folder for --save-result. Created if it does not exist.")
+    result_filename: str = _flag("", "Name of the JSON file; the others are named alike. Default: from the time.")
 
     def __post_init__(self) -> None:
         self._check_choices()

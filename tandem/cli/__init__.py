@@ -64,7 +64,7 @@ class _Commands(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """click looks for words like a wrong one in `commands`."""
         if args and args[0] in ELSEWHERE:
-            ctx.fail(f"No such command {args[0]!r}. Here it is: {ELSEWHERE[args[0]]}")
+            ctx.fail(f"No such command {args[0]!r}. In Tandem, use: {ELSEWHERE[args[0]]}")
         if args and args[0] not in COMMANDS:
             self.commands = {name: command(name) for name in COMMANDS}
         found = super().resolve_command(ctx, args)

@@ -31,7 +31,7 @@ REFRESHES_PER_S = 4
 
 
 @click.command(
-    short_help="Put load on a server and measure it.",
+    short_help="Put load on a server and measure its answers.",
     epilog=examples(
         "tandem bench --request-rate 1,2,4 --goodput 'ttft:1000 tpot:50' --save-result",
         "tandem bench --backend openai --base-url http://127.0.0.1:8000 --request-rate 2",
@@ -43,11 +43,11 @@ REFRESHES_PER_S = 4
 @json_option
 @click.pass_context
 def bench(context: click.Context, /, is_json: bool, **flags: Any) -> None:
-    """Send requests at random moments, or as a trace has them, whether or not the server keeps up, and measure.
+    """Send requests at random times, or at a trace's times, whether or not the server keeps up, and measure.
 
     Every answer's stream is checked. Latencies count from the moment a request was due. Refusals (429, 503,
-    RESOURCE_EXHAUSTED) are counted apart from failures. Exit code 1 if nothing was answered, or an answer was not
-    exact. Ctrl-C or SIGTERM ends it with what had ended, and exit code 130.
+    RESOURCE_EXHAUSTED) are counted apart from failures. Exits with 1 if nothing was answered, or an answer was not
+    exact. Ctrl-C or SIGTERM ends it with a report of the requests that had ended, and exit code 130.
     """
     if context.get_parameter_source("api_key") is ParameterSource.ENVIRONMENT:
         flags["api_key"] = _key_in_environment(flags["backend"])

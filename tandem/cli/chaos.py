@@ -19,24 +19,25 @@ from tandem.stderr import tell
 
 
 @click.command(
-    short_help="Break a local cluster on purpose, and check everything.",
+    short_help="Break a local cluster on purpose and check everything.",
     epilog=examples("tandem chaos", "tandem chaos --seconds 600 --seed 7 --decode 3", "tandem chaos --transport nixl"),
 )
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="How long faults come.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="For how long to cause faults.")
 @click.option("--seed", type=int, default=1, show_default=True,
-              help="Faults and requests are drawn from it: the same seed, the same plan.")  # fmt: skip
+              help="Faults and requests are drawn from this seed: the same seed gives the same plan.")  # fmt: skip
 @click.option("--prefill", "num_prefill", type=int, default=2, show_default=True, help="Number of prefill workers.")
 @click.option("--decode", "num_decode", type=int, default=2, show_default=True, help="Number of decode workers.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
-              help="How KV moves. Only with grpc can it be damaged on its way.")  # fmt: skip
+              help="How KV moves. Only with grpc can it be damaged in transit.")  # fmt: skip
 @click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
 @json_option
 def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
-    """Start a cluster, put load on it, and kill, stop, cut off, corrupt and overload it all the while.
+    """Start a cluster, put load on it, and meanwhile kill, stop, disconnect, corrupt and overload it.
 
-    Then see whether every request ended once and as it may, every answer has the tokens of a run without faults, and
-    every KV block came back. Exit code 0 if so, else 1 with what was found, and where the log lines are.
+    Then check that every request ended once, in one of the ways it may, that every answer has the tokens of a run
+    without faults, and that every KV block came back. Exits with 0 if so, otherwise with 1, what was found, and where
+    the log is.
     """
     from rpc.errors import TandemError
     from tandem.answer import StreamBroken

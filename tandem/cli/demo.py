@@ -16,7 +16,7 @@ from tandem.cluster_args import ClusterArgs
     short_help="Show Tandem at work.",
     epilog=examples("tandem demo", "tandem demo --prompt 'What is a KV cache?' --transport nixl"),
 )
-@click.option("--prompt", default="", help="What to ask. Default: a question with an answer of a few sentences.")
+@click.option("--prompt", default="", help="What to ask. Default: a question whose answer takes a few sentences.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
               help="How KV moves from the prefill to the decode worker.")  # fmt: skip
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")

@@ -30,20 +30,22 @@ LOOK_S = 0.2
 
 
 @click.command(
-    short_help="Let a worker finish what it has, and leave.",
+    short_help="Let a worker finish its requests and leave.",
     epilog=examples("tandem drain decode-1", "tandem drain decode-1 --wait && echo it has left"),
 )
 @click.argument("worker_id")
-@click.option("--wait", is_flag=True, help="Until it has left; tells what is left to finish, as that changes.")
+@click.option(
+    "--wait", is_flag=True, help="Wait until it has left, and print what is left to finish whenever that changes."
+)
 @json_option
 @router_option
 @key_option
 @options_of(SslArgs)
 def drain(worker_id: str, wait: bool, is_json: bool, address: str, api_key: str, **ssl: Any) -> None:
-    """Let a worker (its id: `tandem status`) take no new work, finish what it has, and leave, as SIGTERM does.
+    """Make a worker take no new work, finish what it has, and leave, as SIGTERM does. `tandem status` shows its id.
 
-    What it has not finished after its --drain-grace-s goes on at another worker. Whoever keeps it running (`tandem up`,
-    Kubernetes) starts another in its place.
+    What it has not finished after its --drain-grace-s continues at another worker. `tandem up` or Kubernetes, if one of
+    them keeps it running, starts another in its place.
     """
     tls = build(SslArgs, ssl).client_tls
     with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:

@@ -31,12 +31,12 @@ def explain(error: TandemError, address: str) -> str:
     if isinstance(error, Unreachable):
         return (
             f"no router answers at {address}, or it went away ({error.message}). Start one with `tandem up`, or "
-            "name another with --router HOST:PORT or TANDEM_ROUTER; one that speaks TLS needs --ssl-ca-certs FILE."
+            "name another with --router HOST:PORT or TANDEM_ROUTER; a router that serves TLS needs --ssl-ca-certs FILE."
         )
     if isinstance(error, Unauthenticated):
-        return f"the router at {address} asks for an API key: give it with --api-key KEY or TANDEM_API_KEY."
+        return f"the router at {address} requires an API key: give it with --api-key KEY or TANDEM_API_KEY."
     if isinstance(error, DeadlinePassed):
-        return "the answer was not complete when its time was up: give more with --timeout-s, or ask for fewer tokens."
+        return "the answer was not complete when its time was up: allow more with --timeout-s, or ask for fewer tokens."
     line = " ".join(error.message.split()) or type(error).__name__
     if error.retry_after_s is not None:
         return f"{line.rstrip('.')}. Try again in {error.retry_after_s:.1f} s."

@@ -17,7 +17,7 @@ from tandem.cli.options import examples
 def fetch(model: str) -> None:
     """Download or convert MODEL once, and print the folder it is in.
 
-    MODEL is the default model's name, a folder in Hugging Face's format, a GGUF file or a hub id. Doing it again takes
+    MODEL is the default model's name, a folder in Hugging Face's format, a GGUF file or a hub id. Repeating it takes
     no time. Progress goes to stderr. Models are kept in ~/.cache/tandem.
     """
     try:

@@ -39,33 +39,41 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     ),
 )
 @click.argument("prompt")
-@click.option("--model", default="", help="An adapter's name (--lora-modules), or the model's own. Default: the model.")
-@click.option("--chat", "is_chat", is_flag=True, help="PROMPT is what a user says: it goes through the chat template.")
-@click.option("--system", help="What the system message says. Implies --chat.")
+@click.option("--model", default="", help="Name of an adapter (--lora-modules), or of the model. Default: the model.")
+@click.option("--chat", "is_chat", is_flag=True, help="PROMPT is a user's message and goes through the chat template.")
+@click.option("--system", help="The system message. Implies --chat.")
 @click.option(
-    "--max-tokens", type=click.IntRange(1, 2**32 - 1), default=256, show_default=True, help="The answer's length limit."
+    "--max-tokens",
+    type=click.IntRange(1, 2**32 - 1),
+    default=256,
+    show_default=True,
+    help="Maximum length of the answer.",
 )
 @click.option("--temperature", type=float, help="0 is greedy. Default: the model's.")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this share, in (0, 1].")
+@click.option(
+    "--top-p", type=float, help="Sample from the likeliest tokens whose probabilities add up to this, in (0, 1]."
+)
 @click.option("--top-k", type=click.IntRange(-1, 2**31 - 1), help="Sample from the k likeliest tokens; 0 keeps all.")
-@click.option("--min-p", type=float, help="Leave out tokens less likely than this times the likeliest, in [0, 1].")
+@click.option("--min-p", type=float, help="Leave out tokens less likely than this times the likeliest one, in [0, 1].")
 @click.option(
     "--seed",
     type=click.IntRange(-(2**63), 2**63 - 1),
-    help="The same seed gives the same answer. Default: a new one each time.",
+    help="The same seed gives the same answer. Default: a new seed each time.",
 )
-@click.option("--stop", multiple=True, help="End before this text comes. May be given several times.")
+@click.option("--stop", multiple=True, help="End the answer before this text. May be given several times.")
 @click.option(
     "--logprobs",
     type=click.IntRange(0, 20),
-    help="Show how likely each token was, and so many of the likeliest ones.",
+    help="Show how likely each token was, and this many of the likeliest ones.",
 )
 @click.option(
     "--prompt-logprobs",
     type=click.IntRange(0, 20),
-    help="The same of the prompt's tokens.",
+    help="The same for the prompt's tokens.",
 )
-@click.option("--cache-salt", help="Share cached prefixes with requests alone that give the same one, not empty.")
+@click.option(
+    "--cache-salt", help="Share cached prefixes only with requests that give the same salt. Must not be empty."
+)
 @click.option(
     "--json-schema",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
@@ -74,7 +82,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
 @click.option(
     "--tools",
     type=click.Path(exists=True, dir_okay=False),
-    help="JSON list of tools that the model may call, in OpenAI's words, in this file. Implies --chat.",
+    help="File with a JSON list of tools that the model may call, in OpenAI's format. Implies --chat.",
 )
 @click.option("--tool-choice", metavar="CHOICE", help="auto, none, required, or the name of the tool to call.")
 @click.option(
@@ -82,7 +90,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     metavar="JSON",
     help="Variables for the model's chat template, such as '{\"enable_thinking\": false}'. Implies --chat.",
 )
-@click.option("--ignore-eos", is_flag=True, help="Go on to --max-tokens, whatever the model says.")
+@click.option("--ignore-eos", is_flag=True, help="Continue to --max-tokens even if the model ends its answer.")
 @click.option(
     "--timeout-s",
     type=click.FloatRange(0, MAX_TIMEOUT_S, min_open=True),
@@ -105,8 +113,8 @@ def generate(
     timeout_s: float | None,
     **options: Any,
 ) -> None:
-    """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin. What a model thinks before it answers
-    a chat goes to stderr.
+    """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin. In a chat, the model's reasoning goes
+    to stderr.
 
     Ctrl-C cancels the request on every worker.
     """
@@ -149,7 +157,7 @@ def _sampling_of(
         sampling["ignore_eos"] = True
     if json_schema is not None:
         if prompt == json_schema == "-":
-            raise click.UsageError("--json-schema: stdin is PROMPT already; give a file, or PROMPT in words")
+            raise click.UsageError("--json-schema: stdin is already read as PROMPT; give a file, or PROMPT as text")
         sampling["structured_outputs"] = {"json": _read_schema(json_schema)}
     if tools is not None:
         sampling["tools"] = _read_tools(tools)
@@ -177,7 +185,7 @@ def _said(address: str, is_json: bool) -> OnBroken:
     def on_broken(error: TandemError, left_s: float) -> None:
         if not is_json and sys.stdout and sys.stdout.isatty():  # in the middle of a line
             tell("")
-        what = f"waiting up to {left_s:.0f} s for one that goes on with the answer"
+        what = f"waiting up to {left_s:.0f} s for a router that continues the answer"
         tell(f"the router at {address} went away ({error.message}): {what}")
 
     return on_broken

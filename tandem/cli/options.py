@@ -47,7 +47,7 @@ key_option = click.option(
     show_envvar=True,
     metavar="KEY",
     callback=_key_of,
-    help="The router's, if it asks for one. Of several, with spaces between, the first.",
+    help="The router's key, if it requires one. Of several, separated by spaces, the first is used.",
 )
 
 
@@ -66,10 +66,10 @@ tls_option = click.option(
     show_envvar=True,
     metavar="FILE",
     callback=_tls_of,
-    help="PEM file of who signed the router's certificate: the router is called over TLS.",
+    help="PEM file of the CA that signed the router's certificate. With it, the router is called over TLS.",
 )
 
-json_option = click.option("--json", "is_json", is_flag=True, help="One JSON object on stdout, for programs.")
+json_option = click.option("--json", "is_json", is_flag=True, help="Print one JSON object to stdout, for programs.")
 
 
 def examples(*lines: str) -> str:
@@ -80,5 +80,5 @@ def examples(*lines: str) -> str:
 def no_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     """A range lets NaN through: it is neither below nor above."""
     if value is not None and math.isnan(value):
-        raise click.BadParameter("nan is no number")
+        raise click.BadParameter("nan is not a number")
     return value

@@ -22,12 +22,12 @@ def _in_a_folder(context: click.Context, parameter: click.Parameter, path: Path 
 
 
 @click.command(
-    short_help="What a worker's steps take.",
+    short_help="Show where the time of a worker's steps goes.",
     epilog=examples("tandem profile decode-1", "tandem profile prefill-1 --steps 1 --trace trace.json.gz"),
 )
 @click.argument("worker_id")
-@click.option("--steps", type=click.IntRange(1, 16), default=5, show_default=True, help="How many are watched.")
-@click.option("--top", type=click.IntRange(1, 200), default=15, show_default=True, help="Operations shown.")
+@click.option("--steps", type=click.IntRange(1, 16), default=5, show_default=True, help="Number of steps to watch.")
+@click.option("--top", type=click.IntRange(1, 200), default=15, show_default=True, help="Number of operations to show.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -40,7 +40,7 @@ def _in_a_folder(context: click.Context, parameter: click.Parameter, path: Path 
     callback=no_nan,
     default=30.0,
     show_default=True,
-    help="Then it ends, with the steps there were.",
+    help="End after this many seconds, with the steps seen so far.",
 )
 @json_option
 @router_option
@@ -57,10 +57,10 @@ def profile(
     api_key: str,
     tls: ClientTLS | None,
 ) -> None:
-    """Watch the next steps of a worker (its id: `tandem status`) and say which operations took how long.
+    """Watch the next steps of a worker and show how long each operation took. `tandem status` shows its id.
 
-    Steps come from requests: ask something meanwhile. They are slower while they are watched, and stand still for up to
-    half a second when that ends.
+    Steps come from requests: send some meanwhile. Steps are slower while they are watched, and pause for up to half a
+    second when watching ends.
     """
     with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
         seen = client.profile(worker_id, num_steps=steps, timeout_s=timeout_s, with_trace=trace is not None)

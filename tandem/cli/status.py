@@ -26,7 +26,7 @@ from tandem.tables import audit_problems, audit_table, print_table, router_line,
 def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> None:
     """Show the router's queue and every worker: what it runs, its KV pool, its prefix hits.
 
-    Pool is free/cached/used of all blocks; cached ones hold a prefix and can be taken at any time.
+    The pool is shown as free/cached/used of all blocks; a cached block holds a prefix and can be taken at any time.
     """
     with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
         answer = client.status()
@@ -49,7 +49,7 @@ def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> 
 @key_option
 @tls_option
 def audit(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> None:
-    """Recount every KV block of every worker, by owner. The owners sum up to the pool, or exit code 1.
+    """Recount every KV block of every worker, by owner. Exits with 1 if the owners do not sum up to the pool.
 
     free: no content. cached: a prefix, may be evicted. sequence: a running request's. grant: reserved for an incoming
     transfer. held: kept until an outgoing transfer is acknowledged.

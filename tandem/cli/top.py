@@ -17,7 +17,7 @@ from tandem.top import Look, view
 
 
 @click.command(
-    short_help="Watch queue, workers, pools and rates live.",
+    short_help="Watch queue, workers, pools and rates, live.",
     epilog=examples("tandem top", "tandem top --interval-s 5", "tandem top --count 2 > snapshot.txt"),
 )
 @click.option(
@@ -26,13 +26,14 @@ from tandem.top import Look, view
     callback=no_nan,
     default=1.0,
     show_default=True,
-    help="Between looks.",
+    help="Seconds between updates.",
 )
 @click.option(
     "--count",
     type=click.IntRange(1),
     default=None,
-    help="End after so many looks; where stdout is no terminal, it gets the last one alone. Default: until Ctrl-C.",
+    help="End after this many updates; if stdout is not a terminal, only the last one is printed. Default: run "
+    "until Ctrl-C.",
 )
 @router_option
 @key_option
@@ -40,7 +41,7 @@ from tandem.top import Look, view
 def top(interval_s: float, count: int | None, address: str, api_key: str, tls: ClientTLS | None) -> None:
     """Watch the router's queue and every worker: what it runs, tokens per second, prefix hits, KV in use.
 
-    Rates are of the time since the look before; hits are prompt tokens found in the worker's prefix cache.
+    Rates cover the time since the previous update; hits are prompt tokens found in the worker's prefix cache.
     """
     console = Console()
     before: Look | None = None

@@ -45,7 +45,7 @@ def _service_options(command: Command) -> Command:
 
 
 @click.command(
-    short_help="Start router, workers and Redis here.",
+    short_help="Start router, workers and Redis on this machine.",
     epilog=examples(
         "tandem up                              # then, in another terminal:",
         "tandem generate --chat 'Hello!'",
@@ -58,19 +58,20 @@ def _service_options(command: Command) -> Command:
 @_option("--prefill", "num_prefill", type=int, default=1, help="Number of prefill workers.")
 @_option("--decode", "num_decode", type=int, default=1, help="Number of decode workers.")
 @_option("--aggregated", "is_aggregated", is_flag=True,
-         help="No prefill workers: each of the --decode workers prefills for itself.")  # fmt: skip
+         help="Start no prefill workers: each of the --decode workers prefills for itself.")  # fmt: skip
 @_option("--listen", default=ClusterArgs.listen, metavar="HOST:PORT",
-         help="Where the router listens. Port 0 takes a free one.")  # fmt: skip
+         help="Address the router listens on. Port 0 takes a free one.")  # fmt: skip
 @_option("--http-port", type=int, default=8000,
-         help="Port of OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
-@_option("--no-http", "has_no_http", is_flag=True, help="No HTTP: gRPC alone.")
+         help="Port for OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
+@_option("--no-http", "has_no_http", is_flag=True, help="Serve no HTTP, only gRPC.")
 @_option("--api-key", cls=Several, multiple=True, default=(),
-         help=f"{API_KEY_HELP} The router asks for it, too: `tandem status --api-key KEY`.")  # fmt: skip
+         help=f"{API_KEY_HELP} The router requires it, too: `tandem status --api-key KEY`.")  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
-         help="Where the router shows its Prometheus metrics; workers take the ports after it, in the order of their "
-         "names. 0: free ports, which the logs name. Default: nowhere. The gateway has its own /metrics.")  # fmt: skip
+         help="Port for the router's Prometheus metrics; workers take the ports after it, in the order of their "
+              "names. 0: free ports, which the logs name. Default: they are not served. The gateway has its own "
+              "/metrics.")  # fmt: skip
 @_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
-         help="redis://HOST:PORT or unix://PATH. Default: a Redis of its own, gone with it.")  # fmt: skip
+         help="redis://HOST:PORT or unix://PATH. Default: start a Redis, which ends with the cluster.")  # fmt: skip
 @_service_options
 @options_of(PolicyConfig)
 @options_of(EngineArgs)
@@ -79,19 +80,19 @@ def up(context: click.Context, /, **options: Any) -> None:
     """Start Redis, a router, prefill and decode workers and an HTTP gateway, and keep them running.
 
     Prints one line, `ready grpc=HOST:PORT http=HOST:PORT`, to stdout once requests can be served; everything else goes
-    to stderr. OpenAI's clients take http://HOST:PORT/v1 as their base URL; a browser finds a chat page at /.
-    A process that dies is started again. Ctrl-C, SIGTERM or a closed terminal lets running streams finish and exits 0,
-    or 1 where a process had to be killed; a second Ctrl-C does not wait. With --num-threads 0 the workers share the
-    cores.
+    to stderr. OpenAI's clients take http://HOST:PORT/v1 as their base URL; the chat page is at /.
+    A process that dies is started again. Ctrl-C, SIGTERM or a closed terminal lets running streams finish and exits
+    with 0, or with 1 if a process had to be killed; a second Ctrl-C does not wait. With --num-threads 0 the workers
+    share the cores.
     """
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     if options["is_aggregated"] and _is_given(context, "num_prefill"):
-        raise click.UsageError("--aggregated starts no prefill workers: leave --prefill out, or --aggregated")
+        raise click.UsageError("--aggregated starts no prefill workers: leave out --prefill, or --aggregated")
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
         for flag in ("--http-port", "--allowed-origins"):
             if _is_given(context, flag.removeprefix("--").replace("-", "_")):
-                raise click.UsageError(f"{flag} is of HTTP alone: leave it out, or --no-http")
+                raise click.UsageError(f"{flag} needs HTTP: leave it out, or --no-http")
         own["http_port"] = None
     try:
         args = ClusterArgs(engine=engine, policy=policy, **own)
@@ -118,7 +119,7 @@ async def _serve(args: ClusterArgs) -> list[str]:
     def on_signal(number: int) -> None:
         if not stop.is_set():
             stop.set()
-            tell("tandem: stopping; streams may finish, Ctrl-C (again) ends them")
+            tell("tandem: stopping; running streams may finish; Ctrl-C (again) ends them")
         elif number == signal.SIGINT:  # whoever repeats SIGTERM means the same thing twice
             cluster.hurry()
 

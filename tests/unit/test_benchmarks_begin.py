@@ -78,7 +78,7 @@ def test_servers_have_names(name: str) -> None:
         ("adapters --rank 0", "'--rank': 0 is not in the range x>=1."),
         ("speculation --model /nowhere", "model '/nowhere' is neither"),
         ("transfer --max-mib 0", "'--max-mib': 0 is not in the range x>=1."),
-        ("overload --seconds nan", "'--seconds': nan is no number"),
+        ("overload --seconds nan", "'--seconds': nan is not a number"),
         ("overload --factor 0", "'--factor': 0.0 is not in the range x>0"),
         ("overload --decode 99", "--decode must be in [1, 64], is 99"),
         ("overload --prompt-tokens 5000", "--prompt-tokens and --output-tokens must be at most 4096 together"),

@@ -229,7 +229,7 @@ def test_a_stream_that_breaks_says_what_it_waits_for() -> None:
         scripted.script = breaking
         result = CliRunner().invoke(main, ["generate", "hi", "--router", address, "--timeout-s", "9"])
     assert (result.exit_code, result.stdout) == (0, "abcd\n")
-    line = f"the router at {address} went away (gone): waiting up to 9 s for one that goes on with the answer"
+    line = f"the router at {address} went away (gone): waiting up to 9 s for a router that continues the answer"
     assert result.stderr.splitlines() == [line, line]
 
 
@@ -254,8 +254,8 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["generate", "x", "--timeout-s", "0"], "--timeout-s"),
         (["generate", "", "--router", "127.0.0.1:1"], "PROMPT: must not be empty"),
         (["generate", "-", "--router", "127.0.0.1:1"], "PROMPT: must not be empty"),
-        (["generate", "-", "--json-schema", "-"], "--json-schema: stdin is PROMPT already"),
-        (["generate", "x", "--timeout-s", "nan"], "'--timeout-s': nan is no number"),
+        (["generate", "-", "--json-schema", "-"], "--json-schema: stdin is already read as PROMPT"),
+        (["generate", "x", "--timeout-s", "nan"], "'--timeout-s': nan is not a number"),
         (["generate", "x", "--chat-template-kwargs", "{"], "--chat-template-kwargs: is not JSON"),
         (["generate", "x", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: must be a JSON object, is [1]"),
         (
@@ -266,8 +266,8 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--decode", "1000000"], "--decode must be in [1, 64], is 1000000"),
         (["up", "--prefill", "1000000"], "--prefill must be at most 64, is 1000000"),
         (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),
-        (["up", "--no-http", "--http-port", "8001"], "--http-port is of HTTP alone"),
-        (["up", "--no-http", "--allowed-origins", "[]"], "--allowed-origins is of HTTP alone"),
+        (["up", "--no-http", "--http-port", "8001"], "--http-port needs HTTP"),
+        (["up", "--no-http", "--allowed-origins", "[]"], "--allowed-origins needs HTTP"),
         (["up", "--max-model-len", "1"], "--max-model-len must be at least 2"),
         (["up", "--load-format", "gguf"], "--load-format gguf needs a .gguf file"),
         (["up", "--seed", "9" * 20], "--seed must be in"),
@@ -286,7 +286,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["bench", "--dataset-name", "trace"], "--dataset-path must name the file of --dataset-name trace"),
         (["bench", "--dataset-path", "t.csv"], "--dataset-path goes with --dataset-name trace alone"),
         (["bench", "--num-prompts", "0"], "--num-prompts must be at least 1, is 0"),
-        (["top", "--interval-s", "nan"], "'--interval-s': nan is no number"),
+        (["top", "--interval-s", "nan"], "'--interval-s': nan is not a number"),
         (["status", "--wrong"], "No such option"),
         (["status", "--router", "127.0.0.1:99999"], "with a port from 0 to 65535, not '127.0.0.1:99999'"),
         (["status", "--router", "http://127.0.0.1:80"], "HOST:PORT, without a scheme such as http://, not 'http://127"),
