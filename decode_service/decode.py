@@ -5,8 +5,8 @@
                └── cancelled, or its owner silent for a lease: revoked; freed now or when no sender can write any more
     generate ──no room──> Busy, else prefilling and decoding here ──tokens──> finished
 
-The engine's blocks of a stream are freed in one place, `_free`. Before a commit the grant decides when that may be;
-after it, the blocks are the engine's own.
+The engine's blocks of a stream are freed in one place, `_free`. Before a commit the grant decides when they may be
+freed; after it, the blocks are the engine's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The stepping thread: an `LLMEngine` that asyncio code can talk to.
 
-Owns one thread, and the engine, which is made there: what a device's libraries set up for a thread is then there for
-its steps. Everything that touches the engine runs on that thread, between two steps; everything that leaves it arrives
-on the event loop, once per step.
+Owns one thread, and the engine, which is created on it, so that what a device's libraries set up per thread is there
+for its steps. Everything that touches the engine runs on that thread, between two steps; everything that leaves it
+arrives on the event loop, once per step.
 
     event loop                              stepping thread
     start(make_engine) ──────────────────>  make_engine(): seconds
@@ -12,10 +12,11 @@ on the event loop, once per step.
                                             step(), watched while somebody profiles
     on_step(news)  <─call_soon_threadsafe─  outputs, cache events, load
 
-With nothing to compute the thread blocks on its queue; nothing polls. While a grammar is compiled that is nothing, too:
-commands run, and one wakes it when the grammar is there, as one does when blocks came from host memory or went there.
-If a step raises, the engine is lost: `on_failure` is told, and every call from then on raises `EngineDeadError`. A step
-that never ends raises nothing, nor does such a copy: whoever owns the process watches `progress`.
+With nothing to compute, the thread blocks on its queue; nothing polls. While a grammar is being compiled there is
+nothing to compute, too: commands run, and one wakes the thread when the grammar is ready, as another does when blocks
+have been copied from or to host memory. If a step raises, the engine is lost: `on_failure` is called, and every call
+from then on raises `EngineDeadError`. A step or a copy that never ends raises nothing: the owner of the process watches
+`progress`.
 """
 
 from __future__ import annotations

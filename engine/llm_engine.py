@@ -5,12 +5,12 @@
     launch(k)              wait for tokens of k, apply(k)       while it computes step k + 1
     apply(k)
 
-Owns the scheduler, the block manager and the executor. Does not own a thread: whoever calls `step` does, and calls
+Owns the scheduler, the block manager and the executor. Does not own a thread: the caller of `step` does, and calls
 everything else from that same thread (see `engine.async_llm_engine`).
 
 Three ways in: `add_request` (prefill and decode here), `add_prefill` (compute the prompt and one token, then hold the
 KV for another engine), `reserve` + `commit` (decode what another engine prefilled). Two ways out: a finished output,
-and `abort` from anywhere, which also frees what was held.
+and `abort` in any state, which also frees held blocks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's words, or in Anthropic's.
+"""The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's format, or in Anthropic's.
 
     body ──requests──> prompts, sampling ──Run──> one stream for each prompt ──Rendering──> JSON, or server-sent events
 
-A stream's status is sent with its first token, so that whoever is refused (429, 503 …) hears of it as of any other
-request; but where the first token takes longer than proxies keep silent connections, with a sign of life. What fails
-later is the stream's last event, in its route's words.
+A stream's status is sent with its first token, so that a client that is refused (429, 503 …) is told as for any other
+request. But if the first token takes longer than proxies keep silent connections, the status is sent with a sign of
+life. A later failure is the stream's last event, in its route's format.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ async def _on_http_exception(request: Request, error: HTTPException) -> Response
 
 
 class Gateway:
-    """The handlers. Keeps nothing of a request beyond its answer."""
+    """The handlers. Keeps nothing of a request once it is answered."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Moves KV blocks between two workers' pools. Knows no engine: it is handed a pool, block ids and a layout.
 
-A decode service makes a `KVReceiver` and puts a `KVTransferServicer` before it; a prefill service makes a `KVSender`.
+A decode service makes a `KVReceiver` and puts a `KVTransferServicer` in front of it; a prefill service makes a
+`KVSender`.
 `base` says who calls which method when, `grants` draws a grant's life, `errors` lists what can go wrong.
 """
 

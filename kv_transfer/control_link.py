@@ -1,5 +1,5 @@
-"""The RPCs beside the data: Connect, Commit and Abandon over a gRPC channel, as the links of all transports between
-processes make them.
+"""The RPCs beside the data: Connect, Commit and Abandon over a gRPC channel. The links of all transports between
+processes use them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OpenChannel = Callable[[str], grpc.aio.Channel]
 
 
 class ControlLink:
-    """What those links have in common. Closes its channel."""
+    """The part that those links have in common. Closes its channel."""
 
     is_broken = False
     num_blocks = 0

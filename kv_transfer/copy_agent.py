@@ -1,12 +1,12 @@
-"""Copies blocks into peers' pools that this process has opened, on one thread of its own.
+"""Copies blocks into peers' pools that this process has opened, on a thread of its own.
 
 Owns the thread and what is opened. The event loop is never blocked: it hands calls in and gets futures or callbacks.
 
     waiting ──(copies of one peer's pool together)──> under way, in order ──done──> on_end
         └──── nobody wants it any more, the agent or the pool is closed ────────────> on_end
 
-Where the host copies, a copy is done when it is begun; a device, or a network, is given the next copies while it makes
-these. One that does not end holds up the others until it is late.
+If the host copies, a copy is done as soon as it is begun; a device, or a network, is given the next copies while it
+still works on the earlier ones. A copy that does not end holds up the others until its time is up.
 """
 
 from __future__ import annotations

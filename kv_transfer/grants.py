@@ -13,13 +13,13 @@
             v            it detaches, abandons, or its connection has
           FREED <─────── been gone for one lease ──────── QUARANTINED
 
-A grant ends exactly once, and exactly one of two things is then said about its blocks: committed (`finish_commit`
-returns COMMITTED) or free (the grant is in the list that revoke, drop_owner, expire, abandon, detach return). Whoever
-calls is the one place that frees. From the moment a grant ends no write under it is accepted, and since neither grant
+A grant ends exactly once, and its blocks are then reported in exactly one of two ways: committed (`finish_commit`
+returns COMMITTED) or free (the grant is in the list that revoke, drop_owner, expire, abandon, detach return). The
+caller is the only one that frees. From the moment a grant ends, no write under it is accepted, and since neither grant
 ids nor epochs are ever used twice, a late write cannot reach the blocks' next owner.
 
-A one-sided sender writes into the receiver's memory without asking, so it must `attach` to the grant first; blocks it
-could still reach are not free until it has said that it is done, or one lease after its connection went.
+A one-sided sender writes into the receiver's memory without asking, so it must `attach` to the grant first. Blocks that
+it could still reach are not free until it has said that it is done, or until one lease after its connection was lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The "ipc" transport: one-sided writes (one_sided.py) into a peer's memory that this process has opened. One machine.
 
-In the memory of hosts (shared_memory.py) and of GPUs (the pool's own class): a copy is what the machine can do at best,
-with nothing between. Nothing has to be installed for it.
+Works for host memory (shared_memory.py) and GPU memory (the pool's own class). A copy runs at the machine's full speed,
+with nothing in between, and nothing has to be installed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class IpcEndpoint(Endpoint):
-    """The receiving side: tells how its memory is opened; writes need no more of it. Raises `TransportMissing` where it
-    cannot be."""
+    """The receiving side: says how its memory is opened; writes need nothing else from it. Raises `TransportMissing` if
+    it cannot be opened."""
 
     name = "ipc"
     is_one_sided = True

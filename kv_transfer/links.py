@@ -4,8 +4,8 @@
                       │                                                                                            v
                       └─ fails: the next `get` tries again   closed <──its last user gives it back── retired: no push
                                                                                                      gets it any more
-Owns the links, and a task for each that notices when its connection is gone: a link may hold what is its peer's, such
-as a mapping of all its memory, which nothing else would free as long as no push comes.
+Owns the links, and a task for each that notices when its connection is gone: a link may hold resources of its peer,
+such as a mapping of all its memory, which nothing else would free as long as no push comes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KeptLink:
 
 
 class Links:
-    """connect: makes the link to whoever made a grant, or raises. `close` must be called."""
+    """connect: makes the link to the receiver that made a grant, or raises. `close` must be called."""
 
     def __init__(self, connect: Callable[[pb.Grant], Coroutine[object, object, Link]]) -> None:
         self._connect = connect

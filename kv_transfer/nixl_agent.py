@@ -10,13 +10,13 @@ it spins a whole core even when nothing moves. So every call is made by our thre
 
 The event loop is never blocked: it hands calls in and gets futures or callbacks. NIXL releases the GIL while it copies.
 
-NIXL cannot take a write back, and does not end a connection: of a write that was cancelled UCX sends on what it has,
-with whatever call comes next. So one that fails ends all to its peer; one that is given up ends NIXL's agent, which is
-never called again, and another is made for the next peer. What lies in sockets by then still arrives: who hears of a
-failure must not tell the receiver that nothing will.
+NIXL cannot take a write back, and does not end a connection: of a cancelled write, UCX sends on what it has, during
+whatever call comes next. So a write that fails ends all writes to its peer. A write that is given up ends NIXL's agent,
+which is never called again, and another one is made for the next peer. What lies in sockets by then still arrives: the
+sender must not tell the receiver, after a failure, that nothing will arrive any more.
 
-What writes for the worker of one pool hands in `Transfer`s. Of a worker of several ranks each has an agent in its own
-process, which is asked for what a `PeerPool` does (`nixl_peer`): `open_peer`.
+In a worker with one pool, the writer hands in `Transfer`s. In a worker of several ranks each rank has an agent in its
+own process, which is used through a `PeerPool` (`nixl_peer`): `open_peer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A peer's pool that an agent of NIXL's writes to, as `kv_transfer.pool.PeerPool` has it: of a worker of several ranks.
+"""A peer's pool that a NIXL agent writes to, with the interface of `kv_transfer.pool.PeerPool`; for workers of several
+ranks.
 
 copy(rows) ──a Transfer──> the agent's thread ──end──> NixlCopying ──synchronize──> whoever waits, on another thread
 """

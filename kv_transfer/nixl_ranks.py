@@ -1,11 +1,11 @@
-"""The "nixl" transport of a worker of several GPUs that sends: an agent in each rank's process, over that rank's own
-pool. (One that receives is told apart by its pool alone: nixl_transport.py.)
+"""The sending side of the "nixl" transport in a worker of several GPUs: an agent in each rank's process, over that
+rank's own pool. (The receiving side differs only by its pool: nixl_transport.py.)
 
     CopyAgent's thread ──copy──> the pool's agent ┬─ rank 0's, in this process ──NIXL──> the peer's rank 0
                                                   └─ rank 1's, which is asked ───NIXL──> the peer's rank 1
 
-To this module they are one (`KVPool.start_agent`), and a push is what it is over "ipc": copies into an opened pool.
-What a peer says of each of its ranks is checked like that of a worker of one GPU.
+To this module they are one agent (`KVPool.start_agent`), and a push is the same as over "ipc": copies into an opened
+pool. What a peer says about each of its ranks is checked as for a worker of one GPU.
 """
 
 from __future__ import annotations

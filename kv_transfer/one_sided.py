@@ -4,13 +4,14 @@
     write   a `Writer` (the transport's thread) copies blocks into the receiver's pool
     end     second chunk without blocks ──> receiver detaches                              nothing is written after
 
-The receiver cannot refuse a write, so the sender keeps the bounds: it writes only to blocks of a grant that is
-attached, stops when its stream breaks, and says that it is done only when nothing is under way any more. What failed
-may be: no network says what it will still deliver. Then the stream is broken off, and the receiver waits for a lease.
+The receiver cannot refuse a write, so the sender must respect the rules: it writes only to blocks of a grant that is
+attached, stops when its stream breaks, and says that it is done only when nothing is under way any more. After a failed
+write something may still be under way: no network says what it will still deliver. Then the stream is broken off, and
+the receiver waits for a lease.
 
-A process that stands still (stopped, swapped out) hears of nothing, and finds its writes where it left them when it
-goes on, while the receiver frees the blocks one lease after the stream broke. So a push beats on the event loop, and
-writes no more once its last beat is three quarters of a lease ago by its own clock, whatever it knows of its stream.
+A process that stands still (stopped, swapped out) notices nothing, and continues its writes where it left them, while
+the receiver frees the blocks one lease after the stream broke. So a push beats on the event loop, and writes no more
+once its last beat is three quarters of a lease ago by its own clock, whatever it knows of its stream.
 """
 
 from __future__ import annotations

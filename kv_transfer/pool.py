@@ -1,8 +1,9 @@
-"""A KV pool as bytes: addresses, copies and digests of blocks. `KVPool` is what transfers ask for, wherever its memory
-is. In this process' memory it is `HostPool` (host_pool.py); who has one in a device's brings a class of its own.
+"""A KV pool as bytes: addresses, copies and digests of blocks. `KVPool` is the interface that transfers use, wherever
+the memory is. In this process' memory it is `HostPool` (host_pool.py); a pool in a device's memory needs a class of its
+own.
 
-Processes of one machine may open each other's pools: `describe_memory` says how, `open_peer` does it. Agents of NIXL's
-(`start_agent`) do it between machines, too.
+Processes on one machine may open each other's pools: `describe_memory` says how, `open_peer` does it. NIXL agents
+(`start_agent`) also do it between machines.
 
 Does not own the memory, and does not know who owns which block: callers (receiver, transports) ask the grants first.
 The memory must outlive the pool and every transfer that uses it.
@@ -34,7 +35,7 @@ class Copying(Protocol):
 
 
 class PeerPool(Protocol):
-    """A peer's pool, opened by this process. Whoever opened it closes it, when nothing is copied any more."""
+    """A peer's pool, opened by this process. The opener closes it, when nothing is copied any more."""
 
     def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
         """Begin to copy rows of our pool over theirs, in the order of earlier calls. Called by one thread.
@@ -44,8 +45,8 @@ class PeerPool(Protocol):
 
 
 class PoolAgent(Protocol):
-    """What NIXL does for one pool, in as many processes as it lies in. Whoever starts it closes it. Used by any thread;
-    all but `enter_push` and `leave_push` may wait."""
+    """What NIXL does for one pool, in as many processes as the pool lies in. The caller that starts it closes it. Used
+    by any thread; all methods except `enter_push` and `leave_push` may block."""
 
     def describe(self) -> pb.NixlEndpoint:
         """How peers reach this pool."""

@@ -36,7 +36,7 @@ OnFreed: TypeAlias = Callable[[list[Grant]], None]
 
 
 class KVReceiver:
-    """Grants writes into `pool` and hands over what arrived.
+    """Grants writes into `pool` and hands over the blocks that arrived.
 
     endpoint: of the transport served. lease_s: how long grants outlive their owner's last sign of life.
     `on_commit` is awaited on the event loop, `on_freed` called there, also from inside `revoke` and `drop_owner`.

@@ -3,8 +3,8 @@
 A one-sided push is announced by a first chunk without blocks, acknowledged by the call's initial metadata, and ended
 by a second such chunk. A stream that ends without it broke: its sender may have writes under way.
 
-A two-sided push whose grant is gone is not cut off, since gRPC then loses the answer to writes that are on their way:
-initial metadata tells the sender to stop, and what still comes is dropped and counted.
+A two-sided push whose grant is gone is not cut off, since gRPC would then lose the answer to writes that are on their
+way: initial metadata tells the sender to stop, and later writes are dropped and counted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Memory of this process that other processes of the machine may open, by no name in any file system.
+"""Memory of this process that other processes of the machine may open, without a name in any file system.
 
     SharedMemory(num_bytes) ──describe──> (pid, fd, name) ──a peer's message──> open_peers_memory ──> the same pages
 
-Linux' `memfd`: the memory lives as long as some process has it mapped, and nothing of it is left behind whatever ends
-them. It is sealed, so that who has opened it need not fear that it shrinks under a write. Opening it takes the right
-to look at the process: the same user, and one PID namespace (containers of a pod have one with
-`shareProcessNamespace`). In another namespace another process has that number, this one itself perhaps: so every memory
-has a name of its own, and what has another is not opened.
+This is Linux' `memfd`: the memory lives as long as some process has it mapped, and nothing of it is left behind,
+whatever ends them. It is sealed, so a process that has opened it need not fear that it shrinks under a write. Opening
+it takes the right to inspect the process: the same user, and the same PID namespace (containers of a pod share one with
+`shareProcessNamespace`). In another namespace that pid is another process, perhaps this one itself: so every memory has
+a name of its own, and memory with another name is not opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a one-sided push (one_sided.py) hands to the thread that writes."""
+"""What a one-sided push (one_sided.py) hands to the writing thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a prefill worker does with one request, top to bottom: computes its prompt for a decode worker; or, where none
-has room, answers it alone.
+"""What a prefill worker does with one request, top to bottom: it computes the prompt for a decode worker or, if none
+has room, answers the request alone.
 
     opened ──engine computes, each layer is pushed as it is written──> first token ──to the router at once
        │                                                                   │

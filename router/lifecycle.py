@@ -1,9 +1,9 @@
-"""The whole story of one request, from its tokens to its last message, top to bottom. (Of a request for several answers
-each is one here: `sequences`.)
+"""The whole story of one request, from its tokens to its last message, top to bottom. (Each of several answers to a
+request has a life cycle of its own: `sequences`.)
 
-`RequestState` decides; this shell does: it waits in the queue, sends commands, feeds back what workers say, turns
-tokens into text and stamps the time. `Lifecycle.run` is the request: whoever stops iterating it (the client is gone,
-its deadline passed) cancels it on every worker, in the one `finally` below.
+`RequestState` decides, and this shell carries it out: it waits in the queue, sends commands, feeds back what workers
+say, turns tokens into text and stamps the time. `Lifecycle.run` is the request: a caller that stops iterating it (the
+client is gone, its deadline passed) cancels it on every worker, in the one `finally` below.
 
     start ──> actions ──_perform──> messages, to the client
                  ^         ├─ EnterQueue ──> _wait_for_plan, a task of its own ──Planned──────┐

@@ -1,22 +1,22 @@
 """Which workers serve a request, and in which mode. Pure: numbers in, a plan out.
 
-The decode worker is the one with room whose cost in blocks is least: what it would have to receive, plus what it
-already works on, times how much slower than the others it was seen to step (`paces`). The prefill worker is the one
-that would have the first token soonest, after what is in its queue and what of this prompt its prefix cache lacks. So
-the longest cached prefix wins unless its owner is busier by more than the prefix saves.
+The decode worker chosen is the one with room whose cost in blocks is least: the blocks that it would have to receive,
+plus those that it already works on, times how much slower than the others it was seen to step (`paces`). The prefill
+worker chosen is the one that would have the first token soonest, given what is in its queue and what its prefix cache
+lacks of this prompt. So the longest cached prefix wins unless its owner is busier by more than the prefix saves.
 
-The decode worker prefills the prompt itself where that costs less, in seconds as they were learned (`costs`):
+The decode worker prefills the prompt itself where that costs less, in seconds learned from earlier requests (`costs`):
 
     there   the prefill worker's queue, the prompt, and the handover: room asked for, KV that moves
     here    this worker's queue, the prompt, and a share of its time for each request that decodes here and is slowed
             down meanwhile (`STALL_WEIGHT`), one more than now: others come
 
-So short prompts stay where they decode, long ones beside streams do not; an idle decode worker takes part in a burst of
-prompts, a busy one is left alone; a slow one is left alone sooner. Without a prefill worker that it can be paired with,
-and where it lacks at most `local_max_uncached_tokens`, the decode worker does it in any case.
+So short prompts stay where they decode, and long ones beside streams do not. An idle decode worker takes part in a
+burst of prompts, a busy one does not, and a slow one stops sooner. The decode worker prefills in any case if there is
+no prefill worker that it can be paired with, or if it lacks at most `local_max_uncached_tokens` of the prompt.
 
-Where no decode worker has room, a request waits for it; but not for longer than it would hold up the prompts of a
-prefill worker that has nothing to do just now: then that one keeps it, and decodes, too.
+If no decode worker has room, a request waits for one; but not for longer than it would hold up the prompts of a prefill
+worker that is idle now: then that prefill worker keeps it, and decodes, too.
 """
 
 from __future__ import annotations

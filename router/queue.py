@@ -2,17 +2,17 @@
 served; bounded in tokens.
 
 Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
-freed memory, joined or left: `dispatch_soon`); it plans from the head on, and stops at the first request that no worker
-has room for, so that a long prompt is not overtaken for ever. One that only workers can serve which new requests do not
-go to steps aside: it would keep others from workers that it cannot use. Aside the order is the line's, but for shares.
-When new requests go to its workers after all, it is in line again, in front. No timer of ours ends the waiting: the
-client's deadline does, early enough to say so.
+freed memory, joined or left: `dispatch_soon`). It plans from the head on, and stops at the first request that no worker
+has room for, so that a long prompt is not overtaken for ever. A request that can only run on workers which take no new
+requests steps aside, since it would keep others from workers that it cannot use. Aside, requests have the same order as
+in line, but without shares. When new requests go to its workers after all, it is in line again, in front. No timer of
+ours ends the waiting: the client's deadline does, early enough to say so.
 
-Shares (`fair_shares`) are of one priority each: what a client was served at another one is not counted. Its counter is
-kept from when its first request enters until its last one has left.
+Shares (`fair_shares`) are separate for each priority: what a client was served at another priority is not counted. A
+client's counter is kept from when its first request enters until its last one has left.
 
-What is bounded is what goes before a request: others of a lower priority (a higher number) do not keep it out, and of
-another client's line no more than is served before it. All together may be twice as much.
+The bound applies to the tokens that go before a request: others of a lower priority (a higher number) do not keep it
+out, and another client's queue counts only as far as it is served before it. All together may be twice as much.
 
     wait_for_plan ──> waiting, in line or aside ──dispatch──> TakenRoom
        └─ full: Overloaded └── no worker left: NoWorker; too late to begin: Overloaded; the caller cancelled: gone
@@ -39,7 +39,8 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Of a prompt, what another answer to it has in use: who joins it there takes no memory for that, and no time."""
+    """The part of a prompt that another answer to it has in use: a request that joins it on that worker takes no memory
+    and no time for this part."""
 
     worker: WorkerKey
     num_blocks: int
@@ -48,8 +49,8 @@ class SharedPrefix:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
-    """What planning needs to know of a request. Made by whoever waits; `planned`, `share` and `is_waiting` are the
-    queue's."""
+    """What planning needs to know of a request. The waiting caller makes it; `planned`, `share` and `is_waiting` belong
+    to the queue."""
 
     num_tokens: int
     """To be prefilled: the prompt, and what of the answer exists already."""

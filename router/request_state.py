@@ -9,7 +9,7 @@
 What keeps the promises:
 - Tokens reach the client only through `Emit`, whose positions are contiguous: an early token of the decode worker waits
   for the first one, which comes from the prefill worker; a repeated one or a gap ends the attempt.
-- Every attempt has a number. Whatever an older attempt still says is not this request's any more.
+- Every attempt has a number. Whatever an older attempt still says is ignored.
 - An attempt that fails is cancelled on each of its workers; the next one starts after the tokens already emitted.
 - All requests of a router share one budget for retries beyond their first (`retry_budget`).
 - DONE is reached once, with exactly one `End`.
@@ -80,8 +80,8 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class AttemptNumbers:
-    """Of one router, each given once: what an earlier request of the same id still hears from workers is not taken for
-    the later one's."""
+    """Attempt numbers of one router, each given once, so that what workers still say to an earlier request of the same
+    id is not taken for the later one's."""
 
     last: int = 0
 

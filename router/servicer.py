@@ -1,6 +1,7 @@
-"""`tandem.v1.Inference`: the front door. Admits a request, has it prepared, runs it, streams it, tells how it ended.
+"""`tandem.v1.Inference`: the front door. Admits a request, has it prepared, runs it, streams it, and reports how it
+ended.
 
-Decides nothing about workers, and knows of tokens only what it counts.
+Decides nothing about workers, and does nothing with tokens except count them.
 """
 
 from __future__ import annotations

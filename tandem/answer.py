@@ -5,8 +5,8 @@ Pure: messages in, an `Answer` out, or several. Does not own the call that the m
     EMPTY ── accept(message) ──> OPEN ── accept(last message) ──> COMPLETE ── answer() ──> Answer
       └───────── a gap, a repetition, something after the end, or an end too early: StreamBroken
 
-A message's `offset` is the number of tokens before it. The client believes no server in that, so that whatever was
-retried or moved behind the router, nobody is handed a text with a hole.
+A message's `offset` is the number of tokens before it. The client checks it rather than trusting the server, so that
+whatever was retried or moved behind the router, nobody gets a text with a gap.
 """
 
 from __future__ import annotations

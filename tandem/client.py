@@ -3,11 +3,11 @@
     client = Client("127.0.0.1:50051")
     print(client.generate("The capital of France is", max_tokens=8).text)
 
-Owns one channel each, closed by `close` or at the end of a `with` block. Every stream is checked while it is read (see
-`tandem.answer`), and goes on at another router where its own is lost (`tandem.resume`). Errors are those of
-`rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field, or a `ValueError` where it cannot even
-travel. `ClientClosed` is the error of all calls that are made, or still run, when the client is closed. Dropping a
-stream (break, cancel, an exception) cancels its request on every worker.
+Each owns one channel, closed by `close` or at the end of a `with` block. Every stream is checked while it is read (see
+`tandem.answer`), and continues at another router if its own is lost (`tandem.resume`). Errors are those of
+`rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field, or a `ValueError` if it cannot even be
+sent. All calls that are made, or still run, when the client is closed raise `ClientClosed`. Dropping a stream (break,
+cancel, an exception) cancels its request on every worker.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Client(ClientBase):
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Answer:
-        """The whole answer. `timeout_s` becomes the request's deadline everywhere; None and infinity: there is none."""
+        """Return the whole answer. `timeout_s` becomes the request's deadline everywhere; with None or infinity there
+        is none."""
         self._check_one_answer(sampling)
         (answer,) = self.generate_n(prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling)
         return answer
@@ -95,7 +96,8 @@ class Client(ClientBase):
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> list[Answer]:
-        """`n` whole answers to one prompt, which is prefilled once. To a seed, answer i is the one to seed + i."""
+        """Return `n` whole answers to one prompt, which is prefilled once. With a seed, answer i is that of seed +
+        i."""
         # As a stream, which can be taken up again.
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
         stream = self._stream_of(request, timeout_s)
@@ -114,8 +116,8 @@ class Client(ClientBase):
         trace_headers: Mapping[str, str] = NO_HEADERS,
         **sampling: Unpack[Sampling],
     ) -> Generator[pb.GenerateResponse]:
-        """The messages of the `n` answers as they come. Closing the generator cancels the request. `trace_headers`:
-        W3C's traceparent and tracestate, where the request is a part of a trace."""
+        """Yield the messages of the `n` answers as they come. Closing the generator cancels the request.
+        `trace_headers`: W3C's traceparent and tracestate, if the request is part of a trace."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
         return self._read(self._stream_of(request, timeout_s, trace_headers))
 
@@ -152,7 +154,8 @@ class Client(ClientBase):
         return response.was_running
 
     def tokenize(self, prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeResponse:
-        """The token ids that `generate` would make of a text or of messages, and how many a context has room for."""
+        """Return the token ids that `generate` would make of a text or of messages, and how many a context has room
+        for."""
         response: pb.TokenizeResponse = self._ask(self._tokenizer.Tokenize, tokenize_request(prompt, **asked))
         return response
 
@@ -163,7 +166,7 @@ class Client(ClientBase):
         return response.text
 
     def is_serving(self) -> bool:
-        """Whether requests can be served now: a decode worker is there. Raises `Unreachable` without a router."""
+        """Whether requests can be served now, which needs a decode worker. Raises `Unreachable` without a router."""
         health: health_pb2.HealthCheckResponse = self._ask(self._health.Check, _READINESS)
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -186,13 +189,14 @@ class Client(ClientBase):
     def profile(
         self, worker_id: str, *, num_steps: int = 5, timeout_s: float = 30.0, with_trace: bool = False
     ) -> tandem_worker_pb2.WorkerProfile:
-        """What the next steps of a worker take, operation by operation; as many as there are within `timeout_s`."""
+        """How long a worker's next steps take, operation by operation; as many steps as there are within
+        `timeout_s`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
         profile: tandem_worker_pb2.WorkerProfile = self._ask(self._cluster.Profile, request, timeout_s + PROFILE_READ_S)
         return profile
 
     def close(self) -> None:
-        """What still runs, in other threads too, ends with `ClientClosed`."""
+        """Close the client. Calls that still run, in other threads too, raise `ClientClosed`."""
         self._closed.set()
         self._channel.close()
 
@@ -206,8 +210,8 @@ class Client(ClientBase):
 
 
 class AsyncClient(ClientBase):
-    """asyncio client of the router at `address`. May be made anywhere, and belongs to the event loop of its first use:
-    in another one, `RuntimeError`."""
+    """asyncio client of the router at `address`. May be created anywhere, and belongs to the event loop of its first
+    use; in another loop it raises `RuntimeError`."""
 
     def __init__(
         self,
@@ -287,7 +291,7 @@ class AsyncClient(ClientBase):
         trace_headers: Mapping[str, str] = NO_HEADERS,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """As `Client.stream`. Use `contextlib.aclosing` where the loop may be left early."""
+        """As `Client.stream`. Use `contextlib.aclosing` if the loop may be left early."""
         request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
         return self._read(self._stream_of(request, timeout_s, trace_headers))
 
@@ -328,7 +332,7 @@ class AsyncClient(ClientBase):
             return await method()(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
 
     async def abort(self, request_id: str) -> bool:
-        """As `Client.abort`. Of a client that is spread: `RuntimeError`."""
+        """As `Client.abort`. A client that is spread over several routers raises `RuntimeError`."""
         response: pb.AbortResponse = await self._ask(lambda: self._inference.Abort, self._abort_request(request_id))
         return response.was_running
 
@@ -366,7 +370,7 @@ class AsyncClient(ClientBase):
         return await self._ask(lambda: self._cluster.Profile, request, timeout_s + PROFILE_READ_S)
 
     async def close(self) -> None:
-        """What still runs, in other tasks, ends with `ClientClosed`."""
+        """Close the client. Calls that still run, in other tasks, raise `ClientClosed`."""
         if self._loop is not None:
             self._bind()
         self._closed.set()

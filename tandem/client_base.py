@@ -1,4 +1,4 @@
-"""What both clients of `tandem.client` share: checks of their arguments, their stubs, and the errors of their calls."""
+"""What both clients of `tandem.client` share: checks of arguments, stubs, and the errors of calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_TIMEOUT_S = 1e8
 
 
 class ClientClosed(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
-    """The client was closed before the call, or while it ran. What the router did of it is not known."""
+    """The client was closed before the call, or while it ran. How much of the call the router has done is not known."""
 
     def __init__(self) -> None:
         super().__init__("the client is closed")

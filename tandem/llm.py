@@ -4,8 +4,8 @@
     for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
         print(output.outputs[0].text)
 
-Owns an engine and steps it on the caller's thread, and the text of each answer. The same engine, tokenizer and
-detokenizer serve requests behind a router: the same seed gives the same answer.
+Owns an engine, which it steps on the caller's thread, and the text of each answer. Behind a router, the same engine,
+tokenizer and detokenizer serve requests, so the same seed gives the same answer there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LLM:
     `lora_modules` may also be dicts.
 
     Raises `ValueError` naming the field and its bound, or saying what the model lacks, and `TypeError` for a name that
-    is no field. Not thread-safe: `RuntimeError` in a thread that calls it while another one is served.
+    is not a field. Not thread-safe: raises `RuntimeError` in a thread that calls it while another thread is served.
     """
 
     def __init__(self, model: str | os.PathLike[str] = EngineArgs.model, **engine_args: Any) -> None:
@@ -71,7 +71,8 @@ class LLM:
         """Why it cannot generate any more. A text: an error would hold on to this LLM, and to a device's memory."""
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of the model's generation_config.json. `max_tokens` is vLLM's 16 unless the model says otherwise."""
+        """The parameters of the model's generation_config.json. `max_tokens` is vLLM's 16 unless the model says
+        otherwise."""
         given = {
             "temperature": self._defaults.temperature,
             "top_p": self._defaults.top_p,
@@ -83,7 +84,7 @@ class LLM:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
     def get_tokenizer(self) -> Tokenizer:
-        """The one that this LLM reads prompts with and writes answers with; ours, not transformers'."""
+        """The tokenizer with which this LLM reads prompts and writes answers; ours, not transformers'."""
         return self._tokenizer
 
     def generate(
@@ -101,7 +102,7 @@ class LLM:
         `lora_request`: the adapter for all, or one or none for each. `tokenization_kwargs`: how texts become tokens,
         and how many (`tandem.prompts.Tokenization`).
         Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then. Raises
-        `RankLost`, now and ever after, where another process of `tensor_parallel_size` has ended.
+        `RankLost`, now and ever after, if another process of `tensor_parallel_size` has ended.
         """
         asked = Tokenization.of(tokenization_kwargs, self.config.model.max_model_len)
         adds = asked.add_special_tokens is not False
@@ -130,11 +131,11 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or several, put through the model's chat template, or the one given as
-        text. `tools`: what it tells the model of, in OpenAI's shape; calls of them are in the answers' text, and so is
-        what the model thinks. `chat_template_kwargs`: variables for the template. `continue_final_message`: answers go
-        on with the last message's content; otherwise they begin, with `add_generation_prompt` None or True, as the
-        template has a message begin."""
+        """As `generate`, for one conversation or several, rendered with the model's chat template, or with the one
+        given as text. `tools`: the tools to tell the model about, in OpenAI's format; calls of them are in the answers'
+        text, and so is the model's reasoning. `chat_template_kwargs`: variables for the template.
+        `continue_final_message`: answers continue the last message's content; otherwise they begin a new message, with
+        `add_generation_prompt` None or True, as the template has it."""
         template = self._own_chat_template if chat_template is None else self._given_chat_template(chat_template)
         if template is None:
             raise ValueError(f"model {self.config.model.served_model_name!r} has no chat template: use generate")

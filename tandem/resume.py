@@ -1,13 +1,13 @@
-"""A stream that breaks goes on where it was: at the same address, which another router may answer by then. Pure.
+"""A stream that breaks continues where it was: at the same address, which another router may answer by then. Pure.
 
     ASKED ── accepted ──> OPEN ── the stream breaks ──> BROKEN ── wait ──> asked for what is missing ──> OPEN
       └─ refused: the caller's                             └─ `resume_s` without a message: the error is raised
 
 What has been received is handed to the router as the beginning of the answer; with the seed and the kind of workers
-that it began with, what follows is what would have followed. Where nothing has been received yet, all of it is asked
-again, if a router had taken it on: else its error is the caller's, at once, or after another router was asked, once,
-where there may be several. So is that of a router that named no kind of workers: it is older than all this. Of several
-answers, each goes on where it was; those that are complete are not asked for again.
+that it began with, the continuation is what would have followed. If nothing has been received yet, the whole request is
+sent again, if a router had accepted it; otherwise the caller gets the error at once, or after one try at another
+router, if there may be several. The same holds for a router that named no kind of workers: it is older than this
+feature. Each of several answers continues where it was; those that are complete are not requested again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One worker process, from its flags to its exit code.
 
-Owns the engine's thread, the gRPC server, the registration in Redis and the prefix report. The role (prefill or
-decode) is handed in as what makes its service.
+Owns the engine's thread, the gRPC server, the registration in Redis and the prefix report. The caller passes the role
+(prefill or decode) as a function that makes its service.
 
     flags ──> model loaded ──> serving, registered ──SIGTERM or Drain──> draining: NOT_SERVING, is_draining in the
                   │                    │                                 registry, running requests finish (bounded)
@@ -64,7 +64,8 @@ that hangs it waits, and never ends."""
 
 
 class CannotLoad(Exception):  # noqa: N818 - named for what happened
-    """The weights do not fit the model's config, or the device is too small. One line that says what to do."""
+    """The weights do not fit the model's config, or the device is too small. The message is one line that says what to
+    do."""
 
 
 class RoleService(Protocol):

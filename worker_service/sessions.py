@@ -1,8 +1,8 @@
-"""Routers' sessions with this worker, and the requests that each of them runs here.
+"""The sessions that routers have with this worker, and the requests that each of them runs here.
 
 Owns the sessions and the streams. A stream is one attempt of one request: it belongs to one session, has one engine
-request, and closes once. When a session ends, by its router's wish, by death or by silence for a lease, all its streams
-are cancelled, in the one `finally` of `SessionHost.serve`.
+request, and closes once. When a session ends (its router ends it, dies, or is silent for a lease), all its streams are
+cancelled, in the one `finally` of `SessionHost.serve`.
 
     session:  Hello ──> OPEN ──commands, beats──> ended: every stream of it cancelled
     stream:   open ──events──> closed (finished, failed, refused, or cancelled by its router)
@@ -99,7 +99,7 @@ class SessionServicer:
 
 
 class SessionHost:
-    """Serves sessions, and routes what the engine says to the streams it is for."""
+    """Serves sessions, and routes the engine's events to the streams they are for."""
 
     def __init__(self, *, incarnation: str, lease_ms: int, load: Callable[[], pb.WorkerLoad]) -> None:
         self._incarnation = incarnation

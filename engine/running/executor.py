@@ -1,7 +1,8 @@
 """Runs steps on the devices of one engine: one worker in this process, or more in others (engine/tensor_parallel).
 
-Owns the worker, and what copies blocks between its pool and host memory. The engine decides, this does: `launch`
-returns when the step is in the device's queue (a CPU has done it by then), and its tokens can be waited for.
+Owns the worker, and what copies blocks between its pool and host memory. The engine decides, the executor does:
+`launch` returns when the step is in the device's queue (a CPU has computed it by then), and its tokens can be waited
+for.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
 
 
 class RankLost(RuntimeError):  # noqa: N818 - named for what happened
-    """A process that computes with this one has ended, and with it what this one can do."""
+    """A process that computes together with this one has ended, so this one cannot compute any more."""
 
 
 class Executor:
-    """Used by the stepping thread alone, but for `rank_pids`. The constructor loads the model: seconds."""
+    """Used only by the stepping thread, except `rank_pids`. The constructor loads the model, which takes seconds."""
 
     def __init__(
         self, config: EngineConfig, on_layer_written: OnLayerWritten | None = None, memory: KVMemory | None = None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Computed(NamedTuple):
-    """What the model makes of a step."""
+    """What the model computes from a step."""
 
     batch: InputBatch
     logits: torch.Tensor | None

@@ -37,7 +37,7 @@ REPORT_AFTER_S = 5.0
 
 
 class Worker:
-    """Raises `ValueError` where weights do not fit the config, or the device is not there, or too small."""
+    """Raises `ValueError` if the weights do not fit the config, or if the device is missing or too small."""
 
     def __init__(
         self,

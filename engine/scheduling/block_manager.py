@@ -1,4 +1,4 @@
-"""Who owns each KV block. Integers only, no torch.
+"""Records who owns each KV block. Integers only, no torch.
 
 Owns the block ids of one pool and the prefix cache (hash -> block). Does not own the memory behind them.
 
@@ -9,13 +9,13 @@ Owns the block ids of one pool and the prefix cache (hash -> block). Does not ow
                  │ └──prefix match──> in a block table again
                  └──oldest, and few are free──> CACHED, being saved: not evicted before that is done
 
-With host memory beside the pool (`engine.scheduling.offloading`) the oldest cached blocks are copied there before
-anybody wants their place, so that evicting them costs nothing; a prefix is looked for in both. A block that is being
-loaded from there is in a table, and findable; whoever has it (`Sequence.num_loading_blocks`) must neither be computed
-nor let go before it is there. `take_copies` says what is to be copied, `end_copy` hears that it was.
+With host memory beside the pool (`engine.scheduling.offloading`) the oldest cached blocks are copied there before their
+place is needed, so that evicting them costs nothing; a prefix is looked up in both memories. A block that is being
+loaded from there is in a table, and findable; until it is there, its sequence (`Sequence.num_loading_blocks`) must be
+neither computed nor freed. `take_copies` says what is to be copied, `end_copy` is told that it was.
 
-A table has one owner kind; `hand_over` changes it (a grant that was committed becomes a sequence, a computed prompt
-becomes held). A block in several tables counts for the strongest kind: SEQUENCE, then GRANT, then HELD. The five
+A table has one kind of owner; `hand_over` changes it (a committed grant becomes a sequence, a computed prompt becomes
+held). A block in several tables counts for the strongest kind: SEQUENCE, then GRANT, then HELD. The five
 counts always sum up to the pool; `check_integrity` recounts them from the tables.
 """
 
@@ -49,7 +49,7 @@ SAVES_AT_ONCE = 1024
 
 
 class BlockManager:
-    """Hands out the blocks of one pool, keeps prefixes, and is the one place that frees.
+    """Hands out the blocks of one pool, keeps prefixes, and is the only place that frees blocks.
 
     Every sequence's blocks are freed by `free`, and by nothing else.
     """

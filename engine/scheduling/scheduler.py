@@ -1,29 +1,29 @@
-"""Decides what each engine step computes, and takes in what it gave. Integers only, no torch.
+"""Decides what each engine step computes, and takes in its results. Integers only, no torch.
 
-Owns every sequence of the engine, by where it is in its life (see `engine.scheduling.sequence`):
+Owns every sequence of the engine, by its state (see `engine.scheduling.sequence`):
 
     waiting ──admit──> running ──finish──> gone
        ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──abort──> gone
     granted ──commit──> running
     admitted or committed, and a part of its prefix lies in host memory: ──> loading ──take_copied──> running
 
-One step: `schedule` picks tokens up to the budget, decoding sequences first, so that a long prompt never makes the
-others wait for more than one chunk, and prompts one after the other once they are enough to keep the device busy, so
-that the first does not wait for the last; `begin` counts them as computed; `apply` takes in what was sampled. A
-sequence is admitted when the pool has blocks for all its tokens; when a running one cannot grow, the youngest running
+One step: `schedule` picks tokens up to the budget. Decoding sequences come first, so that a long prompt never makes the
+others wait for more than one chunk. Prompts are taken one after the other once they are enough to keep the device busy,
+so that the first does not wait for the last. `begin` counts the tokens as computed; `apply` takes in what was sampled.
+A sequence is admitted when the pool has blocks for all its tokens; when a running one cannot grow, the youngest running
 sequence is preempted and later recomputed. First come, first served: nothing overtakes the head of `waiting`, so
 nothing starves.
 
-The next step may be scheduled before the tokens of the one before are known (`engine.llm_engine` says when):
+The next step may be scheduled before the previous step's tokens are known (`engine.llm_engine` says when):
 
     schedule(k) begin(k) ── schedule(k+1) begin(k+1) ── apply(k) ── schedule(k+2) begin(k+2) ── apply(k+1) ── …
 
-A sequence that step k samples goes on in step k+1 from a token that only the device knows yet (`PENDING_TOKEN`). If it
-turns out to be the last one, what k+1 computes for it is thrown away. One with a grammar, or bad words of several
-tokens, goes on in step k+2 instead: what may come next hangs on the token itself. While its grammar is still being
-compiled it is not sampled at all, unless there is nothing else to do: a step would wait for that, and all others in it.
-Blocks of a sequence that ends, however it does, are freed when no launched step, and no load, can write to them any
-more; and nothing is preempted before the launched steps are done.
+A sequence that step k samples continues in step k+1 from a token that only the device knows yet (`PENDING_TOKEN`). If
+it turns out to be the last one, what k+1 computes for it is thrown away. A sequence with a grammar, or with bad words
+of several tokens, continues in step k+2 instead, since what may come next depends on the token itself. While its
+grammar is still being compiled it is not sampled at all, unless there is nothing else to do: the step, and all others
+in it, would wait for the grammar. When a sequence ends, in whatever way, its blocks are freed once no launched step,
+and no load, can write to them any more; and nothing is preempted before the launched steps are done.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """The next `num_new_tokens` tokens of `seq`, as it is when this is made, are computed in this step: those that it
-    has, and drafts behind them."""
+    """This step computes the next `num_new_tokens` tokens of `seq` in its present state: those that it has, and drafts
+    after them."""
 
     seq: Sequence
     num_new_tokens: int
@@ -198,7 +198,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockExport:
-    """Blocks `first_block .. last_block - 1` of a sequence hold their final KV once this step has written it."""
+    """Blocks `first_block .. last_block - 1` of a sequence hold their final KV once this step has written them."""
 
     request_id: str
     first_block: int
