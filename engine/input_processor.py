@@ -86,5 +86,5 @@ class InputProcessor:
         """0: none."""
         if lora_name and lora_name not in self._lora_ids:
             there = ", ".join(self._lora_ids) or "none"
-            raise ValueError(f"lora_name must be an adapter's of lora_modules ({there}), is {lora_name[:128]!r}")
+            raise ValueError(f"lora_name must be an adapter in lora_modules ({there}), is {lora_name[:128]!r}")
         return self._lora_ids.get(lora_name, 0)

@@ -85,12 +85,12 @@ class SamplingParams:
             check(-100 <= bias <= 100, f"logit_bias must be in [-100, 100], is {bias} for token {token_id}")
         check(
             self.grammar is None or not self.allowed_token_ids,
-            "allowed_token_ids cannot be had with structured outputs: no token might be left that may come next",
+            "allowed_token_ids cannot be combined with structured outputs: no token might be left that may come next",
         )
         check(all(self.bad_words_token_ids), "bad_words_token_ids must hold no empty word")
         check(
             not self.bad_words_token_ids or (self.grammar is None and not self.allowed_token_ids),
-            "bad_words cannot be had with structured outputs or allowed_token_ids: no token might be left",
+            "bad_words cannot be combined with structured outputs or allowed_token_ids: no token might be left",
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -102,7 +102,7 @@ class SamplingParams:
         for name in ("min_tokens", "ignore_eos"):
             check(
                 self.grammar is None or not getattr(self, name),
-                f"{name} cannot be had with structured outputs, is {getattr(self, name)}",
+                f"{name} cannot be combined with structured outputs, is {getattr(self, name)}",
             )
 
     @property

@@ -25,7 +25,7 @@ from tandem.structured_outputs import StructuredOutputsParams
 
 MAX_FAIRNESS_ID_BYTES = 256
 """Of the name of whoever asks."""
-AT_START = "the router is given one by its flag --chat-template"
+AT_START = "use the router's flag --chat-template"
 """What to do instead of saying it in a body."""
 
 

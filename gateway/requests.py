@@ -120,7 +120,7 @@ class AskedForChoices(Asked):
     repetition_detection: only() = None  # type: ignore[valid-type]
     return_token_offsets: only(False) = None  # type: ignore[valid-type]
     routed_experts_prompt_start: only(0) = None  # type: ignore[valid-type]
-    stream_interval: only(1, instead="workers have a flag --stream-interval") = None  # type: ignore[valid-type]
+    stream_interval: only(1, instead="use the workers' flag --stream-interval") = None  # type: ignore[valid-type]
     thinking_token_budget: only(-1) = None  # type: ignore[valid-type]
     truncation_side: only("left") = None  # type: ignore[valid-type]
     vllm_xargs: only({}) = None  # type: ignore[valid-type]
@@ -165,14 +165,14 @@ class AskedForChoices(Asked):
     @classmethod
     def _check_response_format(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("structured_outputs") is not None:
-            raise ValueError("cannot be had with structured_outputs, which says the same in other words")
+            raise ValueError("cannot be combined with structured_outputs, which says the same in other words")
         return value
 
     @field_validator("prompt_logprobs")
     @classmethod
     def _check_prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("stream"):
-            raise ValueError("cannot be had with stream: true, whose events have no place for them")
+            raise ValueError("cannot be combined with stream: true, whose events have no place for them")
         return value
 
 
@@ -331,5 +331,5 @@ class ChatRequest(AskedForChoices):
     @classmethod
     def _check_top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise ValueError("is of no use without logprobs: true")
+            raise ValueError("needs logprobs: true")
         return value

@@ -33,7 +33,7 @@ def text_or_parts(kind: Any) -> Any:
     def check(value: Any) -> Any:
         if isinstance(value, list) and all(isinstance(part, dict) for part in value):
             if others := [part.get("type") for part in value if part.get("type") not in types]:
-                raise ValueError(f"may have parts of type {names} alone, has one of type {others[0]!r:.60}")
+                raise ValueError(f"may only have parts of type {names}, has one of type {others[0]!r:.60}")
         elif not isinstance(value, str):
             raise ValueError(f"must be a text, or a list of parts of type {names}")
         return value

@@ -71,7 +71,7 @@ def tool_choice_of(chosen: type[BaseModel], shape: str) -> Any:
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value not in (None, "none", "auto") and not info.data.get("tools"):
-            raise ValueError("is of no use without tools")
+            raise ValueError("needs tools")
         return value
 
     return Annotated[Any, BeforeValidator(read), AfterValidator(check)]

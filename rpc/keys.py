@@ -30,7 +30,7 @@ HOW_TO_GIVE = "the API key is missing or wrong: it is metadata, authorization: B
 def check_keys(name: str, keys: Sequence[str]) -> None:
     """Of the flag `name`. Raises `ValueError`."""
     if not all(keys):  # a variable that is not set, in some script
-        raise ValueError(f"{name} must not be empty: anybody could ask; leave it out if all may")
+        raise ValueError(f"{name} must not be empty, or anybody could send requests; leave it out if that is intended")
     if not all(re.fullmatch(r"[\x21-\x7e]+", key) for key in keys):
         raise ValueError(f"{name} must be of visible ASCII characters: headers carry no others safely")
 

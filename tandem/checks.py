@@ -15,7 +15,7 @@ def check_text(name: str, text: object) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: has what is no character at {error.start}") from error
+        raise ValueError(f"{name}: has an invalid character at {error.start}") from error
 
 
 def check_salt(name: str, cache_salt: object) -> None:

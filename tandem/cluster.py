@@ -277,7 +277,7 @@ async def _check_redis(url: str) -> None:
         where = re.sub("//[^/]*@", "//", url)  # a password is nobody's business
         why = str(error).rstrip(".") or type(error).__name__
         raise ClusterError(
-            f"no Redis answers at {where}: {why}. Start one, or leave --redis out for one of our own"
+            f"no Redis answers at {where}: {why}. Start one, or leave out --redis to start one"
         ) from error
     finally:
         await redis.aclose()

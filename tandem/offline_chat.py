@@ -74,7 +74,7 @@ def template_variables(given: object) -> dict[str, Any]:
         raise ValueError(f"chat_template_kwargs: must be a dict, is {given!r:.80}")
     variables = dict(given or {})
     if taken := GIVEN_NAMES & variables.keys():
-        raise ValueError(f"chat_template_kwargs: may not say what {', '.join(sorted(taken))} is")
+        raise ValueError(f"chat_template_kwargs: must not set {', '.join(sorted(taken))}")
     return variables
 
 

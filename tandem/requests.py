@@ -155,7 +155,7 @@ def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.
     """Raises `ValueError` naming what the wire cannot carry."""
     if unknown := [name for name in asked if name not in Tokenizing.__annotations__]:
         known = ", ".join(Tokenizing.__annotations__)
-        raise ValueError(f"{unknown[0]}: there is no such thing to ask for; there are {known}")
+        raise ValueError(f"{unknown[0]}: is not a known parameter; there are {known}")
     of_chat = {name: asked.get(name) for name in _OF_CHATS}
     check_text("model", asked.get("model", ""))
     request = pb.TokenizeRequest(
@@ -202,7 +202,7 @@ def set_end(chat: pb.Chat, add_generation_prompt: bool | None, continue_final_me
 def _check_no_chat(asked: Mapping[str, Any]) -> None:
     for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
         if asked[name]:
-            raise ValueError(f"{name}: only with messages, which the model's chat template is for")
+            raise ValueError(f"{name}: only with messages, since the chat template is for those")
 
 
 def _is_chat(prompt: Any) -> TypeGuard[Messages]:

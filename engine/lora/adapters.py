@@ -194,7 +194,7 @@ class _AdapterFile:
         down, up = down.to(self._dtype), (up.float() * self._module.scale).to(self._dtype)
         if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
             raise ValueError(
-                f"{self._who}: what it adds to {product} is no number in {self._dtype}, or too large for it"
+                f"{self._who}: what it adds to {product} is not a number in {self._dtype}, or too large for it"
             )
         return down, up
 

@@ -86,7 +86,7 @@ def check_lora_folder(name: str, path: Path) -> None:
         raise ValueError(f"adapter {name!r}: there is no folder {path}")
     for file in (path / CONFIG_FILE, path / WEIGHTS_FILE):
         if not file.is_file():
-            raise ValueError(f"adapter {name!r}: {path} is no adapter's folder: it has no file {file.name}")
+            raise ValueError(f"adapter {name!r}: {path} is not an adapter's folder: it has no file {file.name}")
         if not file.stat().st_size:
             raise ValueError(f"adapter {name!r}: {file} is empty")
 

@@ -86,7 +86,7 @@ def _fetch_from_hub(model: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"model {model!r} is no folder here and could not be fetched from the hub: {why}. Give a folder"
+            f"model {model!r} is not a folder here and could not be fetched from the hub: {why}. Give a folder"
         ) from error
 
 

@@ -91,7 +91,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     needs = replace(needs, quantization=quantization, has_float8_products=has_float8_products)
     backend = choose_attention_backend(args.attention_backend, needs)
     if args.batch_invariant and (why_not := why_not_invariant(args.attention_backend, backend, needs)):
-        raise ValueError(f"batch_invariant cannot be kept here: {why_not}")
+        raise ValueError(f"batch_invariant is not possible here: {why_not}")
     cache = CacheConfig(
         block_size=args.block_size,
         kv_dtype=kv_dtype,
@@ -331,7 +331,7 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
 
 def _offloading_bytes(args: EngineArgs) -> int:
     if args.kv_offloading_size and not args.enable_prefix_caching:
-        raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching: nothing is looked for there")
+        raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching: nothing is looked up there")
     most = memory_bytes("cpu") / GIB
     if args.kv_offloading_size > most:
         raise ValueError(
@@ -360,7 +360,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise ValueError(f"{path.parent} is no model folder: it has no {path.name}") from error
+        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

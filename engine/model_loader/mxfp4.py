@@ -65,4 +65,4 @@ def _check(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> None:
             "must be [experts, outputs, inputs / 32, 16] and [experts, outputs, inputs / 32]"
         )
     if scales.numel() and int(scales.max()) == NOT_A_NUMBER:
-        raise ValueError(f"the weights hold {name} with a scale that is no number (255)")
+        raise ValueError(f"the weights hold {name} with a scale that is not a number (255)")

@@ -42,7 +42,7 @@ def safetensors_files(folder: Path) -> list[Path]:
                 f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder)!r})\""
             )
         raise ValueError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; for made-up weights give load_format dummy"
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; for random weights give load_format dummy"
         )
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -74,7 +74,7 @@ def opening(path: Path, whose: str = "") -> Iterator[None]:
         yield
     except SafetensorError as error:
         of = f"{whose}: " if whose else ""
-        raise ValueError(f"{of}{path} is no safetensors file, or not all of one: {error}") from error
+        raise ValueError(f"{of}{path} is not a safetensors file, or not a complete one: {error}") from error
 
 
 def open_tensors(path: Path, device: str, whose: str = "") -> Any:

@@ -45,7 +45,7 @@ def flag(hf_config: dict[str, Any], field: str, default: bool = False) -> bool:
 
 
 def section(hf_config: dict[str, Any], field: str) -> dict[str, Any]:
-    """The fields within the field; none where it is absent. Raises `ValueError` where it is no JSON object."""
+    """The fields within the field; none where it is absent. Raises `ValueError` where it is not a JSON object."""
     value = _value(hf_config, field, {})
     if not isinstance(value, dict):
         raise ValueError(f"config.json: {field} must be an object of fields, is {value!r}")

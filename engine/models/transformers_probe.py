@@ -100,7 +100,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         if not calls:
             raise _CannotServeError(_why_no_calls(model))
         if not _takes_positions(model.get_decoder()):
-            raise _CannotServeError("its code counts positions by itself, and is told none")
+            raise _CannotServeError("its code counts positions by itself, and takes none")
         logits_1TV = Head(model, body).logits(hidden_1TD)
     except _CannotServeError as error:
         raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
@@ -262,7 +262,7 @@ def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
         if window:
             expected &= keys > query - window
         if not torch.equal(seen(query), expected):
-            raise _CannotServeError("a token sees others than those before it, all or the last so many")
+            raise _CannotServeError("a token sees others than all, or the last few, of those before it")
     return window
 
 
@@ -306,8 +306,8 @@ def _meaning_of(error: Exception) -> str:
         return "their code takes no attention but its own"
     if "meta tensor" in str(error):
         return (
-            "in the middle of a step their code has to know numbers, as it does where layers keep a state, or where "
-            "rotations hang on the longest text of a batch"
+            "in the middle of a step their code reads values, as it does where layers keep a state, or where "
+            "rotations depend on the longest text of a batch"
         )
     line = (str(error).splitlines() or [""])[0]
     return f"transformers' code, without weights, ends with {type(error).__name__}: {line}"
@@ -327,7 +327,7 @@ def _why_not(calls: list[_Call], num_layers: int) -> str:
     if len(set(names)) != len(names):
         return "a layer attends more than once in a step"
     if len(calls) != num_layers:
-        return f"{len(calls)} attentions in {num_layers} layers: the others keep something else than keys and values"
+        return f"{len(calls)} attentions in {num_layers} layers: the others keep something other than keys and values"
     shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
     if len(shapes) > 1:
         return f"its layers have heads of several shapes (query heads, key heads, size): {sorted(shapes)}"

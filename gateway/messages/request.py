@@ -34,7 +34,7 @@ class Tool(WithoutNulls):
     @classmethod
     def _check_type(cls, value: str | None) -> str | None:
         if value not in (None, "custom"):
-            raise ValueError(f"may be 'custom' alone, is {value[:60]!r}: no tools are called on this side")
+            raise ValueError(f"must be 'custom', is {value[:60]!r}: this server runs no tools")
         return value
 
     def to_chat(self) -> dict[str, Any]:
@@ -130,9 +130,9 @@ class AskedOfMessages(Asked):
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
     # other routes' words
     n: only(1) = None  # type: ignore[valid-type]
-    stop: only(instead="they are stop_sequences") = None  # type: ignore[valid-type]
-    response_format: only(instead="it is output_config.format") = None  # type: ignore[valid-type]
-    reasoning_effort: only(instead="it is output_config.effort") = None  # type: ignore[valid-type]
+    stop: only(instead="use stop_sequences") = None  # type: ignore[valid-type]
+    response_format: only(instead="use output_config.format") = None  # type: ignore[valid-type]
+    reasoning_effort: only(instead="use output_config.effort") = None  # type: ignore[valid-type]
 
     @cached_property
     def _placed(self) -> list[PlacedMessage]:
@@ -191,14 +191,14 @@ class AskedOfMessages(Asked):
     @classmethod
     def _check_tool_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
         if value is not None and value.type in ("any", "tool") and not info.data.get("tools"):
-            raise ValueError("is of no use without tools")
+            raise ValueError("needs tools")
         return value
 
     @field_validator("output_config")
     @classmethod
     def _check_output_config(cls, value: OutputConfig | None, info: ValidationInfo) -> OutputConfig | None:
         if value is not None and value.format is not None and info.data.get("structured_outputs") is not None:
-            raise ValueError("format cannot be had with structured_outputs, which says the same in other words")
+            raise ValueError("format cannot be combined with structured_outputs, which says the same in other words")
         return value
 
 

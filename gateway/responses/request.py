@@ -36,8 +36,8 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """The second is how others keep a thought for whoever keeps nothing else: here all of it is in the answer's reasoning
 item, and is taken from there where it is sent back."""
-_NOTHING_KEPT = "nothing is kept"
-_SAY_AGAIN = "nothing is kept: give what was said before in input"
+_NOTHING_KEPT = "nothing is stored"
+_SAY_AGAIN = "nothing is stored: repeat the conversation in input"
 
 
 class FunctionTool(WithoutNulls):
@@ -53,7 +53,7 @@ class FunctionTool(WithoutNulls):
     @classmethod
     def _check_type(cls, value: str) -> str:
         if value != "function":
-            raise ValueError(f"may be 'function' alone, is {value[:60]!r}")
+            raise ValueError(f"must be 'function', is {value[:60]!r}")
         return value
 
     def to_chat(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Reasoning(WithoutNulls):
 
 def _include(values: list[str]) -> list[str]:
     if unknown := [each for each in values if each not in INCLUDABLE]:
-        raise ValueError(f"may have {' and '.join(INCLUDABLE)} alone, has {unknown[0][:80]!r}")
+        raise ValueError(f"may only have {' and '.join(INCLUDABLE)}, has {unknown[0][:80]!r}")
     return values
 
 
@@ -158,11 +158,11 @@ class ResponseRequest(Asked):
     include_reasoning: only(True) = None  # type: ignore[valid-type]
     # other routes' words
     n: only(1) = None  # type: ignore[valid-type]
-    messages: only(instead="what is said is input") = None  # type: ignore[valid-type]
-    max_tokens: only(instead="the bound is max_output_tokens") = None  # type: ignore[valid-type]
-    max_completion_tokens: only(instead="the bound is max_output_tokens") = None  # type: ignore[valid-type]
-    response_format: only(instead="it is text.format") = None  # type: ignore[valid-type]
-    reasoning_effort: only(instead="it is reasoning.effort") = None  # type: ignore[valid-type]
+    messages: only(instead="use input") = None  # type: ignore[valid-type]
+    max_tokens: only(instead="use max_output_tokens") = None  # type: ignore[valid-type]
+    max_completion_tokens: only(instead="use max_output_tokens") = None  # type: ignore[valid-type]
+    response_format: only(instead="use text.format") = None  # type: ignore[valid-type]
+    reasoning_effort: only(instead="use reasoning.effort") = None  # type: ignore[valid-type]
     prompt_logprobs: only() = None  # type: ignore[valid-type]
     return_token_ids: only(False) = None  # type: ignore[valid-type]
     return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
@@ -223,7 +223,7 @@ class ResponseRequest(Asked):
     @classmethod
     def _check_input(cls, value: Any) -> Any:
         if not says_something(value):
-            raise ValueError("must have an item that says something")
+            raise ValueError("must have an item with content")
         return value
 
     @field_validator("text")
@@ -231,12 +231,12 @@ class ResponseRequest(Asked):
     def _check_text(cls, value: TextConfig | None, info: ValidationInfo) -> TextConfig | None:
         is_form = value is not None and value.format is not None and value.format.type != "text"
         if is_form and info.data.get("structured_outputs") is not None:
-            raise ValueError("format cannot be had with structured_outputs, which says the same in other words")
+            raise ValueError("format cannot be combined with structured_outputs, which says the same in other words")
         return value
 
     @field_validator("top_logprobs")
     @classmethod
     def _check_top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and LOGPROBS not in (info.data.get("include") or ()):
-            raise ValueError(f'is of no use without include: ["{LOGPROBS}"]')
+            raise ValueError(f'needs include: ["{LOGPROBS}"]')
         return value

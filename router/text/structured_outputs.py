@@ -138,7 +138,7 @@ def _schema_grammar(schema: Any) -> str:
 def _lark_grammar(text: str) -> str:
     outside = re.sub(r'"(\\.|[^"\\])*"|//.*|/(\\.|[^/\\])+/', "", text)
     if re.search(r"<\[[^\]]*\]>", outside):
-        raise ValueError("grammar: token numbers (<[...]>) are not supported: they are others in each model")
+        raise ValueError("grammar: token numbers (<[...]>) are not supported: they differ from model to model")
     return grammar_from("lark", text)
 
 

@@ -77,7 +77,7 @@ class GrammarChecker:
             raise ValueError(answer["error"])
         cpu_s = float(answer["cpu_s"])
         if n * cpu_s > MAX_CPU_S_OF_ALL:
-            raise ValueError(f"takes {cpu_s:.2f} s to compile, too much for n={n}; make it simpler, or n less")
+            raise ValueError(f"takes {cpu_s:.2f} s to compile, too much for n={n}; make it simpler, or n smaller")
         return str(answer["grammar"])
 
     async def close(self) -> None:

@@ -91,7 +91,9 @@ def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelI
             variables = _check_template_kwargs(request.chat.template_kwargs, violations)
             adds, continues = check_end(request.chat, violations)
             if request.add_special_tokens:
-                violations.append(("add_special_tokens", "is of a text: a chat has those that its template writes"))
+                violations.append(
+                    ("add_special_tokens", "is for a text: in a chat, the template writes special tokens")
+                )
             return ChatPrompt(messages, check_tools(request.chat, model, violations), variables, adds, continues)
     *others, last = (kind.name for kind in request.DESCRIPTOR.oneofs_by_name["prompt"].fields)
     violations.append(("prompt", f"must be given: one of {', '.join(others)} and {last}"))
@@ -120,10 +122,10 @@ def check_end(chat: pb.Chat, violations: Violations) -> tuple[bool, bool]:
     """How its prompt ends: add_generation_prompt, continue_final_message."""
     field, continues = "chat.continue_final_message", chat.continue_final_message
     if continues and chat.add_generation_prompt:
-        cannot = "cannot be had with add_generation_prompt: the answer goes on with the last message, or begins one"
+        cannot = "cannot be combined with add_generation_prompt: the answer continues the last message, or begins one"
         violations.append((field, cannot))
     if continues and chat.messages and chat.messages[-1].tool_calls:
-        violations.append((field, "cannot be had: the last message has tool_calls, which end its content"))
+        violations.append((field, "cannot be used: the last message has tool_calls, which end its content"))
     return (chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues), continues
 
 
@@ -135,7 +137,7 @@ def _check_template_kwargs(text: str, violations: Violations) -> dict[str, Any]:
         return {}
     variables = (object_of(text, name, violations) if text else None) or {}
     if given := GIVEN_NAMES & variables.keys():
-        violations.append((name, f"may not say what {', '.join(sorted(given))} is: the template is given that"))
+        violations.append((name, f"must not set {', '.join(sorted(given))}: the template is given that"))
     return variables
 
 

@@ -244,7 +244,7 @@ def _with_form(
     try:
         form = pb.StructuredOutputs(grammar=prompt.asked.grammar().text)
     except CannotBeHeld as error:
-        violations.append((prompt.asked.field_of(error.tool), f"cannot be held to: {error}"))
+        violations.append((prompt.asked.field_of(error.tool), f"cannot be enforced: {error}"))
         return prompt, None
     n = max(1, params.n)
     if (problem := problem_of(form, n)) is not None:

@@ -63,7 +63,7 @@ def begun_answers(request: pb.GenerateRequest, model: ModelInfo, violations: Vio
         begun[0] = BegunAnswer(token_ids=tuple(request.output_token_ids), worker_kind=request.worker_kind)
         _check(begun[0], "worker_kind", params, model, violations)
         if begun[0].token_ids and n > 1:
-            bound = f"must be 1 with output_token_ids, is {n}: several answers go on by answers_so_far"
+            bound = f"must be 1 with output_token_ids, is {n}: several answers continue by answers_so_far"
             violations.append(("sampling_params.n", bound))
         if request.answers_so_far:
             bound = "must be empty beside output_token_ids and worker_kind, which are those of one answer"
@@ -89,7 +89,7 @@ def _several(
         if answer.sequence >= n:
             violations.append((f"{name}.sequence", f"must be less than n={n}, is {answer.sequence}"))
         elif answer.sequence in begun:
-            violations.append((f"{name}.sequence", f"must be another than those before, is {answer.sequence} again"))
+            violations.append((f"{name}.sequence", f"must differ from those before, is {answer.sequence} again"))
         each = BegunAnswer(
             token_ids=tuple(answer.token_ids),
             worker_kind=answer.worker_kind,
@@ -99,7 +99,7 @@ def _several(
         _check(each, f"{name}.worker_kind", params, model, violations)
         begun[answer.sequence] = each
     if sum(each.is_complete for each in begun.values()) == n:
-        violations.append(("answers_so_far", f"must leave something to go on with: all {n} answers are complete"))
+        violations.append(("answers_so_far", f"must leave something to continue: all {n} answers are complete"))
     return begun
 
 
@@ -141,7 +141,7 @@ def resumption_of(
     if delta.is_stopped:
         stop_position = min(delta.num_tokens - 1, len(token_ids) if stop_position is None else stop_position)
     if stop_position is not None and stop_position < len(token_ids) - 1:
-        raise InvalidRequest([(begun.field, f"goes on after the answer's end at {stop_position}")])
+        raise InvalidRequest([(begun.field, f"continues after the answer's end at {stop_position}")])
     finish_reason = pb.FINISH_REASON_UNSPECIFIED
     if stop_position is not None:
         finish_reason = pb.FINISH_REASON_STOP

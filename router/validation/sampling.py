@@ -153,7 +153,9 @@ def _check_allowed(params: pb.SamplingParams, model: ModelInfo, violations: Viol
         bound = f"must hold an id that does not end the answer, which min_tokens={params.min_tokens} asks for"
         violations.append((field, bound))
     if allowed and params.HasField("structured_outputs"):
-        violations.append((field, "cannot be had with structured_outputs: nothing might be left that may come next"))
+        violations.append(
+            (field, "cannot be combined with structured_outputs: no token might be left that may come next")
+        )
 
 
 def _check_bad_words(params: pb.SamplingParams, violations: Violations) -> None:
@@ -167,7 +169,7 @@ def _check_bad_words(params: pb.SamplingParams, violations: Violations) -> None:
         violations.append((f"{field}[{wrong}]", bound))
     for name in ("structured_outputs", "allowed_token_ids"):
         if words and (params.HasField(name) if name == "structured_outputs" else params.allowed_token_ids):
-            violations.append((field, f"cannot be had with {name}: nothing might be left that may come next"))
+            violations.append((field, f"cannot be combined with {name}: no token might be left that may come next"))
 
 
 def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
@@ -177,10 +179,10 @@ def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, viola
         violations.append(("sampling_params.structured_outputs", problem))
     if not model.eos_token_ids:
         cannot = (
-            f"cannot be had: model {model.served_model_name!r} has no end-of-sequence token, so that no answer ends"
+            f"cannot be used: model {model.served_model_name!r} has no end-of-sequence token, so that no answer ends"
         )
         violations.append(("sampling_params.structured_outputs", cannot))
     # An answer that is complete, and cannot go on, has to end.
     for name in ("min_tokens", "ignore_eos"):
         if value := getattr(params, name):
-            violations.append((f"sampling_params.{name}", f"cannot be had with structured_outputs, is {value}"))
+            violations.append((f"sampling_params.{name}", f"cannot be combined with structured_outputs, is {value}"))

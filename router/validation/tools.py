@@ -71,7 +71,7 @@ class AskedTools:
         if not self.parser or asked is None:
             return self
         if self.is_required:
-            raise ValueError("cannot be had with tools that must be called: an answer has one form")
+            raise ValueError("cannot be combined with tools that must be called: an answer has one form")
         if asked not in ("json", "json_object"):
             raise ValueError(f"must be JSON (json, json_object) where tools may be called, is {asked}")
         return replace(
@@ -95,8 +95,8 @@ class AskedTools:
         match = re.search(r"at (\d+)\(\d+\): (.*)", reason)
         place = self.grammar().place_of(int(match[1])) if match is not None else None
         if match is None or place is None:
-            return "chat.tools", f"cannot be held to: {reason.removeprefix('grammar').removeprefix(': ')}"
-        why = f"cannot be held to: {match[2]}"
+            return "chat.tools", f"cannot be enforced: {reason.removeprefix('grammar').removeprefix(': ')}"
+        why = f"cannot be enforced: {match[2]}"
         if place == FORM:
             return "sampling_params.structured_outputs", why
         return self.field_of(place), why
@@ -118,10 +118,10 @@ def check_tools(chat: pb.Chat, model: ModelInfo, violations: Violations) -> Aske
     if not chat.tools:
         for field in ("tool_choice", "tool_name", "parallel_tool_calls"):
             if _is_given(chat, field):
-                violations.append((f"chat.{field}", "is of no use without tools"))
+                violations.append((f"chat.{field}", "needs tools"))
         return NO_TOOLS
     if not model.tool_call_parser:
-        violations.append(("chat.tools", f"cannot be had: {model.no_tools_because}"))
+        violations.append(("chat.tools", f"cannot be used: {model.no_tools_because}"))
     tools = tools_of(chat, violations)
     _check_name(chat, choice, violations)
     if len(violations) > num_before:
@@ -162,7 +162,7 @@ def tools_of(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
         schema = _check_schema(tool.parameters, f"{field}.parameters", violations) if tool.parameters else None
         checked.append(Tool(name=tool.name, description=tool.description, parameters=schema))
     if twice := [name for name, number in Counter(tool.name for tool in chat.tools).items() if number > 1]:
-        violations.append(("chat.tools", f"must have names of their own, {twice[0][:80]!r} is there twice"))
+        violations.append(("chat.tools", f"must have distinct names, {twice[0][:80]!r} is there twice"))
     return tuple(checked)
 
 
@@ -216,7 +216,7 @@ def _check_calls(
     message: pb.ChatMessage, position: int, model: ModelInfo, violations: Violations
 ) -> tuple[dict[str, Any], ...]:
     if message.tool_calls and not model.shows_tools:
-        cannot = f"cannot be told of: {model.no_tools_because}"
+        cannot = f"cannot be shown to the model: {model.no_tools_because}"
         violations.append((f"chat.messages[{position}].tool_calls", cannot))
         return ()
     calls = []
@@ -239,7 +239,7 @@ def object_of(text: str, field: str, violations: Violations, *, of_a_model: bool
     except json.JSONDecodeError as error:
         is_cut = of_a_model and (error.pos >= len(text.rstrip()) or "Unterminated" in error.msg)
         cut = "; of an answer that was cut off, leave the call out" if is_cut else ""
-        violations.append((field, f"must be a JSON object, is no JSON: {error}{cut}"))
+        violations.append((field, f"must be a JSON object, is not JSON: {error}{cut}"))
         return None
     except (ValueError, RecursionError) as error:
         why = "nests too deeply" if isinstance(error, RecursionError) else str(error)

@@ -104,7 +104,7 @@ class BenchArgs:
         if self.dataset_name == "trace" and not self.dataset_path:
             raise ValueError("dataset_path must name the file of --dataset-name trace")
         if self.dataset_name != "trace" and self.dataset_path:
-            raise ValueError("dataset_path goes with --dataset-name trace alone")
+            raise ValueError("dataset_path needs --dataset-name trace")
         if self.backend == "grpc":
             checked_address(self.address)
         if not re.match(r"https?://", self.base_url):

@@ -33,7 +33,7 @@ def parse_goodput(text: str) -> dict[str, float]:
     for part in text.split():
         match = re.fullmatch(r"(\w+):(\d+(?:\.\d+)?)", part)
         if match is None or match[1] not in OBJECTIVES:
-            raise ValueError(f"{part!r} is no objective: {', '.join(f'{name}:MS' for name in OBJECTIVES)}")
+            raise ValueError(f"{part!r} is not an objective: {', '.join(f'{name}:MS' for name in OBJECTIVES)}")
         objectives[match[1]] = float(match[2])
     return objectives
 

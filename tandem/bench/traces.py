@@ -93,7 +93,7 @@ def parse_trace(lines: Iterable[str]) -> Iterator[Record]:
 def _mooncake_record(line: str) -> Record:
     fields = json.loads(line)
     if not isinstance(fields, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     ids = tuple(int(hash_id) for hash_id in fields.get("hash_ids", ()))
     if any(hash_id < 0 for hash_id in ids):
         raise ValueError("hash_ids must not be negative")

@@ -163,7 +163,7 @@ def _sampling_of(
         sampling["tools"] = _read_tools(tools)
         sampling["tool_choice"] = _tool_choice(tool_choice)
     elif tool_choice is not None:
-        raise click.UsageError("--tool-choice: is of no use without --tools")
+        raise click.UsageError("--tool-choice: needs --tools")
     if chat_template_kwargs is not None:
         sampling["chat_template_kwargs"] = _read_template_kwargs(chat_template_kwargs)
     return sampling

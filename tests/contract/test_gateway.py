@@ -491,7 +491,7 @@ BAD_FORMS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"prompt": "a", "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "response_format",
-        "cannot be had with structured_outputs",
+        "cannot be combined with structured_outputs",
     ),
     ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "must be exactly one of json, json_object"),
     ({"prompt": "a", "structured_outputs": "a"}, "structured_outputs", "must be an object with one of json"),

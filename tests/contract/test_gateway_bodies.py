@@ -144,7 +144,7 @@ async def test_all_of_a_large_object_is_read() -> None:
     [
         (
             [{"type": "image_url", "image_url": {"url": "x"}}],
-            "may have parts of type 'text' alone, has one of type 'image",
+            "may only have parts of type 'text', has one of type 'image",
         ),
         (5, "must be a text, or a list of parts of type 'text'"),
     ],
@@ -227,12 +227,12 @@ async def test_a_bound_of_tokens_has_the_name_that_was_given() -> None:
 @pytest.mark.parametrize(
     ("field", "said"),
     [
-        ("chat.tools", "must have names of their own, 'max_tokens' is there twice"),
+        ("chat.tools", "must have distinct names, 'max_tokens' is there twice"),
         ("chat.tool_name", "must be one of the tools, is 'set_max_tokens'"),
-        ("chat.tools[0].parameters", "cannot be held to: properties.max_tokens: nothing fits it, and it is required"),
+        ("chat.tools[0].parameters", "cannot be enforced: properties.max_tokens: nothing fits it, and it is required"),
         (
             "chat.tools[0].parameters",
-            """cannot be held to: properties: "it's max_tokens" cannot be an argument's name""",
+            """cannot be enforced: properties: "it's max_tokens" cannot be an argument's name""",
         ),
         ("chat.tools[0].name", "must be 1 to 64 letters, is 'max_tokens of \\'a\\' model'"),
         ("sampling_params.structured_outputs", "regex: cannot parse max_tokens( for the structured_outputs"),

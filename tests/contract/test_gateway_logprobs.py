@@ -101,7 +101,7 @@ async def test_alternatives_without_logprobs_are_refused() -> None:
         body = {"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2}
         response = await http.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
-    assert "is of no use without logprobs: true" in response.json()["error"]["message"]
+    assert "needs logprobs: true" in response.json()["error"]["message"]
 
 
 # -- the prompt's ---------------------------------------------------------------------------------------------------

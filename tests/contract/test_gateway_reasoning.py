@@ -151,7 +151,7 @@ async def test_variables_that_are_no_object_are_refused(wrong: Any) -> None:
 
 async def test_what_a_router_refuses_is_named_as_in_the_body() -> None:
     async def refuse(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        raise InvalidRequest([("chat.template_kwargs", "may not say what tools is")])
+        raise InvalidRequest([("chat.template_kwargs", "must not set tools")])
         yield
 
     async with gateway() as (router, http):
@@ -159,5 +159,5 @@ async def test_what_a_router_refuses_is_named_as_in_the_body() -> None:
         error = (await http.post(CHAT, json={**ASKED, "chat_template_kwargs": {"tools": 1}})).json()["error"]
     assert (error["param"], error["message"]) == (
         "chat_template_kwargs",
-        "chat_template_kwargs: may not say what tools is",
+        "chat_template_kwargs: must not set tools",
     )

@@ -144,8 +144,8 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
             await servicer.GetStatus(pb.GetClusterStatusRequest(), context),
         ):
             assert list(answer.workers) == []
-            assert list(answer.unreachable) == ["w (a): it answers with bytes that are no message"]
-        with pytest.raises(InternalError, match="worker w answers with bytes that are no message"):
+            assert list(answer.unreachable) == ["w (a): it answers with bytes that are not a message"]
+        with pytest.raises(InternalError, match="worker w answers with bytes that are not a message"):
             await servicer.Profile(pb.ProfileRequest(worker_id="w", num_steps=1, timeout_ms=1), context)
     await server.stop(0)
 

@@ -106,8 +106,8 @@ SHAPES = "must be a text, a list of token ids, {'prompt': text} or {'prompt_toke
         (np.array([0.5]), "prompt: prompt_token_ids must be whole numbers, is 0.5 at 0"),
         ({"prompt_token_ids": 3}, "prompt: prompt_token_ids must be a list of whole numbers, is 3"),
         ({"prompt_token_ids": b"ab"}, "prompt: prompt_token_ids must be a list of whole numbers, is b'ab'"),
-        ("a\ud800b", "prompt: has what is no character at 1"),
-        (["a", {"prompt": "\ud800"}], "prompts[1]: has what is no character at 0"),
+        ("a\ud800b", "prompt: has an invalid character at 1"),
+        (["a", {"prompt": "\ud800"}], "prompts[1]: has an invalid character at 0"),
         ({"prompt": 3}, "prompt: must be a text, is 3"),
         (
             {"prompt": "a", "multi_modal_data": {}},
@@ -218,7 +218,7 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert (on.prompt, on.outputs[0].text) == (f"{one.prompt}The capital of", " France is Paris.")
     (as_it_is,) = llm.chat(messages, GREEDY, add_generation_prompt=False)
     assert f"{as_it_is.prompt}<|im_start|>assistant\n" == one.prompt
-    with pytest.raises(ValueError, match="continue_final_message: cannot be had with add_generation_prompt"):
+    with pytest.raises(ValueError, match="continue_final_message: cannot be combined with add_generation_prompt"):
         llm.chat(begun, GREEDY, continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(ValueError, match="continue_final_message: must be True or False, is 'no'"):
         llm.chat(begun, GREEDY, continue_final_message="no")  # type: ignore[arg-type]
@@ -244,7 +244,9 @@ def test_a_chat_tells_of_tools_and_of_calls(llm: LLM) -> None:
     for wrong in ("abc", tool, [{"x": 1}], [{"function": {"name": "f", "parameters": {1, 2}}}]):
         with pytest.raises(ValueError, match="tools: "):
             llm.chat(messages[:1], GREEDY, tools=wrong, chat_template=template)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"messages\[1\].tool_calls: cannot be told of: .* has no place for tools"):
+    with pytest.raises(
+        ValueError, match=r"messages\[1\].tool_calls: cannot be shown to the model: .* has no place for tools"
+    ):
         llm.chat(messages, GREEDY)
     with pytest.raises(ValueError, match="a message has a role and a content"):
         llm.chat([{"role": "user"}], GREEDY)
@@ -256,7 +258,7 @@ def test_a_chat_has_variables_for_its_template(llm: LLM) -> None:
     asked: dict[str, Any] = {"chat_template": template, "chat_template_kwargs": {"style": "Dry:"}}
     (answer,) = llm.chat(messages, GREEDY, **asked)
     assert answer.prompt == "Dry:HiSo.Yes."
-    with pytest.raises(ValueError, match="chat_template_kwargs: may not say what messages, tools is"):
+    with pytest.raises(ValueError, match="chat_template_kwargs: must not set messages, tools"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"tools": [], "messages": []})
 
 

@@ -67,8 +67,11 @@ def test_its_neighbours_are_not_concerned() -> None:
     [
         ({"bad_words_token_ids": ((1,),) * 513}, "bad_words_token_ids may hold 512 words, has 513"),
         ({"bad_words_token_ids": ((1,), ())}, "bad_words_token_ids must hold no empty word"),
-        ({"allowed_token_ids": frozenset({5})}, "bad_words cannot be had with structured outputs or allowed_token_ids"),
-        ({"grammar": "x"}, "bad_words cannot be had with structured outputs or allowed_token_ids"),
+        (
+            {"allowed_token_ids": frozenset({5})},
+            "bad_words cannot be combined with structured outputs or allowed_token_ids",
+        ),
+        ({"grammar": "x"}, "bad_words cannot be combined with structured outputs or allowed_token_ids"),
     ],
 )
 def test_what_cannot_be(params: dict[str, Any], message: str) -> None:

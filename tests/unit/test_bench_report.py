@@ -453,7 +453,7 @@ def test_a_key_of_the_environment_that_is_none_is_said() -> None:
 def test_wrong_flags_are_named() -> None:
     result = CliRunner().invoke(main, ["bench", "--goodput", "speed:9"])
     assert result.exit_code == 2
-    assert "--goodput: 'speed:9' is no objective" in result.stderr
+    assert "--goodput: 'speed:9' is not an objective" in result.stderr
 
 
 def test_http_without_httpx_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_servers_have_names(name: str) -> None:
         ("serve --output-tokens -5", "'--output-tokens': -5 is not in the range x>=1."),
         ("serve --rounds 0", "'--rounds': 0 is not in the range x>=1."),
         ("serve --seed -1", "'--seed': -1 is not in the range x>=0."),
-        ("serve --goodput fast", "--goodput: 'fast' is no objective: ttft:MS"),
+        ("serve --goodput fast", "--goodput: 'fast' is not an objective: ttft:MS"),
         ("serve --trace /nowhere", "--trace: [Errno 2] No such file or directory: '/nowhere'"),
         ("serve --arrangements 1p1d,0d", "0d: --decode must be in [1, 64], is 0"),
         ("serve --against vllm", "--against: nowhere/vllm/bin/vllm is not there: install the peer, or set PEERS_DIR"),

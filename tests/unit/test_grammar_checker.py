@@ -80,7 +80,7 @@ async def test_a_process_that_does_not_start_is_no_grammars_fault(
 async def test_why_a_grammar_is_none_is_said_and_costs_no_process(checker: GrammarChecker) -> None:
     await check(checker, **FINE)
     child = checker._child
-    with pytest.raises(ValueError, match="json: is not JSON: NaN is no JSON number"):
+    with pytest.raises(ValueError, match="json: is not JSON: NaN is not a JSON number"):
         await check(checker, json='{"minimum": NaN}')
     assert checker._child is child
 

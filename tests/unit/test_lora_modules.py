@@ -107,7 +107,7 @@ def test_what_is_no_folder_of_an_adapter(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"adapter 'a': .*{name} is empty"):
             check_lora_folder("a", tmp_path)
         (tmp_path / name).unlink()
-        with pytest.raises(ValueError, match=f"adapter 'a': .* is no adapter's folder: it has no file {name}"):
+        with pytest.raises(ValueError, match=f"adapter 'a': .* is not an adapter's folder: it has no file {name}"):
             check_lora_folder("a", tmp_path)
         os.mkfifo(tmp_path / name)
         with pytest.raises(ValueError, match=f"it has no file {name}"):
@@ -184,7 +184,7 @@ def test_what_is_no_number(number: float, dtype: str, alpha: int, tmp_path: Path
     tensors = {"base_model.model.model.layers.1.mlp.up_proj.lora_B.weight": up}
     write_adapter(tmp_path / "a", tensors=tensors, config={"lora_alpha": alpha})
     config = config_with(tmp_path / "model", f"a={tmp_path / 'a'}", dtype=dtype, attention_backend="torch")
-    with pytest.raises(ValueError, match=r"adapter 'a': what it adds to model.layers.1.mlp.up_proj is no number in"):
+    with pytest.raises(ValueError, match=r"adapter 'a': what it adds to model.layers.1.mlp.up_proj is not a number in"):
         load_model(config, create_attention_backend(config))
 
 
@@ -203,7 +203,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     config = config_with(tmp_path / "model", f"a={tmp_path / 'a'}", dtype="float32", attention_backend="torch")
     with pytest.raises(
-        ValueError, match=r"adapter 'a': .*adapter_model.safetensors is no safetensors file, or not all of one"
+        ValueError, match=r"adapter 'a': .*adapter_model.safetensors is not a safetensors file, or not a complete one"
     ):
         load_model(config, create_attention_backend(config))
 

@@ -92,7 +92,7 @@ def test_products_of_8_bit_floats_are_not_recorded_where_torch_forgets_the_strea
 )
 def test_what_cannot_keep_bits_is_refused(tmp_path: Path, settings: dict[str, str], why_not: str) -> None:
     folder = folder_with(tmp_path / "m", model_type="llama")
-    with pytest.raises(ValueError, match=f"batch_invariant cannot be kept here: {why_not}"):
+    with pytest.raises(ValueError, match=f"batch_invariant is not possible here: {why_not}"):
         config_of(folder, batch_invariant=True, **settings)
 
 

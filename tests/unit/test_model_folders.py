@@ -26,7 +26,7 @@ def test_resolve(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "missing.gguf"))
     with pytest.raises(ValueError, match="is neither a folder, a"):
         resolve_model("nothing-of-that-name")
-    with pytest.raises(ValueError, match="is no model folder: it has no config"):
+    with pytest.raises(ValueError, match="is not a model folder: it has no config"):
         create_engine_config(EngineArgs(model=str(tmp_path)))
     for content in (b"not a gguf file", b"GGUF\x03\0\0\0"):  # of which the second says that it is one
         (tmp_path / "broken.gguf").write_bytes(content)

@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_model_that_is_meant(checkpoint: tuple[Path, tra
         (lambda blocks, scales: (blocks[..., :8], scales), "with scales of shape"),
         (lambda blocks, scales: (blocks.int(), scales), "MXFP4 is in uint8"),
         (lambda blocks, scales: (blocks, scales.int()), "MXFP4 is in uint8"),
-        (lambda blocks, scales: (blocks, torch.full_like(scales, 255)), r"is no number \(255\)"),
+        (lambda blocks, scales: (blocks, torch.full_like(scales, 255)), r"is not a number \(255\)"),
         (lambda blocks, scales: (blocks, None), "hold tensors that the architecture does not use|lack tensors"),
         (lambda blocks, scales: (None, scales), "hold tensors that the architecture does not use|lack tensors"),
     ],

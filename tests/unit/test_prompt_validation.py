@@ -78,11 +78,13 @@ def test_how_a_chat_ends_is_said_once() -> None:
     message = pb.ChatMessage(role="assistant", content="a")
     both = pb.Chat(messages=[message], add_generation_prompt=True, continue_final_message=True)
     assert (
-        "cannot be had with add_generation_prompt"
+        "cannot be combined with add_generation_prompt"
         in violations_of(pb.GenerateRequest(chat=both))["chat.continue_final_message"]
     )
     special = pb.GenerateRequest(chat=pb.Chat(messages=[message]), add_special_tokens=True)
-    assert violations_of(special) == {"add_special_tokens": "is of a text: a chat has those that its template writes"}
+    assert violations_of(special) == {
+        "add_special_tokens": "is for a text: in a chat, the template writes special tokens"
+    }
 
 
 @pytest.mark.parametrize("add_special_tokens", [None, True, False])

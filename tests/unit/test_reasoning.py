@@ -355,12 +355,12 @@ def chat_with(template_kwargs: str) -> pb.GenerateRequest:
     ("text", "reason"),
     [
         ("[]", "must be a JSON object, is a list"),
-        ("{", "must be a JSON object, is no JSON"),
-        ('{"a": NaN}', "NaN is no JSON number"),
+        ("{", "must be a JSON object, is not JSON"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
         ("[" * 60_000, "nests too deeply"),
         ('{"a": "' + "é" * (MAX_TEMPLATE_KWARGS_BYTES // 2) + '"}', "must have at most 65536 bytes, has 65545"),
-        ('{"tools": [], "messages": [], "a": 1}', "may not say what messages, tools is: the template is given that"),
-        *((json.dumps({name: ""}), f"may not say what {name} is") for name in sorted(GIVEN_NAMES)),
+        ('{"tools": [], "messages": [], "a": 1}', "must not set messages, tools: the template is given that"),
+        *((json.dumps({name: ""}), f"must not set {name}") for name in sorted(GIVEN_NAMES)),
     ],
 )
 def test_variables_that_cannot_be_are_refused_by_name(text: str, reason: str) -> None:

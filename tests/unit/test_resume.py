@@ -232,7 +232,7 @@ COMPLETE = [pb.AnswerSoFar(sequence=sequence, is_complete=True) for sequence in 
         (
             {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(token_ids=[5])] * 2},
             "answers_so_far[1].sequence",
-            "must be another than those before, is 0 again",
+            "must differ from those before, is 0 again",
         ),
         (
             {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(sequence=9)] * 3},
@@ -242,7 +242,7 @@ COMPLETE = [pb.AnswerSoFar(sequence=sequence, is_complete=True) for sequence in 
         (
             {"text": "x", "sampling_params": SEVERAL, "answers_so_far": COMPLETE},
             "answers_so_far",
-            "must leave something to go on with: all 2 answers are complete",
+            "must leave something to continue: all 2 answers are complete",
         ),
         (
             {"text": "x", "sampling_params": SEVERAL, "answers_so_far": COMPLETE[:1], "worker_kind": "k"},
@@ -359,7 +359,7 @@ def test_a_stop_string_was_the_end() -> None:
     [([5, EOS, 6], [], 1), (TOKENIZER.encode("one two"), ["one"], 2), ([EOS, *TOKENIZER.encode("one two")], ["t"], 0)],
 )
 def test_tokens_after_the_end_are_refused(token_ids: list[int], stop: list[str], position: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"output_token_ids: goes on after the answer's end at {position}"):
+    with pytest.raises(InvalidRequest, match=f"output_token_ids: continues after the answer's end at {position}"):
         resumption_of(begun(token_ids), "", detokenizer(stop=stop), max_tokens=99, stop_token_ids={EOS})
 
 

@@ -89,11 +89,11 @@ def asked(**kind: Any) -> pb.StructuredOutputs:
         ),
         (
             {"structured_outputs": asked(regex="a"), "min_tokens": 3},
-            {"min_tokens": "cannot be had with structured_outputs, is 3"},
+            {"min_tokens": "cannot be combined with structured_outputs, is 3"},
         ),
         (
             {"structured_outputs": asked(regex="a"), "ignore_eos": True},
-            {"ignore_eos": "cannot be had with structured_outputs, is True"},
+            {"ignore_eos": "cannot be combined with structured_outputs, is True"},
         ),
     ],
 )
@@ -246,7 +246,7 @@ def test_offline_parameters_are_checked_when_they_are_made() -> None:
     with pytest.raises(ValueError, match=r"(?s)structured_outputs: regex: .*unclosed group"):
         OfflineParams(structured_outputs=StructuredOutputsParams(regex="(a"))
     for name, value in (("min_tokens", 2), ("ignore_eos", True)):
-        with pytest.raises(ValueError, match=f"{name} cannot be had with structured outputs, is {value}"):
+        with pytest.raises(ValueError, match=f"{name} cannot be combined with structured outputs, is {value}"):
             OfflineParams(structured_outputs=StructuredOutputsParams(regex="a"), **{name: value})  # type: ignore[arg-type]
     made = OfflineParams(structured_outputs=StructuredOutputsParams(json={"type": "null"})).for_engine(0)
     assert made.grammar == grammar_of(asked(json='{"type": "null"}'))

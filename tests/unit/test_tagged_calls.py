@@ -248,7 +248,7 @@ def _held_to(parser: str, *required: str, **properties: Any) -> str:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_what_cannot_be_said_between_tags_is_refused(parser: str) -> None:
     end = FORMATS[parser].words[-1]
-    cannot_be_said, names = "would be told as another value", "cannot be an argument's name"
+    cannot_be_said, names = "would be read back as another value", "cannot be an argument's name"
     cases: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         ({"a": {"const": f"x{end}"}}, (), cannot_be_said),
         ({"a": {"type": "string", "enum": ["x", "</tool_call>"]}}, ("a",), cannot_be_said),

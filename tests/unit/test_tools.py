@@ -92,7 +92,7 @@ def test_an_answer_may_be_calls_or_have_a_form() -> None:
         assert ("done" in grammar) == ("json" in form)
     for form, choice, reason in (
         ({"regex": "a"}, "auto", "must be JSON (json, json_object) where tools may be called, is regex"),
-        (forms[0], "required", "cannot be had with tools that must be called: an answer has one form"),
+        (forms[0], "required", "cannot be combined with tools that must be called: an answer has one form"),
         ({"json": {"title": "x" * 70_000}}, "auto", "json must have at most 65536 bytes"),
     ):
         ((named, said),) = wrong_of(HI, tools=[WEATHER], tool_choice=choice, structured_outputs=form)
@@ -125,12 +125,12 @@ def function(**of: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("asked", "field", "reason"),
     [
-        ({"tool_choice": "required"}, "chat.tool_choice", "is of no use without tools"),
-        ({"parallel_tool_calls": True}, "chat.parallel_tool_calls", "is of no use without tools"),
-        ({"tools": [WEATHER, WEATHER]}, "chat.tools", "must have names of their own, 'weather' is there twice"),
+        ({"tool_choice": "required"}, "chat.tool_choice", "needs tools"),
+        ({"parallel_tool_calls": True}, "chat.parallel_tool_calls", "needs tools"),
+        ({"tools": [WEATHER, WEATHER]}, "chat.tools", "must have distinct names, 'weather' is there twice"),
         ({"tools": [NOW] * 129}, "chat.tools", "may hold 128 tools, has 129"),
         ({"tools": [{"function": {"name": "a b"}}]}, "chat.tools[0].name", "must be 1 to 64 letters"),
-        ({"tools": [NOW, {"function": {"name": "f", "parameters": "{"}}]}, "chat.tools[1].parameters", "is no JSON"),
+        ({"tools": [NOW, {"function": {"name": "f", "parameters": "{"}}]}, "chat.tools[1].parameters", "is not JSON"),
         (function(parameters="[]"), "chat.tools[0].parameters", "is a list"),
         (function(parameters='{"a": NaN}'), "chat.tools[0].parameters", "NaN is no"),
         (function(parameters="[" * 60_000), "chat.tools[0].parameters", "nests too deeply"),
@@ -141,7 +141,7 @@ def function(**of: Any) -> dict[str, Any]:
         (function(parameters='{"a": ' + "9" * 5000 + "}"), "chat.tools[0].parameters", "of too many digits"),
         (
             {**function(), "tool_choice": "required", "ignore_eos": True}, "sampling_params.ignore_eos",
-            "cannot be had with tools that hold the answer",
+            "cannot be combined with tools that hold the answer",
         ),
     ],
 )  # fmt: skip
@@ -197,12 +197,12 @@ def test_a_schema_that_cannot_be_held_to_is_named() -> None:
     asked = generate_request(HI, tools=[NOW, WEATHER], structured_outputs={"json_object": True})
     tools = validate(asked, KNOWING).asked_tools
     reason = "grammar: at {}(14): failed to compile JSON schema: Invalid type: strin\n 5 | tool_1: ..."
-    why = "cannot be held to: failed to compile JSON schema: Invalid type: strin"
+    why = "cannot be enforced: failed to compile JSON schema: Invalid type: strin"
     assert tools.problem_of_form(reason.format(6)) == ("chat.tools[1].parameters", why)
     assert tools.problem_of_form(reason.format(7)) == ("sampling_params.structured_outputs", why)
     named = AskedTools(tools=tools.tools, parser="hermes", callable=(1,))
     assert named.problem_of_form(reason.format(4)) == ("chat.tools[1].parameters", why)
-    assert tools.problem_of_form("grammar: too complex") == ("chat.tools", "cannot be held to: too complex")
+    assert tools.problem_of_form("grammar: too complex") == ("chat.tools", "cannot be enforced: too complex")
 
 
 def test_a_schema_that_cannot_be_said_between_tags_is_named() -> None:
@@ -212,7 +212,7 @@ def test_a_schema_that_cannot_be_said_between_tags_is_named() -> None:
     }
     ((named, said),) = wrong_of(HI, model, tool_choice="required", **asked)
     assert named == "chat.tools[1].parameters"
-    assert said == 'cannot be held to: properties.a: "</arg_value>" would be told as another value'
+    assert said == 'cannot be enforced: properties.a: "</arg_value>" would be read back as another value'
     ((named, _),) = wrong_of(HI, model, tool_choice={"function": {"name": "f"}}, **asked)
     assert named == "chat.tools[1].parameters"
     validate(generate_request(HI, **asked), model)
@@ -253,7 +253,9 @@ def test_a_model_that_is_given_no_tools_says_why(source: str | None, parser: str
     assert named == "chat.tools"
     assert reason in said
     told = (
-        [] if model.shows_tools else [("chat.messages[1].tool_calls", f"cannot be told of: {model.no_tools_because}")]
+        []
+        if model.shows_tools
+        else [("chat.messages[1].tool_calls", f"cannot be shown to the model: {model.no_tools_because}")]
     )
     if told:
         assert wrong_of(TOLD, model) == told

@@ -251,7 +251,7 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
             lambda: transformers.OlmoConfig(**SMALL, rope_parameters={
                 "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0
             }),
-            "OlmoForCausalLM", "their code has to know numbers",
+            "OlmoForCausalLM", "their code reads values",
         ),
         (lambda: transformers.OlmoConfig(**SMALL | {"num_hidden_layers": 5000}), "OlmoForCausalLM", "at most 1024"),
         (transformers.Gemma3Config, "Gemma3ForConditionalGeneration", "models of more than text"),
@@ -373,7 +373,7 @@ def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"model\.safetensors is no safetensors file, or not all of one"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file, or not a complete one"):
         Bench(engine_config(tmp_path))
     path.write_bytes(whole)
     tensors = load_file(path)

@@ -70,7 +70,7 @@ NAN, INF = float("nan"), float("inf")
         (
             {"allowed_token_ids": [5], "structured_outputs": pb.StructuredOutputs(regex="a")},
             "allowed_token_ids",
-            "cannot be had with structured_outputs: nothing might be left that may come next",
+            "cannot be combined with structured_outputs: no token might be left that may come next",
         ),
         ({"bad_words": ["a"] * 257}, "bad_words", "may hold 256 words, has 257"),
         ({"bad_words": ["a", " "]}, "bad_words[1]", "must be 1 to 256 characters long, not all of them spaces, has 1"),
@@ -82,12 +82,12 @@ NAN, INF = float("nan"), float("inf")
         (
             {"bad_words": ["a"], "allowed_token_ids": [5]},
             "bad_words",
-            "cannot be had with allowed_token_ids: nothing might be left that may come next",
+            "cannot be combined with allowed_token_ids: no token might be left that may come next",
         ),
         (
             {"bad_words": ["a"], "structured_outputs": pb.StructuredOutputs(regex="a")},
             "bad_words",
-            "cannot be had with structured_outputs: nothing might be left that may come next",
+            "cannot be combined with structured_outputs: no token might be left that may come next",
         ),
         ({"logit_bias": {5: 100.5}}, "logit_bias[5]", "must be in [-100, 100], is 100.5"),
         ({"logit_bias": {5: NAN}}, "logit_bias[5]", "must be in [-100, 100], is nan"),
@@ -167,7 +167,7 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
         (
             {"text": "x", "sampling_params": pb.SamplingParams(seed=3, n=2), "output_token_ids": [5]},
             "sampling_params.n",
-            "must be 1 with output_token_ids, is 2: several answers go on by answers_so_far",
+            "must be 1 with output_token_ids, is 2: several answers continue by answers_so_far",
         ),
         (
             {"text": "x", "output_token_ids": [5]},

@@ -142,7 +142,7 @@ class TaggedFormat(ToolFormat):
             told = text if types == STRING else json.loads(json_of_text(text, types))
             if not is_whole or json.dumps(told, sort_keys=True) not in known:
                 shown = json.dumps(text, ensure_ascii=False)[:MAX_SHOWN_CHARS]
-                raise ValueError(f"{shown} would be told as another value")
+                raise ValueError(f"{shown} would be read back as another value")
         return texts
 
     def _text(self, lines: GrammarLines, least: Any = None, most: Any = None) -> str:

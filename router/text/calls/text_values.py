@@ -134,4 +134,4 @@ def _on_one_line(said: str, value: Any) -> str:
 
 def no_number(name: str) -> None:
     """For `json.loads`, which would take NaN and Infinity."""
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -151,7 +151,7 @@ def test_errors_are_those_that_the_client_knows(messages: Any, model: str) -> No
     with pytest.raises(anthropic.BadRequestError, match="max_tokens: must be at most"):
         messages.create(model=model, messages=ASKING, max_tokens=4000)
     wrong = {"name": "f", "input_schema": {"properties": {"a": {"type": "strin"}}}}
-    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema: cannot be held to"):
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema: cannot be enforced"):
         messages.create(model=model, messages=ASKING, max_tokens=4, tools=[wrong], tool_choice={"type": "any"})
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences: may hold 16 strings, has 17"):
         messages.create(model=model, messages=ASKING, max_tokens=4, stop_sequences=list("abcdefghijklmnopq"))

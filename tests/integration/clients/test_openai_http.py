@@ -218,7 +218,7 @@ def test_a_form_that_cannot_be_read_is_a_bad_request(client: openai.OpenAI, mode
         client.chat.completions.create(
             model=model, messages=MESSAGES, extra_body={"structured_outputs": {"json": {"type": "objekt"}}}
         )
-    with pytest.raises(openai.BadRequestError, match="min_tokens: cannot be had with response_format, is 2"):
+    with pytest.raises(openai.BadRequestError, match="min_tokens: cannot be combined with response_format, is 2"):
         client.chat.completions.create(
             model=model, messages=MESSAGES, response_format={"type": "json_object"}, extra_body={"min_tokens": 2}
         )

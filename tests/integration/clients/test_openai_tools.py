@@ -67,7 +67,7 @@ def test_one_tool_by_name_and_none(client: openai.OpenAI, model: str) -> None:
 
 def test_a_schema_that_cannot_be_kept_to_is_a_bad_request(client: openai.OpenAI, model: str) -> None:
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}}}
-    with pytest.raises(openai.BadRequestError, match="cannot be held to: failed to compile JSON schema") as caught:
+    with pytest.raises(openai.BadRequestError, match="cannot be enforced: failed to compile JSON schema") as caught:
         client.chat.completions.create(model=model, messages=ASKING, tools=[TOOLS[0], wrong], tool_choice="required")
     assert caught.value.param == "tools[1].function.parameters"
 
