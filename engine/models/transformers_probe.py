@@ -262,7 +262,7 @@ def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
         if window:
             expected &= keys > query - window
         if not torch.equal(seen(query), expected):
-            raise _CannotServeError("a token sees others than all, or the last few, of those before it")
+            raise _CannotServeError("a token sees tokens other than all, or the last few, of those before it")
     return window
 
 

@@ -233,7 +233,7 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "architecture", "why"),
     [
-        (lambda: transformers.BertConfig(**NO_GROUPS), "BertLMHeadModel", "a token sees others than those before it"),
+        (lambda: transformers.BertConfig(**NO_GROUPS), "BertLMHeadModel", "a token sees tokens other than all"),
         (lambda: transformers.DiffLlamaConfig(**SMALL), "DiffLlamaForCausalLM", "attends more than once in a step"),
         (
             lambda: transformers.RecurrentGemmaConfig(**SMALL, lru_width=48, block_types=["recurrent", "attention"]),
