@@ -198,7 +198,7 @@ def _format_line(cells: Sequence[str], widths: Sequence[int], is_number: Sequenc
 
 def profile_line(profile: WorkerProfile) -> str:
     if not profile.num_steps:
-        return f"{profile.worker_id}: it took no step in this time; ask something meanwhile"
+        return f"{profile.worker_id}: it took no step in this time; send it a request meanwhile"
     each_ms = profile.step_ms / profile.num_steps
     share = sum(op.host_ms for op in profile.ops) / profile.step_ms
     steps = "1 step" if profile.num_steps == 1 else f"{profile.num_steps} steps"

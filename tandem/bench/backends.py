@@ -203,7 +203,7 @@ async def open_grpc(
             info = await client.model_info()
         except Unauthenticated as error:
             raise ServerGone(
-                f"the router at {address} asks for an API key: give it with --api-key KEY or TANDEM_API_KEY"
+                f"the router at {address} requires an API key: give it with --api-key KEY or TANDEM_API_KEY"
             ) from error
         except TandemError as error:
             raise ServerGone(
