@@ -121,11 +121,11 @@ class LLMEngine:
         lora_name: str = "",
         may_wait: bool = True,
     ) -> bool:
-        """Queue a request to be prefilled and decoded here. False if it would have to wait and may not.
+        """Queue a request to be prefilled and decoded here. Returns False if it would have to wait but may not.
 
-        `output_token_ids`: the part of the answer that exists already; the engine goes on after it. `cache_salt`: it
-        shares blocks with requests of the same salt alone. `lora_name`: the adapter to compute it. Raises `ValueError`
-        for a request that could never run.
+        `output_token_ids`: the part of the answer that exists already; the engine continues after it. `cache_salt`: the
+        request shares blocks only with requests of the same salt. `lora_name`: the adapter to compute it with. Raises
+        `ValueError` for a request that could never run.
         """
         seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
         if not may_wait and not self._scheduler.has_room(seq):
@@ -176,8 +176,8 @@ class LLMEngine:
         """The reserved blocks now hold the KV of all `num_tokens` tokens; decode on from `token_id`, which the other
         engine sampled after them.
 
-        Raises `KeyError` if the reservation is gone. Raises `ValueError` for a token that is none, or where this many
-        tokens were not reserved for: the reservation stays.
+        Raises `KeyError` if the reservation is gone. Raises `ValueError` for an invalid token, or if the reservation
+        was for another number of tokens; the reservation then stays.
         """
         if not 0 <= token_id < self.config.model.vocab_size:
             raise ValueError(f"token_id must be in [0, {self.config.model.vocab_size}), is {token_id}")
@@ -190,15 +190,15 @@ class LLMEngine:
         self._scheduler.hold(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in whatever state and free its blocks. False if it is unknown or ended before."""
+        """End a request in any state and free its blocks. Returns False if it is unknown or has ended before."""
         self._interval.forget(request_id)
         return self._scheduler.abort(request_id)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Launch a step, then wait for one and return its new tokens: with `async_scheduling` for the step launched
-        before, so that the first of a row returns none; else for this one."""
+        """Launch a step, then wait for a step and return its new tokens. With `async_scheduling` it waits for the step
+        launched before, so that the first call in a row returns none; otherwise for this one."""
         earlier, self._in_flight = self._in_flight, self._launch()
         if earlier is None and not self.config.scheduler.async_scheduling:
             earlier, self._in_flight = self._in_flight, None
@@ -240,25 +240,27 @@ class LLMEngine:
         return self._interval.take_in(request_outputs)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether some request waits or runs, or a step is in flight. Granted and held ones wait for others."""
+        """Whether some request waits or runs, or a step is in flight. Granted and held requests wait for other engines
+        and do not count."""
         return self._scheduler.has_work or self._in_flight is not None
 
     def wake_by(self, wake: Callable[[], None]) -> None:
-        """No step waits for a grammar, or for blocks from host memory, from now on: where there is nothing else to do
-        it finds nothing, and `wake` is called, on any thread, when one has come."""
+        """From now on no step waits for a grammar, or for blocks from host memory: if there is nothing else to do, the
+        step has nothing to compute, and `wake` is called, on any thread, when the grammar or the blocks have come."""
         self._is_woken = True
         self._grammars.on_compiled = wake
         self.executor.on_copied(wake)
 
     def close(self) -> None:
-        """Let go of processes that compute with this one. No other call comes after it."""
+        """Release the processes that compute with this one. It must be the last call."""
         self.executor.close()
 
     # -- questions ----------------------------------------------------------------------------------------------
 
     @property
     def is_copying(self) -> bool:
-        """Blocks are on their way between pool and host memory: there is something to come, whatever is asked for."""
+        """Whether blocks are on their way between pool and host memory, so that there will be news without any
+        request."""
         return self.block_manager.is_copying
 
     @property

@@ -71,14 +71,14 @@ class BlockWriter(Protocol):
         """Take on the copying of blocks of one layer. Never blocks; the pool is read later; `drain` raises errors."""
 
     async def drain(self) -> None:
-        """Until everything posted lies in the receiver's memory. Raises `TransferError`. `post` may follow again."""
+        """Wait until everything posted is in the receiver's memory. Raises `TransferError`. `post` may follow again."""
 
     async def stop(self) -> None:
-        """Until nothing posted can be read from our pool or, unless `may_still_write`, written to theirs any more.
+        """Wait until nothing posted can be read from our pool or, unless `may_still_write`, written to theirs any more.
         Raises nothing; idempotent."""
 
     async def close(self) -> None:
-        """After `stop`: tell the receiver so, where it waits for that. Raises nothing; idempotent."""
+        """After `stop`: tell the receiver so, if it waits for that. Raises nothing; idempotent."""
 
 
 class Link(Protocol):
@@ -98,14 +98,14 @@ class Link(Protocol):
     def writer(self, grant: pb.Grant) -> BlockWriter: ...
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        """Send it once, and wait for the answer as long as the connection lives: a receiver with much to do is late,
-        not dead. Raises `PeerUnreachable` where there is no connection, or it broke."""
+        """Send a commit once, and wait for the answer as long as the connection lives: a receiver with much to do is
+        late, not dead. Raises `PeerUnreachable` if there is no connection, or it broke."""
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Until a lost connection is back. Raises `PeerUnreachable` after `timeout_s`."""
+        """Wait until a lost connection is back. Raises `PeerUnreachable` after `timeout_s`."""
 
     async def lost(self) -> None:
-        """Return when the connection, which there was, is gone; called once connected. May be cancelled."""
+        """Return when the connection is gone; called once it was connected. May be cancelled."""
 
     async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None: ...
 
@@ -137,7 +137,7 @@ class Endpoint(ABC):
         """A one-sided sender begins to write."""
 
     def leave_push(self) -> None:  # noqa: B027
-        """It has ended, or is gone. Once for each `enter_push`."""
+        """The sender has ended, or is gone. Called once for each `enter_push`."""
 
     async def close(self) -> None:  # noqa: B027
-        """Let go of what the endpoint has beside the pool."""
+        """Release what the endpoint holds beside the pool."""

@@ -82,7 +82,7 @@ class KVReceiver:
         self._timer.add_done_callback(_report_death)
 
     async def close(self) -> None:
-        """End timer, commits and endpoint. Calls no callback any more: what is still granted dies with the pool."""
+        """End timer, commits and endpoint. Calls no callback any more: open grants end with the pool."""
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._commits.values()]
         if self._timer is not None:
             tasks.append(self._timer)
@@ -129,7 +129,7 @@ class KVReceiver:
 
     @property
     def num_grants(self) -> int:
-        """How many are neither committed nor freed."""
+        """How many grants are neither committed nor freed."""
         return self._table.num_grants
 
     def open_grants(self) -> dict[int, tuple[int, ...]]:
@@ -184,8 +184,8 @@ class KVReceiver:
         self._free(self._table.detach(grant_id, attachment_id))
 
     def sender_gone(self, grant_id: int, attachment_id: int) -> None:
-        """That sender's stream broke before it said so. What it had under way is to arrive before its blocks are free:
-        the endpoint waits for it as long as they do."""
+        """That sender's stream broke before it said so. Its writes under way must arrive before its blocks are free:
+        the endpoint waits for them as long as the blocks do."""
         asyncio.get_running_loop().call_later(self.lease_s, self._endpoint.leave_push)
         self._table.sender_gone(grant_id, attachment_id, self._now_s())
         self._has_deadline.set()

@@ -59,7 +59,7 @@ class KVSender:
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
 
     async def open(self, grant: pb.Grant) -> Push:
-        """A push under `grant`, connecting to its maker at first contact.
+        """Open a push under `grant`, connecting to the receiver that made it at first contact.
 
         Raises `InvalidTransfer` (a grant that no receiver of this layout makes), `IncompatiblePeer`,
         `PeerUnreachable`, `GrantGone` (its maker has restarted, or it was revoked already)."""
@@ -83,7 +83,7 @@ class KVSender:
         return Push(self, kept, writer, grant)
 
     async def end(self, writer: BlockWriter, kept: KeptLink) -> None:
-        """Of a push that the receiver has committed, or never heard of: there is nothing to abandon."""
+        """End a push that the receiver has committed, or never heard of, so that there is nothing to abandon."""
         try:
             await writer.stop()
             await writer.close()
@@ -171,9 +171,10 @@ class Push:
     def write(self, layer: int, first_block: int, src_block_ids: Sequence[int]) -> None:
         """Send blocks `first_block .. first_block + len(src_block_ids) - 1` of the prompt, of one layer.
 
-        Never blocks and reads the pool later, so their bytes must be final. In any order, at most once per block and
-        layer for the count of bytes to be right. Ignored once the push has ended. What goes wrong comes from `commit`.
-        Raises `ValueError` where the positions are not the grant's or the layer is not the pool's."""
+        Never blocks, and reads the pool later, so the blocks' bytes must be final. Calls may come in any order, at most
+        once per block and layer for the count of bytes to be right, and are ignored once the push has ended. `commit`
+        raises what goes wrong. Raises `ValueError` if the positions are not the grant's or the layer is not the
+        pool's."""
         if not 0 <= layer < self._sender.pool.layout.num_layers:
             raise ValueError(f"layer {layer} is not below {self._sender.pool.layout.num_layers}")
         written = first_block, tuple(src_block_ids)  # of a tuple, which an engine has for all layers, no copy
@@ -194,7 +195,7 @@ class Push:
     async def commit(
         self, num_prompt_tokens: int, first_token_id: int, src_block_ids: Sequence[int]
     ) -> inference_pb.KVTransferStats:
-        """All blocks of all layers are written; until the receiver has verified and taken them.
+        """All blocks of all layers are written: wait until the receiver has verified and taken them.
 
         src_block_ids: our blocks of the whole prompt, as many as the grant has. Blocks that arrived differently are
         pushed again, twice at most. Raises `CorruptTransfer` after that, `GrantGone`, `PeerUnreachable`,

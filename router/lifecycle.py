@@ -132,7 +132,8 @@ class Lifecycle:
         self._events.put_nowait(stopped)
 
     async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
-        """The messages of the answer, the last with usage and timings. Raises the error that ended it."""
+        """Yield the messages of the answer, the last with usage and timings. Raises the error that ended the
+        request."""
         if self._asked.resumption.finish_reason:
             yield self._last_response(self._asked.resumption.finish_reason)
             return
@@ -160,12 +161,13 @@ class Lifecycle:
 
     @property
     def has_one_worker(self) -> bool:
-        """Which prefills it and answers: as of the first token it has the KV of the whole prompt."""
+        """Whether one worker both prefills and answers: from the first token on it has the KV of the whole prompt."""
         return self._last_plan is not None and self._last_plan.prefill is None
 
     def shared_prefix(self) -> SharedPrefix | None:
-        """The part of the prompt that the decode worker has in use, for other answers to it: the prefix index would
-        tell them a moment later, or not at all. None where this one has ended, or the worker keeps no prefixes."""
+        """The part of the prompt that the decode worker has in use, for other answers to the prompt: the prefix index
+        would report it a moment later, or not at all. None if this answer has ended, or the worker keeps no
+        prefixes."""
         handle = None if self._last_plan is None else self._cluster.pool.get(self._last_plan.decode)
         if handle is None or handle.record.keeps_no_prefixes or self._state.phase is Phase.DONE:
             return None

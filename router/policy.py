@@ -128,9 +128,9 @@ def choose_plan(
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
 
-    Those in `avoid` decode only where nobody else can, and do not prefill: the decode worker can do without.
+    Workers in `avoid` decode only if no other worker can, and do not prefill: the decode worker can do without them.
     `are_apart`: whether transfers between two workers fail, so that they are not to be paired.
-    `may_stay`: whether it has waited long enough for a decode worker's room (`STAY_SHARE`).
+    `may_stay`: whether the request has waited long enough for a decode worker's room (`STAY_SHARE`).
     """
     costs = learned if config.learn_costs else Costs()
     with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= d.num_blocks(num_tokens)]

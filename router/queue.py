@@ -124,23 +124,23 @@ class RequestQueue:
 
     @property
     def has_line(self) -> bool:
-        """Whether a request that comes now may find others before it. Those aside are in nobody's way."""
+        """Whether a request that comes now may find others before it. Requests aside do not count."""
         return bool(self._priorities)
 
     @property
     def num_clients(self) -> int:
-        """How many have requests that entered and have not left, each client once for every priority."""
+        """How many clients have requests that entered and have not left, each client once for every priority."""
         return sum(shares.num_open_clients for shares in self._shares.values())
 
     def num_tokens_before(self, priority: int, fairness_id: str = "") -> int:
-        """Of those that wait, what is expected to go before a further request of this client: all of the priorities
-        that go before its own, and of its own what its share leaves (`FairShares.num_tokens_before`)."""
+        """The waiting tokens that are expected to go before a further request of this client: all tokens of more urgent
+        priorities, and of its own priority what its share leaves (`FairShares.num_tokens_before`)."""
         num_urgent = sum(self._shares[other].num_tokens for other in self._priorities if other < priority)
         shares = self._shares.get(priority)
         return num_urgent + (0 if shares is None else shares.num_tokens_before(fairness_id))
 
     def wait_s(self, priority: int, fairness_id: str) -> float:
-        """Until a further request of this client would have room, as far as is known."""
+        """How long until a further request of this client would have room, as far as is known."""
         return self.pace.queued_s(self.num_tokens_before(priority, fairness_id))
 
     def enter(self, priority: int, fairness_id: str) -> ClientShare:
@@ -166,11 +166,11 @@ class RequestQueue:
         is_admitted: bool = False,
         give_up_s: float | None = None,
     ) -> TakenRoom:
-        """Wait for workers; the caller settles the room. `fairness_id`: whose request it is. `is_admitted`: the bound
-        does not hold for it, a further answer of a request that was let in.
+        """Wait for workers; the caller settles the room. `fairness_id`: whose request it is. `is_admitted`: it is a
+        further answer to a request that was admitted, so the bound does not apply.
 
-        Raises `Overloaded` where a new request would pass the bound, or still waits at `give_up_s` (of the event
-        loop's clock); and `NoWorker` at once if there is none, now or while waiting. Cancelling it leaves the queue.
+        Raises `Overloaded` if a new request would exceed the bound, or still waits at `give_up_s` (of the event loop's
+        clock); and `NoWorker` at once if there is no worker, now or while waiting. Cancelling it leaves the queue.
         """
         self._note_if_empty()
         self.pace.queued(time.monotonic())

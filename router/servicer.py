@@ -61,7 +61,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         await self.open_requests.wait_until_empty()
 
     async def close(self) -> None:
-        """What runs is lost."""
+        """Close at once: running requests are lost."""
         await self._grammars.close()
 
     # -- RPCs ---------------------------------------------------------------------------------------------------

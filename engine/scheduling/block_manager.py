@@ -89,7 +89,7 @@ class BlockManager:
 
     @property
     def is_copying(self) -> bool:
-        """Whether blocks are on their way, and may be had, or given up, when they are there."""
+        """Whether blocks are being copied, and will be usable or free once they have arrived."""
         return bool(self._saving or self._loading)
 
     @property
@@ -101,7 +101,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_shared_blocks(self, seq: Sequence) -> int:
-        """How many blocks of a prefix of `seq`, which has none yet, others have: it would take no new ones for them."""
+        """How many blocks of a prefix of `seq`, which has none yet, are in use by others, so that it would need no new
+        ones for them."""
         matched = self._match(self._hashes_of(seq, seq.num_reusable_tokens))
         return sum(block_id is not None and block_id not in self._evictor for block_id in matched)
 
@@ -152,7 +153,7 @@ class BlockManager:
         return True
 
     def can_append(self, *seqs: Sequence, num_drafts: int = 0) -> bool:
-        """Whether `append` would succeed for all of these, with so many drafts each."""
+        """Whether `append` would succeed for all of these, with this many drafts each."""
         return sum([self._num_missing(seq, num_drafts) for seq in seqs]) <= self.num_available
 
     def append(self, seq: Sequence, num_drafts: int = 0) -> None:
@@ -170,7 +171,7 @@ class BlockManager:
         return max(0, self.num_blocks_for(len(seq) + num_drafts) - len(seq.block_table))
 
     def give_back(self, seq: Sequence) -> None:
-        """The blocks behind the last token of `seq`, which were for drafts."""
+        """Give back the blocks after the last token of `seq`, which were for drafts."""
         table = self._tables[seq.seq_id]
         while len(table.block_ids) > self.num_blocks_for(len(seq)):
             self._drop_ref(table.block_ids.pop(), table.owner)
@@ -193,7 +194,7 @@ class BlockManager:
         table.num_registered = num_full
 
     def forget(self, seq: Sequence) -> None:
-        """Whatever the blocks of `seq` hold, no prefix finds them any more."""
+        """Make the blocks of `seq` unfindable by prefix, whatever they hold."""
         for block_id in self._tables[seq.seq_id].block_ids:
             if block_id in self._hash_of:
                 self.offloading.forget(self._hash_of[block_id])
@@ -251,13 +252,13 @@ class BlockManager:
     # -- copies -------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> list[BlockCopy]:
-        """What is to be copied from now on, in any order. Each ends by `end_copy`."""
+        """Return the copies to be made now, in any order. Each must be ended by `end_copy`."""
         self._save_ahead()
         copies, self._copies = self._copies, []
         return copies
 
     def end_copy(self, copy: BlockCopy) -> list[Sequence]:
-        """It is copied. Returns whose blocks are all there from now on."""
+        """A copy is done. Returns the sequences whose blocks are now all there."""
         if copy.is_load:
             self.offloading.end_load(copy.host_block_id)
             waiting = self._loading.pop(copy.block_id)

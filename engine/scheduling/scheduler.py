@@ -99,12 +99,12 @@ class Scheduler:
 
     @property
     def num_free_seqs(self) -> int:
-        """How many more there may be, whatever their blocks."""
+        """How many more sequences there may be, whatever their blocks."""
         return max(0, self._config.max_num_seqs - self._num_admitted - len(self.waiting) - len(self.granted))
 
     def has_room(self, newcomer: Sequence) -> bool:
-        """Whether it would get its blocks at once, after all that wait already. What it shares with others that have
-        blocks, a prompt with several answers, takes none."""
+        """Whether a sequence would get its blocks at once, after all that wait already. Blocks that it shares with
+        other running sequences (several answers to a prompt) are not counted."""
         if not self.num_free_seqs:
             return False
         seqs = [newcomer, *self.waiting]
@@ -126,7 +126,7 @@ class Scheduler:
     # -- a sequence's life --------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Behind all that wait. Its `request_id` must be nobody else's here."""
+        """Queue a sequence behind all that wait. Its `request_id` must not be in use here."""
         assert seq.status is SequenceStatus.WAITING
         self._seqs[seq.request_id] = seq
         self.waiting.append(seq)
@@ -140,9 +140,9 @@ class Scheduler:
         return True
 
     def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
-        """The blocks of a granted sequence hold the KV of all its tokens; `token_id` was sampled after them.
+        """The blocks of a granted sequence now hold the KV of all its tokens; `token_id` was sampled after them.
 
-        Raises `ValueError` where these are not `num_tokens`.
+        Raises `ValueError` if these are not `num_tokens`.
         """
         if len(self.granted[request_id]) != num_tokens:
             raise ValueError(f"num_tokens must be {len(self.granted[request_id])}, is {num_tokens}")
@@ -161,7 +161,7 @@ class Scheduler:
             self._hold(seq)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state and free its blocks. False if there is none."""
+        """End a request in any state and free its blocks. Returns False if there is no such request."""
         seq = self._seqs.get(request_id)
         if seq is not None:
             self._remove(seq)
@@ -169,7 +169,7 @@ class Scheduler:
         return seq is not None
 
     def take_copied(self, copies: Iterable[BlockCopy]) -> None:
-        """These blocks are copied. Who waited for the last of its own goes on."""
+        """These blocks have been copied. A sequence that waited for the last of its blocks continues."""
         for copy in copies:
             self.stats.count_copy(copy)
             for seq in self.block_manager.end_copy(copy):
@@ -182,8 +182,8 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self, max_prefill_tokens: int | None = None) -> SchedulerOutput:
-        """What the next step computes. Nothing, if there is no work or no memory for any; or while steps are in flight
-        whose outcome has to be known first.
+        """Decide what the next step computes. That is nothing if there is no work, or no memory for any, or while steps
+        are in flight whose outcome has to be known first.
 
         `max_prefill_tokens` bounds the prompts' part of a step in which something decodes. It also holds where a
         granted sequence may begin to at any moment: its client has the first token, and must not wait for a long step.
@@ -204,7 +204,8 @@ class Scheduler:
         return SchedulerOutput(scheduled, [export for export in exports if export.block_ids])
 
     def wait_for_grammar(self) -> bool:
-        """Where there is nothing else to do: wait for the first grammar that `schedule` just missed. False: none."""
+        """For when there is nothing else to do: wait for the first grammar that `schedule` just missed. Returns False
+        if there is none."""
         if self._missing_grammar is not None:
             self._missing_grammar.wait_until_compiled()
         return self._missing_grammar is not None
@@ -298,7 +299,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def begin(self, output: SchedulerOutput) -> None:
-        """`output` is launched: its tokens count as computed, and who samples has one token more."""
+        """`output` is launched: its tokens count as computed, and each sequence that samples has one token more."""
         self._num_steps_in_flight += 1
         for scheduled in output.scheduled:
             seq = scheduled.seq
