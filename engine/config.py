@@ -312,7 +312,7 @@ class EngineArgs:
         default=True,
         metadata={
             "help": "On a GPU, schedule and launch each step while the one before it is still being computed. A "
-            "CPU does not do so."
+            "CPU does not do so, and nor does a GPU with --speculative-config."
         },
     )
     speculative_config: str = field(

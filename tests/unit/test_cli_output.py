@@ -229,8 +229,8 @@ def test_a_stream_that_breaks_says_what_it_waits_for() -> None:
         scripted.script = breaking
         result = CliRunner().invoke(main, ["generate", "hi", "--router", address, "--timeout-s", "9"])
     assert (result.exit_code, result.stdout) == (0, "abcd\n")
-    line = f"the router at {address} went away (gone): waiting up to 9 s for a router that continues the answer"
-    assert result.stderr.splitlines() == [line, line]
+    line = rf"the router at {address} went away \(gone\): waiting up to [89] s for a router that continues the answer"
+    assert re.fullmatch(f"{line}\n{line}\n", result.stderr)
 
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["status"], ["bench", "--num-prompts", "1"]])
