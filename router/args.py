@@ -7,6 +7,7 @@ from pathlib import Path
 
 from router import generation_defaults
 from router.generation_defaults import check_override
+from router.queue import WORKER_WAIT_S
 from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
@@ -76,6 +77,12 @@ class RouterArgs(ServiceArgs):
         1_000_000,
         "Maximum prompt tokens that may wait ahead of a request. Beyond that, it is refused with RESOURCE_EXHAUSTED.",
         least=1,
+    )
+    worker_wait_s: float = number(
+        WORKER_WAIT_S,
+        "How long an answer that has begun waits for a decode worker when none is left that can continue it. Then it "
+        "fails. 0: it fails at once.",
+        least=0,
     )
     max_message_bytes: int = number(
         4 * 1024 * 1024, "Maximum size of a request message, in bytes.", least=65_536, most=1 << 28

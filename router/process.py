@@ -109,6 +109,7 @@ class Router:
             choose=self._pool.choose,
             has_workers=self._pool.has_decode_worker_for,
             is_apart=self._pool.is_apart,
+            worker_wait_s=args.worker_wait_s,
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)
         self._directory = WorkerDirectory(args.redis, namespace=args.namespace, on_change=self._on_records)

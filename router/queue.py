@@ -6,7 +6,10 @@ freed memory, joined or left: `dispatch_soon`). It plans from the head on, and s
 has room for, so that a long prompt is not overtaken for ever. A request that can only run on workers which take no new
 requests steps aside, since it would keep others from workers that it cannot use. Aside, requests have the same order as
 in line, but without shares. When new requests go to its workers after all, it is in line again, in front. No timer of
-ours ends the waiting: the client's deadline does, early enough to say so.
+ours ends the waiting for room: the client's deadline does, early enough to say so.
+
+Without any worker only those requests wait whose answer has begun, since their client would lose it. They step aside,
+too, each with a timer (`patience`), which fails it unless a worker that can continue the answer is there before.
 
 Shares (`fair_shares`) are separate for each priority: what a client was served at another priority is not counted. A
 client's counter is kept from when its first request enters until its last one has left.
@@ -35,6 +38,8 @@ from router.taken_room import TakenRoom
 from rpc.errors import NoWorker, Overloaded
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
+WORKER_WAIT_S = 30.0
+"""A process that died is there again within seconds, a container within some ten, with a small model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,8 @@ class SharedPrefix:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
-    """What planning needs to know of a request. The waiting caller makes it; `planned`, `share` and `is_waiting` belong
-    to the queue."""
+    """What planning needs to know of a request. The waiting caller makes it; what is not given then belongs to the
+    queue."""
 
     num_tokens: int
     """To be prefilled: the prompt, and what of the answer exists already."""
@@ -69,11 +74,20 @@ class QueuedRequest:
     planned: asyncio.Future[TakenRoom] = field(init=False)
     share: ClientShare = field(init=False)
     """Its client's."""
+    patience: asyncio.TimerHandle | None = field(default=None, init=False)
+    """While there is no worker that could go on with it: when that ends it."""
+    is_given_up: bool = field(default=False, init=False)
+    """There was none for too long."""
     is_waiting: bool = field(default=False, init=False)
 
     @property
     def waited_s(self) -> float:
         return time.monotonic() - self.arrived_s
+
+    def stop_patience(self) -> None:
+        if self.patience is not None:
+            self.patience.cancel()
+            self.patience = None
 
     @property
     def num_own_tokens(self) -> int:
@@ -99,14 +113,16 @@ class RequestQueue:
         choose: Callable[[QueuedRequest], TakenRoom | None],
         has_workers: Callable[[QueuedRequest], bool],
         is_apart: Callable[[QueuedRequest], bool] = lambda _: False,
+        worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
         """`choose` plans one request with the workers as they are now, and takes the room for it. `has_workers`:
         whether waiting makes sense for it. `is_apart`: whether it is for none of the workers that new requests go
-        to."""
+        to. `worker_wait_s`: for how long one whose answer has begun waits without them."""
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
         self._is_apart = is_apart
+        self._worker_wait_s = worker_wait_s
         self.pace = QueuePace()
         self._shares: dict[int, FairShares[QueuedRequest]] = {}
         """By priority, for each at which a request has entered and not left."""
@@ -170,7 +186,8 @@ class RequestQueue:
         further answer to a request that was admitted, so the bound does not apply.
 
         Raises `Overloaded` if a new request would exceed the bound, or still waits at `give_up_s` (of the event loop's
-        clock); and `NoWorker` at once if there is no worker, now or while waiting. Cancelling it leaves the queue.
+        clock); and `NoWorker` if there is no worker, now or while waiting: at once, or after `worker_wait_s` if its
+        answer has begun, which only workers of that kind can continue. Cancelling it leaves the queue.
         """
         self._note_if_empty()
         self.pace.queued(time.monotonic())
@@ -230,15 +247,16 @@ class RequestQueue:
         full_kinds: set[str] = set()
         for aside in self._aside_in_turn():
             kind = aside.needs.compat_digest
-            if kind not in full_kinds and not self._settle(aside):
+            if kind not in full_kinds and not self._settle(aside) and aside.patience is None:
                 full_kinds.add(kind)
         while (request := self._first()) is not None:
             kind = request.needs.compat_digest
             if kind not in full_kinds and self._settle(request):
                 continue
-            if not self._is_apart(request):
-                return
-            full_kinds.add(kind)
+            if request.patience is None:
+                if not self._is_apart(request):
+                    return
+                full_kinds.add(kind)
             self._leave_line(request)
             self._aside[request] = None
 
@@ -249,12 +267,12 @@ class RequestQueue:
         return sorted(returned + others, key=lambda request: request.share.owner.priority)
 
     def _step_back(self) -> None:
-        """Into line, in front of its priority: whoever is aside, and apart no more."""
-        one_of_each = {request.needs.compat_digest: request for request in self._aside}
+        """Into line, in front of its priority: whoever is aside, and no more apart or without workers."""
+        one_of_each = {request.needs.compat_digest: request for request in self._aside if request.patience is None}
         kinds = {kind for kind, request in one_of_each.items() if not self._is_apart(request)}
         if kinds:
             for request in reversed(self._aside_in_turn()):
-                if request.needs.compat_digest in kinds:
+                if request.needs.compat_digest in kinds and request.patience is None:
                     del self._aside[request]
                     self._join_line(request, in_front=True)
 
@@ -274,13 +292,28 @@ class RequestQueue:
     def _plan(self, request: QueuedRequest) -> bool:
         """Whether `request` waits no more."""
         if not self._has_workers(request):
-            raise NoWorker(f"no decode worker{request.needs} is available", retry_after_s=2.0)
+            self._be_patient(request)
+            return False
+        request.stop_patience()
+        request.is_given_up = False
         room = self._choose(request)
         if room is not None:
             request.planned.set_result(room)
             if not request.is_return:  # what fails, or finds a worker busy after all, is not the client's to pay for
                 request.share.charge_prompt(room.num_tokens_to_prefill)
         return room is not None
+
+    def _be_patient(self, request: QueuedRequest) -> None:
+        """Nobody can go on with it now. Raises `NoWorker` where it is not, or no more, to wait for somebody."""
+        if request.is_given_up or not (request.needs.compat_digest and self._worker_wait_s):
+            raise NoWorker(f"no decode worker{request.needs} is available", retry_after_s=2.0)
+        if request.patience is None:
+            loop = asyncio.get_running_loop()
+            request.patience = loop.call_later(self._worker_wait_s, self._give_up, request)
+
+    def _give_up(self, request: QueuedRequest) -> None:
+        request.is_given_up = True
+        self.dispatch()
 
     def _refuse_if_full(self, num_tokens: int, priority: int, fairness_id: str) -> None:
         if self.num_tokens + num_tokens <= self._max_tokens:
@@ -303,6 +336,7 @@ class RequestQueue:
         self.num_tokens += request.num_own_tokens
 
     def _wait_no_more(self, request: QueuedRequest) -> None:
+        request.stop_patience()
         if request in self._aside:
             del self._aside[request]
         else:

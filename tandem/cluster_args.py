@@ -97,6 +97,7 @@ class ClusterArgs:
     otlp_traces_endpoint: str = ""
     """Where router and gateway tell of requests. Empty: nowhere."""
     max_queue_tokens: int = RouterArgs.max_queue_tokens
+    worker_wait_s: float = RouterArgs.worker_wait_s
     max_message_bytes: int = RouterArgs.max_message_bytes
     max_body_bytes: int = GatewayArgs.max_body_bytes
     sse_keep_alive_s: float = GatewayArgs.sse_keep_alive_s

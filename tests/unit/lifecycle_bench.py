@@ -93,7 +93,9 @@ def load(num_free: int, *, num_running: int = 0, is_draining: bool = False, is_s
 class Bench:
     """A pool with one decode worker of 100 blocks and, if asked for, one prefill worker."""
 
-    def __init__(self, *, with_prefill: bool = False, prefill_max_model_len: int = 2048) -> None:
+    def __init__(
+        self, *, with_prefill: bool = False, prefill_max_model_len: int = 2048, worker_wait_s: float = 30.0
+    ) -> None:
         self.now_s = time.monotonic()  # as the lifecycle has it, which is small on a machine that has just begun
         """Of ejections."""
         self.pool = WorkerPool(
@@ -108,6 +110,7 @@ class Bench:
             choose=self.pool.choose,
             has_workers=self.pool.has_decode_worker_for,
             is_apart=self.pool.is_apart,
+            worker_wait_s=worker_wait_s,
         )
         prefixes = cast(PrefixLookup, NothingCached())
         self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget(), Forecast(), METRICS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -49,7 +50,77 @@ async def test_an_answer_that_has_begun_goes_on_with_the_same_model_or_not_at_al
         await asked.leave()
     else:
         assert not sent
-        assert isinstance(asked.task.exception(), NoWorker)
+        assert not asked.task.done(), "one of its kind may be there again in a moment"
+        await asked.leave()
+
+
+async def test_an_answer_that_has_begun_waits_for_a_worker_of_its_kind_to_be_there_again() -> None:
+    bench = Bench()
+    [asked] = await begun_and_lost(bench, "first")
+    with pytest.raises(NoWorker, match="no decode worker is available"):
+        await bench.request("another").task
+    assert not asked.task.done()
+    again = bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
+    bench.tell(again, compat_digest="a kind")
+    bench.dispatch()
+    await settle()
+    sent = cast(ScriptedSession, again.session).sent
+    assert [list(command.generate.output_token_ids) for command in sent] == [[5]]
+    await asked.leave()
+
+
+@pytest.mark.parametrize("worker_wait_s", [0.0, 0.05])
+async def test_it_does_not_wait_for_ever(worker_wait_s: float) -> None:
+    bench = Bench(worker_wait_s=worker_wait_s)
+    [asked] = await begun_and_lost(bench, "first")
+    with pytest.raises(NoWorker, match="worker d was lost; no decode worker of the kind that began this answer"):
+        await asked.task
+    assert len(bench.queue) == 0
+
+
+async def test_it_waits_as_long_once_more_where_a_worker_was_there_meanwhile() -> None:
+    bench = Bench(worker_wait_s=0.2)
+    [asked] = await begun_and_lost(bench, "first")
+    await asyncio.sleep(0.1)
+    full = bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
+    bench.tell(full, compat_digest="a kind")
+    full.set_load(load(0))
+    bench.dispatch()
+    await asyncio.sleep(0.15)
+    assert not asked.task.done(), "a worker is there, and has no room yet"
+    await asked.leave()
+
+
+async def test_all_that_a_lost_worker_had_wait_and_are_in_nobodys_way() -> None:
+    bench = Bench(worker_wait_s=0.3)
+    first = await begun_and_lost(bench, "0", "1", "2")
+    other = bench.add("other", pb.Role.ROLE_DECODE, 2048)
+    bench.tell(other, compat_digest="another kind")
+    bench.dispatch()
+    new = bench.request("new")
+    await settle()
+    sent = cast(ScriptedSession, other.session).sent
+    assert [command.generate.request_id for command in sent] == ["new"]
+    await new.leave()
+    assert len(bench.queue) == 3
+    for asked in first:
+        with pytest.raises(NoWorker, match="of the kind that began this answer"):
+            await asked.task
+    assert len(bench.queue) == 0
+
+
+async def begun_and_lost(bench: Bench, *names: str) -> list[Asked]:
+    """Requests with a token each, whose worker is lost, and was the only one."""
+    bench.tell(bench.decode, compat_digest="a kind")
+    bench.decode.set_load(load(300))  # room for all
+    all_asked = [bench.request(name) for name in names]
+    await settle()
+    for name in names:
+        bench.d.say(name, 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    bench.lose_decode_session(num_lost=99)
+    await settle()
+    return all_asked
 
 
 async def test_a_request_that_has_not_begun_may_go_to_any_model() -> None:
