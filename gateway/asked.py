@@ -12,11 +12,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
-from pydantic_core import InitErrorDetails
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from gateway.names import named, renamed
 from rpc.errors import InvalidRequest
@@ -64,6 +65,9 @@ MAX_MESSAGES, MAX_TOOLS = 8192, 128
 """As many as a router takes. Of more none is looked at: a body has room for a hundred thousand, which take seconds."""
 MAX_ITEMS = 4 * MAX_MESSAGES
 """Of a response's input: an answer has several, and is one message."""
+UNKNOWN = "unknown_name"
+"""Type of the error of a name that nobody knows. Its context's "close": what it may have been meant to be."""
+MAX_CHARS_OF_TYPO = 40
 NUM_AT_ONCE = 100
 """Of an object's values: as many wrong ones are looked at."""
 
@@ -98,9 +102,16 @@ class Known(BaseModel):
     def _check_known(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if value is not None or not self.MAY_BE_NULL:
-                unknown = InitErrorDetails(type="extra_forbidden", loc=(name,), input=value)
-                raise ValidationError.from_exception_data("unknown", [unknown])
+                raise ValidationError.from_exception_data("unknown", [self._unknown(name, value)])
         return self
+
+    @classmethod
+    def _unknown(cls, name: str, value: Any) -> InitErrorDetails:
+        """With the names that it may have been meant to be."""
+        known = [field.alias or its_name for its_name, field in cls.model_fields.items()]
+        close = get_close_matches(name, known, n=2, cutoff=0.75) if len(name) <= MAX_CHARS_OF_TYPO else []
+        error = PydanticCustomError(UNKNOWN, "is not a parameter that this server knows", {"close": close})
+        return InitErrorDetails(type=error, loc=(name,), input=value)
 
 
 class WithoutNulls(Known):

@@ -6,12 +6,16 @@ OpenAI's own does so by itself for 409, 429 and 5xx. What is no client's busines
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from typing import Any, NamedTuple
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
+from gateway.asked import UNKNOWN
 from gateway.streams import Leaving
 from rpc.errors import (
     CorruptKV,
@@ -32,6 +36,9 @@ from rpc.errors import (
 )
 from tandem.answer import StreamBroken
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 _log = logging.getLogger(__name__)
 
 
@@ -41,8 +48,22 @@ class Kind(NamedTuple):
     code: str | None
 
 
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""vLLM's earlier words."""
+_FORMS = ("json", "regex", "choice", "grammar")
+_IS_HERE = {
+    **{f"guided_{form}": f'structured_outputs: {{"{form}": ...}}' for form in _FORMS},
+    **dict.fromkeys(("enable_thinking", "thinking"), 'chat_template_kwargs: {"enable_thinking": ...}'),
+    "extra_body": "its fields, beside the others",
+    "max_new_tokens": "max_tokens",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+}
+"""Words of vLLM's of old and of other servers, and what says the same."""
+_TELLS_NO_VALUE = (
+    "bool_type", "dict_type", "float_type", "greater_than", "greater_than_equal", "int_from_float", "int_type",
+    "less_than", "less_than_equal", "list_type", "model_type", "string_type",
+)  # fmt: skip
+"""Types of pydantic's errors that say what is wanted, and not what is there."""
 MAX_NAME_CHARS = 80
 """Of a name that the client has chosen, where it is told what is wrong with it."""
 RETRY_AFTER_S = 1.0
@@ -64,6 +85,9 @@ KINDS: dict[type[TandemError], Kind] = {
     CorruptKV: Kind(500, "server_error", "internal_error"),
     InternalError: Kind(500, "server_error", "internal_error"),
 }
+CONTEXT_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
+_OUT_OF_CONTEXT = re.compile(r"\((?:a|the) context of (\d+)")
+"""In what a router says of a prompt, or of a prompt and its answer, that are too long."""
 BUG = Kind(500, "server_error", "internal_error")
 MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
 NO_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
@@ -136,6 +160,10 @@ def refusal_of(error: TandemError) -> Refusal:
             kind = MODEL_NOT_FOUND
         named = [(wrong.field, wrong.description) for wrong in error.violations]
         message = "; ".join(f"{name}: {description}" if name else description for name, description in named)
+        if found := _OUT_OF_CONTEXT.search(message):
+            # Clients that shorten a chat by themselves look for this code, or for these words of OpenAI's.
+            kind = CONTEXT_EXCEEDED
+            message = f"This model's maximum context length is {found[1]} tokens. {message}"
     retry_after_s = error.retry_after_s
     if retry_after_s is None and kind.status == UNAVAILABLE.status:
         retry_after_s = RETRY_AFTER_S
@@ -144,18 +172,41 @@ def refusal_of(error: TandemError) -> Refusal:
 
 def refusal_of_body(error: ValidationError) -> Refusal:
     """The first thing that is wrong with a body, in one sentence."""
-    first = error.errors()[0]
+    first, *others = error.errors()
+    is_unknown = first["type"] == UNKNOWN
+    param = _param_of(first)
+    # Of a field that may be of several types, what each of them wants.
+    wanted = [first["msg"], *(each["msg"] for each in others if _param_of(each) == param and not is_unknown)]
+    message = ", or ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in wanted))
+    if is_unknown:
+        message += _instead_of(param, first["ctx"]["close"])
+    elif first["type"] in _TELLS_NO_VALUE:
+        message += f", is {_kind_of(first['input'])}"
+    return Refusal(KINDS[InvalidRequest], f"{param}: {message}" if param else message, param=param or None)
+
+
+def _param_of(wrong: ErrorDetails) -> str:
+    """Where it is in the body."""
     # A name that nobody knows may read like a type.
-    unknown = first["loc"][-1:] if first["type"] == "extra_forbidden" else ()
-    known = first["loc"][: len(first["loc"]) - len(unknown)]
+    unknown = wrong["loc"][-1:] if wrong["type"] == UNKNOWN else ()
+    known = wrong["loc"][: len(wrong["loc"]) - len(unknown)]
     # Of a field that may be of several types: where in the body, not which of the types was tried.
     place = [part for part in known if not (isinstance(part, str) and (part == "str" or "[" in part))]
     place += unknown
     names = [part if isinstance(part, int) else part[:MAX_NAME_CHARS] for part in place]
-    param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
-    message = first["msg"].removeprefix("Value error, ")
-    if unknown:
-        message = "is not a parameter that this server knows"
-        if param in _GUIDED:
-            message = f'is now structured_outputs: {{"{param.removeprefix("guided_")}": ...}}'
-    return Refusal(KINDS[InvalidRequest], f"{param}: {message}" if param else message, param=param or None)
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
+
+
+def _instead_of(param: str, close: Sequence[str]) -> str:
+    """What to say instead of a name that nobody knows."""
+    if param in _IS_HERE:
+        return f"; here it is {_IS_HERE[param]}"
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _kind_of(value: Any) -> str:
+    """What was given: never a text, which may be of a prompt."""
+    for kind, name in ((str, "a text"), (list, "an array"), (dict, "an object")):
+        if isinstance(value, kind):
+            return name
+    return json.dumps(value)[:40]

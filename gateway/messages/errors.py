@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from gateway.errors import Refusal
+from gateway.errors import CONTEXT_EXCEEDED, Refusal
 
 PATH = "/v1/messages"
 """And what is below it."""
@@ -22,11 +23,24 @@ _TYPES = {
 """By status; of all others "api_error"."""
 
 
+_BESIDE = re.compile(r"\(the context of (\d+) tokens minus the prompt of (\d+)\), is (\d+)")
+"""In what a router says of an answer that there is no room for beside its prompt."""
+
+
 def is_of_messages(path: str) -> bool:
     return path == PATH or path.startswith(f"{PATH}/")
 
 
 def error_of(refusal: Refusal, request_id: str) -> dict[str, Any]:
     """A body, and a stream's last event."""
-    error = {"type": _TYPES.get(refusal.kind.status, "api_error"), "message": refusal.message}
+    message = refusal.message if refusal.kind != CONTEXT_EXCEEDED else _out_of_context(refusal.message)
+    error = {"type": _TYPES.get(refusal.kind.status, "api_error"), "message": message}
     return {"type": "error", "error": error, "request_id": request_id}
+
+
+def _out_of_context(message: str) -> str:
+    """In the words by which Anthropic's clients know it: they ask again for a shorter answer, or shorten the chat."""
+    if found := _BESIDE.search(message):
+        context, prompt, answer = found.groups()
+        return f"input length and `max_tokens` exceed context limit: {prompt} + {answer} > {context}. {message}"
+    return f"prompt is too long. {message}"

@@ -73,7 +73,9 @@ async def test_a_chat() -> None:
     sent = router.requests[0]
     assert [(m.role, m.content) for m in sent.chat.messages] == [("system", "Be kind."), ("user", "How are you?")]
     assert sent.sampling_params.max_tokens == 9
-    assert whole.json()["choices"][0]["message"] == {"role": "assistant", "content": "hello you ", "refusal": None}
+    assert whole.json()["choices"][0]["message"] == {
+            "role": "assistant", "content": "hello you ", "refusal": None, "reasoning": None,
+        }  # fmt: skip
     events = events_of(stream.text)
     deltas = [event["choices"][0]["delta"] for event in events[:-1]]
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "hello "}, {"content": "you "}, {}]
@@ -508,7 +510,7 @@ BAD_FORMS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"prompt": "a", "structured_outputs": {"choice": [1]}}, "structured_outputs", "choice: "),
     ({"prompt": "a", "structured_outputs": {"regex": 5}}, "structured_outputs", "regex: "),
-    ({"prompt": "a", "guided_json": {}}, "guided_json", 'is now structured_outputs: {"json": ...}'),
+    ({"prompt": "a", "guided_json": {}}, "guided_json", 'here it is structured_outputs: {"json": ...}'),
 ]
 
 
