@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from gateway.echo import Echo
 from gateway.logprobs import OfContent, of_chat, of_completion, of_prompt
 from gateway.requests import AskedForChoices, ChatRequest, CompletionRequest
+from gateway.spoken import ThoughtTokens
 from protos.tandem_inference_pb2 import (
     FinishReason,
     GenerateResponse,
@@ -41,13 +42,30 @@ class Style(ABC):
         self._stop_token_ids = frozenset(body.stop_token_ids or ())
         self._last_token_ids: dict[int, int] = {}
         """Of each choice that has tokens."""
+        self._thought_tokens: dict[int, ThoughtTokens] = {}
+        """Of each choice that has messages."""
         self._prompt_token_ids: dict[int, Sequence[int]] = {}
         """By prompt, where a stream tells them."""
         self._head = head
 
+    def note(self, choice: int, message: GenerateResponse) -> None:
+        """The next one of `choice` has come, and is about to be told."""
+        self._thought_tokens.setdefault(choice, ThoughtTokens()).accept(message)
+
     def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
         """Those that are told with `message`, the next one of `choice`."""
         return message.logprobs
+
+    def usage_of(self, usages: list[Usage], choices: Sequence[int], n: int = 1) -> dict[str, Any]:
+        """Of these choices together, `n` to each prompt: this is counted once, as it was for the first of them."""
+        num_prompt = sum(usage.prompt_tokens for usage in usages[::n])
+        num_completion = sum(usage.completion_tokens for usage in usages)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
+        }
 
     # -- a whole answer -----------------------------------------------------------------------------------------
 
@@ -61,7 +79,7 @@ class Style(ABC):
             **self._head,
             "object": self.whole_name,
             "choices": choices,
-            "usage": usage_of([answer.usage for answer in answers], self._n),
+            "usage": self.usage_of([answer.usage for answer in answers], range(len(answers)), self._n),
             "timings": timings_of([answer.timings for answer in answers]),
         }
         self._tell_prompts(whole, [self._prompt_of(first) for first in answers[:: self._n]])
@@ -122,7 +140,7 @@ class Style(ABC):
 
     def usage(self, usages: list[Usage]) -> dict[str, Any]:
         """The last event where usage was asked for."""
-        return {**self._event([]), "usage": usage_of(usages, self._n)}
+        return {**self._event([]), "usage": self.usage_of(usages, range(len(usages)), self._n)}
 
     @abstractmethod
     def _newly_said(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -195,6 +213,12 @@ class ChatStyle(Style):
         self._calling: set[int] = set()
         """Choices that have called tools."""
         self._contents: dict[int, OfContent] = {}
+        self._tells_reasoning = body.include_reasoning is not False
+
+    def usage_of(self, usages: list[Usage], choices: Sequence[int], n: int = 1) -> dict[str, Any]:
+        thoughts = (self._thought_tokens[choice] for choice in choices if choice in self._thought_tokens)
+        num_thought = sum(thought.num_tokens for thought in thoughts)
+        return super().usage_of(usages, choices, n) | {"completion_tokens_details": {"reasoning_tokens": num_thought}}
 
     def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
         return self._contents.setdefault(choice, OfContent()).accept(message) if self._has_logprobs else ()
@@ -217,14 +241,15 @@ class ChatStyle(Style):
             self._calling.add(choice)
             message["content"] = answer.text or None
             message["tool_calls"] = [call.to_dict() for call in answer.tool_calls]
-        if answer.reasoning:
-            message["reasoning"] = answer.reasoning
+        # Always there: who reads it of an answer without a thought finds none, not an error.
+        message["reasoning"] = (answer.reasoning or None) if self._tells_reasoning else None
         # Where all that there are is left out, as of a thought, there is a list without any.
         has_any = bool(logprobs or answer.logprobs)
         return {"message": message, "logprobs": of_chat(logprobs, by_id=self._names_by_id) if has_any else None}
 
     def _newly_said(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        delta: dict[str, Any] = {"reasoning": message.reasoning} if message.reasoning else {}
+        is_told = message.reasoning and self._tells_reasoning
+        delta: dict[str, Any] = {"reasoning": message.reasoning} if is_told else {}
         if message.text or not (message.finish_reason or message.tool_calls or message.reasoning):
             delta["content"] = message.text
         if message.tool_calls:
@@ -243,18 +268,6 @@ def _piece_of_call(piece: ToolCallDelta) -> dict[str, Any]:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
-
-
-def usage_of(usages: list[Usage], n: int = 1) -> dict[str, Any]:
-    """Of all choices together, `n` to each prompt: this is counted once, as it was for the first of them."""
-    num_prompt = sum(usage.prompt_tokens for usage in usages[::n])
-    num_completion = sum(usage.completion_tokens for usage in usages)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
-    }
 
 
 def timings_of(timings: list[Timings]) -> dict[str, Any] | list[dict[str, Any]]:

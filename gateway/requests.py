@@ -116,6 +116,8 @@ class AskedForChoices(Asked):
     best_of: only(1) = None  # type: ignore[valid-type]
     ec_transfer_params: only() = None  # type: ignore[valid-type]
     kv_transfer_params: only() = None  # type: ignore[valid-type]
+    prompt_cache_options: only() = None  # type: ignore[valid-type]
+    prompt_cache_retention: only("in_memory") = None  # type: ignore[valid-type]
     logprob_token_ids: only([]) = None  # type: ignore[valid-type]
     repetition_detection: only() = None  # type: ignore[valid-type]
     return_token_offsets: only(False) = None  # type: ignore[valid-type]
@@ -240,6 +242,8 @@ class Message(Known):
     id: Any = None
     status: Any = None
     is_error: Any = None
+    # a client's hint to others: prefixes are cached anyway
+    cache_control: Any = None
 
     @field_validator("content")
     @classmethod
@@ -275,19 +279,20 @@ class ChatRequest(AskedForChoices):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+    """False: what is thought is not told."""
     functions: only([]) = None  # type: ignore[valid-type]
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
     modalities: only(["text"]) = None  # type: ignore[valid-type]
     audio: only() = None  # type: ignore[valid-type]
     prediction: only() = None  # type: ignore[valid-type]
     web_search_options: only() = None  # type: ignore[valid-type]
-    verbosity: only() = None  # type: ignore[valid-type]
+    verbosity: only("medium") = None  # type: ignore[valid-type]
     # vLLM's: the template writes all that is special
     add_special_tokens: only(False) = None  # type: ignore[valid-type]
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
     documents: only([]) = None  # type: ignore[valid-type]
     echo: only(False) = None  # type: ignore[valid-type]
-    include_reasoning: only(True) = None  # type: ignore[valid-type]
     media_io_kwargs: only() = None  # type: ignore[valid-type]
     mm_processor_kwargs: only() = None  # type: ignore[valid-type]
     return_prompt_text: only(False) = None  # type: ignore[valid-type]

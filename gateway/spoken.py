@@ -28,6 +28,22 @@ class Piece(NamedTuple):
     """With the first piece of one: which it is."""
 
 
+class ThoughtTokens:
+    """How many tokens of one answer are of what it thought: those of messages that told a thought, and those before
+    them that told nothing."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._num_untold = 0
+
+    def accept(self, message: GenerateResponse) -> None:
+        self._num_untold += len(message.token_ids)
+        if message.reasoning:
+            self.num_tokens += self._num_untold
+        if message.reasoning or message.text or message.tool_calls:
+            self._num_untold = 0
+
+
 class Spoken:
     """Of one answer."""
 
@@ -35,14 +51,15 @@ class Spoken:
         self._request_id = request_id
         self._open: tuple[Kind, int] | None = None
         """Of a call, which one."""
-        self._num_untold = 0
-        """Of tokens that told nothing yet."""
-        self.num_thought_tokens = 0
-        """Of messages that told a thought, and of those before them that told nothing."""
+        self._thought_tokens = ThoughtTokens()
+
+    @property
+    def num_thought_tokens(self) -> int:
+        return self._thought_tokens.num_tokens
 
     def accept(self, message: GenerateResponse) -> list[Piece]:
         """What is new with `message`. Raises `StreamBroken` where it tells more of a call that is over."""
-        self._count(message)
+        self._thought_tokens.accept(message)
         calls = list(message.tool_calls)
         pieces: list[Piece] = []
         while calls and not calls[0].id:
@@ -52,13 +69,6 @@ class Spoken:
         if message.text:
             pieces.append(Piece("text", message.text, self._opens("text")))
         return [*pieces, *map(self._call, calls)]
-
-    def _count(self, message: GenerateResponse) -> None:
-        self._num_untold += len(message.token_ids)
-        if message.reasoning:
-            self.num_thought_tokens += self._num_untold
-        if message.reasoning or message.text or message.tool_calls:
-            self._num_untold = 0
 
     def _opens(self, kind: Kind, number: int = 0) -> bool:
         before, self._open = self._open, (kind, number)

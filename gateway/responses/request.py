@@ -95,7 +95,7 @@ class TextFormat(WithoutNulls):
 
 class TextConfig(WithoutNulls):
     format: TextFormat | None = None
-    verbosity: only() = None  # type: ignore[valid-type]
+    verbosity: only("medium") = None  # type: ignore[valid-type]
 
 
 class StreamOptions(WithoutNulls):

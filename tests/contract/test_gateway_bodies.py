@@ -336,10 +336,12 @@ async def test_bytes_that_are_no_body(data: bytes, status: int) -> None:
 
 async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
     body = {
-        "messages": [{"role": "user", "content": "hi"}], "n": 1, "logprobs": False, "tools": [], "tool_choice": "auto",
+        "messages": [{"role": "user", "content": "hi", "cache_control": {"type": "ephemeral"}}],
+        "n": 1, "logprobs": False, "tools": [], "tool_choice": "auto",
         "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "parallel_tool_calls": True,
         "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "detokenize": True,
         "return_token_ids": False, "length_penalty": 1.0, "use_beam_search": False, "include_reasoning": True,
+        "verbosity": "medium", "prompt_cache_retention": "in_memory",
     }  # fmt: skip
     async with gateway() as (_, http):
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200

@@ -38,6 +38,21 @@ async def test_a_thought_streamed_and_whole() -> None:
     ]  # fmt: skip
 
 
+async def test_a_thought_is_not_told_to_who_does_not_want_it() -> None:
+    asked = {**ASKED, "include_reasoning": False, "stream_options": {"include_usage": True}}
+    async with gateway() as (router, http):
+        router.script = thinking
+        whole = (await http.post(CHAT, json=asked)).json()
+        streamed = events_of((await http.post(CHAT, json={**asked, "stream": True})).text)
+    (choice,) = whole["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == (None, "Two.")
+    deltas = [event["choices"][0]["delta"] for event in streamed[:-2]]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Two."
+    assert not any("reasoning" in delta for delta in deltas)
+    for usage in (whole["usage"], streamed[-2]["usage"]):
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}, "it was thought all the same"
+
+
 async def test_an_answer_that_ends_within_its_thought_has_no_content() -> None:
     async def endless(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         yield pb.GenerateResponse(request_id="r", token_ids=[1], reasoning="Well")
@@ -112,11 +127,12 @@ async def test_logprobs_are_of_the_tokens_of_the_content(
     assert [each["token"] for part in texts for each in part["logprobs"]] == of_content
 
 
-async def test_one_who_does_not_think_has_no_such_field() -> None:
+async def test_one_who_does_not_think_has_no_thought() -> None:
+    """The message has the field all the same: vLLM's clients read it of any, as an attribute. No event has it."""
     async with gateway() as (_, http):
         (choice,) = (await http.post(CHAT, json=ASKED)).json()["choices"]
         body = (await http.post(CHAT, json={**ASKED, "stream": True})).text
-    assert "reasoning" not in choice["message"]
+    assert choice["message"]["reasoning"] is None
     assert "reasoning" not in body
 
 
