@@ -27,7 +27,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     """One of these texts."""
     grammar: str | None = None
-    """Lark's, as llguidance reads it."""
+    """Lark's, as llguidance reads it, or EBNF as llama.cpp and XGrammar do: `root ::= "yes" | "no"`."""
 
     def __post_init__(self) -> None:
         self.to_proto()

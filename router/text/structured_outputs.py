@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from protos import tandem_inference_pb2 as pb
 from router.text.calls.text_values import no_number
@@ -136,10 +137,26 @@ def _schema_grammar(schema: Any) -> str:
 
 
 def _lark_grammar(text: str) -> str:
-    outside = re.sub(r'"(\\.|[^"\\])*"|//.*|/(\\.|[^/\\])+/', "", text)
+    if "::=" in _outside_of_texts(text):
+        text = _lark_of(text)
+    outside = _outside_of_texts(text)
     if re.search(r"<\[[^\]]*\]>", outside):
         raise ValueError("grammar: token numbers (<[...]>) are not supported: they differ from model to model")
     return grammar_from("lark", text)
+
+
+def _outside_of_texts(grammar: str) -> str:
+    return re.sub(r'"(\\.|[^"\\])*"|//.*|/(\\.|[^/\\])+/', "", grammar)
+
+
+def _lark_of(ebnf: str) -> str:
+    """Of a grammar as llama.cpp and XGrammar have it, and vLLM's users write it: `root ::= "yes" | "no"`."""
+    try:
+        return gbnf_to_lark(ebnf)
+    except IndexError as error:  # it looks for the next character where there is none
+        raise ValueError("grammar: ends within a text") from error
+    except Exception as error:  # of no class of its own, for a rule that there is not
+        raise ValueError(f"grammar: {str(error)[:MAX_REASON_CHARS]}") from error
 
 
 def _in_words(reason: str) -> str:

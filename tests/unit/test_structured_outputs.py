@@ -134,6 +134,10 @@ def test_a_model_without_an_end_is_refused() -> None:
         ({"grammar": 'start: "a" b'}, 'grammar: at 1(8): unknown name: "b"'),
         ({"grammar": "start: T\nT: /a+/ & /b+/"}, "grammar: no text fits it"),
         ({"grammar": "nonsense"}, "grammar: "),
+        ({"grammar": 'root ::= "a'}, "grammar: Unexpected end of input at line 1"),
+        ({"grammar": 'root ::= "a\\'}, "grammar: ends within a text"),
+        ({"grammar": 'start ::= "a"'}, "grammar: No 'root' rule found"),
+        ({"grammar": "root ::= " + "(" * 60_000}, "grammar: "),
         ({"grammar": 'start: "a" <|im_end|>'}, "unknown special token"),
     ],
 )
@@ -260,6 +264,24 @@ def grammars(folder: Path) -> Grammars:
 
 
 CHOICES = ["red", "green", "reddish", "true", 'q"uo\\te\n', "é", "☃ab"]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= answer "."\nanswer ::= "yes" | "no"   # as llama.cpp and XGrammar write it\n',
+        'start: answer "."\nanswer: "yes" | "no"   // as Lark does: "::="\n',
+    ],
+)
+def test_a_grammar_may_be_in_either_of_two_forms(grammar: str, tmp_path: Path) -> None:
+    state_of, tokens, said = grammars(tmp_path), bytes_of_tokens(), set[str]()
+    for seed in range(8):
+        rng, answer = random.Random(seed), list[int]()
+        state = state_of.state(grammar_of(asked(grammar=grammar)))
+        while (allowed := state.allowed(answer)) is not None and not allowed[EOS]:
+            answer.append(rng.choice(np.flatnonzero(allowed).tolist()))
+        said.add(b"".join(tokens[token_id] for token_id in answer).decode())
+    assert said == {"yes.", "no."}
 
 
 def test_masks_are_what_may_begin_one_of_the_choices(tmp_path: Path) -> None:
