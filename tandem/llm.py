@@ -242,6 +242,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
+            sampling_params.check()
             return [sampling_params] * num_prompts
         if not is_list(sampling_params) or not all(isinstance(each, SamplingParams) for each in sampling_params):
             raise ValueError(
@@ -250,6 +251,8 @@ class LLM:
             )
         if len(sampling_params) != num_prompts:
             raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
+        for each in {id(each): each for each in sampling_params}.values():
+            each.check()
         return sampling_params
 
     def _step_until_done(self, answers: Mapping[str, OfflineAnswer], use_tqdm: bool) -> None:

@@ -11,6 +11,7 @@ from router.asked_answer import names_at_workers
 from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.tokenizer import Tokenizer
+from tandem.lora_request import LoRARequest
 from tandem.prompts import ReadPrompt
 from tandem.sampling_params import SamplingParams
 
@@ -36,13 +37,18 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     """ "stop", "length", or "error": there is no next token, and `error` says why."""
-    stop_reason: str | None
-    """The stop string that ended it, if one did."""
+    stop_reason: int | str | None
+    """The stop string, or the token of `stop_token_ids`, that ended it, if one did."""
     logprobs: list[dict[int, Logprob]] | None
     """For each token, by id: the sampled one and as many of the likeliest as were asked for. None: not asked for."""
     cumulative_logprob: float | None
     """The sum over the sampled tokens."""
     error: str = ""
+    lora_request: LoRARequest | None = None
+    """The adapter that said it."""
+
+    def finished(self) -> bool:
+        return bool(self.finish_reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class RequestOutput:
     """Of the prompt, found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     """For each of the prompt's tokens, as `CompletionOutput.logprobs`; None for the first. None: not asked for."""
+    lora_request: LoRARequest | None = None
 
 
 class OfflineRequest:
@@ -91,6 +98,7 @@ class OfflineRequest:
             finished=True,
             num_cached_tokens=self.answers[0].num_cached_tokens,
             prompt_logprobs=self.answers[0].prompt_logprobs,
+            lora_request=self.answers[0].lora_request,
         )
 
 
@@ -109,6 +117,7 @@ class OfflineAnswer:
     ) -> None:
         """`name`: the engine's for it."""
         self.lora_name = lora_name
+        self.lora_request = LoRARequest(lora_name) if lora_name else None
         self.name = name
         self.prompt = prompt
         words = bad_words_token_ids(params.bad_words or (), tokenizer.encode_plain)
@@ -125,7 +134,8 @@ class OfflineAnswer:
         self._includes_stop = params.include_stop_str_in_output
         self._texts: list[str] = []
         self._finish_reason = ""
-        self._stop_reason: str | None = None
+        self._stop_reason: int | str | None = None
+        self._stop_token_ids = self.engine_params.stop_token_ids
         self._error = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._detokenizer = IncrementalDetokenizer(
@@ -158,9 +168,10 @@ class OfflineAnswer:
             return
         if output.finish_reason is not None:
             self._error = output.error
-            self._finish(output.finish_reason.value, None)
+            last = self.token_ids[-1] if output.finish_reason is FinishReason.STOP else None
+            self._finish(output.finish_reason.value, last if last in self._stop_token_ids else None)
 
-    def _finish(self, reason: str, stop: str | None) -> None:
+    def _finish(self, reason: str, stop: int | str | None) -> None:
         self._texts.append(self._detokenizer.finish())
         self._finish_reason, self._stop_reason = reason, stop
         self.is_finished = True
@@ -176,6 +187,7 @@ class OfflineAnswer:
             logprobs=None if self._logprobs is None else [self._by_token_id(each) for each in self._logprobs],
             cumulative_logprob=None if self._logprobs is None else sum(each.sampled.logprob for each in self._logprobs),
             error=self._error,
+            lora_request=self.lora_request,
         )
 
     def _by_token_id(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:

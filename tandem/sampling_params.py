@@ -31,16 +31,20 @@ _KINDS: dict[str, tuple[str, Any, Any]] = {
 
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,), "spaces_between_special_tokens": (True,), "logits_processors": (None, []),
-    "truncate_prompt_tokens": (None,),
+    "truncate_prompt_tokens": (None,), "extra_args": (None, {}), "flat_logprobs": (False,),
+    "logprob_token_ids": (None, []), "repetition_detection": (None,), "skip_clone": (False,),
+    "stream_interval": (None, 1), "thinking_token_budget": (None,), "watermarking": (None, False),
 }  # fmt: skip
 """vLLM's fields of which only these values can be had, in the order of the class."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
     """Names, meanings and bounds are vLLM's, and so is what may be None.
 
-    Raises `ValueError` naming the field, its bound and what it is, and `TypeError` for a name that is no field.
+    Raises `ValueError` naming the field, its bound and what it is, and `TypeError` for a name that is no field. Fields
+    may be assigned, as vLLM's users do with what `LLM.get_default_sampling_params` gives: `check` looks at all of them,
+    once they are used.
     """
 
     n: int = 1
@@ -83,6 +87,14 @@ class SamplingParams:
     spaces_between_special_tokens: InitVar[bool] = True
     logits_processors: InitVar[Sequence[Any] | None] = None
     truncate_prompt_tokens: InitVar[int | None] = None
+    extra_args: InitVar[Mapping[str, Any] | None] = None
+    flat_logprobs: InitVar[bool] = False
+    logprob_token_ids: InitVar[Sequence[int] | None] = None
+    repetition_detection: InitVar[object] = None
+    skip_clone: InitVar[bool] = False
+    stream_interval: InitVar[int | None] = None
+    thinking_token_budget: InitVar[int | None] = None
+    watermarking: InitVar[bool | None] = None
 
     def __new__(cls, *_: object, **given: object) -> SamplingParams:
         names = [name for name in given if name not in _DONE_ANYWAY]
@@ -92,6 +104,20 @@ class SamplingParams:
     def __post_init__(self, *done_anyway: object) -> None:
         for name, value in zip(_DONE_ANYWAY, done_anyway, strict=True):
             _check_done_anyway(name, value)
+        self.check()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _DONE_ANYWAY:
+            _check_done_anyway(name, value)
+            return
+        try:
+            check_names("SamplingParams", [name], [entry.name for entry in fields(self)])
+        except TypeError as error:
+            raise AttributeError(str(error)) from None
+        super().__setattr__(name, value)
+
+    def check(self) -> None:
+        """Raises `ValueError` naming the field, its bound and what it is."""
         for entry in fields(self):
             _plain(entry.name, str(entry.type), getattr(self, entry.name))
         if not 1 <= self.n <= MAX_N:
@@ -176,7 +202,7 @@ def _plain(name: str, kind: str, value: Any) -> Any:
 
 def _check_done_anyway(name: str, value: object) -> None:
     may_be = _DONE_ANYWAY[name]
-    if not any(value is one or (isinstance(value, list) and value == one) for one in may_be):
+    if not any(value is one or (isinstance(value, list | dict) and value == one) for one in may_be):
         raise ValueError(f"{name} must be {' or '.join(map(repr, may_be))}, nothing else is served; is {value!r:.80}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
@@ -13,7 +13,7 @@ from tandem.checks import is_list
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of these. Raises `ValueError` naming the field.
+    """Exactly one of the first five. Raises `ValueError` naming the field.
 
     Whether a schema, regex or grammar can be read is the router's to say, or `SamplingParams`' where there is none.
     """
@@ -29,7 +29,16 @@ class StructuredOutputsParams:
     grammar: str | None = None
     """Lark's, as llguidance reads it, or EBNF as llama.cpp and XGrammar do: `root ::= "yes" | "no"`."""
 
-    def __post_init__(self) -> None:
+    # vLLM's that may be given, and ask for what is done anyway.
+    disable_any_whitespace: InitVar[bool | None] = None
+    disable_additional_properties: InitVar[bool | None] = None
+    whitespace_pattern: InitVar[str | None] = None
+    structural_tag: InitVar[str | None] = None
+
+    def __post_init__(self, *done_anyway: object) -> None:
+        for name, value in zip(_DONE_ANYWAY, done_anyway, strict=True):
+            if value is not None and value is not False:
+                raise ValueError(f"{name} is not supported; it may be null")
         self.to_proto()
 
     @classmethod
@@ -39,7 +48,7 @@ class StructuredOutputsParams:
             return asked
         if not isinstance(asked, Mapping):
             raise ValueError(f"must be an object with one of {_NAMES}, is a {type(asked).__name__}")
-        if unknown := sorted(set(map(str, asked)) - {entry.name for entry in fields(cls)}):
+        if unknown := sorted(set(map(str, asked)) - {entry.name for entry in fields(cls)} - {*_DONE_ANYWAY}):
             raise ValueError(f"{unknown[0]:.80} is not known; there are {_NAMES}")
         return cls(**asked)
 
@@ -64,4 +73,5 @@ class StructuredOutputsParams:
             raise ValueError(f"{name}: {error}") from error
 
 
+_DONE_ANYWAY = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "structural_tag")
 _NAMES = ", ".join(entry.name for entry in fields(StructuredOutputsParams))

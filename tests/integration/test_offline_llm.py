@@ -334,6 +334,25 @@ def test_a_stop_string_ends_logprobs_with_the_tokens(llm: LLM) -> None:
     assert [list(told) for told in answer.logprobs] == [[token_id] for token_id in answer.token_ids]
 
 
+def test_a_stop_token_is_told_as_the_reason(llm: LLM) -> None:
+    (plain,) = llm.generate("One two three", SamplingParams(temperature=0, max_tokens=4))
+    stop = plain.outputs[0].token_ids[2]
+    (ended,) = llm.generate("One two three", SamplingParams(temperature=0, max_tokens=4, stop_token_ids=[stop]))
+    (answer,) = ended.outputs
+    assert (answer.finish_reason, answer.stop_reason, answer.finished()) == ("stop", stop, True)
+    assert plain.outputs[0].stop_reason is None
+
+
+def test_params_that_were_assigned_are_checked_before_anything_is_generated(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.max_tokens = 2
+    assert len(llm.generate("One", params)[0].outputs[0].token_ids) <= 2
+    params.top_p = 2.0
+    for asked in (params, [params]):
+        with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], is 2.0"):
+            llm.generate(["One"], asked)
+
+
 def test_seeds(llm: LLM) -> None:
     drawn = SamplingParams(max_tokens=16)
     unseeded = llm.generate(["Once upon a time"] * 2, drawn)

@@ -113,6 +113,32 @@ def test_copies_are_equal() -> None:
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params  # noqa: S301
 
 
+def test_fields_may_be_assigned_and_are_checked_together() -> None:
+    """As vLLM's users do with a model's own: one after the other, whatever they are in between."""
+    params = SamplingParams()
+    params.min_tokens = 20
+    params.max_tokens = 30
+    params.detokenize = True
+    params.check()
+    assert params == SamplingParams(min_tokens=20, max_tokens=30)
+    assert params.for_engine(1).max_tokens == 30
+    with pytest.raises(AttributeError, match="SamplingParams has no max_token; did you mean max_tokens"):
+        params.max_token = 3  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="detokenize must be True"):
+        params.detokenize = False
+    params.temperature = -1
+    with pytest.raises(ValueError, match="temperature must be at least 0, is -1"):
+        params.check()
+
+
+def test_forms_may_say_that_they_want_nothing_else() -> None:
+    plain = StructuredOutputsParams(regex="a")
+    assert StructuredOutputsParams(regex="a", whitespace_pattern=None, disable_any_whitespace=False) == plain
+    assert StructuredOutputsParams.of({"regex": "a", "structural_tag": None}) == plain
+    with pytest.raises(ValueError, match="whitespace_pattern is not supported"):
+        StructuredOutputsParams(regex="a", whitespace_pattern=" ?")
+
+
 def test_a_clone_shares_nothing() -> None:
     stop, bias = ["a"], {1: 2.0}
     params = SamplingParams(stop=stop, logit_bias=bias, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
@@ -132,6 +158,7 @@ def test_what_asks_for_what_is_done_anyway_is_taken_and_is_no_field() -> None:
     assert (params, repr(params)) == (plain, repr(plain))
     assert params.for_engine(1) == plain.for_engine(1)
     assert SamplingParams(logits_processors=None) == plain
+    assert SamplingParams(extra_args={}, thinking_token_budget=None, flat_logprobs=False, stream_interval=1) == plain
     names = {entry.name for entry in dataclasses.fields(params)}
     assert not names & {"detokenize", "logits_processors"}
     assert dataclasses.replace(params, n=2) == SamplingParams(n=2)
