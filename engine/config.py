@@ -15,7 +15,8 @@ from engine.models.deepseek_config import LatentConfig
 from engine.scheduling.speculation import EXAMPLE, SpeculativeConfig
 from prefix_hash import prefix_key
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+OTHER_NAMES_OF_DTYPES = {"half": "float16", "float": "float32"}
+DTYPES = ("auto", "float32", "bfloat16", "float16", *OTHER_NAMES_OF_DTYPES)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 MODEL_IMPLS = ("auto", "tandem", "transformers")
@@ -201,7 +202,9 @@ class EngineArgs:
         default="",
         metadata={"help": "Name, or names (NAME,NAME), that requests may give as `model`. Default: the model's own."},
     )
-    dtype: str = field(default="auto", metadata={"help": "auto (the weights' own), float32, bfloat16 or float16."})
+    dtype: str = field(
+        default="auto", metadata={"help": "auto (the weights' own), float32 (or float), bfloat16 or float16 (or half)."}
+    )
     quantization: str = field(
         default="auto",
         metadata={

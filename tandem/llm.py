@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -38,6 +38,10 @@ from tandem.offline_chat import ChatRendering, Message, named_conversations, tem
 from tandem.prompts import Prompt, ReadPrompt, TextPrompt, Tokenization, TokensPrompt, named_prompts, read_prompt
 from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
+from tandem.vllm_settings import without_neutral
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
@@ -47,14 +51,18 @@ __all__ = [
 
 class LLM:
     """A model in this process. `engine_args` are the fields of `EngineArgs` by name; `speculative_config` and
-    `lora_modules` may also be dicts.
+    `lora_modules` may also be dicts. None is as if it were not there. Of vLLM's other settings those may be given that
+    ask for what is done anyway (`tandem.vllm_settings`).
 
     Raises `ValueError` naming the field and its bound, or saying what the model lacks, and `TypeError` for a name that
     is not a field. Not thread-safe: raises `RuntimeError` in a thread that calls it while another thread is served.
     """
 
     def __init__(self, model: str | os.PathLike[str] = EngineArgs.model, **engine_args: Any) -> None:
+        engine_args = without_neutral(engine_args)
         check_names("LLM", engine_args, [entry.name for entry in fields(EngineArgs)])
+        if "dtype" in engine_args:
+            engine_args["dtype"] = _dtype_name(engine_args["dtype"])
         for name in ("speculative_config", "lora_modules"):
             engine_args[name] = _as_text(name, engine_args.get(name, ""))
         folder_or_name = os.fspath(model) if isinstance(model, os.PathLike) else model
@@ -63,6 +71,7 @@ class LLM:
         """What computes; `stats` and `audit` may be asked of it."""
         folder = self.config.model.path
         self._tokenizer = Tokenizer.from_folder(folder)
+        self._callers_tokenizer: PreTrainedTokenizerBase | None = None
         self._info = ModelInfo.from_folder(folder)
         self._defaults = self._info.defaults
         self._request_ids = count()
@@ -83,9 +92,14 @@ class LLM:
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer with which this LLM reads prompts and writes answers; ours, not transformers'."""
-        return self._tokenizer
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """transformers' own of the model's folder, as vLLM's is: `encode`, `decode`, `apply_chat_template`,
+        `eos_token_id`. What this LLM reads and writes by itself is the same in ours."""
+        if self._callers_tokenizer is None:
+            from transformers import AutoTokenizer  # which takes seconds
+
+            self._callers_tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
+        return self._callers_tokenizer
 
     def generate(
         self,
@@ -290,6 +304,11 @@ def _as_text(name: str, given: Any) -> str:
     if not isinstance(given, str):
         raise ValueError(f"{name} must be a dict or a text, is {given!r:.80}")
     return given
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """Of one of torch's, too: torch.bfloat16 is "bfloat16"."""
+    return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
 
 
 def _progress() -> Progress:

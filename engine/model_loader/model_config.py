@@ -25,6 +25,7 @@ from engine.attention import (
 from engine.cache_dir import report
 from engine.config import (
     GIB,
+    OTHER_NAMES_OF_DTYPES,
     CacheConfig,
     DeviceConfig,
     EngineArgs,
@@ -268,7 +269,7 @@ def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]
 
 def _dtype(args: EngineArgs, hf_config: dict[str, Any]) -> str:
     if args.dtype != "auto":
-        return args.dtype
+        return OTHER_NAMES_OF_DTYPES.get(args.dtype, args.dtype)
     dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise ValueError(

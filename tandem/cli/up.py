@@ -20,6 +20,7 @@ from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import OWN, SERVICES, ClusterArgs
 from tandem.stderr import tell
+from tandem.vllm_settings import instead_of_flag
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -44,7 +45,24 @@ def _service_options(command: Command) -> Command:
     return command
 
 
+class _Up(click.Command):
+    """Knows what vLLM's users say instead."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if instead := instead_of_flag(error.option_name):
+                raise click.UsageError(f"No such option {error.option_name!r}. Instead: {instead}", ctx) from error
+            raise
+        except click.UsageError as error:
+            if error.message.startswith("Got unexpected extra argument"):
+                raise click.UsageError(f"{error.message}. A model is named with --model", ctx) from error
+            raise
+
+
 @click.command(
+    cls=_Up,
     short_help="Start router, workers and Redis on this machine.",
     epilog=examples(
         "tandem up                              # then, in another terminal:",

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from engine import sampling_params as engine_params
 from engine.outputs import FinishReason
 from engine.outputs import RequestOutput as StepOutput
+from router.text.tokenizer import Tokenizer
 from tandem import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from tandem.offline_answer import OfflineRequest
 from tandem.prompts import ReadPrompt
@@ -196,8 +197,9 @@ def test_a_second_thread_is_refused_and_corrupts_nothing(llm: LLM, monkeypatch: 
 
 def test_what_goes_wrong_behind_a_stop_string_is_no_part_of_the_answer(llm: LLM) -> None:
     """Though both may be told of one step, by `stream_interval`."""
-    prompt, ids = ReadPrompt(name="prompt", text="x", token_ids=[1]), llm.get_tokenizer().encode("One. Two.")
-    request = OfflineRequest("r", prompt, SamplingParams(stop=["."]), "", llm.get_tokenizer())
+    tokenizer = Tokenizer.from_folder(llm.config.model.path)
+    prompt, ids = ReadPrompt(name="prompt", text="x", token_ids=[1]), tokenizer.encode("One. Two.")
+    request = OfflineRequest("r", prompt, SamplingParams(stop=["."]), "", tokenizer)
     kept = StepOutput("r", 0, ids, None, num_cached_tokens=0, waited_s=0)
     failed = StepOutput("r", len(ids), [], FinishReason.ERROR, num_cached_tokens=0, waited_s=0)
     llm._take([kept, failed], {"r": request.answers[0]})

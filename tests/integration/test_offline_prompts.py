@@ -19,11 +19,15 @@ def llm(model_folder: Path) -> LLM:
     return LLM(model=str(model_folder), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
 
 
-def test_its_tokenizer_is_the_one_that_reads_prompts_and_writes_answers(llm: LLM) -> None:
+def test_its_tokenizer_reads_prompts_and_writes_answers_as_it_does(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
+    assert llm.get_tokenizer() is tokenizer
     (output,) = llm.generate("The capital of France is", GREEDY)
     assert tokenizer.encode("The capital of France is") == output.prompt_token_ids
     assert tokenizer.decode(output.outputs[0].token_ids) == output.outputs[0].text
+    chat = [{"role": "user", "content": "Hello!"}]
+    (output,) = llm.chat(chat, GREEDY)
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == output.prompt
 
 
 def num_cached(llm: LLM, prompt: Prompt | list[Prompt]) -> list[int]:

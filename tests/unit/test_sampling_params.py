@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.config import EngineArgs
+from engine.model_loader import create_engine_config
 from tandem import LLM, SamplingParams, StructuredOutputsParams
+from tandem.cli import command
+from tandem.vllm_settings import FLAGS, SETTINGS, instead_of_flag, without_neutral
 
 
 @pytest.mark.parametrize(
@@ -182,5 +188,37 @@ def test_settings_of_a_wrong_type_are_named(settings: dict[str, Any], complaint:
 
 def test_a_name_that_is_no_setting_is_told_with_those_that_are() -> None:
     there = ", ".join(entry.name for entry in dataclasses.fields(EngineArgs))
-    with pytest.raises(TypeError, match=f"LLM has no trust_remote_code; there are {there}$"):
-        LLM(trust_remote_code=True)
+    with pytest.raises(TypeError, match=f"LLM has no zzz; there are {there}$"):
+        LLM(zzz=True)
+    with pytest.raises(TypeError, match="num_gpu_blocks_override; instead: num_kv_blocks"):
+        LLM(num_gpu_blocks_override=100)
+
+
+def test_vllms_settings_may_ask_for_what_is_done_anyway() -> None:
+    asked = {"trust_remote_code": True, "enable_chunked_prefill": True, "swap_space": 4, "tokenizer_mode": "auto"}
+    nothing = {"quantization": None, "max_model_len": None, "tokenizer": None, "hf_overrides": {}}
+    assert without_neutral({**asked, **nothing, "dtype": "half", "zzz": 1}) == {"dtype": "half", "zzz": 1}
+    for name, value in (("enable_chunked_prefill", False), ("pipeline_parallel_size", True), ("task", "embed")):
+        with pytest.raises(TypeError, match=f"LLM has no {name}; instead: "):
+            without_neutral({name: value})
+    ours = {entry.name for entry in dataclasses.fields(EngineArgs)}
+    assert not ours & SETTINGS.keys(), "what is a setting here needs nothing instead"
+
+
+def test_all_that_is_to_be_said_instead_is_there() -> None:
+    known = {entry.name for entry in dataclasses.fields(EngineArgs)} | {"max_itl_ms", "chat_template"}
+    flags = {f"--{name.replace('_', '-')}" for name in known} | {
+        option for parameter in command("up").params for option in parameter.opts
+    }
+    for name in (*SETTINGS, *FLAGS):
+        told = instead_of_flag(f"--{name}")
+        assert told
+        assert set(re.findall(r"--[a-z-]+", told)) <= flags, (name, told)
+
+
+def test_types_of_numbers_may_have_vllms_names_and_torchs(model_folder: Path) -> None:
+    for dtype, resolved in (("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")):
+        config = create_engine_config(EngineArgs(model=str(model_folder), dtype=dtype))
+        assert config.model.dtype == resolved
+    with pytest.raises(ValueError, match="load_format gguf needs"):
+        LLM(model="x", dtype=torch.bfloat16, load_format="gguf")
