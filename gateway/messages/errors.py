@@ -23,6 +23,8 @@ _TYPES = {
 """By status; of all others "api_error"."""
 
 
+_TOO_LONG = "(a context of "
+"""In what a router says of a prompt that is too long by itself."""
 _BESIDE = re.compile(r"\(the context of (\d+) tokens minus the prompt of (\d+)\), is (\d+)")
 """In what a router says of an answer that there is no room for beside its prompt."""
 
@@ -43,4 +45,4 @@ def _out_of_context(message: str) -> str:
     if found := _BESIDE.search(message):
         context, prompt, answer = found.groups()
         return f"input length and `max_tokens` exceed context limit: {prompt} + {answer} > {context}. {message}"
-    return f"prompt is too long. {message}"
+    return f"prompt is too long. {message}" if _TOO_LONG in message else message

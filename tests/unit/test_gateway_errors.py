@@ -37,6 +37,9 @@ def test_anthropics_clients_are_told_in_the_words_that_they_shorten_by() -> None
     too_long, beside = (error_of(each, "r")["error"] for each in (refusal(100), refusal(40, max_tokens=61)))
     assert too_long["message"].startswith("prompt is too long. ")
     assert beside["message"].startswith("input length and `max_tokens` exceed context limit: 40 + 61 > 100. ")
+    with pytest.raises(InvalidRequest) as caught:  # by the answer alone
+        validate(text_request(max_tokens=100), MODEL)
+    assert "prompt is too long" not in error_of(refusal_of(caught.value), "r")["error"]["message"]
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
