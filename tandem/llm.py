@@ -28,6 +28,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput as StepOutput
 from engine.running.executor import RankLost
+from router.generation_defaults import AUTO, GenerationDefaults, check_override
 from router.model_info import ModelInfo
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
@@ -58,7 +59,17 @@ class LLM:
     is not a field. Not thread-safe: raises `RuntimeError` in a thread that calls it while another thread is served.
     """
 
-    def __init__(self, model: str | os.PathLike[str] = EngineArgs.model, **engine_args: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = EngineArgs.model,
+        *,
+        generation_config: str | None = None,
+        override_generation_config: Mapping[str, Any] | str | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """`generation_config`, `override_generation_config`: as of `tandem up`, the second as a dict, too."""
+        override = _as_text("override_generation_config", override_generation_config or "{}")
+        check_override(override)
         engine_args = without_neutral(engine_args)
         check_names("LLM", engine_args, [entry.name for entry in fields(EngineArgs)])
         if "dtype" in engine_args:
@@ -67,21 +78,21 @@ class LLM:
             engine_args[name] = _as_text(name, engine_args.get(name, ""))
         folder_or_name = os.fspath(model) if isinstance(model, os.PathLike) else model
         self.config = create_engine_config(EngineArgs(model=folder_or_name, **engine_args))
+        self._defaults = GenerationDefaults.of(self.config.model.path, generation_config or AUTO, override)
         self.llm_engine = LLMEngine(self.config)
         """What computes; `stats` and `audit` may be asked of it."""
         folder = self.config.model.path
         self._tokenizer = Tokenizer.from_folder(folder)
         self._callers_tokenizer: PreTrainedTokenizerBase | None = None
         self._info = ModelInfo.from_folder(folder)
-        self._defaults = self._info.defaults
         self._request_ids = count()
         self._is_used = threading.Lock()
         self._lost = ""
         """Why it cannot generate any more. A text: an error would hold on to this LLM, and to a device's memory."""
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of the model's generation_config.json. `max_tokens` is vLLM's 16 unless the model says
-        otherwise."""
+        """The parameters of the model's generation_config.json, or of `generation_config` and
+        `override_generation_config`. `max_tokens` is vLLM's 16 unless they say otherwise."""
         given = {
             "temperature": self._defaults.temperature,
             "top_p": self._defaults.top_p,

@@ -336,6 +336,23 @@ def test_a_stop_string_ends_logprobs_with_the_tokens(llm: LLM) -> None:
     assert [list(told) for told in answer.logprobs] == [[token_id] for token_id in answer.token_ids]
 
 
+def test_what_is_sampled_by_if_nobody_says_may_be_given(model_folder: Path) -> None:
+    settings: dict[str, Any] = {
+        "model": str(model_folder),
+        "load_format": "dummy",
+        "max_model_len": 64,
+        "num_kv_blocks": 8,
+    }
+    llm = LLM(**settings, override_generation_config={"temperature": 0.25, "max_new_tokens": 3})
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.max_tokens) == (0.25, 3)
+    assert len(llm.generate([[1, 2]])[0].outputs[0].token_ids) <= 3
+    with pytest.raises(ValueError, match="override_generation_config must be a JSON object of temperature"):
+        LLM(**settings, override_generation_config={"colour": 1})
+    with pytest.raises(ValueError, match="generation_config must be auto, vllm or a folder"):
+        LLM(**settings, generation_config="/nowhere")
+
+
 def test_a_stop_token_is_told_as_the_reason(llm: LLM) -> None:
     (plain,) = llm.generate("One two three", SamplingParams(temperature=0, max_tokens=4))
     stop = plain.outputs[0].token_ids[2]
