@@ -278,6 +278,10 @@ class LLMEngine:
             host_blocks=self.block_manager.host_ledger(),
         )
 
+    def forget_prefixes(self) -> bool:
+        """Whether no block of the pool is cached any more (`BlockManager.forget_prefixes`)."""
+        return self.block_manager.forget_prefixes()
+
     def take_cache_events(self) -> list[CacheEvent]:
         """Prefix blocks stored and evicted since the last call, in order."""
         return self.block_manager.take_cache_events()

@@ -21,6 +21,8 @@ class Otherwise(NamedTuple):
 _LORA = Otherwise("all adapters of lora_modules are loaded, whatever their number and rank", ANY)
 _FETCHED = Otherwise("fetch it, and give its folder as model")
 SETTINGS: Mapping[str, Otherwise] = {
+    "allowed_local_media_path": Otherwise("prompts are text", ("",)),
+    "allowed_media_domains": Otherwise("prompts are text"),
     "attention_config": Otherwise("attention_backend"),
     "chat_template": Otherwise("give LLM.chat a chat_template"),
     "compilation_config": Otherwise("nothing is compiled by torch; enforce_eager leaves CUDA graphs out"),
@@ -30,6 +32,7 @@ SETTINGS: Mapping[str, Otherwise] = {
     "data_parallel_size": Otherwise("tandem up --decode starts several workers", (1,)),
     "disable_custom_all_reduce": Otherwise("ranks add up in an order of their own", ANY),
     "disable_log_stats": Otherwise("LLM.llm_engine.stats has them", ANY),
+    "disable_chunked_mm_input": Otherwise("prompts are text", ANY),
     "distributed_executor_backend": Otherwise("ranks are processes of this machine", ("mp", "uni")),
     "download_dir": Otherwise("models are kept in ~/.cache/tandem"),
     "enable_chunked_prefill": Otherwise("prompts are always cut: prefill_chunk_tokens, max_itl_ms", (True,)),
@@ -49,7 +52,10 @@ SETTINGS: Mapping[str, Otherwise] = {
     "max_lora_rank": _LORA,
     "max_loras": _LORA,
     "num_gpu_blocks_override": Otherwise("num_kv_blocks"),
+    "mm_processor_kwargs": Otherwise("prompts are text", ({},)),
     "pipeline_parallel_size": Otherwise("tensor_parallel_size", (1,)),
+    "pooler_config": Otherwise("models generate text"),
+    "profiler_config": Otherwise("tandem profile watches the steps of a worker"),
     "revision": _FETCHED,
     "runner": Otherwise("models generate text", ("auto", "generate")),
     "skip_tokenizer_init": Otherwise("the tokenizer is needed", (False,)),

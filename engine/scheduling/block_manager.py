@@ -117,6 +117,15 @@ class BlockManager:
         """The hashes of all blocks that a prefix match could find, here or on the host."""
         return list({**self._block_of, **dict.fromkeys(self.offloading.hashes())})
 
+    def forget_prefixes(self) -> bool:
+        """Free all blocks that are only cached. False: of some prefix a block is in use, or being copied, and may still
+        be found. Copies on the host stay."""
+        while self._evictor:
+            block_id = self._evictor.evict()
+            self._drop_hash(block_id)
+            self._free.append(block_id)
+        return not self._block_of
+
     def take_cache_events(self) -> list[CacheEvent]:
         """What was stored and evicted since the last call, in order."""
         events, self._events = self._events, []

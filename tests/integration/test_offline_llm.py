@@ -406,6 +406,16 @@ def test_cached_prompts_are_counted(llm: LLM) -> None:
     assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 48, "all full blocks but the last, which is computed"
 
 
+def test_what_is_cached_of_prompts_may_be_forgotten(llm: LLM) -> None:
+    prompt = "Forget me, forget me not. " * 8
+    llm.generate(prompt, GREEDY)
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens > 0
+    assert llm.reset_prefix_cache()
+    assert at_rest(llm)
+    assert llm.llm_engine.audit()[0].num_cached == 0
+    assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
+
+
 def test_an_answer_ends_with_the_context(llm: LLM) -> None:
     (output,) = llm.generate([list(range(1000, 2020))], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")

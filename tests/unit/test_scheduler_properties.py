@@ -195,6 +195,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.in_flight:
             self.finish(self.in_flight.popleft(), token)
 
+    @rule()
+    def forget_prefixes(self) -> None:
+        is_empty = self.manager.forget_prefixes()
+        assert self.manager.ledger().num_cached == 0 or self.manager.is_copying
+        assert is_empty == (not self.manager._hash_of)
+
     @rule(number=st.integers(0, 5))
     def copy(self, number: int) -> None:
         if self.copies:
