@@ -110,10 +110,11 @@ class SamplingParams:
         if name in _DONE_ANYWAY:
             _check_done_anyway(name, value)
             return
-        try:
-            check_names("SamplingParams", [name], [entry.name for entry in fields(self)])
-        except TypeError as error:
-            raise AttributeError(str(error)) from None
+        if name not in self.__dataclass_fields__:
+            try:
+                check_names("SamplingParams", [name], [entry.name for entry in fields(self)])
+            except TypeError as error:
+                raise AttributeError(str(error)) from None
         super().__setattr__(name, value)
 
     def check(self) -> None:
