@@ -1,5 +1,5 @@
 """vLLM's settings that are none here: which of their values ask for what is done anyway, and what to say instead of the
-others. Of `LLM` by these names, of `tandem up` as flags. Owns nothing else, and is imported by what is refused.
+others. Of `LLM` by these names, of `tandem up` as flags. Owns nothing else.
 """
 
 from __future__ import annotations
