@@ -44,7 +44,7 @@ class SpeculativeConfig:
     """No fewer than these."""
 
     def __post_init__(self) -> None:
-        _check(self.method == "ngram", f"method must be 'ngram', is {self.method!r}")
+        _check_method(self.method)
         most_of = {
             "num_speculative_tokens": MAX_DRAFTS,
             "prompt_lookup_max": MAX_LOOKUP,
@@ -67,6 +67,7 @@ class SpeculativeConfig:
         except (ValueError, TypeError, RecursionError):
             given = None
         _check(isinstance(given, dict), f"must be a JSON object, such as {EXAMPLE}, is {str(text)[:80]!r}")
+        _check_method(given.get("method", cls.method))  # before fields that another one has
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(names))
         _check(not unknown, f"has no {', '.join(unknown)}; there are {', '.join(names)}")
@@ -74,6 +75,10 @@ class SpeculativeConfig:
         if given.get("prompt_lookup_max") == 1:
             given.setdefault("prompt_lookup_min", 1)
         return cls(**given)
+
+
+def _check_method(method: object) -> None:
+    _check(method == "ngram", f"method must be 'ngram' (drafts are of the text itself), is {method!r:.80}")
 
 
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'

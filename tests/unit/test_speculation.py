@@ -132,7 +132,11 @@ def test_the_setting_is_json_with_vllms_words() -> None:
         ({"num_speculative_tokens": 17}, r"in \[1, 16\], is 17"),
         ({"num_speculative_tokens": True}, "is True"),
         ({"num_speculative_tokens": 2.5}, "is 2.5"),
-        ({"num_speculative_tokens": 2, "method": "eagle"}, "method must be 'ngram', is 'eagle'"),
+        (
+            {"num_speculative_tokens": 2, "method": "eagle"},
+            "method must be 'ngram' .drafts are of the text itself., is 'eagle'",
+        ),
+        ({"method": "eagle3", "model": "x", "draft_tensor_parallel_size": 1}, "method must be 'ngram'"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": "4"}, r"prompt_lookup_max .* is '4'"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": 65}, r"in \[1, 64\], is 65"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 6}, "at most prompt_lookup_max=5, is 6"),
