@@ -6,8 +6,9 @@
 What has been received is handed to the router as the beginning of the answer; with the seed and the kind of workers
 that it began with, the continuation is what would have followed. If nothing has been received yet, the whole request is
 sent again, if a router had accepted it; otherwise the caller gets the error at once, or after one try at another
-router, if there may be several. The same holds for a router that named no kind of workers: it is older than this
-feature. Each of several answers continues where it was; those that are complete are not requested again.
+router, if there may be several. (If that one says that the request is running, it is the first router, whose word of
+accepting it was lost.) The same holds for a router that named no kind of workers: it is older than this feature. Each
+of several answers continues where it was; those that are complete are not requested again.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class ResumableStream:
         self._jitter = jitter
         self._resume_s = resume_s
         self._may_ask_another = has_others
+        self._may_be_running = False
+        """At a router that was lost before it said so."""
         self._on_broken = on_broken
         self._deadline_s = None if timeout_s is None else now_s() + timeout_s
         self._broken_s: float | None = None
@@ -129,6 +132,7 @@ class ResumableStream:
         """How long to wait before the next call, after one ended with `error`. Raises it where there is none."""
         if self._may_ask_another and not (self.is_accepted or self._has_received) and isinstance(error, LOST):
             self._may_ask_another = False
+            self._may_be_running = isinstance(error, Unreachable)
             return 0.0
         now_s, has_just_broken = self._now_s(), self._broken_s is None
         if self._broken_s is None:
@@ -147,6 +151,8 @@ class ResumableStream:
         return min(wait_s, left_s)
 
     def _may_go_on(self, error: TandemError) -> bool:
+        if isinstance(error, RequestExists):
+            return self._may_be_running
         if not isinstance(error, LOST):
             return False
         if not self._has_received:  # nothing is to be taken up: all of it is asked anew, of whoever answers now

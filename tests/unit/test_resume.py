@@ -41,10 +41,22 @@ def tokens(offset: int, *token_ids: int, kind: str = "") -> pb.GenerateResponse:
 
 
 def stream_of(
-    n: int = 1, *, resume_s: float = 10.0, timeout_s: float | None = None, clock: Clock | None = None
+    n: int = 1,
+    *,
+    resume_s: float = 10.0,
+    timeout_s: float | None = None,
+    clock: Clock | None = None,
+    has_others: bool = False,
 ) -> ResumableStream:
     request = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(n=n))
-    return ResumableStream(request, timeout_s=timeout_s, resume_s=resume_s, now_s=clock or Clock(), jitter=lambda: 1.0)
+    return ResumableStream(
+        request,
+        timeout_s=timeout_s,
+        resume_s=resume_s,
+        has_others=has_others,
+        now_s=clock or Clock(),
+        jitter=lambda: 1.0,
+    )
 
 
 # -- the client's side ----------------------------------------------------------------------------------------------
@@ -166,6 +178,23 @@ def test_who_is_full_or_has_not_noticed_is_asked_again_for_a_while() -> None:
     clock.now_s += 0.5
     with pytest.raises(Overloaded):
         stream.wait_s(Overloaded("full", retry_after_s=3))
+
+
+def test_what_a_lost_call_has_left_running_is_waited_for() -> None:
+    """Where there may be other routers it is asked again at once: it may be of the same one, which has taken it
+    on and not noticed yet that nobody hears it. The id is the request's own, and nobody can choose another."""
+    clock = Clock()
+    stream = stream_of(resume_s=10, has_others=True, clock=clock)
+    waits = [stream.wait_s(error) for error in (LOST, RequestExists("r"), RequestExists("r"), LOST)]
+    assert waits == [0, 0.05, 0.1, 0.2]
+    clock.now_s += 10
+    with pytest.raises(RequestExists):
+        stream.wait_s(RequestExists("r"))
+    for refused in (Draining("leaving"), None):  # nobody has it of this call
+        another = stream_of(resume_s=10, has_others=True)
+        assert refused is None or another.wait_s(refused) == 0
+        with pytest.raises(RequestExists):
+            another.wait_s(RequestExists("r"))
 
 
 def test_a_stream_that_goes_on_has_all_its_time_again() -> None:
