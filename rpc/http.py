@@ -25,6 +25,7 @@ from prometheus_client import (
 )
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rpc.listener import TOO_MANY, Listener
 from rpc.server import CannotListen, split_address
 from rpc.tls import ServerTLS
 
@@ -199,7 +200,7 @@ class HttpServer:
 
         Raises `CannotListen`, which names the flag.
         """
-        listener = _listen(address, flag)
+        listener = _listen(address, flag, has_tls=self._config.is_ssl)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -249,10 +250,11 @@ def metrics_app(registry: CollectorRegistry) -> Any:
     return plain_text
 
 
-def _listen(address: str, flag: str) -> socket.socket:
+def _listen(address: str, flag: str, *, has_tls: bool) -> socket.socket:
     host, port = split_address(address)
     host = host.strip("[]")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = Listener(family, b"" if has_tls else TOO_MANY)  # over TLS nothing can be said without a handshake
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -126,6 +129,77 @@ async def test_nor_is_one_that_began_its_next_request_before_the_answer(monkeypa
         application.may_answer.set()
         assert (await reader.read()).count(b"HTTP/1.1 200") == 1
         writer.close()
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    """As where `ulimit -n` files are open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    files = []
+    try:
+        with suppress(OSError):
+            while True:
+                files.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def connected(client: socket.socket, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A socket that was made while there were files."""
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, (host, port))
+    return await asyncio.open_connection(sock=client)
+
+
+async def test_clients_for_whom_no_file_is_left_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    """And those that are there are served meanwhile: the loop does not spend its time on who waits."""
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+    async with serving() as (application, host, port):
+        application.may_answer.clear()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(HEAD + b"content-length: 4\r\n\r\nbody")
+        await application.is_asked.wait()
+        clients = [socket.socket() for _ in range(20)]
+        with no_file_left():
+            connections = [await connected(client, host, port) for client in clients]
+            for turned_away, _ in connections:
+                assert (await turned_away.read()).startswith(b"HTTP/1.1 503")
+            application.may_answer.set()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        for each in (writer, *(its_writer for _, its_writer in connections)):
+            each.close()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(HEAD + b"content-length: 4\r\n\r\nbody")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert not failures
+    assert [record.name for record in caplog.records] == ["rpc.listener"]
+
+
+async def test_where_not_one_file_is_left_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second between two tries, however many may wait."""
+    failures: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    monkeypatch.setattr("rpc.listener._open_spare", lambda: None)
+    async with serving() as (_, host, port):
+        clients = [socket.socket() for _ in range(3)]
+        with no_file_left():
+            connections = [await connected(client, host, port) for client in clients]
+            began_s = loop.time()
+            while not failures or loop.time() - began_s < 0.2:  # noqa: ASYNC110 - that nothing more comes is seen by time
+                await asyncio.sleep(0.01)
+            assert len(failures) == 1
+        for reader, writer in connections:
+            writer.write(HEAD + b"content-length: 4\r\n\r\nbody")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
 
 
 @pytest.mark.parametrize("beside", [b"", b"POST / HT"], ids=["alone", "half a request after it"])
