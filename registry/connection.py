@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import InvalidResponse, ReadOnlyError, RedisError, ResponseError
 
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
 """What a call raises while Redis is away, slow or not itself. All of it heals by trying again."""
@@ -20,6 +22,19 @@ DEFAULT_TTL_MS = 6_000
 DEFAULT_BEAT_MS = 2_000
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
+
+
+@contextmanager
+def wrong_answers_as_failures() -> Iterator[None]:
+    """Around calls, and the taking apart of what they return: whatever an answer breaks that no Redis of ours gives, as
+    when something else answers in its place, leaves the block as one of `REDIS_FAILURES`. redis-py's parser raises
+    ValueError for a length that is none, its pipelines TypeError."""
+    try:
+        yield
+    except REDIS_FAILURES:
+        raise
+    except Exception as error:
+        raise InvalidResponse(f"that is no answer to what was asked: {error!r:.200}") from error
 
 
 def check_beat(ttl_ms: int, beat_ms: int) -> None:

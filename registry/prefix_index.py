@@ -36,6 +36,7 @@ from registry.connection import (
     open_redis,
     wait_for,
     watch_task,
+    wrong_answers_as_failures,
 )
 from registry.keys import Keys
 
@@ -189,7 +190,8 @@ class PrefixReporter:
         try:
             if self._task is not None:
                 await asyncio.wait([self._task])  # an error that ended it is logged already
-            await self._redis.delete(self._set_key, self._seq_key, self._new_key)
+            with wrong_answers_as_failures():
+                await self._redis.delete(self._set_key, self._seq_key, self._new_key)
         except REDIS_FAILURES as error:
             logger.warning("%s: the set stays until it expires (%s)", self._name, type(error).__name__)
         finally:
@@ -222,10 +224,11 @@ class PrefixReporter:
                 del self._pending[block_hash]
             stored = [block_hash for block_hash, is_stored in batch.items() if is_stored]
             evicted = [block_hash for block_hash, is_stored in batch.items() if not is_stored]
-            num_hashes = await self._apply_script(
-                keys=[self._set_key, self._seq_key],
-                args=[self._seq, self._num_hashes, self._seq + 1, self._ttl_ms, len(stored), *stored, *evicted],
-            )
+            numbers = [self._seq, self._num_hashes, self._seq + 1, self._ttl_ms, len(stored)]
+            with wrong_answers_as_failures():
+                num_hashes = int(
+                    await self._apply_script(keys=[self._set_key, self._seq_key], args=[*numbers, *stored, *evicted])
+                )
             if num_hashes < 0:
                 logger.warning("%s: the set in Redis is not as it was left; writing it anew", self._name)
                 self._needs_resync = True
@@ -245,21 +248,22 @@ class PrefixReporter:
     async def _write_anew(self, hashes: set[bytes]) -> None:
         """Replace the whole set. The new one is built beside the old and renamed over it: no command is long."""
         self.num_resyncs += 1
-        await self._redis.delete(self._new_key)
-        remaining = iter(hashes)
-        while chunk := list(islice(remaining, MAX_BATCH)):
+        with wrong_answers_as_failures():
+            await self._redis.delete(self._new_key)
+            remaining = iter(hashes)
+            while chunk := list(islice(remaining, MAX_BATCH)):
+                async with self._redis.pipeline(transaction=True) as pipe:
+                    pipe.sadd(self._new_key, *chunk)
+                    pipe.pexpire(self._new_key, self._ttl_ms)
+                    await pipe.execute()
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.sadd(self._new_key, *chunk)
-                pipe.pexpire(self._new_key, self._ttl_ms)
+                if hashes:
+                    pipe.rename(self._new_key, self._set_key)
+                else:
+                    pipe.delete(self._set_key)
+                pipe.pexpire(self._set_key, self._ttl_ms)
+                pipe.set(self._seq_key, 0, px=self._ttl_ms)
                 await pipe.execute()
-        async with self._redis.pipeline(transaction=True) as pipe:
-            if hashes:
-                pipe.rename(self._new_key, self._set_key)
-            else:
-                pipe.delete(self._set_key)
-            pipe.pexpire(self._set_key, self._ttl_ms)
-            pipe.set(self._seq_key, 0, px=self._ttl_ms)
-            await pipe.execute()
         self._seq = 0
         self._num_hashes = len(hashes)
 
@@ -297,17 +301,21 @@ class PrefixIndex:
         if not hashes or not workers or time.monotonic() < self._next_try_at:
             return {}
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answer: bytes = await self._match_script(
-                    keys=[self._set_key(worker_id, incarnation) for worker_id, incarnation in workers],
-                    args=[b"".join(hashes[: self.max_hashes])],
-                )
+            with wrong_answers_as_failures():
+                async with asyncio.timeout(self._timeout_s):
+                    answer: bytes = await self._match_script(
+                        keys=[self._set_key(worker_id, incarnation) for worker_id, incarnation in workers],
+                        args=[b"".join(hashes[: self.max_hashes])],
+                    )
+                found = {w: int(n) for (w, _), n in zip(workers, answer.split(b","), strict=True)}
+                if not all(0 <= num_blocks <= len(hashes) for num_blocks in found.values()):
+                    raise ValueError(f"of {len(hashes)} blocks nobody has {found}")
         except REDIS_FAILURES as error:
             self._outage.failed(error)
             self._next_try_at = time.monotonic() + LOOKUP_RETRY_S
             return {}
         self._outage.answered()
-        return {w: int(num_blocks) for (w, _), num_blocks in zip(workers, answer.split(b","), strict=True)}
+        return found
 
     async def close(self) -> None:
         await self._redis.aclose()

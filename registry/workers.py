@@ -35,6 +35,7 @@ from registry.connection import (
     open_redis,
     wait_for,
     watch_task,
+    wrong_answers_as_failures,
 )
 from registry.keys import Keys, check_name
 
@@ -122,7 +123,8 @@ class WorkerRegistration:
         try:
             if self._task is not None:
                 await self._task
-            await self._delete_own()
+            with wrong_answers_as_failures():
+                await self._delete_own()
         except REDIS_FAILURES as error:
             logger.warning("the record of %s stays until it expires (%s)", self._worker_id, type(error).__name__)
         finally:
@@ -143,10 +145,11 @@ class WorkerRegistration:
     async def _beat(self) -> None:
         record = self._record()
         assert (record.worker_id, record.incarnation) == (self._worker_id, self._incarnation)
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(self._key, record.SerializeToString(), px=self._ttl_ms)
-            pipe.sadd(self._keys.workers, self._worker_id)
-            await pipe.execute()
+        with wrong_answers_as_failures():
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(self._key, record.SerializeToString(), px=self._ttl_ms)
+                pipe.sadd(self._keys.workers, self._worker_id)
+                await pipe.execute()
 
     async def _delete_own(self) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
@@ -235,10 +238,12 @@ class WorkerDirectory:
         """Read all records now. False, and the records as they were, when Redis does not answer."""
         was_away = not self._outage.is_reachable
         try:
-            generation, *found = await self._read_all(
-                keys=[self._keys.workers, self._keys.generation],
-                args=[self._keys.worker_prefix, secrets.token_hex(8), MAX_RECORD_BYTES],
-            )
+            with wrong_answers_as_failures():
+                generation, *found = await self._read_all(
+                    keys=[self._keys.workers, self._keys.generation],
+                    args=[self._keys.worker_prefix, secrets.token_hex(8), MAX_RECORD_BYTES],
+                )
+                read = _pairs(found)
         except REDIS_FAILURES as error:
             self._outage.failed(error)
             return False
@@ -246,7 +251,7 @@ class WorkerDirectory:
         if was_away or (self._generation is not None and generation != self._generation):
             self._absence_counts_at = time.monotonic() + self._ttl_s
         self._generation = generation
-        self._apply(self._parsed(zip(found[::2], found[1::2], strict=True)))
+        self._apply(self._parsed(read))
         return True
 
     async def _refresh_until_closed(self) -> None:
@@ -279,6 +284,16 @@ class WorkerDirectory:
         self._records = records
         if is_changed and self._on_change is not None:
             self._on_change(self.records)
+
+
+def _pairs(found: list[object]) -> list[tuple[bytes, bytes | int]]:
+    """Ids, each with what is known of its record. Raises `ValueError` for what that is not."""
+    pairs: list[tuple[bytes, bytes | int]] = []
+    for worker_id, data in zip(found[::2], found[1::2], strict=True):
+        if not isinstance(worker_id, bytes) or not isinstance(data, bytes | int):
+            raise ValueError(f"a {type(worker_id).__name__} and a {type(data).__name__} are no id and record")
+        pairs.append((worker_id, data))
+    return pairs
 
 
 def _parse(worker_id: str, data: bytes | int) -> tuple[bytes, pb.WorkerRecord]:
