@@ -14,6 +14,7 @@ has been asked is heard to its end though its client has left: the next one woul
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import resource
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-P", "-m", "router.validation.grammar_checker")
 START_S = 30.0
 
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+"""Why a process is not started: no open file, no process, no memory is left."""
 MAX_CPU_S = 0.25
 """For one grammar: schemas as people write them take milliseconds. A worker compiles them one after the other."""
 MAX_CPU_S_OF_ALL = 2.0
@@ -114,12 +117,19 @@ class GrammarChecker:
             return {"error": TOO_MUCH}
 
     async def _running_child(self) -> asyncio.subprocess.Process:
-        """Raises `InternalError` where there can be none: that is no grammar's fault."""
+        """Raises `InternalError` where there can be none, and `Overloaded` where there is no room for one: that is no
+        grammar's fault."""
         if self._child is not None and self._child.returncode is None:
             return self._child
-        self._child = child = await asyncio.create_subprocess_exec(
-            *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
+        try:
+            self._child = child = await asyncio.create_subprocess_exec(
+                *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            _log.warning("no process that compiles grammars can be started", extra={"why": error.strerror})
+            raise Overloaded("this router can start no process to compile grammars now", retry_after_s=1.0) from error
         try:
             async with asyncio.timeout(START_S):
                 await _read_frame(child)

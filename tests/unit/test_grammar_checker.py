@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import sys
@@ -58,6 +59,20 @@ async def test_what_would_end_or_hold_up_a_router_is_refused_and_the_next_one_se
     assert child.returncode is not None
     assert await check(checker, **FINE) == first
     assert checker._child is not child
+
+
+async def test_where_no_process_can_be_started_others_may_have_room(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*command: str, **pipes: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
+    with pytest.raises(Overloaded) as full:
+        await check(checker, **FINE)
+    assert full.value.retry_after_s
+    monkeypatch.undo()
+    assert await check(checker, **FINE)
 
 
 async def test_a_process_that_does_not_start_is_no_grammars_fault(
