@@ -7,6 +7,7 @@ nothing waits for it: with Redis away a worker keeps trying and a router keeps w
     start() ─> beat: record() ─> SET … PX ttl_ms         start() ─> first refresh, whether or not Redis answers
                every beat_ms, or at beat_now()                      every refresh_ms: one script, one round trip
                Redis away: 0.1 s, 0.2 s … 2 s                       Redis away: records stay, is_reachable is false
+    draining: not over a successor's record
     close() ─> delete, if still our incarnation          close()
 
 A record that is gone from Redis leaves the directory at once, but for one case. After an outage, or when Redis was
@@ -20,8 +21,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from google.protobuf.message import DecodeError
+from redis.asyncio.client import Pipeline
 from redis.exceptions import WatchError
 
 from protos import tandem_worker_pb2 as pb
@@ -145,25 +148,29 @@ class WorkerRegistration:
     async def _beat(self) -> None:
         record = self._record()
         assert (record.worker_id, record.incarnation) == (self._worker_id, self._incarnation)
-        with wrong_answers_as_failures():
+        with wrong_answers_as_failures(), suppress(WatchError):
             async with self._redis.pipeline(transaction=True) as pipe:
+                if record.is_draining and await self._watched(pipe) not in (None, self._incarnation):
+                    return  # a successor is there already, and takes new work
                 pipe.set(self._key, record.SerializeToString(), px=self._ttl_ms)
                 pipe.sadd(self._keys.workers, self._worker_id)
                 await pipe.execute()
 
     async def _delete_own(self) -> None:
-        async with self._redis.pipeline(transaction=True) as pipe:
-            await pipe.watch(self._key)
-            found = await pipe.get(self._key)
-            if not isinstance(found, bytes) or _incarnation_of(found) != self._incarnation:
-                return
-            pipe.multi()  # type: ignore[no-untyped-call]
-            pipe.delete(self._key)
-            pipe.srem(self._keys.workers, self._worker_id)
-            try:
-                await pipe.execute()
-            except WatchError:
-                return  # a successor has beaten in the meantime: the record is its own
+        with suppress(WatchError):
+            async with self._redis.pipeline(transaction=True) as pipe:
+                if await self._watched(pipe) == self._incarnation:
+                    pipe.delete(self._key)
+                    pipe.srem(self._keys.workers, self._worker_id)
+                    await pipe.execute()
+
+    async def _watched(self, pipe: Pipeline) -> str | None:
+        """Whose record there is; None: nobody's. What `pipe` executes next raises `WatchError` if that has changed, as
+        when a successor has beaten in the meantime: the record is its own."""
+        await pipe.watch(self._key)
+        found = await pipe.get(self._key)
+        pipe.multi()  # type: ignore[no-untyped-call]
+        return _incarnation_of(found) if isinstance(found, bytes) else None
 
 
 def _incarnation_of(data: bytes) -> str | None:

@@ -149,6 +149,30 @@ async def test_new_incarnation_replaces_the_old_whose_close_leaves_it_alone(redi
             assert [each.incarnation for each in watcher.directory.records] == ["i2"]
 
 
+async def test_a_worker_that_drains_leaves_the_record_to_its_successor(redis_url: str) -> None:
+    """Who is started under its id before it has left takes new work at once, and goes on to when it has."""
+    leaving, is_beating = record(incarnation="i1"), asyncio.Event()
+
+    def told() -> pb.WorkerRecord:
+        is_beating.set()
+        return leaving
+
+    async with watching(redis_url) as watcher:
+        old = WorkerRegistration(redis_url, namespace=NAMESPACE, worker_id="w1", incarnation="i1", record=told)
+        old.start()
+        await watcher.until(bool)
+        async with registered(redis_url, record(incarnation="i2"), ttl_ms=10_000, beat_ms=5_000):
+            await watcher.until(lambda records: records[0].incarnation == "i2")
+            leaving.is_draining = True
+            is_beating.clear()
+            old.beat_now()
+            await is_beating.wait()
+            await old.close()
+            await watcher.directory.refresh()
+            assert [each.incarnation for each in watcher.directory.records] == ["i2"]
+            assert not [records for records in watcher.changes if not records or records[0].is_draining]
+
+
 async def test_namespaces_do_not_see_each_other(redis_url: str) -> None:
     other = registration(redis_url, record("w2"), namespace="other")
     other.start()
