@@ -1,9 +1,8 @@
-"""The socket that an HTTP server listens on: what becomes of clients for whom the process has no open file left.
+"""The socket that an HTTP server listens on: what becomes of clients for whom the process has no open file to spare.
 
-Owns one open file more than it needs, which such a client gets until it has been told so.
-
-    accept ──a file for it──> a connection
-       └─ none (ulimit -n) ──> accepted all the same, told (503), closed
+accept ──a file below those kept back──> a connection
+   ├─ one of those (near ulimit -n) ──> told so (503), closed
+   └─ none at all ──> the loop rests for a second
 """
 
 from __future__ import annotations
@@ -11,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
+import resource
 import socket
 import time
 from typing import Any
 
 _log = logging.getLogger(__name__)
 
-NO_FILE_LEFT = (errno.EMFILE, errno.ENFILE)
+KEPT_BACK = 64
+"""Open files, or a quarter of all where these are few: clients leave so many for what the process itself opens, or one
+that has lost its router could not call another."""
+NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 25\r\n"
     b"content-type: text/plain\r\n\r\nToo many open connections"
@@ -36,7 +38,9 @@ class Listener(socket.socket):
         """`last_words`: to a client that is turned away."""
         super().__init__(family, socket.SOCK_STREAM)
         self._last_words = last_words
-        self._spare = _open_spare()
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The lowest free number is taken: who gets one of the last has all others before it.
+        self._first_kept_back = limit - min(KEPT_BACK, limit // 4) if limit != resource.RLIM_INFINITY else 1 << 31
         self._is_to_rest = False
         self._told_s = -TOLD_EVERY_S
 
@@ -44,46 +48,22 @@ class Listener(socket.socket):
         """Raises `BlockingIOError`, too, where one was turned away: others have their turn before the next one."""
         if self._is_to_rest:
             self._is_to_rest = False
-            raise BlockingIOError
+            raise BlockingIOError  # the loop rests for a second, after the error before; this ends its other tries
         try:
-            return super().accept()
+            client, address = super().accept()
         except OSError as error:
-            if error.errno not in NO_FILE_LEFT:
-                raise
-            self._tell()
-            if not self._turn_away():
-                self._is_to_rest = True  # the loop waits a second, for the first error; this ends its other tries
-                raise
-            raise BlockingIOError from error
-
-    def close(self) -> None:
-        super().close()
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
-
-    def _turn_away(self) -> bool:
-        """Whether there was a file to do it with: another thread may have had it, or all of the machine's are open."""
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
-            with contextlib.suppress(OSError):
-                client, _ = super().accept()
-                with client:
-                    client.setblocking(False)
-                    client.send(self._last_words)
-        self._spare = _open_spare()
-        return self._spare is not None
+            self._is_to_rest = error.errno in NONE_LEFT
+            raise
+        if client.fileno() < self._first_kept_back:
+            return client, address
+        self._tell()
+        with client, contextlib.suppress(OSError):
+            client.setblocking(False)
+            client.send(self._last_words)
+        raise BlockingIOError
 
     def _tell(self) -> None:
         now_s = time.monotonic()
         if now_s - self._told_s >= TOLD_EVERY_S:
             self._told_s = now_s
-            _log.error("no open file is left for further connections, which are turned away: raise ulimit -n")
-
-
-def _open_spare() -> int | None:
-    try:
-        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
+            _log.error("too many open files: further connections are turned away; raise ulimit -n")
