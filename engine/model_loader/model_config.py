@@ -38,7 +38,7 @@ from engine.config import (
 from engine.kernels.build import cpu_arithmetic
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule, check_lora_folder, parse_lora_modules, read_lora_module
-from engine.memory import memory_bytes
+from engine.memory import least_gib, memory_bytes, most_gib
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
@@ -319,8 +319,8 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
         gib = args.kv_cache_gib or CPU_KV_CACHE_GIB
         num_blocks, setting = int(gib * GIB) // block_bytes, f"is {gib:g}"
         bounds = (
-            f"kv_cache_gib must be at least {needed * block_bytes / GIB:.3f}",
-            f"kv_cache_gib must be at most {most * block_bytes / GIB:.1f}",
+            f"kv_cache_gib must be at least {least_gib(needed * block_bytes)}",
+            f"kv_cache_gib must be at most {most_gib(most * block_bytes)}",
         )
     if num_blocks < needed:
         why = f"what max_model_len={model.max_model_len} needs"
@@ -333,10 +333,10 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
 def _offloading_bytes(args: EngineArgs) -> int:
     if args.kv_offloading_size and not args.enable_prefix_caching:
         raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching: nothing is looked up there")
-    most = memory_bytes("cpu") / GIB
-    if args.kv_offloading_size > most:
+    most_bytes = memory_bytes("cpu")
+    if args.kv_offloading_size * GIB > most_bytes:
         raise ValueError(
-            f"kv_offloading_size must be at most {most:.1f}, all the memory there is for this process, is "
+            f"kv_offloading_size must be at most {most_gib(most_bytes)}, all the memory there is for this process, is "
             f"{args.kv_offloading_size:g}"
         )
     return int(args.kv_offloading_size * GIB)

@@ -28,6 +28,7 @@ import torch
 
 from engine.config import GIB, EngineConfig
 from engine.kv_cache import KVCacheShape
+from engine.memory import least_gib
 from engine.scheduling.offloading import BlockCopy
 from engine.to_device import to_device
 
@@ -49,7 +50,7 @@ def num_host_blocks(config: EngineConfig, shape: KVCacheShape) -> int:
     block_bytes = config.parallel.tensor_parallel_size * shape.all_layers_bytes
     if 0 < offloading_bytes < block_bytes:
         raise ValueError(
-            f"kv_offloading_size must be at least {block_bytes / GIB:.3g}, one block of all layers, is "
+            f"kv_offloading_size must be at least {least_gib(block_bytes)}, one block of all layers, is "
             f"{offloading_bytes / GIB:.3g}"
         )
     return offloading_bytes // block_bytes
