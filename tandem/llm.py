@@ -32,6 +32,7 @@ from router.generation_defaults import AUTO, GenerationDefaults, check_override
 from router.model_info import ModelInfo
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+from tandem.between_steps import BetweenSteps
 from tandem.checks import check_names, check_text, is_list
 from tandem.lora_request import LoRARequest, lora_name_of_each
 from tandem.offline_answer import CompletionOutput, Logprob, OfflineAnswer, OfflineRequest, RequestOutput
@@ -48,6 +49,9 @@ __all__ = [
     "LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
     "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
+
+
+NO_MORE = "this LLM cannot generate any more: let go of it and make a new one"
 
 
 class LLM:
@@ -89,6 +93,7 @@ class LLM:
         self._is_used = threading.Lock()
         self._lost = ""
         """Why it cannot generate any more. A text: an error would hold on to this LLM, and to a device's memory."""
+        self._lost_as: type[RuntimeError] = RuntimeError
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of the model's generation_config.json, or of `generation_config` and
@@ -127,7 +132,9 @@ class LLM:
         `lora_request`: the adapter for all, or one or none for each. `tokenization_kwargs`: how texts become tokens,
         and how many (`tandem.prompts.Tokenization`).
         Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then. Raises
-        `RankLost`, now and ever after, if another process of `tensor_parallel_size` has ended.
+        `RankLost`, now and ever after, if another process of `tensor_parallel_size` has ended. Ctrl-C ends it when the
+        engine's step is done. A second Ctrl-C does not wait for that; after it, and after an error in the middle of a
+        step, this raises `RuntimeError` ever after.
         """
         asked = Tokenization.of(tokenization_kwargs, self.config.model.max_model_len)
         adds = asked.add_special_tokens is not False
@@ -213,7 +220,7 @@ class LLM:
         lora_names = lora_name_of_each(lora_request, len(prompts), loaded)
         requests: list[OfflineRequest] = []
         answers: dict[str, OfflineAnswer] = {}
-        with self._alone(), self._with_all_ranks():
+        with self._alone(), self._while_it_can(), BetweenSteps() as interrupts:
             try:
                 for prompt, prompt_params, lora_name in zip(prompts, params, lora_names, strict=True):
                     request = OfflineRequest(
@@ -222,10 +229,11 @@ class LLM:
                     self._add_first(request)
                     requests.append(request)
                     answers |= {answer.name: answer for answer in request.answers}
-                self._step_until_done(answers, use_tqdm)
+                    interrupts.check()
+                self._step_until_done(answers, use_tqdm, interrupts)
             finally:
                 for name, answer in answers.items():
-                    if not answer.is_finished:
+                    if not (answer.is_finished or self._lost):
                         self.llm_engine.abort(name)
         return [request.output() for request in requests]
 
@@ -243,14 +251,14 @@ class LLM:
             self._is_used.release()
 
     @contextmanager
-    def _with_all_ranks(self) -> Iterator[None]:
-        """Without one nothing can be computed: the others end, too."""
+    def _while_it_can(self) -> Iterator[None]:
+        """Without all ranks nothing can be computed: where one has ended the others end, too."""
         if self._lost:
-            raise RankLost(self._lost)
+            raise self._lost_as(self._lost)
         try:
             yield
         except RankLost as error:
-            self._lost = f"{error}; this LLM cannot generate any more: let go of it and make a new one"
+            self._lost, self._lost_as = f"{error}; {NO_MORE}", RankLost
             self.llm_engine.close()
             raise RankLost(self._lost) from error
 
@@ -288,19 +296,29 @@ class LLM:
             each.check()
         return sampling_params
 
-    def _step_until_done(self, answers: Mapping[str, OfflineAnswer], use_tqdm: bool) -> None:
+    def _step_until_done(self, answers: Mapping[str, OfflineAnswer], use_tqdm: bool, interrupts: BetweenSteps) -> None:
         with ExitStack() as stack:
             progress = stack.enter_context(_progress()) if use_tqdm else None
             task = progress.add_task("answers", total=len(answers), num_tokens=0) if progress else None
             while self.llm_engine.has_unfinished_requests():
-                outputs = self.llm_engine.step()
-                self.llm_engine.take_cache_events()  # for routers: here nobody keeps an index of prefixes
-                assert not self.llm_engine.is_idle, "requests wait and none can run: the pool holds any single one"
+                outputs = self._step()
                 self._take(outputs, answers)
+                interrupts.check()
                 if progress is not None and task is not None:
                     num_done = sum(answer.is_finished for answer in answers.values())
                     num_tokens = sum(len(answer.token_ids) for answer in answers.values())
                     progress.update(task, completed=num_done, num_tokens=num_tokens)
+
+    def _step(self) -> list[StepOutput]:
+        """One that ends in its middle leaves the engine as nobody can go on with it."""
+        try:
+            outputs = self.llm_engine.step()
+        except BaseException as error:
+            self._lost = f"a step of this LLM ended with {type(error).__name__}; {NO_MORE}"
+            raise
+        self.llm_engine.take_cache_events()  # for routers: here nobody keeps an index of prefixes
+        assert not self.llm_engine.is_idle, "requests wait and none can run: the pool holds any single one"
+        return outputs
 
     def _take(self, outputs: Iterable[StepOutput], answers: Mapping[str, OfflineAnswer]) -> None:
         for output in outputs:

@@ -1,0 +1,116 @@
+"""Ctrl-C, and errors, in the middle of an `LLM`'s step: it generates the same afterwards, or says that it cannot."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grammar_cases import write_model
+
+from tandem import LLM, SamplingParams
+
+PROMPTS = [[5 + (7 * i + j) % 50 for j in range(3 + 9 * i)] for i in range(4)]
+PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[LLM]:
+    """Its pool holds two prompts: what a lost step kept would be missed. Ctrl-C is Python's own."""
+    llm = LLM(
+        write_model(tmp_path), load_format="dummy", device="cpu", attention_backend="torch", dtype="float32",
+        num_threads=1, num_kv_blocks=6, block_size=16, max_num_seqs=3, max_model_len=64,
+    )  # fmt: skip
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield llm
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "whose it was before"
+    signal.signal(signal.SIGINT, before)
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def at(place: str, llm: LLM, before: Callable[[], None]) -> pytest.MonkeyPatch:
+    """`before` comes before the third call of a method that a step calls."""
+    engine = llm.llm_engine
+    owner: Any = {"executor": engine.executor, "scheduler": engine._scheduler}[place.partition(".")[0]]
+    name, calls = place.partition(".")[2], 0
+    method = getattr(owner, name)
+
+    def called(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            before()
+        return method(*args)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(owner, name, called)
+    return patch
+
+
+@pytest.mark.parametrize("place", ["executor.launch", "scheduler.begin", "executor.wait", "scheduler.apply"])
+def test_ctrl_c_comes_between_two_steps(llm: LLM, place: str) -> None:
+    expected = tokens_of(llm)
+    for _ in range(3):
+        patch = at(place, llm, lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            tokens_of(llm)
+        patch.undo()
+        blocks, problems = llm.llm_engine.audit()
+        assert not problems
+        assert blocks.num_free + blocks.num_cached == blocks.num_blocks
+    assert tokens_of(llm) == expected
+
+
+def test_a_second_one_does_not_wait(llm: LLM) -> None:
+    steps_before = llm.llm_engine.stats.num_steps
+    patch = at("executor.wait", llm, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)] and None)
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(llm)
+    patch.undo()
+    assert llm.llm_engine.stats.num_steps == steps_before + 2
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"a step of this LLM ended with KeyboardInterrupt; .* make a new one"):
+            tokens_of(llm)
+
+
+def test_after_an_error_in_a_step_it_says_so(llm: LLM) -> None:
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    patch = at("scheduler.apply", llm, fail)
+    with pytest.raises(MemoryError, match="no room"):
+        tokens_of(llm)
+    patch.undo()
+    with pytest.raises(RuntimeError, match=r"a step of this LLM ended with MemoryError; .* make a new one"):
+        tokens_of(llm)
+
+
+def test_one_that_comes_with_the_last_step(llm: LLM) -> None:
+    """The answers are there, and nobody has them: as if it had come a moment before."""
+    original = llm._take
+
+    def take(*args: Any) -> None:
+        original(*args)
+        if not llm.llm_engine.has_unfinished_requests():
+            signal.raise_signal(signal.SIGINT)
+
+    llm._take = take  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(llm)
+    llm._take = original  # type: ignore[method-assign]
+    assert len(tokens_of(llm)) == len(PROMPTS)
+
+
+def test_who_handles_it_otherwise_goes_on_doing_so(llm: LLM) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    patch = at("scheduler.apply", llm, lambda: signal.raise_signal(signal.SIGINT))
+    assert len(tokens_of(llm)) == len(PROMPTS)
+    patch.undo()
+    assert heard == [signal.SIGINT]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
