@@ -193,7 +193,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached of prompts, so that they are computed again. What `kv_offloading_size` keeps on the
         host stays, as vLLM's does. Whether nothing is left in the pool."""
-        with self._alone(), self._with_all_ranks():
+        with self._alone(), self._while_it_can():
             is_empty = self.llm_engine.forget_prefixes()
             self.llm_engine.take_cache_events()  # for routers: here nobody keeps an index of prefixes
         return is_empty
