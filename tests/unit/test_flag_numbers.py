@@ -18,7 +18,7 @@ from rpc.flag_numbers import check_numbers, number
 from worker_service.args import WorkerArgs
 
 SERVICES = ((RouterArgs, router), (WorkerArgs, decode), (GatewayArgs, gateway))
-MAY_BE_SHORT = {"drain_grace_s", "resume_s"}
+MAY_BE_SHORT = {"drain_grace_s", "resume_s", "worker_wait_s"}
 """As good as 0, which is no waiting at all."""
 
 
