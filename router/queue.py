@@ -8,8 +8,9 @@ requests steps aside, since it would keep others from workers that it cannot use
 in line, but without shares. When new requests go to its workers after all, it is in line again, in front. No timer of
 ours ends the waiting for room: the client's deadline does, early enough to say so.
 
-Without any worker only those requests wait whose answer has begun, since their client would lose it. They step aside,
-too, each with a timer (`patience`), which fails it unless a worker that can continue the answer is there before.
+Without any worker only those requests wait whose answer has begun, since their client would lose it. They wait apart
+from the others, each with a timer (`patience`), which fails it unless a worker that can continue the answer is there
+before: then they are aside. A worker that dies leaves thousands of them, so that nobody looks at each one in between.
 
 Shares (`fair_shares`) are separate for each priority: what a client was served at another priority is not counted. A
 client's counter is kept from when its first request enters until its last one has left.
@@ -76,18 +77,11 @@ class QueuedRequest:
     """Its client's."""
     patience: asyncio.TimerHandle | None = field(default=None, init=False)
     """While there is no worker that could go on with it: when that ends it."""
-    is_given_up: bool = field(default=False, init=False)
-    """There was none for too long."""
     is_waiting: bool = field(default=False, init=False)
 
     @property
     def waited_s(self) -> float:
         return time.monotonic() - self.arrived_s
-
-    def stop_patience(self) -> None:
-        if self.patience is not None:
-            self.patience.cancel()
-            self.patience = None
 
     @property
     def num_own_tokens(self) -> int:
@@ -130,6 +124,8 @@ class RequestQueue:
         """Those at which somebody waits in line, in order."""
         self._aside: dict[QueuedRequest, None] = {}
         """In the order in which they stepped there."""
+        self._patient: dict[Needs, dict[QueuedRequest, None]] = {}
+        """Those without a worker, by what they ask of one."""
         self._num_waiting = 0
         self.num_tokens = 0
         self._due: asyncio.Handle | None = None
@@ -243,20 +239,20 @@ class RequestQueue:
 
     def dispatch(self) -> None:
         """Plan as many requests as workers have room for."""
+        self._end_patience()
         self._step_back()
         full_kinds: set[str] = set()
         for aside in self._aside_in_turn():
             kind = aside.needs.compat_digest
-            if kind not in full_kinds and not self._settle(aside) and aside.patience is None:
+            if kind not in full_kinds and not self._settle(aside):
                 full_kinds.add(kind)
         while (request := self._first()) is not None:
             kind = request.needs.compat_digest
             if kind not in full_kinds and self._settle(request):
                 continue
-            if request.patience is None:
-                if not self._is_apart(request):
-                    return
-                full_kinds.add(kind)
+            if not self._is_apart(request):
+                return
+            full_kinds.add(kind)
             self._leave_line(request)
             self._aside[request] = None
 
@@ -266,21 +262,30 @@ class RequestQueue:
         others = [request for request in self._aside if not request.is_return]
         return sorted(returned + others, key=lambda request: request.share.owner.priority)
 
+    def _end_patience(self) -> None:
+        """Aside: those for whom a worker is there now."""
+        for patient in list(self._patient.values()):
+            if self._has_workers(next(iter(patient))):
+                for request in list(patient):
+                    self._leave_place(request)
+                    self._aside[request] = None
+
     def _step_back(self) -> None:
-        """Into line, in front of its priority: whoever is aside, and no more apart or without workers."""
-        one_of_each = {request.needs.compat_digest: request for request in self._aside if request.patience is None}
+        """Into line, in front of its priority: whoever is aside, and apart no more."""
+        one_of_each = {request.needs.compat_digest: request for request in self._aside}
         kinds = {kind for kind, request in one_of_each.items() if not self._is_apart(request)}
         if kinds:
             for request in reversed(self._aside_in_turn()):
-                if request.needs.compat_digest in kinds and request.patience is None:
+                if request.needs.compat_digest in kinds:
                     del self._aside[request]
                     self._join_line(request, in_front=True)
 
     def _settle(self, request: QueuedRequest) -> bool:
-        """Plan it, unless it is over. Whether it waits no more."""
+        """Plan it, unless it is over, or nobody can go on with it. Whether others may have their turn: it is not here
+        any more."""
         try:
             if not request.planned.done() and not self._plan(request):
-                return False
+                return request.patience is not None
         except Exception as error:  # its own end, and not that of whoever happens to call
             request.planned.set_exception(error)
         self._wait_no_more(request)
@@ -294,8 +299,6 @@ class RequestQueue:
         if not self._has_workers(request):
             self._be_patient(request)
             return False
-        request.stop_patience()
-        request.is_given_up = False
         room = self._choose(request)
         if room is not None:
             request.planned.set_result(room)
@@ -304,16 +307,19 @@ class RequestQueue:
         return room is not None
 
     def _be_patient(self, request: QueuedRequest) -> None:
-        """Nobody can go on with it now. Raises `NoWorker` where it is not, or no more, to wait for somebody."""
-        if request.is_given_up or not (request.needs.compat_digest and self._worker_wait_s):
-            raise NoWorker(f"no decode worker{request.needs} is available", retry_after_s=2.0)
-        if request.patience is None:
-            loop = asyncio.get_running_loop()
-            request.patience = loop.call_later(self._worker_wait_s, self._give_up, request)
+        """Nobody can go on with it now. Raises `NoWorker` where it is not to wait for somebody."""
+        if not (request.needs.compat_digest and self._worker_wait_s):
+            raise _nobody_for(request)
+        self._leave_place(request)
+        self._patient.setdefault(request.needs, {})[request] = None
+        request.patience = asyncio.get_running_loop().call_later(self._worker_wait_s, self._give_up, request)
 
     def _give_up(self, request: QueuedRequest) -> None:
-        request.is_given_up = True
-        self.dispatch()
+        if self._has_workers(request):
+            self.dispatch()  # which was due
+        elif not request.planned.done():
+            request.planned.set_exception(_nobody_for(request))
+            self._wait_no_more(request)
 
     def _refuse_if_full(self, num_tokens: int, priority: int, fairness_id: str) -> None:
         if self.num_tokens + num_tokens <= self._max_tokens:
@@ -336,14 +342,24 @@ class RequestQueue:
         self.num_tokens += request.num_own_tokens
 
     def _wait_no_more(self, request: QueuedRequest) -> None:
-        request.stop_patience()
-        if request in self._aside:
-            del self._aside[request]
-        else:
-            self._leave_line(request)
+        self._leave_place(request)
         request.is_waiting = False
         self._num_waiting -= 1
         self.num_tokens -= request.num_own_tokens
+
+    def _leave_place(self, request: QueuedRequest) -> None:
+        """In line, aside, or among those without a worker."""
+        if request.patience is not None:
+            request.patience.cancel()
+            request.patience = None
+            patient = self._patient[request.needs]
+            del patient[request]
+            if not patient:
+                del self._patient[request.needs]
+        elif request in self._aside:
+            del self._aside[request]
+        else:
+            self._leave_line(request)
 
     def _join_line(self, request: QueuedRequest, *, in_front: bool) -> None:
         shares = request.share.owner
@@ -356,3 +372,7 @@ class RequestQueue:
         shares.remove(request.share, request)
         if not shares.num_waiting:
             self._priorities.remove(shares.priority)
+
+
+def _nobody_for(request: QueuedRequest) -> NoWorker:
+    return NoWorker(f"no decode worker{request.needs} is available", retry_after_s=2.0)
