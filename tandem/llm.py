@@ -110,11 +110,14 @@ class LLM:
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """transformers' own of the model's folder, as vLLM's is: `encode`, `decode`, `apply_chat_template`,
-        `eos_token_id`. What this LLM reads and writes by itself is the same in ours."""
+        `eos_token_id`. What this LLM reads and writes by itself is the same in ours. Raises `ValueError` where it is
+        code that the checkpoint brings."""
         if self._callers_tokenizer is None:
             from transformers import AutoTokenizer  # which takes seconds
 
-            self._callers_tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
+            # Not left out: it would ask at the terminal whether to run a checkpoint's code.
+            folder = self.config.model.path
+            self._callers_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return self._callers_tokenizer
 
     def generate(
