@@ -252,6 +252,7 @@ class Lifecycle:
                 shared=shared,
                 answer_s=self._deadline.answer_s(),
                 arrived_s=self._entered_s,
+                has_begun=bool(self._state.token_ids) or self._after is not None,
                 is_return=action.is_return,
             )
             self.room = await self._cluster.queue.wait_for_plan(

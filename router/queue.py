@@ -70,6 +70,8 @@ class QueuedRequest:
     """What its answer may take, from its first token on."""
     arrived_s: float = 0.0
     """At the router: whoever finds a worker busy comes back here, and has waited before."""
+    has_begun: bool = False
+    """Its client has something of it, or of another answer to its prompt."""
     is_return: bool = False
     """It waited its turn before, and was charged for its prompt: it goes to the front of its priority."""
     planned: asyncio.Future[TakenRoom] = field(init=False)
@@ -308,7 +310,7 @@ class RequestQueue:
 
     def _be_patient(self, request: QueuedRequest) -> None:
         """Nobody can go on with it now. Raises `NoWorker` where it is not to wait for somebody."""
-        if not (request.needs.compat_digest and self._worker_wait_s):
+        if not (request.has_begun and self._worker_wait_s):
             raise _nobody_for(request)
         self._leave_place(request)
         self._patient.setdefault(request.needs, {})[request] = None

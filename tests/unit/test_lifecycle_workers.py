@@ -109,6 +109,27 @@ async def test_all_that_a_lost_worker_had_wait_and_are_in_nobodys_way() -> None:
     assert len(bench.queue) == 0
 
 
+async def test_further_answers_wait_with_the_first_though_they_have_not_begun() -> None:
+    """What ends one of them ends them all."""
+    bench = Bench()
+    asked = bench.requests("r", 2)
+    await settle()
+    bench.decode.set_load(load(30, num_running=1))
+    bench.d.say("0_r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    assert [command.generate.request_id for command in bench.d.sent] == ["0_r", "1_r"]
+    bench.lose_decode_session(num_lost=99)
+    await settle()
+    assert not asked.task.done()
+    bench.reopen_decode_session()
+    bench.decode.set_load(load(200))
+    bench.dispatch()
+    await settle()
+    again = {command.generate.request_id: list(command.generate.output_token_ids) for command in bench.d.sent}
+    assert again == {"0_r": [5], "1_r": []}
+    await asked.leave()
+
+
 async def begun_and_lost(bench: Bench, *names: str) -> list[Asked]:
     """Requests with a token each, whose worker is lost, and was the only one."""
     bench.tell(bench.decode, compat_digest="a kind")

@@ -55,7 +55,9 @@ class Workers:
         return TakenRoom(self._handle, None, request.num_tokens)
 
     def wait(self, kind: str, *, priority: int = 0, is_return: bool = False) -> asyncio.Task[TakenRoom]:
-        request = QueuedRequest(num_tokens=1, needs=Needs(compat_digest=kind), is_return=is_return)
+        request = QueuedRequest(
+            num_tokens=1, needs=Needs(compat_digest=kind), has_begun=bool(kind), is_return=is_return
+        )
         return asyncio.create_task(self.queue.wait_for_plan(request, priority=priority))
 
 
