@@ -128,6 +128,7 @@ class RequestQueue:
         """In the order in which they stepped there."""
         self._patient: dict[Needs, dict[QueuedRequest, None]] = {}
         """Those without a worker, by what they ask of one."""
+        self._num_patient_tokens = 0
         self._num_waiting = 0
         self.num_tokens = 0
         self._due: asyncio.Handle | None = None
@@ -314,6 +315,7 @@ class RequestQueue:
             raise _nobody_for(request)
         self._leave_place(request)
         self._patient.setdefault(request.needs, {})[request] = None
+        self._num_patient_tokens += request.num_own_tokens
         request.patience = asyncio.get_running_loop().call_later(self._worker_wait_s, self._give_up, request)
 
     def _give_up(self, request: QueuedRequest) -> None:
@@ -324,12 +326,14 @@ class RequestQueue:
             self._wait_no_more(request)
 
     def _refuse_if_full(self, num_tokens: int, priority: int, fairness_id: str) -> None:
-        if self.num_tokens + num_tokens <= self._max_tokens:
+        # Without a worker they keep nobody from those that there are.
+        num_waiting_tokens = self.num_tokens - self._num_patient_tokens
+        if num_waiting_tokens + num_tokens <= self._max_tokens:
             return  # whatever goes before it
         num_before = self.num_tokens_before(priority, fairness_id)
         is_full = num_before and num_before + num_tokens > self._max_tokens
-        if is_full or (self._num_waiting and self.num_tokens + num_tokens > 2 * self._max_tokens):
-            held = num_before if is_full else self.num_tokens
+        if is_full or (num_waiting_tokens and num_waiting_tokens + num_tokens > 2 * self._max_tokens):
+            held = num_before if is_full else num_waiting_tokens
             bound = self._max_tokens if is_full else 2 * self._max_tokens
             room_s = self.pace.queued_s(held + num_tokens - bound)
             raise Overloaded(
@@ -356,6 +360,7 @@ class RequestQueue:
             request.patience = None
             patient = self._patient[request.needs]
             del patient[request]
+            self._num_patient_tokens -= request.num_own_tokens
             if not patient:
                 del self._patient[request.needs]
         elif request in self._aside:

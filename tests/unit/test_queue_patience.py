@@ -23,13 +23,13 @@ KINDS = ("old", "new", "third")
 class Workers:
     """Of each kind one, which is there or not, with room for some requests. New requests go to the first that is."""
 
-    def __init__(self, *, worker_wait_s: float) -> None:
+    def __init__(self, *, worker_wait_s: float, max_tokens: int = 10**6) -> None:
         self.room: dict[str, int] = {}
         self.num_asked = 0
         model = inference_pb.GetModelInfoResponse(block_size=1)
         self._handle = WorkerHandle(pb.WorkerRecord(worker_id="d", incarnation="1", model=model), channel=None)
         self.queue = RequestQueue(
-            max_tokens=10**6,
+            max_tokens=max_tokens,
             choose=self._choose,
             has_workers=self._has_workers,
             is_apart=lambda request: request.needs.compat_digest not in ("", self._served),
@@ -54,9 +54,11 @@ class Workers:
         self.room[kind] -= 1
         return TakenRoom(self._handle, None, request.num_tokens)
 
-    def wait(self, kind: str, *, priority: int = 0, is_return: bool = False) -> asyncio.Task[TakenRoom]:
+    def wait(
+        self, kind: str, *, priority: int = 0, is_return: bool = False, num_tokens: int = 1
+    ) -> asyncio.Task[TakenRoom]:
         request = QueuedRequest(
-            num_tokens=1, needs=Needs(compat_digest=kind), has_begun=bool(kind), is_return=is_return
+            num_tokens=num_tokens, needs=Needs(compat_digest=kind), has_begun=bool(kind), is_return=is_return
         )
         return asyncio.create_task(self.queue.wait_for_plan(request, priority=priority))
 
@@ -73,6 +75,19 @@ async def test_those_without_a_worker_are_not_looked_at_one_by_one() -> None:
             await task
     assert workers.num_asked < 10 * len(waiting)
     assert (len(workers.queue), workers.queue.num_tokens, workers.queue.num_clients) == (0, 0, 0)
+
+
+async def test_those_without_a_worker_do_not_fill_the_queue_of_others() -> None:
+    workers = Workers(worker_wait_s=30.0, max_tokens=10)
+    workers.room["new"] = 2
+    moved = workers.wait("old", num_tokens=100, is_return=True)
+    await asyncio.sleep(0)
+    await workers.wait("")
+    await workers.wait("", num_tokens=50)  # alone one may be as long as it likes
+    workers.room["old"] = 1
+    workers.queue.dispatch()
+    await moved
+    assert (workers.queue.num_tokens, workers.queue._num_patient_tokens) == (0, 0)
 
 
 async def test_who_has_a_worker_again_goes_before_those_that_come() -> None:
