@@ -34,6 +34,8 @@ ON_ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "key_separator"
 schema may say otherwise in its "x-guidance"."""
 MAX_REASON_CHARS = 400
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
+"""Where one begins: no line of Lark's does so."""
 KINDS = "json, json_object, regex, choice and grammar"
 
 
@@ -137,16 +139,12 @@ def _schema_grammar(schema: Any) -> str:
 
 
 def _lark_grammar(text: str) -> str:
-    if "::=" in _outside_of_texts(text):
+    if _EBNF_RULE.search(text):
         text = _lark_of(text)
-    outside = _outside_of_texts(text)
+    outside = re.sub(r'"(\\.|[^"\\])*"|//.*|/(\\.|[^/\\])+/', "", text)
     if re.search(r"<\[[^\]]*\]>", outside):
         raise ValueError("grammar: token numbers (<[...]>) are not supported: they differ from model to model")
     return grammar_from("lark", text)
-
-
-def _outside_of_texts(grammar: str) -> str:
-    return re.sub(r'"(\\.|[^"\\])*"|//.*|/(\\.|[^/\\])+/', "", grammar)
 
 
 def _lark_of(ebnf: str) -> str:

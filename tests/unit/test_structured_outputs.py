@@ -270,6 +270,7 @@ CHOICES = ["red", "green", "reddish", "true", 'q"uo\\te\n', "é", "☃ab"]
     "grammar",
     [
         'root ::= answer "."\nanswer ::= "yes" | "no"   # as llama.cpp and XGrammar write it\n',
+        '# Either/or, 3" wide\nroot ::= ("yes" | "no") "." # no ["/]\n',
         'start: answer "."\nanswer: "yes" | "no"   // as Lark does: "::="\n',
     ],
 )
