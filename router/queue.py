@@ -258,6 +258,7 @@ class RequestQueue:
             full_kinds.add(kind)
             self._leave_line(request)
             self._aside[request] = None
+            self._note_if_empty()
 
     def _aside_in_turn(self) -> list[QueuedRequest]:
         """As in line: by priority, and of each those that return first, the last of them before the others."""
@@ -278,6 +279,7 @@ class RequestQueue:
         one_of_each = {request.needs.compat_digest: request for request in self._aside}
         kinds = {kind for kind, request in one_of_each.items() if not self._is_apart(request)}
         if kinds:
+            self.pace.queued(time.monotonic())
             for request in reversed(self._aside_in_turn()):
                 if request.needs.compat_digest in kinds:
                     del self._aside[request]
@@ -314,6 +316,7 @@ class RequestQueue:
         if not (request.has_begun and self._worker_wait_s):
             raise _nobody_for(request)
         self._leave_place(request)
+        self._note_if_empty()
         self._patient.setdefault(request.needs, {})[request] = None
         self._num_patient_tokens += request.num_own_tokens
         request.patience = asyncio.get_running_loop().call_later(self._worker_wait_s, self._give_up, request)

@@ -90,6 +90,19 @@ async def test_those_without_a_worker_do_not_fill_the_queue_of_others() -> None:
     assert (workers.queue.num_tokens, workers.queue._num_patient_tokens) == (0, 0)
 
 
+@pytest.mark.parametrize("room", [{}, {"new": 0, "old": 0}])
+async def test_the_time_without_a_worker_or_aside_is_no_measure_of_the_line(room: dict[str, int]) -> None:
+    """Else new requests are refused for deadlines that they would meet."""
+    workers = Workers(worker_wait_s=30.0)
+    workers.room = room
+    moved = [workers.wait("old", is_return=True) for _ in range(2)]
+    await asyncio.sleep(0.2)  # of a thousand such tokens: 200 s
+    workers.room["old"] = 2
+    workers.queue.dispatch()
+    await asyncio.gather(*moved)
+    assert workers.queue.pace.queued_s(1000) < 100
+
+
 async def test_who_has_a_worker_again_goes_before_those_that_come() -> None:
     workers = Workers(worker_wait_s=30.0)
     batch = workers.wait("old", priority=5, is_return=True)
