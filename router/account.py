@@ -70,6 +70,7 @@ class Account:
         self._first_attempt = 0
         """The attempt that gave the first token."""
         self._has_second = False
+        self._is_answering = False
         self._emitted_s: float | None = None
         self._said_s = 0.0
         """When what a worker said last came."""
@@ -89,6 +90,9 @@ class Account:
         """Another attempt begins. `why` the one before, if any, failed."""
         now_s = time.monotonic()
         self._end_attempt(now_s, why)
+        if self._is_answering:
+            self._is_answering = False
+            self._forecast.interrupted(now_s)
         self.attempts.append(AttemptStamps(now_s))
 
     def planned(self, room: TakenRoom) -> None:
@@ -136,6 +140,9 @@ class Account:
         assert attempt.sent_s is not None
         attempt.begun_s = min(now_s, attempt.sent_s + said.event.tokens.waited_ms / 1000)
         attempt.first_token_s = now_s
+        if not self._is_answering:
+            self._is_answering = True
+            self._forecast.answering(now_s)
 
     def _note_first(self, said: WorkerSaid, room: TakenRoom, attempt: AttemptStamps) -> None:
         assert self.stamps.sent_s is not None
@@ -149,7 +156,6 @@ class Account:
         num_tokens = max(1, room.num_tokens_to_compute + num_unknown)
         self._forecast.computed(num_tokens, seconds)
         self._costs.computed(said.worker, num_tokens, seconds, now_s)
-        self._forecast.answering(now_s)
         self.stamps.begun_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
         self.stamps.first_token_s = now_s
 
@@ -177,7 +183,7 @@ class Account:
         """The request is over, well or not: `why` it failed."""
         self._forecast.num_running -= 1
         self._end_attempt(time.monotonic(), why)
-        if self.stamps.first_token_s is not None:
+        if self._is_answering:
             is_complete = self.stamps.ended_s is not None
             self._forecast.ended(num_answer_tokens, time.monotonic(), is_complete=is_complete)
 

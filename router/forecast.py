@@ -34,7 +34,7 @@ class Forecast:
     num_running: int = 0
     """Requests that have entered and not ended."""
     num_answering: int = 0
-    """Of them those with a first token."""
+    """Of them those with a first token, and a worker."""
     _looked_s: float = 0.0
     """Up to when answers are counted."""
     _seconds_per_prompt_token: FadingRatio = field(default_factory=lambda: FadingRatio(0.0, PRIOR_TOKENS))
@@ -50,9 +50,14 @@ class Forecast:
         self._seconds_per_prompt_token.add(seconds, num_tokens + PROMPT_OVERHEAD_TOKENS, FADE)
 
     def answering(self, now_s: float) -> None:
-        """An answer has begun."""
+        """An answer has begun, or goes on."""
         self._look(now_s, 0)
         self.num_answering += 1
+
+    def interrupted(self, now_s: float) -> None:
+        """An answer waits for another worker, which is no measure of how fast workers are. `answering`: it goes on."""
+        self._look(now_s, 0)
+        self.num_answering -= 1
 
     def emitted(self, num_tokens: int, now_s: float) -> None:
         """Tokens of answers that had begun."""

@@ -78,6 +78,25 @@ async def test_it_does_not_wait_for_ever(worker_wait_s: float) -> None:
     assert len(bench.queue) == 0
 
 
+async def test_the_time_without_a_worker_is_no_measure_of_how_fast_answers_are() -> None:
+    """Else new requests are refused for deadlines that they would meet."""
+    bench = Bench()
+    forecast = bench.cluster.forecast
+    first = await begun_and_lost(bench, "0", "1")
+    assert (forecast.num_answering, forecast.num_running) == (0, 2)
+    session = bench.reopen_decode_session()
+    bench.decode.set_load(load(300))
+    bench.dispatch()
+    await settle()
+    again = [command.generate for command in session.sent]
+    session.say(again[0].request_id, again[0].attempt, tokens=pb.Tokens(index=1, token_ids=[6]))
+    await settle()
+    assert (forecast.num_answering, forecast.num_running) == (1, 2)
+    for asked in first:
+        await asked.leave()
+    assert (forecast.num_answering, forecast.num_running) == (0, 0)
+
+
 async def test_it_waits_as_long_once_more_where_a_worker_was_there_meanwhile() -> None:
     bench = Bench(worker_wait_s=0.2)
     [asked] = await begun_and_lost(bench, "first")
