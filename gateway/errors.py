@@ -127,6 +127,9 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
         case Unauthenticated():
             _log.error("the router asks for another key than --router-api-key", extra={"request_id": request_id})
             return Refusal(KINDS[Unauthenticated], "the router does not take this gateway's key")
+        case Unreachable():  # in gRPC's words, with the addresses that it tried
+            _log.warning("no router answers", extra={"request_id": request_id, "why": error.message})
+            return refusal_of(Unreachable("the service cannot be reached now", retry_after_s=error.retry_after_s))
         case TandemError():
             return refusal_of(error)
         case Leaving():

@@ -76,6 +76,7 @@ class LLM:
         check_override(override)
         engine_args = without_neutral(engine_args)
         check_names("LLM", engine_args, [entry.name for entry in fields(EngineArgs)])
+        engine_args = {name: value for name, value in engine_args.items() if value is not None}
         if "dtype" in engine_args:
             engine_args["dtype"] = _dtype_name(engine_args["dtype"])
         for name in ("speculative_config", "lora_modules"):

@@ -91,16 +91,14 @@ FLAGS: Mapping[str, str] = {
 
 
 def without_neutral(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` but for those that ask for what is done anyway. Raises `TypeError` for the first of the others that
-    has another name here, or none."""
+    """`settings` but for those of vLLM's that ask for what is done anyway. Raises `TypeError` for the first of the
+    others that has another name here, or none."""
     left: dict[str, Any] = {}
     for name, value in settings.items():
-        if value is None:
-            continue
         otherwise = SETTINGS.get(name)
         if otherwise is None:
             left[name] = value
-        elif not _asks_for_nothing(value, otherwise.neutral):
+        elif value is not None and not _asks_for_nothing(value, otherwise.neutral):
             raise TypeError(f"LLM has no {name}; instead: {otherwise.instead}")
     return left
 

@@ -21,7 +21,7 @@ from engine.kv_cache import TORCH_DTYPES
 from engine.model_loader.mxfp4 import check_all, widen_all
 from engine.model_loader.weights import opening, safetensors_files
 from engine.models.stored_weights import is_mxfp4
-from engine.models.transformers_experts import FourBitExperts, with_four_bit_experts
+from engine.models.transformers_experts import FourBitExperts, WithFourBitExperts, with_four_bit_experts
 from engine.models.transformers_model import PAGED
 from engine.models.transformers_probe import MAKING, causal_lm_config
 
@@ -41,30 +41,47 @@ def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
         if keeps_four_bits:
             model_class = with_four_bit_experts(model_class)
         if config.load.load_format == "dummy":
-            with torch.random.fork_rng(), torch.device(device):
+            with torch.random.fork_rng(), torch.device(device), _told_of_errors_alone():
                 torch.manual_seed(config.load.seed)
-                causal_lm = model_class._from_config(hf_config, **arguments)
-                for module in causal_lm.modules():
-                    if isinstance(module, FourBitExperts):
-                        module.make_up_weights()
+                causal_lm = _made_up(model_class, hf_config, arguments, device)
         else:
             tensors = _tensors_of(model.path)
             if is_mxfp4(model.hf_config):
                 check_all(tensors)
                 if not keeps_four_bits:
                     tensors = widen_all(tensors, dtype=TORCH_DTYPES[model.dtype], device=device)
-            causal_lm, loaded = model_class.from_pretrained(
-                None,
-                config=hf_config,
-                state_dict=tensors,
-                output_loading_info=True,
-                device_map=device,  # by accelerate: transformers refuses without it
-                ignore_mismatched_sizes=True,  # found out below, and said in our words
-                trust_remote_code=False,
-                **arguments,
-            )
+            causal_lm, loaded = _loaded(model_class, hf_config, tensors, arguments, device)
             _check_all_fits(str(model.path), loaded)
     return causal_lm.eval().requires_grad_(False)
+
+
+def _made_up(model_class: Any, hf_config: Any, arguments: dict[str, Any], device: str) -> Any:
+    """With weights that transformers makes up, and in 4 bits we do."""
+    if not issubclass(model_class, WithFourBitExperts):
+        return model_class._from_config(hf_config, **arguments)
+    # Without numbers first: plain experts, in whose place those in 4 bits come, take four times the memory.
+    causal_lm, _ = _loaded(model_class, hf_config, {}, arguments, device)
+    for module in causal_lm.modules():
+        if isinstance(module, FourBitExperts):
+            module.make_up_weights()
+    return causal_lm
+
+
+def _loaded(
+    model_class: Any, hf_config: Any, tensors: dict[str, torch.Tensor], arguments: dict[str, Any], device: str
+) -> tuple[Any, dict[str, Any]]:
+    """A model, and what transformers says of its loading."""
+    causal_lm, loaded = model_class.from_pretrained(
+        None,
+        config=hf_config,
+        state_dict=tensors,
+        output_loading_info=True,
+        device_map=device,  # by accelerate: transformers refuses without it
+        ignore_mismatched_sizes=True,  # found out by `_check_all_fits`, and said in our words
+        trust_remote_code=False,
+        **arguments,
+    )
+    return causal_lm, loaded
 
 
 def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -102,6 +119,18 @@ def _progress_where_it_is_seen() -> Iterator[None]:
     finally:
         if is_on:
             transformers.logging.enable_progress_bar()
+
+
+@contextmanager
+def _told_of_errors_alone() -> Iterator[None]:
+    """transformers warns of weights that are missing: all are, where they are made up. The switch is of the whole
+    process, too."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 @contextmanager

@@ -61,11 +61,15 @@ class FourBitExperts(nn.Module):
         return self._experts(h_TD, (experts_TA, weights_TA.float().contiguous()))
 
 
+class WithFourBitExperts:
+    """A model that has them."""
+
+
 def with_four_bit_experts(model_class: Any) -> Any:
     """A class of models like `model_class`, a causal language model of transformers', with such experts in place of
     gpt-oss'. Making one raises `ValueError` where it has others."""
 
-    class WithFourBitExperts(model_class):  # type: ignore[misc]
+    class Model(WithFourBitExperts, model_class):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             places = [
@@ -79,7 +83,7 @@ def with_four_bit_experts(model_class: Any) -> Any:
             for parent, name, module in places:
                 setattr(parent, name, FourBitExperts(module))
 
-    return WithFourBitExperts
+    return Model
 
 
 def _without_numbers(E: int, N: int, K: int, device: torch.device) -> tuple[nn.Parameter, nn.Parameter]:

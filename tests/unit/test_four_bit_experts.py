@@ -15,6 +15,7 @@ from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.triton import triton_interprets
 from safetensors.torch import load_file, save_file
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers_cases import GPT_OSS
 from triton_device import DEVICE
 
@@ -86,8 +87,17 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, name: str, shape: tuple[in
         load_causal_lm(engine_config(tmp_path), keeps_four_bits=True)
 
 
-def test_weights_made_up_are_as_large_as_others_and_hang_on_the_seed(tmp_path: Path) -> None:
+def test_weights_made_up_are_as_large_as_others_and_hang_on_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MXFP4))
+    plain = GptOssExperts.__init__
+
+    def made(experts: GptOssExperts, *args: Any, **kwargs: Any) -> None:
+        plain(experts, *args, **kwargs)
+        assert experts.gate_up_proj.is_meta, "plain ones would take four times the memory"
+
+    monkeypatch.setattr(GptOssExperts, "__init__", made)
 
     def made_up(seed: int) -> list[torch.Tensor]:
         config = engine_config(tmp_path, load_format="dummy", seed=seed)

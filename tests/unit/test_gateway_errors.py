@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 from validation_cases import MODEL, text_request
 
-from gateway.errors import Refusal, refusal_of, refusal_of_body
+from gateway.errors import Refusal, refusal_of, refusal_of_any, refusal_of_body
 from gateway.messages.errors import error_of
 from gateway.requests import ChatRequest, CompletionRequest
 from router.validation.request import check_prompt_length, validate
-from rpc.errors import InvalidRequest
+from rpc.errors import InvalidRequest, Unreachable
 
 
 def refusal(num_prompt_tokens: int, **params: Any) -> Refusal:
@@ -40,6 +40,15 @@ def test_anthropics_clients_are_told_in_the_words_that_they_shorten_by() -> None
     with pytest.raises(InvalidRequest) as caught:  # by the answer alone
         validate(text_request(max_tokens=100), MODEL)
     assert "prompt is too long" not in error_of(refusal_of(caught.value), "r")["error"]["message"]
+
+
+def test_where_a_router_should_be_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    why = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.1.2.3:50051: Failed to connect"
+    told = refusal_of_any(Unreachable(why), "r")
+    assert (told.kind.status, told.message) == (503, "the service cannot be reached now")
+    assert told.headers == {"retry-after": "1"}
+    [record] = caplog.records
+    assert (record.levelname, record.__dict__["why"]) == ("WARNING", why)
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}

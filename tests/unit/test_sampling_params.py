@@ -192,11 +192,13 @@ def test_a_name_that_is_no_setting_is_told_with_those_that_are() -> None:
         LLM(zzz=True)
     with pytest.raises(TypeError, match="num_gpu_blocks_override; instead: num_kv_blocks"):
         LLM(num_gpu_blocks_override=100)
+    with pytest.raises(TypeError, match="LLM has no zzz"):
+        LLM(zzz=None)
 
 
 def test_vllms_settings_may_ask_for_what_is_done_anyway() -> None:
     asked = {"trust_remote_code": True, "enable_chunked_prefill": True, "swap_space": 4, "tokenizer_mode": "auto"}
-    nothing = {"quantization": None, "max_model_len": None, "tokenizer": None, "hf_overrides": {}}
+    nothing = {"tokenizer": None, "hf_overrides": {}}
     assert without_neutral({**asked, **nothing, "dtype": "half", "zzz": 1}) == {"dtype": "half", "zzz": 1}
     for name, value in (("enable_chunked_prefill", False), ("pipeline_parallel_size", True), ("task", "embed")):
         with pytest.raises(TypeError, match=f"LLM has no {name}; instead: "):
