@@ -163,7 +163,7 @@ def refusal_of(error: TandemError) -> Refusal:
             kind = MODEL_NOT_FOUND
         named = [(wrong.field, wrong.description) for wrong in error.violations]
         message = "; ".join(f"{name}: {description}" if name else description for name, description in named)
-        if found := _OUT_OF_CONTEXT.search(message):
+        if param != "model" and (found := _OUT_OF_CONTEXT.search(message)):  # whose name is the client's own words
             # Clients that shorten a chat by themselves look for this code, or for these words of OpenAI's.
             kind = CONTEXT_EXCEEDED
             message = f"This model's maximum context length is {found[1]} tokens. {message}"

@@ -31,6 +31,8 @@ def test_what_does_not_fit_the_context_has_the_code_that_clients_look_for() -> N
         validate(text_request(max_tokens=100), MODEL)
     assert refusal_of(caught.value).kind.code == "context_length_exceeded"
     assert refusal(0).kind.code is None
+    named = InvalidRequest(violations=[("model", "must be 'm', is 'a (the context of 5'")])
+    assert refusal_of(named).kind.code == "model_not_found"
 
 
 def test_anthropics_clients_are_told_in_the_words_that_they_shorten_by() -> None:
