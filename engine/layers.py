@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.models.rope_config import RopeConfig
-from engine.scaled_weight import Weight, stacked
+from engine.weight import Weight, stacked
 
 
 class Linear:

@@ -28,7 +28,8 @@ from engine.float8 import MAX_FLOAT8, saturated_float8, why_no_float8
 from engine.layers import Linear, MakeLinear
 from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED, StoredWeights
-from engine.scaled_weight import ScaledWeight, Weight
+from engine.scaled_weight import ScaledWeight
+from engine.weight import Weight
 
 MAX_INT8 = 127
 FLOAT8_GRAIN = 16

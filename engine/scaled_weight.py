@@ -1,8 +1,8 @@
-"""A weight of a product: a tensor, or numbers in 8 bits with their scales beside them."""
+"""A weight of a product in 8 bits: numbers with their scales beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,9 @@ import torch
 MAX_FLOATS = 1 << 22
 """Of a weight in 8 bits that are widened at once: 16 MiB beside the weight and what becomes of it. Four times as many
 take a CPU twice the time."""
+
+Join = Callable[[list[torch.Tensor]], torch.Tensor]
+"""Makes one tensor of those of several weights, whose first axis is that of outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,9 @@ class ScaledWeight:
     dtype: torch.dtype
     """Of the model: what the weight stands for."""
 
+    def __len__(self) -> int:
+        return len(self.weight)
+
     @property
     def has_groups(self) -> bool:
         return self.scale.shape[1] > 1
@@ -45,38 +51,31 @@ class ScaledWeight:
             wide_NK[rows] = self.weight[rows].float() * scale
         return wide_NK
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Equal of weights that can be joined."""
+        return self.weight.dtype, self.group_size
 
-Weight = torch.Tensor | ScaledWeight
-"""[outputs, inputs]. `ScaledWeight` where the products to be made are in 8 bits, and nowhere else."""
+    @staticmethod
+    def joined(weights: Sequence[ScaledWeight], join: Join) -> ScaledWeight:
+        """As one, of outputs of all."""
+        first = weights[0]
+        # As bytes: not every device can put 8-bit floats together.
+        as_bytes = join([each.weight.view(torch.uint8) for each in weights])
+        scale_NG = join([each.scale for each in weights])
+        return ScaledWeight(as_bytes.view(first.weight.dtype), scale_NG, first.group_size, first.dtype)
 
-
-def stacked(weights: Sequence[Weight]) -> Weight:
-    """Weights of the same inputs, one below the other: in 8 bits where all are in the same, with groups alike."""
-    scaled = [weight for weight in weights if isinstance(weight, ScaledWeight)]
-    kinds = {(each.weight.dtype, each.group_size) for each in scaled}
-    if len(scaled) < len(weights) or len(kinds) > 1:
-        return torch.cat([weight.dequantized() if isinstance(weight, ScaledWeight) else weight for weight in weights])
-    # As bytes: not every device can put 8-bit floats together.
-    as_bytes = torch.cat([each.weight.view(torch.uint8) for each in scaled])
-    scale_NG = torch.cat([each.scale for each in scaled])
-    ((dtype, group_size),) = kinds
-    return ScaledWeight(as_bytes.view(dtype), scale_NG, group_size, scaled[0].dtype)
-
-
-def part_of(weight: Weight, axis: int, part: range) -> Weight:
-    """A copy of those outputs (axis 0) or inputs (axis 1), or of those elements of a bias. Raises `ValueError` where
-    inputs that share a scale would be cut."""
-    if isinstance(weight, torch.Tensor):
-        return weight.narrow(axis, part.start, len(part)).clone(memory_format=torch.contiguous_format)
-    # As bytes: not every device can copy 8-bit floats.
-    as_bytes = weight.weight.view(torch.uint8).narrow(axis, part.start, len(part))
-    cut = as_bytes.clone(memory_format=torch.contiguous_format).view(weight.weight.dtype)
-    group_size, scale_NG = weight.group_size, weight.scale
-    if axis == 0:
-        return ScaledWeight(cut, scale_NG[part.start : part.stop].clone(), group_size, weight.dtype)
-    if not weight.has_groups:
-        return ScaledWeight(cut, scale_NG, len(part), weight.dtype)
-    if part.start % group_size or len(part) % group_size:
-        raise ValueError(f"tensor_parallel_size cuts a weight at input {part.start}, where {group_size} share a scale")
-    groups = slice(part.start // group_size, part.stop // group_size)
-    return ScaledWeight(cut, scale_NG[:, groups].clone(), group_size, weight.dtype)
+    def part(self, axis: int, part: range) -> ScaledWeight:
+        """A copy of those outputs (axis 0) or inputs (axis 1). Raises `ValueError` where a group would be cut."""
+        # As bytes: not every device can copy 8-bit floats.
+        as_bytes = self.weight.view(torch.uint8).narrow(axis, part.start, len(part))
+        cut = as_bytes.clone(memory_format=torch.contiguous_format).view(self.weight.dtype)
+        if axis == 0:
+            return ScaledWeight(cut, self.scale[part.start : part.stop].clone(), self.group_size, self.dtype)
+        if not self.has_groups:
+            return ScaledWeight(cut, self.scale, len(part), self.dtype)
+        size = self.group_size
+        if part.start % size or len(part) % size:
+            raise ValueError(f"tensor_parallel_size cuts a weight at input {part.start}, where {size} share a scale")
+        groups = slice(part.start // size, part.stop // size)
+        return ScaledWeight(cut, self.scale[:, groups].clone(), size, self.dtype)

@@ -25,7 +25,8 @@ from engine.models.head_attention import HeadAttention
 from engine.models.layer import DecoderLayer, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
 from engine.quantization import quantize_int8
-from engine.scaled_weight import ScaledWeight, Weight
+from engine.scaled_weight import ScaledWeight
+from engine.weight import Weight, joined
 
 LANES = 16
 PANEL = 2 * LANES
@@ -39,7 +40,7 @@ class PanelLinear(Linear):
     """By adapters: see cpu_adapters.py."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        self.num_outputs = num_outputs_of(weight)
+        self.num_outputs = len(weight)
         self.panels, self.scale = in_panels(weight)
         self.bias = None if bias is None else F.pad(bias, (0, -len(bias) % PANEL))
 
@@ -58,10 +59,6 @@ def in_panels(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
     return torch.ops.tandem_cpu.pack_weight(weight.weight.contiguous()), F.pad(scale_N, (0, -len(scale_N) % PANEL))
 
 
-def num_outputs_of(weight: Weight) -> int:
-    return len(weight) if isinstance(weight, torch.Tensor) else len(weight.weight)
-
-
 class PanelLogits(PanelLinear):
     """[T, in] -> [T, out] in float32. Without a bias."""
 
@@ -77,9 +74,9 @@ class PanelGatedLinear(GatedLinear):
     added: Any = None
 
     def __init__(self, gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None) -> None:
-        self.num_outputs = num_outputs_of(gate)
-        self.panels, self.scale = in_panels(_weights_side_by_side(gate, up))
-        self.bias = None if gate_bias is None or up_bias is None else _side_by_side(gate_bias, up_bias)
+        self.num_outputs = len(gate)
+        self.panels, self.scale = in_panels(joined((gate, up), _side_by_side))
+        self.bias = None if gate_bias is None or up_bias is None else _side_by_side([gate_bias, up_bias])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.tandem_cpu.gated_linear(x, self.panels, self.scale, self.bias, self.num_outputs)
@@ -105,19 +102,10 @@ def as_int8(weight: Weight) -> ScaledWeight:
     return ScaledWeight(int8_NK, scale_N.float()[:, None], weight.shape[1], weight.dtype)
 
 
-def _weights_side_by_side(gate: Weight, up: Weight) -> Weight:
-    """In 8 bits where both are."""
-    if isinstance(gate, ScaledWeight) and isinstance(up, ScaledWeight):
-        weight, scale = _side_by_side(gate.weight, up.weight), _side_by_side(gate.scale, up.scale)
-        return ScaledWeight(weight, scale, gate.group_size, gate.dtype)
-    wide = (each.dequantized() if isinstance(each, ScaledWeight) else each for each in (gate, up))
-    return _side_by_side(*wide)
-
-
-def _side_by_side(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _side_by_side(gate_and_up: list[torch.Tensor]) -> torch.Tensor:
     """[N, ...] twice -> [2 * N, ...], 16 of one and 16 of the other in turn; zeros where N ends within 16."""
-    missing = -len(gate) % LANES
-    padded = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in (gate, up))
+    missing = -len(gate_and_up[0]) % LANES
+    padded = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in gate_and_up)
     sixteens = [x.view(-1, LANES, *x.shape[1:]) for x in padded]
     return torch.stack(sixteens, dim=1).flatten(0, 2)
 

@@ -23,8 +23,8 @@ from engine.kv_cache import TORCH_DTYPES
 from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule
 from engine.model_loader.weights import PLAIN_DTYPES, open_tensors
-from engine.scaled_weight import Weight
 from engine.to_device import to_device
+from engine.weight import Weight
 from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf, uncut
 
 PREFIX = "base_model.model."

@@ -20,7 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.model_loader.weights import PLAIN_DTYPES, DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import AS_STORED, StoredWeights
-from engine.scaled_weight import ScaledWeight, Weight
+from engine.scaled_weight import ScaledWeight
+from engine.weight import Weight
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}

@@ -21,7 +21,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from engine.kv_cache import TORCH_DTYPES
-from engine.scaled_weight import Weight
+from engine.weight import Weight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

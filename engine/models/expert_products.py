@@ -22,7 +22,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.model_loader.weights import Weights
 from engine.models.experts_config import EXPERT_GRAIN, ExpertsConfig, reads_groups_back
-from engine.scaled_weight import ScaledWeight, Weight, stacked
+from engine.scaled_weight import ScaledWeight
+from engine.weight import Weight, stacked
 
 
 class ExpertProducts(ABC):

@@ -36,7 +36,7 @@ from engine.models.expert_products import (
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
-from engine.scaled_weight import Weight, stacked
+from engine.weight import Weight, stacked
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from engine.model_loader.weights import Weights
-from engine.scaled_weight import Weight, part_of
+from engine.weight import Weight, part_of
 from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf
 
 CUT_OUTPUTS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", ".w1", ".w3")

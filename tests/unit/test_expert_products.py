@@ -16,8 +16,9 @@ from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledEx
 from engine.models.experts_config import qwen_experts
 from engine.models.parts import PartsFactory
 from engine.models.stored_weights import StoredWeights
-from engine.scaled_weight import ScaledWeight, Weight
+from engine.scaled_weight import ScaledWeight
 from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank
+from engine.weight import Weight
 
 EXPERTS = qwen_experts(
     {

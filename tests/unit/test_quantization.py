@@ -25,7 +25,8 @@ from engine.quantization import (
     quantize_int8,
     resolve_quantization,
 )
-from engine.scaled_weight import ScaledWeight, stacked
+from engine.scaled_weight import ScaledWeight
+from engine.weight import stacked
 
 BFLOAT16 = torch.bfloat16
 UNIT = {torch.float32: 2**-20, torch.float16: 2**-10, BFLOAT16: 2**-7}

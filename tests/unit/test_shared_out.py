@@ -18,10 +18,11 @@ from engine.model_loader.weights import DummyWeights, Weights
 from engine.models import load_model_shape
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import StoredWeights
-from engine.scaled_weight import ScaledWeight, part_of
+from engine.scaled_weight import ScaledWeight
 from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank
 from engine.tensor_parallel.shares import num_key_parts, share_of
 from engine.tensor_parallel.sharing import VocabParallelLinear
+from engine.weight import part_of
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 24, "intermediate_size": 36,

@@ -26,7 +26,7 @@ from engine.kernels.gpu.product import (
 from engine.layers import HeadProducts, Linear
 from engine.models.expert_products import ExpertProducts
 from engine.quantization import Float8Linear, QuantizedLinears
-from engine.scaled_weight import Weight
+from engine.weight import Weight
 
 
 class InvariantLinear(Linear):

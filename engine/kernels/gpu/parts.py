@@ -21,7 +21,7 @@ from engine.models.expert_products import ExpertProducts, ScaledExperts, ScaledS
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
 from engine.quantization import SMALLEST_AMAX, Float8Linear, GroupScaledLinear, Int8Linear, QuantizedLinears
-from engine.scaled_weight import Weight
+from engine.weight import Weight
 
 
 class TritonRMSNorm(RMSNorm):

@@ -1,0 +1,38 @@
+"""A weight of a product, [outputs, inputs]: a tensor, or fewer bits with what they are multiplied by beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.scaled_weight import Join, ScaledWeight
+
+Weight = torch.Tensor | ScaledWeight
+"""Not a tensor where the products to be made are in fewer bits, and nowhere else."""
+
+
+def dequantized(weight: Weight) -> torch.Tensor:
+    """[N, K] in the model's dtype."""
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """Weights of the same inputs, one below the other."""
+    return joined(weights, torch.cat)
+
+
+def joined(weights: Sequence[Weight], join: Join) -> Weight:
+    """As one, of outputs of all: in fewer bits where all are in the same form."""
+    scaled = [weight for weight in weights if isinstance(weight, ScaledWeight)]
+    if len(scaled) == len(weights) and len({each.form for each in scaled}) == 1:
+        return ScaledWeight.joined(scaled, join)
+    return join([dequantized(weight) for weight in weights])
+
+
+def part_of(weight: Weight, axis: int, part: range) -> Weight:
+    """A copy of those outputs (axis 0) or inputs (axis 1), or of those elements of a bias. Raises `ValueError` where
+    inputs that share a scale would be cut."""
+    if isinstance(weight, torch.Tensor):
+        return weight.narrow(axis, part.start, len(part)).clone(memory_format=torch.contiguous_format)
+    return weight.part(axis, part)
