@@ -114,7 +114,12 @@ def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
 @click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--quantization", default="none", show_default=True, help="none or int8; llama.cpp's Q8_0 beside int8.")
+@click.option(
+    "--quantization",
+    default="none",
+    show_default=True,
+    help="none, int8, int4; llama.cpp's Q8_0, Q4_1.",
+)
 @click.option("--load-format", default="auto", show_default=True, help="dummy needs no weights.")
 @click.option("--model-impl", default=EngineArgs.model_impl, show_default=True, help="auto, tandem or transformers.")
 @click.option("--attention-backend", default=EngineArgs.attention_backend, show_default=True)

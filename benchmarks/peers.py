@@ -5,7 +5,7 @@ They are looked for in a folder, PEERS_DIR (default ~/.cache/tandem-peers):
     vllm/bin/python                                             a venv with vLLM's CPU build
     llama/vendor/llama.cpp/build/bin/llama-batched-bench        llama.cpp, built for this machine
     smollm2/, smollm2-bf16.gguf                                 the same bfloat16 weights for either
-    smollm2-q8_0.gguf                                           the same in 8 bits, beside int8
+    smollm2-q8_0.gguf, smollm2-q4_1.gguf                        the same in 8 bits, beside int8; in 4, beside int4
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PEER_TIMEOUT_S = 900.0
-GGUF_OF = {"none": "smollm2-bf16.gguf", "int8": "smollm2-q8_0.gguf"}
+GGUF_OF = {"none": "smollm2-bf16.gguf", "int8": "smollm2-q8_0.gguf", "int4": "smollm2-q4_1.gguf"}
 
 
 class PeerMissing(Exception):  # noqa: N818
@@ -62,7 +62,7 @@ def existing(name: str) -> Path:
 def vllm_files(case: Case) -> tuple[Path, Path]:
     """Python and model. Raises `PeerMissing`, `ValueError`."""
     if case.quantization != "none":
-        raise ValueError("vLLM takes weights in 8 bits on a CPU from checkpoints that have them; leave it out")
+        raise ValueError("vLLM takes weights in fewer bits on a CPU from checkpoints that have them; leave it out")
     return existing("vllm/bin/python"), existing("smollm2")
 
 

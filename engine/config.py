@@ -21,7 +21,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 MODEL_IMPLS = ("auto", "tandem", "transformers")
 """Who computes a model: our decoder, transformers' code over our attention, or the first of them that can."""
-QUANTIZATIONS = ("auto", "none", "fp8", "int8")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 CHOICES = {
@@ -77,7 +77,7 @@ class ModelConfig:
     dtype: str
     """"float32", "bfloat16" or "float16", resolved."""
     quantization: str
-    """Of the weights of layers' products: "none", "fp8", "int8" or "stored", resolved (engine/quantization.py)."""
+    """Of the weights of layers' products: "none", "fp8", "int8", "int4" or "stored", resolved."""
     model_impl: str
     """Who computes it: "tandem" or "transformers"."""
     max_model_len: int
@@ -209,9 +209,9 @@ class EngineArgs:
         default="auto",
         metadata={
             "help": "Format of the weights in the layers' matrix products: auto (each as the checkpoint stores it; "
-            "on a CPU only int8 stays so), none (8-bit weights are widened when loaded), int8 (weights only, on "
-            "any device) or fp8 (also activations, where a step has many rows; GPUs of compute capability 8.9 or "
-            "later). Weights that the checkpoint stores otherwise are quantised when loaded."
+            "on a CPU only int8 and int4 stay so), none (such weights are widened when loaded), int8 or int4 (weights "
+            "only, on any device) or fp8 (also activations, where a step has many rows; GPUs of compute capability 8.9 "
+            "or later). Weights that the checkpoint stores otherwise are quantised when loaded."
         },
     )
     kv_cache_dtype: str = field(

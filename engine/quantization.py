@@ -1,15 +1,17 @@
-"""Weights in 8 bits: what they are, where they can be, and the layers that multiply with them.
+"""Weights in 8 and in 4 bits: what they are, where they can be, and the layers that multiply with them.
 
-Quantised when loaded, with one scale per output channel, or taken as the checkpoint has them (`ScaledWeight`).
+Quantised when loaded, with one scale per output channel (in 4 bits: per group of inputs), or taken as the checkpoint
+has them (`ScaledWeight`, `Int4Weight`).
 Products of layers alone: embeddings, norms and the logits' product keep the model's dtype, as in vLLM.
 `Parts.with_products` puts them into a decoder.
 
     int8     weights alone, on any device: activations keep their dtype
     fp8      weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on tensor cores. Our
              GPU kernels multiply few rows by weights alone in 8 bits
+    int4     weights alone, with a scale and an offset for each group of inputs (engine/int4_weight.py), on any device
     stored   each weight as it is in the checkpoint: one of these, or 8 bits with a scale for each group of inputs
              (weights alone), or plain where the checkpoint has left it so; a mixture's experts, in whatever 8 bits,
-             weights alone (engine/models/expert_products.py)
+             weights alone (engine/models/expert_products.py), and never in 4
 
 What is stored depends on the weights and nothing else, so that two engines with equal weights compute with equal ones.
 
@@ -25,11 +27,12 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.cache_dir import report
 from engine.float8 import MAX_FLOAT8, saturated_float8, why_no_float8
+from engine.int4_weight import INT4_GROUP_SIZE, Int4Weight
 from engine.layers import Linear, MakeLinear
 from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED, StoredWeights
 from engine.scaled_weight import ScaledWeight
-from engine.weight import Weight
+from engine.weight import Weight, as_int4, dequantized
 
 MAX_INT8 = 127
 FLOAT8_GRAIN = 16
@@ -56,8 +59,9 @@ def resolve_quantization(
     model: ModelShape,
     has_kernels: bool,
 ) -> str:
-    """What layers multiply with: "none", "int8", "fp8" or "stored". "auto" is the last, where a checkpoint has
-    weights in 8 bits and its numbers can stay what they are; where they cannot, all are widened, and that is said.
+    """What layers multiply with: "none", "int8", "fp8", "int4" or "stored". "auto" is the last, where a checkpoint
+    has weights in fewer bits and its numbers can stay what they are; where they cannot, all are widened, and that is
+    said.
 
     `capability`: of the GPU, None where the device has none. `has_kernels`: whether our kernels for the device serve.
     Raises `ValueError` where what is asked for by name cannot work.
@@ -70,17 +74,21 @@ def resolve_quantization(
     why = _why_widened(stored, device=device, capability=capability, dtype=dtype, model=model, has_kernels=has_kernels)
     if why:
         report(f"weights in {stored.name} are widened to {dtype}: {why}")
+    elif model.has_experts and "int4" in stored.quantizations:
+        report(f"experts in int4 are widened to {dtype}: no kernel here multiplies with them as they are")
     return "none" if why else AS_STORED
 
 
 def _check_asked(asked: str, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> None:
     """Raises `ValueError` where products cannot be in what is asked for by name."""
     why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
+    if asked == "int4" and not why_not:
+        why_not = _why_no_groups(model)
     advice = "none" if model.model_impl == "transformers" else "int8 or none"
     if (model.mla is not None or model.moe is not None) and asked != "none":
         advice = "auto or none"
         why_not = (
-            "models with latent attention or experts have weights in 8 bits only as their checkpoint has them, "
+            "models with latent attention or experts have weights in fewer bits only as their checkpoint has them, "
             "which is what auto takes"
         )
     if why_not:
@@ -96,13 +104,13 @@ def _why_widened(
     model: ModelShape,
     has_kernels: bool,
 ) -> str:
-    """What keeps a checkpoint's weights from staying in 8 bits, as a clause; empty if nothing does."""
+    """What keeps a checkpoint's weights from staying what they are, as a clause; empty if nothing does."""
     if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
         return "a CPU computes faster so"
     for own in stored.quantizations:
         if why_not := why_no_quantization(own, capability=capability, dtype=dtype, model=model):
             return why_not
-    needs_kernels = stored.block is not None or "int8" in stored.quantizations or model.has_experts
+    needs_kernels = stored.block is not None or {"int8", "int4"} & {*stored.quantizations} or model.has_experts
     if needs_kernels and not has_kernels:
         return "without Triton's kernels each step would widen them anew"
     if stored.block is not None and stored.block[1] % GROUP_GRAIN:
@@ -111,12 +119,23 @@ def _why_widened(
 
 
 def _fits_cpu_kernels(stored: StoredWeights, model: ModelShape) -> bool:
-    """They multiply with integers that have a scale an output."""
+    """They multiply with integers that have a scale an output, or in 4 bits one a group of inputs."""
+    if stored.quantizations == ("int4",):
+        return True
     return stored.quantizations == ("int8",) and stored.block is None and not model.has_experts and model.mla is None
 
 
+def _why_no_groups(model: ModelShape) -> str:
+    """What keeps weights from being quantised in groups, as a clause; empty if nothing does."""
+    hidden_size, intermediate_size = model.product_inputs
+    inputs = hidden_size, model.num_heads * model.head_dim, intermediate_size
+    if any(size % INT4_GROUP_SIZE for size in inputs):
+        return f"inputs of products must be multiples of {INT4_GROUP_SIZE}, are {inputs}"
+    return ""
+
+
 def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> str:
-    """What keeps products from being in these 8 bits, as a clause; empty if nothing does."""
+    """What keeps products from being in these bits, as a clause; empty if nothing does."""
     if quantization == "none":
         return ""
     if model.model_impl == "transformers":
@@ -190,7 +209,7 @@ class Int8Linear(Linear):
             assert not weight.has_groups
             self.weight_NK, self.scale_N = weight.weight, _narrowed(weight.scale[:, 0], weight.dtype)
         else:
-            self.weight_NK, self.scale_N = quantize_int8(weight)
+            self.weight_NK, self.scale_N = quantize_int8(dequantized(weight))
         self.bias = bias
         self._dtype = weight.dtype
         self._can_pack = self.weight_NK.device.type == "cpu" and self.weight_NK.shape[1] % PACKED_GRAIN == 0
@@ -219,8 +238,9 @@ class Float8Linear(Linear):
             assert not weight.has_groups
             self.weight_NK, self.scale_1N = weight.weight, weight.scale.T.contiguous()
         else:
-            _check_finite(weight.abs().amax(dim=1))
-            self.weight_NK, scale_N1 = quantize_float8(weight)
+            plain = dequantized(weight)
+            _check_finite(plain.abs().amax(dim=1))
+            self.weight_NK, scale_N1 = quantize_float8(plain)
             self.scale_1N = scale_N1.T.contiguous()
         self.bias = bias
 
@@ -248,23 +268,39 @@ class GroupScaledLinear(Linear):
         return F.linear(x, self.weight.dequantized(), self.bias)
 
 
+class Int4Linear(Linear):
+    """`x @ (integers * scale + offset).T + bias`; all but the weight in x's dtype."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        self.weight = as_int4(weight)
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.dequantized(), self.bias)
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedLinears:
-    """What multiplies with weights in 8 bits, and those left plain beside them, on some device."""
+    """What multiplies with weights in fewer bits, and those left plain beside them, on some device."""
 
     plain: MakeLinear = Linear
     int8: type[Int8Linear] = Int8Linear
     fp8: type[Float8Linear] = Float8Linear
     groups: type[GroupScaledLinear] = GroupScaledLinear
+    int4: type[Int4Linear] = Int4Linear
 
     def of(self, quantization: str) -> MakeLinear:
         """For all products of layers. `quantization`: resolved, and not "none"."""
-        makers: dict[str, MakeLinear] = {"int8": self.int8, "fp8": self.fp8, AS_STORED: self.as_stored}
+        makers: dict[str, MakeLinear] = {
+            "int8": self.int8, "fp8": self.fp8, "int4": self.int4, AS_STORED: self.as_stored,
+        }  # fmt: skip
         return makers[quantization]
 
     def as_stored(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         if isinstance(weight, torch.Tensor):
             return self.plain(weight, bias)
+        if isinstance(weight, Int4Weight):
+            return self.int4(weight, bias)
         if weight.has_groups:
             return self.groups(weight, bias)
         return self.int8(weight, bias) if weight.weight.dtype == torch.int8 else self.fp8(weight, bias)

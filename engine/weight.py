@@ -6,15 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.int4_weight import Int4Weight, quantize_int4
 from engine.scaled_weight import Join, ScaledWeight
 
-Weight = torch.Tensor | ScaledWeight
+Weight = torch.Tensor | ScaledWeight | Int4Weight
 """Not a tensor where the products to be made are in fewer bits, and nowhere else."""
 
 
 def dequantized(weight: Weight) -> torch.Tensor:
     """[N, K] in the model's dtype."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
+
+
+def as_int4(weight: Weight) -> Int4Weight:
+    """Quantised, where it is not in 4 bits."""
+    return weight if isinstance(weight, Int4Weight) else quantize_int4(dequantized(weight))
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
@@ -24,9 +30,11 @@ def stacked(weights: Sequence[Weight]) -> Weight:
 
 def joined(weights: Sequence[Weight], join: Join) -> Weight:
     """As one, of outputs of all: in fewer bits where all are in the same form."""
-    scaled = [weight for weight in weights if isinstance(weight, ScaledWeight)]
-    if len(scaled) == len(weights) and len({each.form for each in scaled}) == 1:
-        return ScaledWeight.joined(scaled, join)
+    narrow = [weight for weight in weights if not isinstance(weight, torch.Tensor)]
+    if len(narrow) == len(weights) and len({weight.form for weight in narrow}) == 1:
+        scaled = [weight for weight in narrow if isinstance(weight, ScaledWeight)]
+        int4 = [weight for weight in narrow if isinstance(weight, Int4Weight)]
+        return ScaledWeight.joined(scaled, join) if scaled else Int4Weight.joined(int4, join)
     return join([dequantized(weight) for weight in weights])
 
 

@@ -13,7 +13,6 @@ import torch
 from engine.attention.base import AttentionBackend, Needs, StepLayout
 from engine.layers import HeadProjection
 from engine.models.scores import Scores
-from engine.models.stored_weights import AS_STORED
 
 GRAIN = 16
 """Lanes of the kernels' vectors: divides block sizes and head sizes."""
@@ -49,8 +48,8 @@ class CpuAttention(AttentionBackend[CpuPlan]):
             return "the model caps its scores"
         if needs.dtype != "bfloat16":
             return f"it computes bfloat16, and dtype is {needs.dtype}"
-        if needs.quantization not in ("none", "int8", AS_STORED):  # which are int8, too, where a CPU takes them so
-            return f"it multiplies with weights in bfloat16 or int8, and quantization is {needs.quantization}"
+        if needs.quantization == "fp8":
+            return f"it multiplies with weights in bfloat16, int8 or int4, and quantization is {needs.quantization}"
         if needs.kv_dtype != needs.dtype:
             return f"its pool holds bfloat16, and kv_cache_dtype makes it {needs.kv_dtype}"
         if needs.block_size % GRAIN:

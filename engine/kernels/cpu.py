@@ -1,8 +1,8 @@
-"""A decoder's parts, by the CPU kernels. `load_cpu_kernels` comes first. bfloat16 only, but for weights in int8.
+"""A decoder's parts, by the CPU kernels. `load_cpu_kernels` comes first. bfloat16, but for weights in int8 or int4.
 
     Decoder(…, KERNEL_PARTS): each part computes what its parent does, to bfloat16's precision, and in such a way that a
-    token's numbers do not depend on what else is computed in the same step. INT8_KERNEL_PARTS quantise the weights of
-    layers' products first; either take those that are in int8 as they are
+    token's numbers do not depend on what else is computed in the same step. QUANTIZED_KERNEL_PARTS quantise the weights
+    of layers' products first; all take those that are in int8 or int4 as they are
 
 Shapes: T tokens, D hidden.
 """
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.cpu_backend import CpuPlan
+from engine.int4_weight import Int4Weight
 from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts
 from engine.models.feed_forward import GatedFeedForward
@@ -26,7 +27,7 @@ from engine.models.layer import DecoderLayer, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
 from engine.quantization import quantize_int8
 from engine.scaled_weight import ScaledWeight
-from engine.weight import Weight, joined
+from engine.weight import Weight, as_int4, dequantized, joined
 
 LANES = 16
 PANEL = 2 * LANES
@@ -50,9 +51,12 @@ class PanelLinear(Linear):
 
 
 def in_panels(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[N, K] in bfloat16, or in int8 with a scale for each output: its panels, and the scales for them in float32."""
+    """[N, K] in bfloat16, in int4, or in int8 with a scale for each output: its panels, and the scales for int8 in
+    float32."""
     if isinstance(weight, torch.Tensor):
         return torch.ops.tandem_cpu.pack_weight(weight), None
+    if isinstance(weight, Int4Weight):
+        return torch.ops.tandem_cpu.pack_int4(weight.packed, weight.scale, weight.offset), None
     assert weight.weight.dtype == torch.int8
     assert not weight.has_groups
     scale_N = weight.scale[:, 0].float()
@@ -95,9 +99,23 @@ class Int8PanelGatedLinear(PanelGatedLinear):
         super().__init__(as_int8(gate), as_int8(up), gate_bias, up_bias)
 
 
+class Int4PanelLinear(PanelLinear):
+    """Weights in int4, quantised here where they are not: a product is that of what they stand for in bfloat16, bit for
+    bit."""
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        super().__init__(as_int4(weight), bias)
+
+
+class Int4PanelGatedLinear(PanelGatedLinear):
+    def __init__(self, gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None) -> None:
+        super().__init__(as_int4(gate), as_int4(up), gate_bias, up_bias)
+
+
 def as_int8(weight: Weight) -> ScaledWeight:
     if isinstance(weight, ScaledWeight):
         return weight
+    weight = dequantized(weight)
     int8_NK, scale_N = quantize_int8(weight)
     return ScaledWeight(int8_NK, scale_N.float()[:, None], weight.shape[1], weight.dtype)
 
@@ -219,4 +237,7 @@ KERNEL_PARTS = Parts(
     scores=PanelLogits,
     plain_experts=PanelExperts,
 )
-INT8_KERNEL_PARTS = replace(KERNEL_PARTS, linear=Int8PanelLinear, gated_linear=Int8PanelGatedLinear)
+QUANTIZED_KERNEL_PARTS = {
+    "int8": replace(KERNEL_PARTS, linear=Int8PanelLinear, gated_linear=Int8PanelGatedLinear),
+    "int4": replace(KERNEL_PARTS, linear=Int4PanelLinear, gated_linear=Int4PanelGatedLinear),
+}

@@ -157,6 +157,7 @@ def _load_transformers_model(
 
 def _weights_of(config: EngineConfig) -> Weights:
     from engine.model_loader.eight_bit_weights import DummyEightBitWeights, EightBitWeights
+    from engine.model_loader.int4_weights import DummyInt4Weights, Int4Weights
     from engine.model_loader.weights import DummyWeights, SafetensorsWeights
     from engine.models.stored_weights import AS_STORED, StoredWeights
 
@@ -164,11 +165,13 @@ def _weights_of(config: EngineConfig) -> Weights:
     stored = StoredWeights.from_hf(model.hf_config)
     if config.load.load_format == "dummy":
         if model.quantization == AS_STORED:
-            return DummyEightBitWeights(config.load.seed, model.dtype, device, stored)
+            made_up = DummyInt4Weights if stored.packing else DummyEightBitWeights
+            return made_up(config.load.seed, model.dtype, device, stored)
         return DummyWeights(config.load.seed, model.dtype, device)
     if not stored.quantizations:
         return SafetensorsWeights(model.path, model.dtype, device)
-    return EightBitWeights(model.path, model.dtype, device, stored, model.quantization)
+    kept = Int4Weights if stored.packing else EightBitWeights
+    return kept(model.path, model.dtype, device, stored, model.quantization)
 
 
 def _parts_of(config: EngineConfig) -> Parts:
@@ -178,9 +181,9 @@ def _parts_of(config: EngineConfig) -> Parts:
 
     quantization = config.model.quantization
     if config.device.attention_backend == "cpu":
-        from engine.kernels.cpu import INT8_KERNEL_PARTS, KERNEL_PARTS
+        from engine.kernels.cpu import KERNEL_PARTS, QUANTIZED_KERNEL_PARTS
 
-        return INT8_KERNEL_PARTS if quantization == "int8" else KERNEL_PARTS
+        return QUANTIZED_KERNEL_PARTS.get(quantization, KERNEL_PARTS)
     parts, linears = PLAIN_PARTS, QUANTIZED_LINEARS
     if config.device.uses_triton:
         from engine.kernels.gpu.parts import TRITON_PARTS, TRITON_QUANTIZED_LINEARS

@@ -65,7 +65,7 @@ class EightBitWeights(SafetensorsWeights):
             return True
         return weight.weight.dtype == DTYPES.get(self._quantization) and not weight.has_groups
 
-    def _weight_of(self, name: str, stored: torch.Tensor) -> Weight:
+    def _weight_of(self, name: str, stored: torch.Tensor) -> torch.Tensor | ScaledWeight:
         if stored.dtype in PLAIN_DTYPES:
             return stored
         if stored.dtype not in self._dtypes or stored.ndim != 2:

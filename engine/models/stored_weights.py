@@ -1,8 +1,8 @@
 """How a checkpoint keeps its weights, by the `quantization_config` of its config.json. No torch.
 
-Which tensors are in 8 bits their files say themselves, by type, and each has its scales beside it: lists of modules
-that were left out (`ignore`, `modules_to_not_convert`) say it once more and are not needed. What activations were
-quantised with is not, either: engine/quantization.py finds a scale for each row of them as it comes.
+Which tensors are in 8 or 4 bits their files say themselves, by type or name, and each has its scales beside it: lists
+of modules that were left out (`ignore`, `modules_to_not_convert`) say it once more and are not needed. What activations
+were quantised with is not, either: engine/quantization.py finds a scale for each row of them as it comes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 KNOWN = (
-    "known are fp8 (float8_e4m3fn, a scale for each tensor or block) and compressed-tensors (float-quantized, "
-    "int-quantized and naive-quantized: 8 bits, symmetric, a scale for each tensor, channel or block)"
+    "known are fp8 (float8_e4m3fn, a scale for each tensor or block), compressed-tensors (float-quantized, "
+    "int-quantized and naive-quantized: 8 bits, symmetric, a scale for each tensor, channel or block; pack-quantized: "
+    "int, 4 bits, by channel or group), gptq (4 bits) and awq (4 bits, gemm)"
 )
 CT_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+CT_PACKED = "pack-quantized"
 CT_STRATEGIES = ("tensor", "channel", "block")
+CT_ORDERS = (None, "static", "weight", "group", "dynamic")
+"""In which columns were quantised: with the last two, which are the same, groups are not of neighbours."""
 AS_STORED = "stored"
-"""Products in what the checkpoint has, each weight for itself: 8 bits, or plain."""
+"""Products in what the checkpoint has, each weight for itself: 8 or 4 bits, or plain."""
 QUANTIZATION_OF_TYPE = {"float": "fp8", "int": "int8"}
 
 
@@ -26,9 +30,13 @@ class StoredWeights:
     """What tensors of the checkpoint may be, beside plain ones."""
 
     quantizations: tuple[str, ...] = ()
-    """Of "fp8" (float8_e4m3fn) and "int8"; none: all tensors are plain."""
+    """Of "fp8" (float8_e4m3fn) and "int8", or "int4" alone; none: all tensors are plain."""
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale, where scales are those of blocks."""
+    packing: str = ""
+    """How 4 bits lie in words, and what is beside them: engine/model_loader/int4_weights.py."""
+    group_size: int = -1
+    """Inputs that share a scale, as config.json says of 4 bits; -1: all. The files say it once more, and count."""
 
     @property
     def name(self) -> str:
@@ -49,6 +57,10 @@ class StoredWeights:
             return _of_fp8(config)
         if method == "compressed-tensors":
             return _of_compressed_tensors(config)
+        if method == "gptq":
+            return _of_gptq(config)
+        if method == "awq":
+            return _of_awq(config)
         raise _unsupported("quant_method", method)
 
 
@@ -75,23 +87,26 @@ def _of_compressed_tensors(config: dict[str, Any]) -> StoredWeights:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _unsupported("config_groups", groups)
-    quantizations, blocks = set(), set()
-    for name, group in groups.items():
-        quantization, block = _of_group(f"config_groups.{name}", group, config.get("format"))
-        quantizations.add(quantization)
-        if block is not None:
-            blocks.add(block)
+    stored = [_of_group(f"config_groups.{name}", group, config.get("format")) for name, group in groups.items()]
+    quantizations = sorted({quantization for each in stored for quantization in each.quantizations})
+    if "int4" in quantizations:
+        if len(quantizations) > 1:
+            raise _unsupported("config_groups", " and ".join(quantizations))
+        return stored[0]
+    blocks = {each.block for each in stored if each.block is not None}
     if len(blocks) > 1:
         raise _unsupported("block_structure", sorted(blocks))
-    return StoredWeights(quantizations=tuple(sorted(quantizations)), block=blocks.pop() if blocks else None)
+    return StoredWeights(quantizations=tuple(quantizations), block=blocks.pop() if blocks else None)
 
 
-def _of_group(at: str, group: Any, default_format: Any) -> tuple[str, tuple[int, int] | None]:
-    """What its weights are in, and the blocks that share a scale, if there are any."""
+def _of_group(at: str, group: Any, default_format: Any) -> StoredWeights:
+    """What its weights are in."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise _unsupported(f"{at}.weights", weights)
     format_ = group.get("format") or default_format
+    if format_ == CT_PACKED:
+        return _of_packed(weights, f"{at}.weights.")
     if format_ not in CT_FORMATS:
         raise _unsupported("format", format_)
     at = f"{at}.weights."
@@ -105,7 +120,43 @@ def _of_group(at: str, group: Any, default_format: Any) -> tuple[str, tuple[int,
         block = _block(weights, "block_structure")
         if block is None:
             raise _unsupported(f"{at}block_structure", None)
-    return QUANTIZATION_OF_TYPE[weights["type"]], block
+    return StoredWeights(quantizations=(QUANTIZATION_OF_TYPE[weights["type"]],), block=block)
+
+
+def _of_packed(weights: dict[str, Any], at: str) -> StoredWeights:
+    _expect(weights, "num_bits", (4,), at)
+    _expect(weights, "type", ("int",), at)
+    _expect(weights, "symmetric", (None, True, False), at)
+    _expect(weights, "dynamic", (None, False), at)
+    _expect(weights, "strategy", ("channel", "group"), at)
+    _expect(weights, "actorder", CT_ORDERS, at)
+    group_size = _group_size(weights, at) if weights["strategy"] == "group" else -1
+    return StoredWeights(quantizations=("int4",), packing=CT_PACKED, group_size=group_size)
+
+
+def _of_gptq(config: dict[str, Any]) -> StoredWeights:
+    """AutoGPTQ's and GPTQModel's. Zero points of the first format are stored less one."""
+    _expect(config, "bits", (4,))
+    _expect(config, "checkpoint_format", (None, "", "gptq", "gptq_v2"))
+    _expect(config, "pack_dtype", (None, "int32"))
+    packing = "gptq_v2" if config.get("checkpoint_format") == "gptq_v2" else "gptq"
+    return StoredWeights(quantizations=("int4",), packing=packing, group_size=_group_size(config))
+
+
+def _of_awq(config: dict[str, Any]) -> StoredWeights:
+    """AutoAWQ's."""
+    _expect(config, "bits", (4,))
+    _expect(config, "version", (None, "gemm", "GEMM"))
+    _expect(config, "backend", (None, "autoawq"))
+    _expect(config, "zero_point", (None, True))
+    return StoredWeights(quantizations=("int4",), packing="awq", group_size=_group_size(config))
+
+
+def _group_size(config: dict[str, Any], at: str = "") -> int:
+    size = config.get("group_size")
+    if type(size) is not int or (size < 1 and size != -1):
+        raise ValueError(f"config.json: quantization_config: {at}group_size must be at least 1, or -1, is {size!r}")
+    return size
 
 
 def _block(config: dict[str, Any], field: str) -> tuple[int, int] | None:

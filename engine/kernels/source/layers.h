@@ -42,7 +42,7 @@ struct DecoderLayer : torch::CustomClassHolder {
   void adapt(int64_t product, const c10::intrusive_ptr<AddedProduct>& added) {
     Product* products[] = {&qkv, &output, &gated, &down};
     TORCH_CHECK(product >= 0 && product < 4, "product must be in [0, 3]");
-    TORCH_CHECK(added->num_inputs == 2 * products[product]->weight.size(1), "what is added must have the product's inputs");
+    TORCH_CHECK(added->num_inputs == 2 * Panels(products[product]->weight).pairs, "what is added must have the product's inputs");
     products[product]->added = added;
   }
 

@@ -34,7 +34,7 @@ using OfOutputs = std::optional<at::Tensor>;
 
 inline void check_product(const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias) {
   TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "x [T, K], contiguous");
-  TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && weight.size(1) * 2 == x.size(1), "weight in panels, of K inputs");
+  TORCH_CHECK(Panels(weight).pairs * 2 == x.size(1), "weight in panels, of K inputs");
   TORCH_CHECK(scale.has_value() == (weight.scalar_type() == at::kChar), "scale: for a weight of int8, and for no other");
   TORCH_CHECK(!scale || (scale->is_contiguous() && scale->numel() == weight.size(0) * PANEL), "scale: one number an output of a panel");
   TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == weight.size(0) * PANEL), "bias: one number an output of a panel");

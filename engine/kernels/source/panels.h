@@ -2,14 +2,16 @@
 // with zeros. A pair of inputs times 16 outputs is one vector operation, 16 such pairs are a tile of the matrix unit, and a
 // panel is read from end to end.
 //
-// In bfloat16, or as integers of 8 bits, which are half the bytes to read: the first rows that are multiplied by a panel of
-// these widen it, pair by pair, and leave it so for those that follow. Sums are then multiplied by one scale an output.
+// In bfloat16, or as integers of 8 bits, which are half the bytes to read, or of 4 (int4.h): the first rows that are
+// multiplied by a panel of these widen it on the way, and leave it so for those that follow. Sums of 8 bits are then
+// multiplied by one scale an output; 4 bits become the numbers that they stand for at once.
 #pragma once
 
 #include <optional>
 #include <vector>
 
 #include "huge_pages.h"
+#include "int4.h"
 #include "vectors.h"
 
 namespace tandem {
@@ -44,58 +46,105 @@ at::Tensor pack_weight(const at::Tensor& weight) {
   return out;
 }
 
+enum class Form { BFLOAT16, INT8, INT4 };
+
 // A weight in panels. Does not own it.
 struct Panels {
+  Form form;
   int64_t num_panels, pairs;
 
   explicit Panels(const at::Tensor& weight)
-      : num_panels(weight.size(0)), pairs(weight.size(1)), bytes_(static_cast<const char*>(weight.data_ptr())),
-        is_narrow_(weight.scalar_type() == at::kChar) {
-    TORCH_CHECK(is_narrow_ || weight.scalar_type() == at::kBFloat16, "weight: panels of bfloat16 or int8");
+      : form(form_of(weight)), num_panels(weight.size(0)), bytes_(static_cast<const char*>(weight.data_ptr())) {
+    TORCH_CHECK(weight.dim() == (form == Form::INT4 ? 3 : 4) && weight.is_contiguous(), "weight in panels");
+    if (form == Form::INT4) {
+      group_bytes_ = weight.size(2), pairs_of_group_ = (group_bytes_ - INT4_HEAD_BYTES) / INT4_PAIR_BYTES;
+      pairs = weight.size(1) * pairs_of_group_;
+    } else {
+      pairs = weight.size(1), pairs_of_group_ = 1, group_bytes_ = form == Form::INT8 ? PANEL * 2 : PANEL * 4;
+    }
+    panel_bytes_ = pairs / pairs_of_group_ * group_bytes_;
   }
 
-  int64_t pair_bytes() const { return is_narrow_ ? PANEL * 2 : PANEL * 4; }
+  // Cache lines in which a pair lies, rounded up.
+  int64_t lines_of_pair() const { return form == Form::BFLOAT16 ? 2 : 1; }
 
-  // Where a pair of inputs lies, as it is kept.
-  const char* at(int64_t panel, int64_t pair) const { return bytes_ + (panel * pairs + pair) * pair_bytes(); }
+  // Where a pair of inputs lies, as it is kept; of 4 bits, the group that begins with it or has it.
+  const char* at(int64_t panel, int64_t pair) const {
+    return bytes_ + panel * panel_bytes_ + pair / pairs_of_group_ * group_bytes_;
+  }
 
-  bool is_narrow() const { return is_narrow_; }
+  int64_t pairs_of_group() const { return pairs_of_group_; }
+  int64_t group_bytes() const { return group_bytes_; }
 
  private:
+  static Form form_of(const at::Tensor& weight) {
+    const auto type = weight.scalar_type();
+    TORCH_CHECK(type == at::kBFloat16 || type == at::kChar || type == at::kByte, "weight: panels of bfloat16, int8 or int4");
+    return type == at::kBFloat16 ? Form::BFLOAT16 : type == at::kChar ? Form::INT8 : Form::INT4;
+  }
+
   const char* bytes_;
-  bool is_narrow_;
+  int64_t panel_bytes_, group_bytes_, pairs_of_group_;
 };
 
 // Pairs of one panel from some on, as products read them: in bfloat16 where they lie, or narrow and on their way to `wide`.
 struct PairsOfPanel {
   const uint32_t* wide;
-  const int8_t* narrow = nullptr;  // until they have been widened
-  bool is_kept = true;             // or else every `of_step` pairs take the place of those before
+  bool is_narrow = false;  // until they have been widened
+  bool is_kept = true;     // or else those of a step take the place of those before
 
-  // `num_pairs`, read `of_step` at a time, `is_read_again` by further rows. `room` must outlive it.
+  // `num_pairs` from `first` on, read `of_step` at a time, `is_read_again` by further rows; of 4 bits, whole steps. `room`
+  // must outlive it.
   PairsOfPanel(
       const Panels& weight, int64_t panel, int64_t first, int64_t num_pairs, int64_t of_step, bool is_read_again,
-      std::vector<uint32_t>& room) {
-    const char* from = weight.at(panel, first);
-    wide = reinterpret_cast<const uint32_t*>(from);
-    if (!weight.is_narrow()) return;
-    narrow = reinterpret_cast<const int8_t*>(from), is_kept = is_read_again;
+      std::vector<uint32_t>& room)
+      : form_(weight.form), narrow_(weight.at(panel, first)), group_bytes_(weight.group_bytes()) {
+    wide = reinterpret_cast<const uint32_t*>(narrow_);
+    if (form_ == Form::BFLOAT16) return;
+    if (form_ == Form::INT4) {
+      of_step = INT4_STEP_PAIRS, steps_of_group_ = weight.pairs_of_group() / INT4_STEP_PAIRS;
+      first_step_ = first % weight.pairs_of_group() / INT4_STEP_PAIRS;
+    }
+    is_narrow = true, is_kept = is_read_again;
     size_t needed = size_t((is_kept ? num_pairs : of_step) * PANEL);
     if (room.size() < needed) room.resize(needed);
     wide = room.data();
   }
 
-  // Calls work(get), where get(first, count) are pairs from `first` on: compiled for those that lie there wide and for
-  // those that have to be widened apart, since hot loops feel a branch.
+  // Calls work(get, step), where get(first, count) are pairs from `first` on, a multiple of `step` of them: compiled for
+  // those that lie there wide and for those that have to be widened apart, since hot loops feel a branch.
   template <class Work>
   void read(const Work& work) const {
-    if (!narrow) return work([from = wide](int64_t first, int64_t) { return from + first * PANEL; });
-    work([to = const_cast<uint32_t*>(wide), from = narrow, keeps = is_kept](int64_t first, int64_t count) -> const uint32_t* {
+    using One = std::integral_constant<int64_t, 1>;
+    if (!is_narrow) return work([from = wide](int64_t first, int64_t) { return from + first * PANEL; }, One());
+    if (form_ == Form::INT8) return work(of_int8(), One());
+    work(of_int4(), std::integral_constant<int64_t, INT4_STEP_PAIRS>());
+  }
+
+ private:
+  auto of_int8() const {
+    return [to = const_cast<uint32_t*>(wide), from = reinterpret_cast<const int8_t*>(narrow_), keeps = is_kept](
+               int64_t first, int64_t count) -> const uint32_t* {
       uint32_t* found = to + (keeps ? first * PANEL : 0);
       for (int64_t i = 0; i < count * PANEL; i += PANEL) widen(from + (first * PANEL + i) * 2, reinterpret_cast<bf16*>(found + i));
       return found;
-    });
+    };
   }
+
+  // Steps in their order, one at a time.
+  auto of_int4() const {
+    return [to = const_cast<uint32_t*>(wide), group = narrow_, keeps = is_kept, group_bytes = group_bytes_,
+            steps_of_group = steps_of_group_, step = first_step_](int64_t first, int64_t) mutable -> const uint32_t* {
+      uint32_t* found = to + (keeps ? first * PANEL : 0);
+      widen_int4(group, step, reinterpret_cast<bf16*>(found));
+      if (++step == steps_of_group) step = 0, group += group_bytes;
+      return found;
+    };
+  }
+
+  Form form_;
+  const char* narrow_;
+  int64_t group_bytes_, steps_of_group_ = 1, first_step_ = 0;
 };
 
 }  // namespace tandem

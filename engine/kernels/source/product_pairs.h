@@ -19,17 +19,20 @@ constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
 template <int R, int LINES>
 void multiply_rows(const uint32_t* x, int64_t pairs, const PairsOfPanel& panel, const char* const* ahead, F16 (*sums)[2]) {
   constexpr int64_t PAIRS_OF_PIECE = LINES ? ReadAhead::PIECE / ReadAhead::LINE / LINES : INT64_MAX / 2;
-  panel.read([&](const auto& get) {
+  panel.read([&](auto&& get, auto step) {
+    constexpr int64_t STEP = decltype(step)::value;
     Sums acc[R][2 * PARTS] = {};
     for (int64_t k = 0; k < pairs;) {
       const char* line = LINES ? *ahead++ : nullptr;
-      for (int64_t end = std::min(pairs, k + PAIRS_OF_PIECE); k < end; k++) {
-        Pairs weights[2 * PARTS];
-        const uint32_t* pair = get(k, 1);
-        for (int i = 0; i < 2 * PARTS; i++) weights[i] = load<Pairs>(pair + i * REGISTER);
-        for (int i = 0; i < LINES; i++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
-        for (int r = 0; r < R; r++)
-          for (int i = 0; i < 2 * PARTS; i++) acc[r][i] = dot_pairs(acc[r][i], weights[i], x[r * pairs + k]);
+      for (int64_t end = std::min(pairs, k + PAIRS_OF_PIECE); k < end;) {
+        const uint32_t* pair = get(k, STEP);
+        for (int64_t of_step = 0; of_step < STEP; of_step++, k++, pair += PANEL) {
+          Pairs weights[2 * PARTS];
+          for (int i = 0; i < 2 * PARTS; i++) weights[i] = load<Pairs>(pair + i * REGISTER);
+          for (int i = 0; i < LINES; i++, line += ReadAhead::LINE) __builtin_prefetch(line, 0, 2);
+          for (int r = 0; r < R; r++)
+            for (int i = 0; i < 2 * PARTS; i++) acc[r][i] = dot_pairs(acc[r][i], weights[i], x[r * pairs + k]);
+        }
       }
     }
     std::memcpy(sums, acc, sizeof(acc));
@@ -62,10 +65,10 @@ void multiply_pairs(const bf16* x, int64_t T, const Panels& weight, ReadAhead* o
       bool is_next_ours = (item + 1) / row_blocks != p && item + 1 < end;
       for (int64_t i = 0; i < num_tiles; i++) {
         int64_t from = first + rows * i / num_tiles, to = first + rows * (i + 1) / num_tiles;
-        if (!is_next_ours || !asking.next_panel(weight.at(p + 1, 0), pairs, weight.pair_bytes(), i, num_tiles))
+        if (!is_next_ours || !asking.next_panel(weight.at(p + 1, 0), pairs, weight.lines_of_pair(), i, num_tiles))
           asking.others(num_tiles > 2 ? other : nullptr, pairs);
         MULTIPLY[asking.lines][to - from - 1](xp + from * pairs, pairs, panel, asking.pieces.data(), sums);
-        panel.narrow = nullptr;
+        panel.is_narrow = false;
         for (int64_t r = from; r < to; r++) finish(r, p, sums[r - from]);
       }
     }

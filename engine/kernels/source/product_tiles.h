@@ -53,7 +53,7 @@ void multiply_steps(
   auto ask = [&] {
     for (int j = 0; j < LINES * TILE_PAIRS / 4; j++, ahead += CACHE_LINE) __builtin_prefetch(ahead, 0, 2);
   };
-  panel.read([&](const auto& get) {
+  panel.read([&](auto&& get, auto) {
     for (int64_t i = 0; i < steps; i++) {
       const uint32_t* weights = get(i * TILE_PAIRS, TILE_PAIRS);
       ask(), load_tile<6>(weights, PANEL_STRIDE);
@@ -91,7 +91,7 @@ struct Ahead {
 
   Ahead(const Panels& weight, int64_t panel, int64_t first_pair, int64_t num_pairs, int64_t num_tiles, bool is_next_ours)
       : first(num_tiles == 1 ? weight.at(panel, first_pair) + NEAR : weight.at(panel + 1, first_pair)),
-        lines_of_pair(weight.pair_bytes() / CACHE_LINE), bytes_of_tile(num_pairs * CACHE_LINE), is_near(num_tiles == 1),
+        lines_of_pair(weight.lines_of_pair()), bytes_of_tile(num_pairs * CACHE_LINE), is_near(num_tiles == 1),
         is_next_ours(is_next_ours) {}
 
   int64_t lines(int64_t tile) const { return is_near ? lines_of_pair : is_next_ours && tile < lines_of_pair ? 1 : 0; }
@@ -185,8 +185,8 @@ class TileMultiplier {
             });
       });
       if (is_last) last_ = last_of(rows, i, p, sums);
-      if (is_last && num_left() > 0) left.read([&](const auto& get) { add_left(get(0, num_left())); });
-      panel.narrow = left.narrow = nullptr;
+      if (is_last && num_left() > 0) left.read([&](auto&& get, auto) { add_left(get(0, num_left())); });
+      panel.is_narrow = left.is_narrow = false;
     }
   }
 

@@ -23,10 +23,9 @@ struct Asking {
   int lines = 0;
 
   // Whether the next panel was asked for, of `pairs` pairs in a line or two each.
-  bool next_panel(const char* panel, int64_t pairs, int64_t pair_bytes, int64_t tile, int64_t num_tiles) {
-    const int lines_of_pair = int(pair_bytes / ReadAhead::LINE);
+  bool next_panel(const char* panel, int64_t pairs, int64_t lines_of_pair, int64_t tile, int64_t num_tiles) {
     if (tile >= lines_of_pair) return false;
-    lines = num_tiles == 1 ? lines_of_pair : 1;
+    lines = num_tiles == 1 ? int(lines_of_pair) : 1;
     ask(panel + tile * pairs * ReadAhead::LINE, lines * pairs * ReadAhead::LINE);
     return true;
   }

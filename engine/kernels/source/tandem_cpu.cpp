@@ -68,6 +68,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
       .def("add", &DecoderLayers::add)
       .def("forward", &DecoderLayers::forward);
   m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
+  m.def("pack_int4(Tensor packed, Tensor scale, Tensor offset) -> Tensor", &pack_int4);
   m.def("linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs) -> Tensor", &linear);
   m.def("linear_float(Tensor x, Tensor weight, int num_outputs) -> Tensor", &linear_float);
   m.def("gated_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs) -> Tensor", &gated_linear);

@@ -1,0 +1,129 @@
+"""A weight of a product in 4 bits: integers, and a scale and an offset for each output and group of its inputs.
+
+    number = integer * scale + offset     in float32, rounded once; then to the model's dtype
+
+So every way of writing 4 bits down is this one: an integer that is symmetric about a zero point z has -z * scale for an
+offset, and blocks with a smallest number have that. With scales of 20 significant bits or fewer, such as those in
+bfloat16 or float16, integer * scale is exact, and so is (integer - z) * scale: nothing is rounded but what the dtype
+rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.scaled_weight import Join
+
+LEVELS = 16
+INT4_GRAIN = 32
+"""Divides the size of groups that our kernels multiply with: as many inputs as one of them takes at once."""
+INT4_GROUP_SIZE = 32
+"""Of weights that are quantised here: that of GGUF's formats, whose errors are half of those of 128 inputs."""
+MAX_NUMBERS = 1 << 20
+"""Of a weight that are widened at once: 8 MiB in float64 beside the weight and what becomes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """[N, K] as integers from 0 to 15 with scales and offsets.
+
+    Shapes: N outputs, K inputs, G groups of an even number of them.
+    """
+
+    packed: torch.Tensor
+    """[N, K / 2] uint8: input 2i in the lower half of byte i, input 2i + 1 in the upper one."""
+    scale: torch.Tensor
+    """[N, G] float32."""
+    offset: torch.Tensor
+    """[N, G] float32."""
+    dtype: torch.dtype
+    """Of the model: what the weight stands for."""
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    @property
+    def num_inputs(self) -> int:
+        return 2 * self.packed.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale and an offset."""
+        return self.num_inputs // self.scale.shape[1]
+
+    @staticmethod
+    def of_integers(
+        integers_NK: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, dtype: torch.dtype
+    ) -> Int4Weight:
+        """`integers_NK`: 0 to 15, of any type of integer."""
+        pairs = integers_NK.to(torch.uint8).reshape(len(integers_NK), -1, 2)
+        packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
+        return Int4Weight(packed.contiguous(), scale.contiguous(), offset.contiguous(), dtype)
+
+    def integers(self) -> torch.Tensor:
+        """[N, K] uint8."""
+        return torch.stack((self.packed & 15, self.packed >> 4), dim=2).flatten(1)
+
+    def dequantized(self) -> torch.Tensor:
+        """[N, K] in `dtype`."""
+        wide_NK = torch.empty(len(self), self.num_inputs, dtype=self.dtype, device=self.packed.device)
+        num_rows = max(MAX_NUMBERS // max(self.num_inputs, 1), 1)
+        for start in range(0, len(self), num_rows):
+            rows = slice(start, start + num_rows)
+            integers = Int4Weight(self.packed[rows], self.scale[rows], self.offset[rows], self.dtype).integers()
+            of_groups = integers.view(len(integers), self.scale.shape[1], -1).double()
+            # In float64 product and sum are exact, so that what follows is their only rounding, as of one instruction
+            # that multiplies and adds.
+            of_groups.mul_(self.scale[rows, :, None]).add_(self.offset[rows, :, None])
+            wide_NK[rows] = of_groups.float().flatten(1)
+        return wide_NK
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Equal of weights that can be joined."""
+        return "int4", self.group_size
+
+    @staticmethod
+    def joined(weights: Sequence[Int4Weight], join: Join) -> Int4Weight:
+        """As one, of outputs of all."""
+        packed, scale, offset = (
+            join([getattr(each, name) for each in weights]) for name in ("packed", "scale", "offset")
+        )
+        return Int4Weight(packed, scale, offset, weights[0].dtype)
+
+    def part(self, axis: int, part: range) -> Int4Weight:
+        """A copy of those outputs (axis 0) or inputs (axis 1). Raises `ValueError` where a group would be cut."""
+        size = self.group_size
+        tensors = (self.packed, self.scale, self.offset)
+        if axis == 0:
+            cut = [each[part.start : part.stop] for each in tensors]
+        elif size == self.num_inputs and len(part) % INT4_GRAIN == 0:
+            cut = [self.packed[:, part.start // 2 : part.stop // 2], self.scale, self.offset]
+        elif part.start % size or len(part) % size:
+            raise ValueError(f"tensor_parallel_size cuts a weight at input {part.start}, where {size} share a scale")
+        else:
+            groups = slice(part.start // size, part.stop // size)
+            cut = [self.packed[:, part.start // 2 : part.stop // 2], self.scale[:, groups], self.offset[:, groups]]
+        packed, scale, offset = (each.clone(memory_format=torch.contiguous_format) for each in cut)
+        return Int4Weight(packed, scale, offset, self.dtype)
+
+
+def quantize_int4(weight_NK: torch.Tensor, group_size: int = INT4_GROUP_SIZE) -> Int4Weight:
+    """Each group's smallest number becomes 0, its largest 15; scale and offset are rounded to bfloat16 (to float32 for
+    other dtypes) before integers are chosen, to the nearest. `group_size` divides the inputs.
+
+    Raises `ValueError` where a weight is not finite.
+    """
+    dtype = weight_NK.dtype
+    groups = weight_NK.float().view(len(weight_NK), -1, group_size)
+    low, high = groups.aminmax(dim=2)
+    if not bool((low.isfinite() & high.isfinite()).all()):
+        raise ValueError("weights that are not finite (NaN, infinity) cannot be quantised; give quantization none")
+    kept = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    offset = low.to(kept).float()
+    scale = ((high - offset) / (LEVELS - 1)).to(kept).float().clamp_min(torch.finfo(torch.float32).tiny)
+    integers = ((groups - offset[:, :, None]) / scale[:, :, None]).round_().clamp_(0, LEVELS - 1)
+    return Int4Weight.of_integers(integers.flatten(1), scale, offset, dtype)

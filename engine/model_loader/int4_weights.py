@@ -1,0 +1,196 @@
+"""Weights of a checkpoint that has them in 4 bits: integers packed in words of 32 bits, with scales beside them.
+
+    packing          integers, 8 in a word                  zero points, 8 in a word               scales
+    gptq, gptq_v2    qweight [K / 8, N], of neighbouring K  qzeros [G, N / 8]                      scales [G, N]
+    awq              qweight [K, N / 8], of N in AWQ_ORDER  qzeros [G, N / 8], in AWQ_ORDER        scales [G, N]
+    pack-quantized   weight_packed [N, K / 8]               weight_zero_point [N / 8, G], or none  weight_scale [N, G]
+
+Names stand in place of `weight`; a tensor `weight` is plain. What is first in a word is in its lowest bits. A number is
+(integer - zero point) * scale; gptq stores zero points less one, and pack-quantized without them has 8. Which group an
+input belongs to is in g_idx (weight_g_idx) [K], if it is there: where groups are not of neighbours (quantised in the
+order of activations), the weight is widened, as it is where a group's size is no multiple of INT4_GRAIN.
+
+Shapes: N outputs, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.int4_weight import INT4_GRAIN, Int4Weight, quantize_int4
+from engine.model_loader.weights import PLAIN_DTYPES, DummyWeights, SafetensorsWeights
+from engine.models.stored_weights import AS_STORED, CT_PACKED, StoredWeights
+from engine.weight import Weight, dequantized
+
+IN_WORD = 8
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Of 8 neighbours, the one that is at each place of a word."""
+MIDDLE = 8
+"""The zero point of integers that are symmetric."""
+NOT_NEEDED = (".weight_shape",)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What stands in place of `weight`."""
+
+    integers: str
+    zero_points: str
+    scales: str
+    groups: str
+
+    def all(self) -> tuple[str, ...]:
+        return self.integers, self.zero_points, self.scales, self.groups
+
+
+NAMES = Names("qweight", "qzeros", "scales", "g_idx")
+CT_NAMES = Names("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx")
+
+
+class Int4Weights(SafetensorsWeights):
+    def __init__(self, folder: Path, dtype: str, device: str, stored: StoredWeights, quantization: str) -> None:
+        """`quantization`: of the engine's products, resolved; but for "stored" and "int4" weights are widened."""
+        super().__init__(folder, dtype, device)
+        self._packing = stored.packing
+        self._names = CT_NAMES if stored.packing == CT_PACKED else NAMES
+        self._keeps = quantization in (AS_STORED, "int4")
+        for suffix in NOT_NEEDED:
+            super().ignore(suffix)
+
+    def take_product(self, name: str, shape: tuple[int, int]) -> Weight:
+        if super().has(name):
+            return super().take(name, shape)
+        weight = self._unpack(name, shape)
+        is_kept = self._keeps and isinstance(weight, Int4Weight) and weight.group_size % INT4_GRAIN == 0
+        return weight if is_kept else dequantized(weight)
+
+    def has(self, name: str) -> bool:
+        return super().has(name) or super().has(_beside(name, self._names.integers))
+
+    def ignore(self, suffix: str) -> None:
+        super().ignore(suffix)
+        if suffix.endswith(".weight"):
+            for ending in self._names.all():
+                super().ignore(_beside(suffix, ending))
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if super().has(name) or not self.has(name) or len(shape) != 2:
+            return super()._read(name, shape)
+        return dequantized(self._unpack(name, (shape[0], shape[1])))
+
+    def _unpack(self, name: str, shape: tuple[int, int]) -> Weight:
+        """Raises `ValueError` where a tensor does not fit."""
+        num_outputs, num_inputs = shape
+        if num_inputs % IN_WORD or (num_outputs % IN_WORD and self._packing != CT_PACKED):
+            raise ValueError(f"{name} is in 4 bits, and its sizes {shape} are no multiples of {IN_WORD}")
+        scale_NG = self._scales(name, shape)
+        num_groups = scale_NG.shape[1]
+        zero_NG = self._zero_points(name, num_outputs, num_groups)
+        integers_NK = self._integers(name, num_outputs, num_inputs)
+        offset_NG = -zero_NG * scale_NG
+        group_of = self._groups(name, num_inputs, num_groups)
+        if group_of is None:
+            return Int4Weight.of_integers(integers_NK, scale_NG, offset_NG, self.dtype)
+        return (integers_NK * scale_NG[:, group_of] + offset_NG[:, group_of]).to(self.dtype)
+
+    def _integers(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
+        """[N, K], 0 to 15."""
+        name = _beside(name, self._names.integers)
+        if self._packing == CT_PACKED:
+            return unpacked(self._words(name, (num_outputs, num_inputs // IN_WORD)))
+        if self._packing == "awq":
+            return in_awq_order(unpacked(self._words(name, (num_inputs, num_outputs // IN_WORD)))).T
+        return unpacked(self._words(name, (num_inputs // IN_WORD, num_outputs)).T)
+
+    def _zero_points(self, name: str, num_outputs: int, num_groups: int) -> torch.Tensor:
+        """[N, G] float32."""
+        name = _beside(name, self._names.zero_points)
+        if self._packing == CT_PACKED:
+            if not super().has(name):
+                return torch.full((num_outputs, num_groups), float(MIDDLE), device=self.device)
+            num_words = -(-num_outputs // IN_WORD)
+            return unpacked(self._words(name, (num_words, num_groups)).T).T[:num_outputs].float()
+        zeros_GN = unpacked(self._words(name, (num_groups, num_outputs // IN_WORD)))
+        if self._packing == "awq":
+            return in_awq_order(zeros_GN).T.float()
+        return zeros_GN.T.float() + (self._packing == "gptq")
+
+    def _scales(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """[N, G] float32."""
+        num_outputs, num_inputs = shape
+        name = _beside(name, self._names.scales)
+        scale = self._read_beside(name)
+        if scale.dtype not in PLAIN_DTYPES:
+            raise ValueError(f"{self._file_of[name]}: {name} is in {scale.dtype}; scales must be floats")
+        scale_NG = scale if self._packing == CT_PACKED else scale.T
+        if scale_NG.ndim != 2 or len(scale_NG) != num_outputs or not 0 < scale_NG.shape[1] <= num_inputs:
+            raise ValueError(f"{self._file_of[name]}: {name} has shape {tuple(scale.shape)}, for a weight of {shape}")
+        if not bool(scale.isfinite().all()):
+            raise ValueError(f"{self._file_of[name]}: {name} holds scales that are not finite")
+        return scale_NG.float()
+
+    def _groups(self, name: str, num_inputs: int, num_groups: int) -> torch.Tensor | None:
+        """[K] each input's group, where they are not of neighbours. Raises `ValueError` where a group is none."""
+        at = _beside(name, self._names.groups)
+        size, rest = divmod(num_inputs, num_groups)
+        neighbours = torch.arange(num_inputs, device=self.device) // max(size, 1)
+        if not super().has(at):
+            if rest or size % 2:
+                raise ValueError(f"{name} has {num_inputs} inputs, which are not {num_groups} groups of one even size")
+            return None
+        group_of = self._read_beside(at)
+        if tuple(group_of.shape) != (num_inputs,) or group_of.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{self._file_of[at]}: {at} must be {num_inputs} integers")
+        group_of = group_of.long()
+        if bool((group_of < 0).any()) or bool((group_of >= num_groups).any()):
+            raise ValueError(f"{self._file_of[at]}: {at} names groups beyond {num_groups}")
+        return None if not rest and size % 2 == 0 and torch.equal(group_of, neighbours) else group_of
+
+    def _words(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        words = self._read_beside(name)
+        if tuple(words.shape) != shape or words.dtype != torch.int32:
+            raise ValueError(
+                f"{self._file_of[name]}: {name} is {words.dtype} {tuple(words.shape)}, expected int32 {shape}"
+            )
+        return words
+
+    def _read_beside(self, name: str) -> torch.Tensor:
+        handle = self._handle_of.get(name)
+        if handle is None:
+            raise ValueError(f"the weights in {self._folder} lack the tensor {name}")
+        self._left.discard(name)
+        tensor: torch.Tensor = handle.get_tensor(name)
+        return self._own(tensor).to(self.device)
+
+
+class DummyInt4Weights(DummyWeights):
+    """As a checkpoint that has all products of its layers in 4 bits."""
+
+    def __init__(self, seed: int, dtype: str, device: str, stored: StoredWeights) -> None:
+        super().__init__(seed, dtype, device)
+        self._group_size = stored.group_size
+
+    def take_product(self, name: str, shape: tuple[int, int]) -> Weight:
+        num_inputs = shape[1]
+        size = num_inputs if self._group_size == -1 else self._group_size
+        noise_NK = self._read(name, shape).to(self.dtype)
+        return noise_NK if num_inputs % size or size % INT4_GRAIN else quantize_int4(noise_NK, size)
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """[rows, words] int32 -> [rows, 8 * words] uint8, 0 to 15."""
+    shifts = torch.arange(0, 4 * IN_WORD, 4, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def in_awq_order(packed: torch.Tensor) -> torch.Tensor:
+    """[rows, N] as they stand in words -> as their columns."""
+    place_of = torch.tensor(AWQ_ORDER, device=packed.device).argsort()
+    return packed.view(len(packed), -1, IN_WORD)[:, :, place_of].flatten(1)
+
+
+def _beside(name: str, ending: str) -> str:
+    return f"{name.removesuffix('weight')}{ending}"
