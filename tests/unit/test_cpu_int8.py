@@ -153,7 +153,7 @@ def test_a_gate_that_is_not_in_8_bits_beside_one_that_is(which: int) -> None:
         (lambda panels, scale: (panels, None), "scale: for a weight of int8, and for no other"),
         (lambda panels, scale: (panels.to(BFLOAT16), scale), "scale: for a weight of int8, and for no other"),
         (lambda panels, scale: (panels, scale[:PANEL]), "scale: one number an output of a panel"),
-        (lambda panels, scale: (panels.short(), None), "panels of bfloat16 or int8"),
+        (lambda panels, scale: (panels.short(), None), "panels of bfloat16, int8 or int4"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: Callable[..., Any], why: str) -> None:

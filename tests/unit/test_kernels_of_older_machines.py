@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = [
-    str(Path(__file__).with_name(name)) for name in ("test_cpu_kernels.py", "test_cpu_int8.py", "test_cpu_adapters.py")
-]
+TESTS = [str(Path(__file__).with_name(f"test_cpu_{subject}.py")) for subject in ("kernels", "int8", "int4", "adapters")]
 PRETEND_TILES = "-DTANDEM_PRETEND_TILES"
 CPUINFO = Path("/proc/cpuinfo")
 HAS_TILES = CPUINFO.exists() and "amx_bf16" in CPUINFO.read_text()

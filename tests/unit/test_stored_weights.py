@@ -1,4 +1,4 @@
-"""What a config.json says of weights in 8 bits: real ones, and those that are refused."""
+"""What a config.json says of weights in 8 and 4 bits: real ones, and those that are refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from int4_checkpoints import AWQ, INT4_FORMS, gptq, packed
 from quantized_checkpoints import FORMS, compressed
 
 from engine.models.stored_weights import StoredWeights
@@ -43,7 +44,11 @@ def both_groups() -> dict[str, Any]:
         (W8A8, "int8"),
         (compressed("naive-quantized", "int", "tensor"), "int8"),
         (both_groups(), "fp8 and int8 in blocks of 128x128"),
-        *[(form.quantization_config, None) for form in FORMS.values()],
+        (gptq(group_size=128), "int4"),
+        (AWQ, "int4"),
+        (AWQ | {"version": "GEMM", "backend": "autoawq"}, "int4"),
+        (packed(strategy="channel", group_size=None, actorder="static"), "int4"),
+        *[(form.quantization_config, None) for form in (*FORMS.values(), *INT4_FORMS.values())],
     ],
 )
 def test_known_forms(config: dict[str, Any] | None, name: str | None) -> None:
@@ -68,6 +73,12 @@ def two_blocks() -> dict[str, Any]:
     return config
 
 
+def int4_beside_int8() -> dict[str, Any]:
+    config = packed()
+    config["config_groups"]["group_1"] = W8A8["config_groups"]["group_0"] | {"format": "int-quantized"}
+    return config
+
+
 AT = "config_groups.group_0.weights"
 
 
@@ -78,7 +89,7 @@ AT = "config_groups.group_0.weights"
         ({"bits": 4}, "quant_method None is not supported"),
         *[
             ({"quant_method": method}, f"quant_method '{method}' is not supported")
-            for method in ("gptq", "awq", "bitsandbytes", "mxfp4", "fbgemm_fp8", "modelopt", "torchao")
+            for method in ("gguf", "bitsandbytes", "mxfp4", "fbgemm_fp8", "modelopt", "torchao")
         ],
         (DEEPSEEK_V3 | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         (DEEPSEEK_V3 | {"scale_fmt": "int"}, "scale_fmt 'int' is not supported"),
@@ -87,7 +98,7 @@ AT = "config_groups.group_0.weights"
             (DEEPSEEK_V3 | {"weight_block_size": sizes}, "weight_block_size must be two integers of at least 1, is")
             for sizes in ([128], [128, 0], [128, "128"], [True, 1], 128, {})
         ],
-        (FP8_DYNAMIC | {"format": "pack-quantized"}, "format 'pack-quantized' is not supported"),
+        (FP8_DYNAMIC | {"format": "marlin-24"}, "format 'marlin-24' is not supported"),
         (FP8_DYNAMIC | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
         (FP8_DYNAMIC | {"format": None}, "format None is not supported"),
         (FP8_DYNAMIC | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config .*R1.* is not supported"),
@@ -104,6 +115,21 @@ AT = "config_groups.group_0.weights"
         (changed(W8A8, strategy="group", group_size=128), f"{AT}.strategy 'group' is not supported"),
         (changed(W8A8, strategy="block"), f"{AT}.block_structure None is not supported"),
         (changed(W8A8, strategy="block", block_structure=[0, 1]), "block_structure must be two integers of at least 1"),
+        (gptq(bits=8), "bits 8 is not supported"),
+        (gptq(bits=True), "bits True is not supported"),
+        (gptq(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
+        (gptq(pack_dtype="int16"), "pack_dtype 'int16' is not supported"),
+        *[(gptq(group_size=size), "group_size must be at least 1, or -1, is") for size in (0, -2, None, "32", 32.0)],
+        (AWQ | {"bits": 3}, "bits 3 is not supported"),
+        (AWQ | {"version": "gemv"}, "version 'gemv' is not supported"),
+        (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq' is not supported"),
+        (AWQ | {"zero_point": False}, "zero_point False is not supported"),
+        (packed(num_bits=8), f"{AT}.num_bits 8 is not supported"),
+        (packed(type="float"), f"{AT}.type 'float' is not supported"),
+        (packed(strategy="tensor"), f"{AT}.strategy 'tensor' is not supported"),
+        (packed(actorder="random"), f"{AT}.actorder 'random' is not supported"),
+        (packed(group_size=None), f"{AT}.group_size must be at least 1, or -1, is None"),
+        (int4_beside_int8(), "config_groups 'int4 and int8' is not supported"),
         (two_blocks(), r"block_structure \[\(64, 128\), \(128, 128\)\] is not supported"),
     ],
 )

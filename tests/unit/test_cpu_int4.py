@@ -1,0 +1,153 @@
+"""Products of the CPU kernels with weights in 4 bits: those of what they stand for in bfloat16, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from engine.int4_weight import Int4Weight
+from engine.kernels.build import load_cpu_kernels
+from engine.kernels.cpu import Int4PanelGatedLinear, Int4PanelLinear, PanelGatedLinear, PanelLinear
+from engine.kernels.cpu_adapters import packed, sixteens_of
+from engine.lora.adapters import AddedPart
+from engine.weight import as_int4
+
+BFLOAT16 = torch.bfloat16
+NUM_ROWS = [1, 12, 13, 33, 193]
+SIZES = [(32, 1, 32), (64, 31, 32), (128, 130, 64), (576, 960, 32), (576, 40, 576), (384, 500, 128)]
+"""(inputs, outputs, inputs of a group): panels that are not full, groups of several steps, one group."""
+
+
+@pytest.fixture(scope="module", autouse=True, params=[1, 2], ids=["one-thread", "two-threads"])
+def kernels(request: pytest.FixtureRequest) -> Any:
+    load_cpu_kernels()
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def case(num_rows: int, num_inputs: int, num_outputs: int, group_size: int) -> tuple[torch.Tensor, Int4Weight, Any]:
+    """x, a weight of any integers, scales of either sign and offsets, and a bias."""
+    generator = torch.Generator().manual_seed(num_rows + num_inputs + num_outputs)
+    x = torch.randn(num_rows, num_inputs, generator=generator).to(BFLOAT16)
+    integers = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
+    shape = (num_outputs, num_inputs // group_size)
+    scale, offset = (torch.randn(shape, generator=generator) / 30 for _ in range(2))
+    bias = torch.randn(num_outputs, generator=generator).to(BFLOAT16)
+    # Of 20 bits, so that a machine without an instruction for both rounds a product and a sum but once.
+    scale = (scale.view(torch.int32) & ~15).view(torch.float32)
+    return x, Int4Weight.of_integers(integers, scale, offset, BFLOAT16), bias
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "group_size"), SIZES)
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_products_are_those_of_bfloat16_to_the_bit(
+    num_rows: int, num_inputs: int, num_outputs: int, group_size: int, has_bias: bool
+) -> None:
+    """Whether a panel is widened for one tile of rows or for several."""
+    x, weight, bias = case(num_rows, num_inputs, num_outputs, group_size)
+    bias = bias if has_bias else None
+    y = PanelLinear(weight, bias)(x)
+    assert torch.equal(y, PanelLinear(weight.dequantized(), bias)(x))
+    expected = linear(x.double(), weight.dequantized().double(), None if bias is None else bias.double())
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-4 * num_inputs**0.5)
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "group_size"), [(64, 15, 32), (128, 33, 128), (576, 1536, 32)])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_gated_products(num_rows: int, num_inputs: int, num_outputs: int, group_size: int) -> None:
+    x, gate, gate_bias = case(num_rows, num_inputs, num_outputs, group_size)
+    _, up, up_bias = case(num_rows + 1, num_inputs, num_outputs, group_size)
+    wide = PanelGatedLinear(gate.dequantized(), up.dequantized(), gate_bias, up_bias)
+    assert torch.equal(PanelGatedLinear(gate, up, gate_bias, up_bias)(x), wide(x))
+
+
+def test_a_product_does_not_depend_on_the_rows_beside_it() -> None:
+    x, weight, _ = case(400, 576, 96, 32)
+    product = PanelLinear(weight)
+    whole = product(x)
+    for num_rows in NUM_ROWS:
+        for part, expected in zip(x.split(num_rows), whole.split(num_rows), strict=True):
+            assert torch.equal(product(part.contiguous()), expected)
+
+
+@pytest.mark.parametrize("group_size", [32, 96])
+def test_inputs_that_no_cache_holds_are_added_up_as_those_of_one_row(group_size: int) -> None:
+    """With the matrix unit, in parts that begin within a group: 520 rows of 4,992 inputs are 5 MB."""
+    x, weight, bias = case(520, 4992, 300, group_size)
+    product = PanelLinear(weight, bias)
+    whole = product(x)
+    for row in (0, 31, 32, 259, 260, 300, 519):
+        assert torch.equal(product(x[row : row + 1].contiguous()), whole[row : row + 1])
+    assert torch.equal(whole, PanelLinear(weight.dequantized(), bias)(x))
+
+
+def test_no_rows_are_no_products() -> None:
+    _, weight, _ = case(1, 64, 40, 32)
+    assert PanelLinear(weight)(torch.empty(0, 64, dtype=BFLOAT16)).shape == (0, 40)
+
+
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_what_adapters_add_to_products(num_rows: int) -> None:
+    x, weight, bias = case(num_rows, 64, 40, 32)
+    generator = torch.Generator().manual_seed(1)
+    down, up = (torch.randn(*shape, generator=generator).to(BFLOAT16) / 8 for shape in ((4, 64), (40, 4)))
+    ids = torch.ones(num_rows, dtype=torch.int32)
+    outputs = []
+    for product in (PanelLinear(weight, bias), PanelLinear(weight.dequantized(), bias)):
+        added = packed({1: [AddedPart(start=0, down=down, up=up)]}, 64, sixteens_of(product))
+        outputs.append(added.linear(x, product.panels, product.scale, product.bias, 40, ids))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], PanelLinear(weight, bias)(x))
+
+
+def test_weights_are_quantised_where_they_are_not() -> None:
+    x, _, bias = case(5, 64, 40, 32)
+    plain = torch.randn(40, 64, generator=torch.Generator().manual_seed(3)).to(BFLOAT16)
+    weight = as_int4(plain)
+    assert torch.equal(Int4PanelLinear(plain, bias)(x), PanelLinear(weight, bias)(x))
+    assert torch.equal(Int4PanelLinear(weight, bias)(x), PanelLinear(weight, bias)(x))
+    gated = Int4PanelGatedLinear(plain, plain, None, None)(x)
+    assert torch.equal(gated, PanelGatedLinear(weight, weight, None, None)(x))
+
+
+@pytest.mark.parametrize("other", ["plain", "coarse"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gate_in_another_form_than_what_it_is_for(which: int, other: str) -> None:
+    """As checkpoints may have them: both are widened."""
+    x, narrow, _ = case(5, 64, 40, 32)
+    _, coarse, _ = case(6, 64, 40, 64)
+    weights: list[Any] = [narrow, narrow]
+    weights[which] = coarse if other == "coarse" else narrow.dequantized()
+    wide = [each if isinstance(each, torch.Tensor) else each.dequantized() for each in weights]
+    assert torch.equal(PanelGatedLinear(*weights, None, None)(x), PanelGatedLinear(*wide, None, None)(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda w: (w.packed.int(), w.scale, w.offset), r"packed \[N, K / 2\], bytes"),
+        (lambda w: (w.packed, w.scale.double(), w.offset), r"scale and offset \[N, groups\], float32"),
+        (lambda w: (w.packed, w.scale, w.offset[:, :1].contiguous()), r"scale and offset \[N, groups\], float32"),
+        (lambda w: (w.packed, w.scale[:39].contiguous(), w.offset), r"scale and offset \[N, groups\], float32"),
+        (lambda w: (w.packed[:, :16].contiguous(), w.scale, w.offset), "groups of a multiple of 32 inputs"),
+    ],
+)
+def test_what_does_not_fit_is_not_packed(change: Any, why: str) -> None:
+    _, weight, _ = case(2, 64, 40, 32)
+    with pytest.raises(RuntimeError, match=why):
+        torch.ops.tandem_cpu.pack_int4(*change(weight))
+
+
+def test_a_product_takes_inputs_of_its_weight_alone() -> None:
+    x, weight, _ = case(2, 64, 40, 32)
+    product = PanelLinear(weight)
+    with pytest.raises(RuntimeError, match="weight in panels, of K inputs"):
+        product(x[:, :32].contiguous())
+    with pytest.raises(RuntimeError, match="scale: for a weight of int8, and for no other"):
+        torch.ops.tandem_cpu.linear(x, product.panels, torch.ones(64), None, 40)
