@@ -10,6 +10,9 @@ nothing waits for it: with Redis away a worker keeps trying and a router keeps w
     draining: not over a successor's record
     close() ─> delete, if still our incarnation          close()
 
+Two that live under one id take turns in one record: each finds at a beat that the other has written since the one
+before, which a predecessor that is dead or drains does not, and says so in its own (`rival_address`).
+
 A record that is gone from Redis leaves the directory at once, but for one case. After an outage, or when Redis was
 emptied, its absence says nothing until every live worker has had time to beat: records known before stay for `ttl_ms`.
 """
@@ -97,6 +100,10 @@ class WorkerRegistration:
         self._beat_s = beat_ms / 1000
         self._redis = open_redis(redis_url, timeout_s=REDIS_TIMEOUT_S)
         self._outage = Outage(logger, f"heartbeat of {worker_id}")
+        self._has_written = False
+        self._rival_address = ""
+        self._rival_until_s = 0.0
+        """Monotonic time: one that has not written until then has gone."""
         self._due = asyncio.Event()
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
@@ -105,6 +112,11 @@ class WorkerRegistration:
     def is_reachable(self) -> bool:
         """Whether Redis took the last beat."""
         return self._outage.is_reachable
+
+    @property
+    def rival_address(self) -> str:
+        """Where another process that lives, and does not drain, has this worker's id. Empty: nobody is known to."""
+        return self._rival_address if time.monotonic() < self._rival_until_s else ""
 
     def start(self) -> None:
         """Begin to beat, now. Does not wait for Redis."""
@@ -152,9 +164,20 @@ class WorkerRegistration:
             async with self._redis.pipeline(transaction=True) as pipe:
                 if record.is_draining and await self._watched(pipe) not in (None, self._incarnation):
                     return  # a successor is there already, and takes new work
+                pipe.get(self._key)
                 pipe.set(self._key, record.SerializeToString(), px=self._ttl_ms)
                 pipe.sadd(self._keys.workers, self._worker_id)
-                await pipe.execute()
+                found, *_ = await pipe.execute()
+                self._look_for_rival(_record_in(found))
+                self._has_written = True
+
+    def _look_for_rival(self, found: pb.WorkerRecord | None) -> None:
+        """`found`: what this beat has replaced. At the first it is a predecessor's, which may be dead."""
+        if found is None or found.incarnation == self._incarnation or found.is_draining or not self._has_written:
+            return
+        if self.rival_address != found.address:
+            logger.warning("another worker has the id %s, too, at %s", self._worker_id, found.address)
+        self._rival_address, self._rival_until_s = found.address, time.monotonic() + self._ttl_ms / 1000
 
     async def _delete_own(self) -> None:
         with suppress(WatchError):
@@ -168,14 +191,15 @@ class WorkerRegistration:
         """Whose record there is; None: nobody's. What `pipe` executes next raises `WatchError` if that has changed, as
         when a successor has beaten in the meantime: the record is its own."""
         await pipe.watch(self._key)
-        found = await pipe.get(self._key)
+        found = _record_in(await pipe.get(self._key))
         pipe.multi()  # type: ignore[no-untyped-call]
-        return _incarnation_of(found) if isinstance(found, bytes) else None
+        return None if found is None else found.incarnation
 
 
-def _incarnation_of(data: bytes) -> str | None:
+def _record_in(found: object) -> pb.WorkerRecord | None:
+    """None: there is none, or something else."""
     try:
-        return pb.WorkerRecord.FromString(data).incarnation
+        return pb.WorkerRecord.FromString(found) if isinstance(found, bytes) else None
     except DecodeError:
         return None
 
@@ -192,7 +216,7 @@ class WorkerDirectory:
         ttl_ms: int = DEFAULT_TTL_MS,
         refresh_ms: int = DEFAULT_REFRESH_MS,
     ) -> None:
-        """`on_change` gets all records whenever a worker comes, goes, restarts, moves or begins to drain.
+        """`on_change` gets all records whenever a worker comes, goes, restarts, moves, begins to drain or has a rival.
 
         Not for load, which is new in `records` after every refresh. `ttl_ms`: that of the workers' registrations.
         Raises `ValueError` for a bad URL or namespace.
@@ -322,9 +346,9 @@ def _parse(worker_id: str, data: bytes | int) -> tuple[bytes, pb.WorkerRecord]:
     return data, record
 
 
-def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[str, str, int, bool]]:
-    """What a router acts on when it changes."""
+def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[str, str, int, bool, str]]:
+    """What a router acts on, or tells of, when it changes."""
     return {
-        worker_id: (record.incarnation, record.address, record.role, record.is_draining)
+        worker_id: (record.incarnation, record.address, record.role, record.is_draining, record.rival_address)
         for worker_id, record in records.items()
     }

@@ -24,7 +24,7 @@ class Peers:
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
         self._told: set[tuple[str, ...]] = set()
-        """Incarnations of workers, each with what the log has told of it."""
+        """Incarnations of workers, or ids of two, each with what the log has told of it."""
         self.unused: list[str] = []
         """Ids of workers that are none for this router, each with why."""
 
@@ -33,6 +33,7 @@ class Peers:
         told, self._told = self._told, set()
         used, self.unused = [], []
         for record in records:
+            self._tell_of_rival(record, told)
             why = why_unused(self._model, record)
             if not why:
                 used.append(record)
@@ -43,6 +44,13 @@ class Peers:
         if all(each.role == pb.Role.ROLE_DECODE for each in used):  # else pairs tell
             self._compare_decode_workers(used, told)
         self._compare_kinds(used, told)
+
+    def _tell_of_rival(self, record: pb.WorkerRecord, told: set[tuple[str, ...]]) -> None:
+        """In the same words whichever of the two has written last."""
+        addresses = sorted((record.address, record.rival_address))
+        if record.rival_address and self._is_news((record.worker_id, *addresses), told):
+            what_to_do = {"addresses": " and ".join(addresses), "fix": "drain one, or give it another --worker-id"}
+            _log.warning("two workers of one id", extra={"worker": record.worker_id, **what_to_do})
 
     def _compare_kinds(self, records: list[pb.WorkerRecord], told: set[tuple[str, ...]]) -> None:
         """Of prefill workers with those of decode workers. Not worker by worker: of a thousand, half of another kind in

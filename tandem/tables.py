@@ -75,7 +75,7 @@ def _status_row(worker: WorkerStatus, status: ClusterStatus, *, is_offloading: b
 
 
 def why_set_back(record: WorkerRecord, status: ClusterStatus) -> list[str]:
-    """What keeps requests from a worker, in a few words each."""
+    """What keeps requests from a worker, in a few words each; and that it shares its id, which they come and go by."""
     remarks = {
         "draining": record.is_draining,
         "stands still": record.load.is_stalled,
@@ -83,6 +83,8 @@ def why_set_back(record: WorkerRecord, status: ClusterStatus) -> list[str]:
         "not connected": record.worker_id in status.not_connected,
         "of another kind: no new requests": record.worker_id in status.of_another_kind,
     }
+    if record.rival_address:
+        remarks[f"its id is used at {record.rival_address}, too: drain one, or give it another --worker-id"] = True
     for pair in status.apart:
         remarks[f"no transfers to {pair.decode_worker}"] = record.worker_id == pair.prefill_worker
     return [remark for remark, applies in remarks.items() if applies]

@@ -166,7 +166,13 @@ class WorkerProcess:
         self.engine: AsyncLLMEngine
         self._device_watch = DeviceWatch() if config.device.device != "cpu" else None
         self.server: Server
-        self._registration: WorkerRegistration
+        self._registration = WorkerRegistration(
+            args.redis,
+            namespace=args.namespace,
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            record=self._record_to_tell,
+        )
         self._has_told = False
         """Redis, or tried to."""
         self._reporter: PrefixReporter
@@ -262,13 +268,6 @@ class WorkerProcess:
             worker_id=self.identity.worker_id,
             incarnation=self.identity.incarnation,
             snapshot=self._prefix_snapshot,
-        )
-        self._registration = WorkerRegistration(
-            self._args.redis,
-            namespace=self._args.namespace,
-            worker_id=self.identity.worker_id,
-            incarnation=self.identity.incarnation,
-            record=self._record_to_tell,
         )
         self._reporter.start()
         self._registration.start()
@@ -402,4 +401,5 @@ class WorkerProcess:
             takes_bad_words=True,
             transport=self._args.transport,
             traits=self._traits,
+            rival_address=self._registration.rival_address,
         )

@@ -285,6 +285,21 @@ def test_decode_workers_of_two_kinds_are_told_apart(folder: Path, caplog: pytest
     assert told == [("d-3", "d-1", why), ("d-4", "d-1", why)]
 
 
+def test_the_log_tells_once_of_two_workers_that_take_turns_in_one_record(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = record(pb.Role.ROLE_DECODE, "1", "same"), record(pb.Role.ROLE_DECODE, "2", "same")
+    for one, other in ((first, "b:1"), (second, "a:1")):
+        one.worker_id, one.rival_address = "d", other
+    first.address, second.address = "a:1", "b:1"
+    peers = Peers(ModelInfo.from_folder(folder))
+    for written in (first, second, first, second):
+        peers.look_at([written])
+    (told,) = caplog.records
+    assert (told.message, told.worker, told.addresses) == ("two workers of one id", "d", "a:1 and b:1")  # type: ignore[attr-defined]
+    assert told.fix == "drain one, or give it another --worker-id"  # type: ignore[attr-defined]
+
+
 def test_of_many_workers_of_two_kinds_the_log_says_it_once_and_of_one_that_comes_again(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
