@@ -9,6 +9,9 @@ a token, but not what reading a grammar may take, and one that nests deeply enou
 Owns the child, which is started with the first grammar and ends with the router: its input ends then, and while it
 computes, its own limit of processor time ends it. One grammar at a time, so many may wait; the next is refused. What
 has been asked is heard to its end though its client has left: the next one would have to wait for another child.
+
+A grammar is to blame for what its own limits end (processor time, memory, stack), and for nothing else: a child that
+the system kills, or that a busy machine holds up, leaves a request that may be sent again.
 """
 
 from __future__ import annotations
@@ -40,11 +43,21 @@ MAX_CPU_S = 0.25
 MAX_CPU_S_OF_ALL = 2.0
 """For one request: each of its answers compiles the grammar again, at its worker."""
 MAX_WALL_S = 10.0
-"""On a machine that is busy with other things."""
+"""On a machine that is busy with other things. No grammar's fault: its own time is that of the processor."""
 MAX_MEMORY_BYTES = 2 << 30
 MAX_WAITING = 64
 STACK_BYTES = 4 << 20
 TOO_MUCH = "takes too much time, memory or nesting to compile; make it simpler"
+TOO_MUCH_OF = {
+    -signal.SIGPROF: f"takes more than {MAX_CPU_S} s to compile; make it simpler",
+    -signal.SIGABRT: f"takes more than {MAX_MEMORY_BYTES >> 30} GiB of memory to compile; make it simpler",
+    -signal.SIGSEGV: "is nested too deeply to compile; make it simpler",
+}
+"""What the child's end says of its grammar: the timer's signal, Rust where it is given no memory, a stack that is full.
+"""
+ENDED_BY_OTHERS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+"""The child's end where no limit of ours ends it. The system kills where a machine, or a container, has no memory left.
+"""
 
 
 class GrammarChecker:
@@ -111,10 +124,22 @@ class GrammarChecker:
                 await child.stdin.drain()
                 answer: dict[str, Any] = json.loads(await _read_frame(child))
                 return answer
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+        except TimeoutError as error:
             await self._end_child()
-            _log.warning("a grammar was given up", extra={"exit_code": child.returncode})
-            return {"error": TOO_MUCH}
+            _log.warning("a grammar was given up: this machine is too busy", extra={"wall_s": MAX_WALL_S})
+            raise Overloaded("this router is too busy to compile a grammar now", retry_after_s=1.0) from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            exit_code = await self._exit_code_of(child)
+            _log.warning("a grammar was given up", extra={"exit_code": exit_code})
+            if exit_code in ENDED_BY_OTHERS:
+                raise _killed() from error
+            return {"error": TOO_MUCH_OF.get(exit_code, TOO_MUCH)}
+
+    async def _exit_code_of(self, child: asyncio.subprocess.Process) -> int:
+        """Of the child, which is ending. Not by `_end_child`: what is killed then says nothing of why it ended."""
+        exit_code = await child.wait()
+        self._child = None
+        return exit_code
 
     async def _running_child(self) -> asyncio.subprocess.Process:
         """Raises `InternalError` where there can be none, and `Overloaded` where there is no room for one: that is no
@@ -133,10 +158,18 @@ class GrammarChecker:
         try:
             async with asyncio.timeout(START_S):
                 await _read_frame(child)
-        except (TimeoutError, asyncio.IncompleteReadError) as error:
+        except TimeoutError as error:
             await self._end_child()
             raise InternalError("the process that compiles grammars did not start") from error
+        except asyncio.IncompleteReadError as error:
+            if await self._exit_code_of(child) in ENDED_BY_OTHERS:
+                raise _killed() from error
+            raise InternalError("the process that compiles grammars did not start") from error
         return child
+
+
+def _killed() -> Overloaded:
+    return Overloaded("the process that compiled the grammar was killed; send the request again", retry_after_s=1.0)
 
 
 def _note_end(asking: asyncio.Task[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from protos import tandem_inference_pb2 as pb
 from router.validation import grammar_checker
-from router.validation.grammar_checker import TOO_MUCH, GrammarChecker
+from router.validation.grammar_checker import GrammarChecker
 from rpc.errors import Draining, InternalError, Overloaded
 
 FINE = {"json": '{"type": "object", "properties": {"a": {"type": "integer"}}}'}
@@ -39,26 +40,78 @@ async def check(checker: GrammarChecker, n: int = 1, **asked: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "hostile",
+    ("hostile", "why"),
     [
-        {"grammar": CHAIN},
-        {"json": json.dumps({"type": "integer", "allOf": MULTIPLES})},
-        {"regex": "((a{1000}){1000}){1000}"},
+        ({"grammar": CHAIN}, "is nested too deeply"),
+        ({"json": json.dumps({"type": "integer", "allOf": MULTIPLES})}, "takes more than 0.25 s"),
+        ({"regex": "((a{1000}){1000}){1000}"}, "takes more than 0.25 s"),
     ],
     ids=["ends the process that reads it", "takes for ever, and all memory", "takes long"],
 )
 async def test_what_would_end_or_hold_up_a_router_is_refused_and_the_next_one_served(
-    checker: GrammarChecker, hostile: dict[str, str]
+    checker: GrammarChecker, hostile: dict[str, str], why: str
 ) -> None:
     first = await check(checker, **FINE)
     child = checker._child
     assert child is not None
     async with asyncio.timeout(8):
-        with pytest.raises(ValueError, match=TOO_MUCH):
+        with pytest.raises(ValueError, match=f"^{why} to compile; make it simpler$"):
             await check(checker, **hostile)
     assert child.returncode is not None
     assert await check(checker, **FINE) == first
     assert checker._child is not child
+
+
+async def test_one_that_takes_more_memory_than_its_own_limit_is_to_blame(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = "checks.MAX_MEMORY_BYTES, checks.MAX_CPU_S = 300 << 20, 60"
+    program = f"from router.validation import grammar_checker as checks; {limits}; checks.main()"
+    monkeypatch.setattr(grammar_checker, "COMMAND", (sys.executable, "-P", "-c", program))
+    with pytest.raises(ValueError, match="takes more than 2 GiB of memory to compile; make it simpler"):
+        await check(checker, json=json.dumps({"type": "integer", "allOf": MULTIPLES}))
+    assert await check(checker, **FINE)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_one_whose_process_is_killed_is_not_to_blame(checker: GrammarChecker, how: signal.Signals) -> None:
+    """As the system does where no memory is left: the request may be sent again."""
+    first = await check(checker, **FINE)
+    child = checker._child
+    assert child is not None
+    child.send_signal(signal.SIGSTOP)
+    asked = asyncio.create_task(check(checker, **FINE))
+    await settle()
+    child.send_signal(how)
+    child.send_signal(signal.SIGCONT)
+    with pytest.raises(Overloaded, match="was killed") as killed:
+        await asked
+    assert killed.value.retry_after_s
+    assert await check(checker, **FINE) == first
+
+
+async def test_nor_is_the_first_whose_process_is_killed_while_it_starts(checker: GrammarChecker) -> None:
+    asked = asyncio.create_task(check(checker, **FINE))
+    while checker._child is None:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0)
+    checker._child.kill()
+    with pytest.raises(Overloaded, match="was killed"):
+        await asked
+    assert await check(checker, **FINE)
+
+
+async def test_nor_is_one_that_waits_for_a_busy_machine(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await check(checker, **FINE)
+    assert checker._child is not None
+    checker._child.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(grammar_checker, "MAX_WALL_S", 0.1)
+    with pytest.raises(Overloaded, match="too busy") as busy:
+        await check(checker, **FINE)
+    monkeypatch.undo()
+    assert busy.value.retry_after_s
+    assert await check(checker, **FINE)
 
 
 async def test_where_no_process_can_be_started_others_may_have_room(
