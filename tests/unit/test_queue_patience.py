@@ -15,7 +15,7 @@ from router.needs import Needs
 from router.queue import QueuedRequest, RequestQueue
 from router.taken_room import TakenRoom
 from router.worker_handle import WorkerHandle
-from rpc.errors import NoWorker
+from rpc.errors import NoWorker, Overloaded
 
 KINDS = ("old", "new", "third")
 
@@ -88,6 +88,20 @@ async def test_those_without_a_worker_do_not_fill_the_queue_of_others() -> None:
     workers.queue.dispatch()
     await moved
     assert (workers.queue.num_tokens, workers.queue._num_patient_tokens) == (0, 0)
+
+
+async def test_those_whose_workers_are_full_keep_others_out_only_where_all_together_would_be_too_many() -> None:
+    workers = Workers(worker_wait_s=30.0, max_tokens=10)
+    workers.room = {"new": 1, "old": 0}
+    moved = [workers.wait("old", num_tokens=10) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="holds 20 tokens of at most 20"):
+        await workers.wait("")
+    workers.room["old"] = 1
+    workers.queue.dispatch()
+    await moved[0]
+    await workers.wait("", num_tokens=10)
+    moved[1].cancel()
 
 
 @pytest.mark.parametrize("room", [{}, {"new": 0, "old": 0}])
