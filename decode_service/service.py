@@ -8,7 +8,7 @@ from kv_transfer import KVReceiver, KVTransferServicer, create_endpoint
 from protos.tandem_kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
 from protos.tandem_worker_pb2_grpc import DecodeServicer as DecodeServicerBase
 from protos.tandem_worker_pb2_grpc import add_DecodeServicer_to_server
-from worker_service.process import WorkerParts
+from worker_service.role import WorkerParts
 from worker_service.servicer import TransferCounters
 from worker_service.sessions import SessionServicer
 

@@ -9,7 +9,7 @@ from prefill_service.prefill import PrefillRole
 from protos.tandem_worker_pb2_grpc import PrefillServicer as PrefillServicerBase
 from protos.tandem_worker_pb2_grpc import add_PrefillServicer_to_server
 from rpc.channel import open_kv_channel
-from worker_service.process import WorkerParts
+from worker_service.role import WorkerParts
 from worker_service.servicer import TransferCounters
 from worker_service.sessions import SessionServicer
 

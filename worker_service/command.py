@@ -14,7 +14,8 @@ from protos import tandem_worker_pb2 as pb
 from rpc import failpoints
 from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
 from worker_service.args import WorkerArgs
-from worker_service.process import MakeService, run_worker
+from worker_service.process import run_worker
+from worker_service.role import MakeService
 
 
 def worker_command(role: pb.Role, name: str, make_service: MakeService) -> click.Command:

@@ -19,10 +19,10 @@ import faulthandler
 import logging
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import click
 
@@ -49,7 +49,8 @@ from worker_service.messages import load_message, model_message
 from worker_service.metrics import WorkerMetrics
 from worker_service.pool_memory import PoolMemory
 from worker_service.rank_watch import RankWatch
-from worker_service.servicer import TransferCounters, WorkerServicer
+from worker_service.role import MakeService, RoleService, WorkerParts
+from worker_service.servicer import WorkerServicer
 from worker_service.sessions import SessionHost
 from worker_service.watchdog import wait_until_stuck
 
@@ -66,44 +67,6 @@ that hangs it waits, and never ends."""
 class CannotLoad(Exception):  # noqa: N818 - named for what happened
     """The weights do not fit the model's config, or the device is too small. The message is one line that says what to
     do."""
-
-
-class RoleService(Protocol):
-    """What a prefill or a decode worker has beside its engine and its sessions."""
-
-    async def start(self, address: str) -> None:
-        """The server listens; `address` is where others reach it."""
-
-    def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
-        """What the engine's `on_layer_written` says, on the event loop."""
-
-    async def close(self) -> None:
-        """Let go of peers and memory."""
-
-    @property
-    def counters(self) -> TransferCounters: ...
-
-    def open_grants(self) -> dict[int, tuple[int, ...]]:
-        """The blocks that peers have been promised and may write to, by grant id."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """What a role is built from."""
-
-    args: WorkerArgs
-    identity: Identity
-    engine: AsyncLLMEngine
-    pool: KVPool
-    host: SessionHost
-    server: Server
-    max_message_bytes: int
-    """Of the connections that carry KV."""
-    on_handed_over: Callable[[KVTransferStats], None]
-    """Hears of each prompt that another worker has taken over."""
-
-
-MakeService = Callable[[WorkerParts], RoleService]
 
 
 def random_worker_id(role: pb.Role) -> str:

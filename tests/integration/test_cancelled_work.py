@@ -36,7 +36,8 @@ from rpc.tracing import Untraced
 from tandem.chaos.proxy import FaultyProxy
 from tandem.client import AsyncClient
 from worker_service.args import WorkerArgs
-from worker_service.process import MakeService, WorkerProcess
+from worker_service.process import WorkerProcess
+from worker_service.role import MakeService
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
