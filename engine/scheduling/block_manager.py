@@ -1,6 +1,6 @@
 """Records who owns each KV block. Integers only, no torch.
 
-Owns the block ids of one pool and the prefix cache (hash -> block). Does not own the memory behind them.
+Owns the block ids of one pool and, with them, its `PrefixCache`. Does not own the memory behind them.
 
     FREE ──take──> in a block table (SEQUENCE, GRANT or HELD), referenced once or more
      ^  ^                                   │ last reference dropped
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 from engine.scheduling.block_ledger import BlockLedger, BlockOwner, CacheEvent, HostLedger
 from engine.scheduling.evictor import LRUEvictor
-from engine.scheduling.offloading import BlockCopy, Offloading
+from engine.scheduling.offloading import BlockCopy
+from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.sequence import Sequence
-from prefix_hash import extend_block_hashes, salted_key
 
 
 @dataclass(slots=True)
@@ -65,17 +65,15 @@ class BlockManager:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._prefix_key = prefix_key
-        self._enable_prefix_caching = enable_prefix_caching
         self._tables: dict[int, _Table] = {}
         self._free: deque[int] = deque(range(num_blocks))
         self._evictor = LRUEvictor()
-        self.offloading = Offloading(num_host_blocks, self._note_evicted_on_host)
-        self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self.prefixes = PrefixCache(
+            block_size=block_size, key=prefix_key, is_enabled=enable_prefix_caching, num_host_blocks=num_host_blocks
+        )
+        self._offloading = self.prefixes.offloading
         self._refs = [[0] * num_blocks for _ in BlockOwner]
         self._num_owned = [0 for _ in BlockOwner]
-        self._events: list[CacheEvent] = []
         self._num_to_be_ready = max(1, num_blocks // READY_SHARE) if num_host_blocks else 0
         self._saving: set[int] = set()
         self._num_saving_unused = 0
@@ -103,7 +101,7 @@ class BlockManager:
     def num_shared_blocks(self, seq: Sequence) -> int:
         """How many blocks of a prefix of `seq`, which has none yet, are in use by others, so that it would need no new
         ones for them."""
-        matched = self._match(self._hashes_of(seq, seq.num_reusable_tokens))
+        matched = self.prefixes.match(self.prefixes.hashes_of(seq, seq.num_reusable_tokens))
         return sum(block_id is not None and block_id not in self._evictor for block_id in matched)
 
     def ledger(self) -> BlockLedger:
@@ -111,25 +109,24 @@ class BlockManager:
         return BlockLedger(self.num_blocks, len(self._free), num_cached, *self._num_owned)
 
     def host_ledger(self) -> HostLedger:
-        return self.offloading.ledger(self._num_saving_unused)
+        return self._offloading.ledger(self._num_saving_unused)
 
     def cached_hashes(self) -> list[bytes]:
         """The hashes of all blocks that a prefix match could find, here or on the host."""
-        return list({**self._block_of, **dict.fromkeys(self.offloading.hashes())})
+        return self.prefixes.hashes()
 
     def forget_prefixes(self) -> bool:
         """Free all blocks that are only cached. False: of some prefix a block is in use, or being copied, and may still
         be found. Copies on the host stay."""
         while self._evictor:
             block_id = self._evictor.evict()
-            self._drop_hash(block_id)
+            self.prefixes.drop(block_id)
             self._free.append(block_id)
-        return not self._block_of
+        return not self.prefixes
 
     def take_cache_events(self) -> list[CacheEvent]:
         """What was stored and evicted since the last call, in order."""
-        events, self._events = self._events, []
-        return events
+        return self.prefixes.take_events()
 
     # -- a table's life -----------------------------------------------------------------------------------------
 
@@ -141,8 +138,8 @@ class BlockManager:
         changed, if there are too few blocks.
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
-        hashes = self._hashes_of(seq, num_reusable_tokens)
-        matched = self._match(hashes)
+        hashes = self.prefixes.hashes_of(seq, num_reusable_tokens)
+        matched = self.prefixes.match(hashes)
         cached = [block_id for block_id in matched if block_id is not None]
         num_new = self.num_blocks_for(len(seq)) - len(cached)
         num_evictable = sum(block_id in self._evictor for block_id in cached)
@@ -187,27 +184,22 @@ class BlockManager:
 
     def register_computed(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks of the first `num_tokens` tokens findable by prefix: they are known and computed."""
-        if not self._enable_prefix_caching:
+        if not self.prefixes.is_enabled:
             return
         table = self._tables[seq.seq_id]
         num_full = num_tokens // self.block_size
         if num_full <= table.num_registered:
             return
-        hashes = self._hashes_of(seq, num_tokens)
+        hashes = self.prefixes.hashes_of(seq, num_tokens)
         for index in range(table.num_registered, num_full):
-            block_id, block_hash = table.block_ids[index], hashes[index]
-            if block_hash not in self._block_of and block_id not in self._hash_of:
-                self._block_of[block_hash] = block_id
-                self._hash_of[block_id] = block_hash
-                self._note(block_hash, is_stored=True)
+            self.prefixes.store(table.block_ids[index], hashes[index])
         table.num_registered = num_full
 
     def forget(self, seq: Sequence) -> None:
         """Make the blocks of `seq` unfindable by prefix, whatever they hold."""
         for block_id in self._tables[seq.seq_id].block_ids:
-            if block_id in self._hash_of:
-                self.offloading.forget(self._hash_of[block_id])
-                self._drop_hash(block_id)
+            if block_id in self.prefixes:
+                self.prefixes.forget(block_id)
 
     def hand_over(self, seq: Sequence, owner: BlockOwner) -> None:
         """Change the kind of owner of the blocks of `seq`."""
@@ -225,39 +217,6 @@ class BlockManager:
             self._drop_ref(block_id, table.owner)
         seq.block_table = []
 
-    # -- the prefix cache ---------------------------------------------------------------------------------------
-
-    def _hashes_of(self, seq: Sequence, num_tokens: int) -> list[bytes]:
-        """Of the full blocks of its first `num_tokens` tokens, which are known; none where prefixes are not kept.
-
-        The sequence has them from then on: one that waits for memory is asked for them in each step."""
-        if not self._enable_prefix_caching:
-            return []
-        num_full = num_tokens // self.block_size
-        if len(seq.block_hashes) < num_full:
-            key = salted_key(self._prefix_key, seq.cache_salt, seq.lora_name)
-            extend_block_hashes(seq.block_hashes, seq.token_ids[: num_full * self.block_size], self.block_size, key)
-        return seq.block_hashes[:num_full]
-
-    def _match(self, hashes: list[bytes]) -> list[int | None]:
-        """The blocks of a prefix; None for one that has to be loaded."""
-        blocks = []
-        for block_hash in hashes:
-            block_id = self._block_of.get(block_hash)
-            if block_id is None and block_hash not in self.offloading:
-                break
-            blocks.append(block_id)
-        return blocks
-
-    def _note(self, block_hash: bytes, *, is_stored: bool) -> None:
-        """It is in the pool from now on, or there no more. What the host has as well is findable anyway."""
-        if block_hash not in self.offloading:
-            self._events.append(CacheEvent(is_stored, block_hash))
-
-    def _note_evicted_on_host(self, block_hash: bytes) -> None:
-        if block_hash not in self._block_of:
-            self._events.append(CacheEvent(False, block_hash))
-
     # -- copies -------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> list[BlockCopy]:
@@ -269,14 +228,14 @@ class BlockManager:
     def end_copy(self, copy: BlockCopy) -> list[Sequence]:
         """A copy is done. Returns the sequences whose blocks are now all there."""
         if copy.is_load:
-            self.offloading.end_load(copy.host_block_id)
+            self._offloading.end_load(copy.host_block_id)
             waiting = self._loading.pop(copy.block_id)
             for seq in waiting:
                 seq.num_loading_blocks -= 1
             return [seq for seq in waiting if not seq.num_loading_blocks]
         self._saving.remove(copy.block_id)
-        is_findable = copy.block_id in self._hash_of
-        self.offloading.end_save(copy.host_block_id, is_wanted=is_findable)
+        is_findable = copy.block_id in self.prefixes
+        self._offloading.end_save(copy.host_block_id, is_wanted=is_findable)
         if self._owner_of(copy.block_id) is None:
             self._num_saving_unused -= 1
             if is_findable:
@@ -294,12 +253,12 @@ class BlockManager:
             block_id = self._evictor.next_waiting
             if block_id is None:
                 return
-            block_hash = self._hash_of[block_id]
-            if block_hash in self.offloading:
+            block_hash = self.prefixes.hash_of(block_id)
+            if block_hash in self._offloading:
                 self._evictor.remove(block_id)
                 self._evictor.add_ready(block_id)
                 continue
-            copy = self.offloading.begin_save(block_id, block_hash)
+            copy = self._offloading.begin_save(block_id, block_hash)
             if copy is None:
                 return
             self._evictor.remove(block_id)
@@ -308,9 +267,8 @@ class BlockManager:
             self._copies.append(copy)
 
     def _load(self, block_id: int, block_hash: bytes) -> None:
-        self._copies.append(self.offloading.begin_load(block_id, block_hash))
-        self._block_of[block_hash] = block_id
-        self._hash_of[block_id] = block_hash
+        self._copies.append(self._offloading.begin_load(block_id, block_hash))
+        self.prefixes.store(block_id, block_hash)
         self._loading[block_id] = []
 
     def _wait_for_loads(self, seq: Sequence, block_ids: list[int]) -> None:
@@ -336,14 +294,9 @@ class BlockManager:
             block_id = self._free.popleft()
         else:
             block_id = self._evictor.evict()
-            self._drop_hash(block_id)
+            self.prefixes.drop(block_id)
         self._add_ref(block_id, owner)
         return block_id
-
-    def _drop_hash(self, block_id: int) -> None:
-        block_hash = self._hash_of.pop(block_id)
-        del self._block_of[block_hash]
-        self._note(block_hash, is_stored=False)
 
     def _touch(self, block_id: int, owner: BlockOwner) -> None:
         """A block of a prefix, whether others have it or it is only cached: it is not evicted from now on."""
@@ -363,7 +316,7 @@ class BlockManager:
         after = self._owner_of(block_id)
         self._count_owned(block_id, before, after)
         if after is None and block_id not in self._saving:
-            if block_id in self._hash_of:
+            if block_id in self.prefixes:
                 self._evictor.add(block_id)
             else:
                 self._free.append(block_id)
@@ -398,14 +351,12 @@ class BlockManager:
             places = is_used + (block_id in free) + (block_id in self._evictor) + is_saved
             if places != 1:
                 problems.append(f"block {block_id} is in {places} places")
-            if block_id in free and block_id in self._hash_of:
+            if block_id in free and block_id in self.prefixes:
                 problems.append(f"free block {block_id} has a hash")
-            if block_id in self._evictor and block_id not in self._hash_of:
+            if block_id in self._evictor and block_id not in self.prefixes:
                 problems.append(f"cached block {block_id} has no hash")
             if block_id in self._loading and not is_used:
                 problems.append(f"block {block_id} is loaded for nobody")
-        if {block_id: block_hash for block_hash, block_id in self._block_of.items()} != self._hash_of:
-            problems.append("the prefix cache and the blocks' hashes differ")
         if not self.ledger().is_balanced:
             problems.append(f"the ledger does not sum up to the pool: {self.ledger()}")
-        return problems + self.offloading.check_integrity()
+        return problems + self.prefixes.check_integrity()

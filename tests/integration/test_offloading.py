@@ -29,7 +29,7 @@ def test_the_same_answers_and_less_to_compute(num_ranks: int, tmp_path: Path) ->
     expected = answers_alone(make_engine(tmp_path, CONFIG, device="cpu"), NUMBERS)
     settings = {"num_kv_blocks": 24, "max_model_len": 96, "device": "cpu", "tensor_parallel_size": num_ranks}
     engine = make_engine(tmp_path, CONFIG, **settings, **PLENTY)
-    assert engine.block_manager.offloading.num_host_blocks == 400
+    assert engine.block_manager.prefixes.offloading.num_host_blocks == 400
     num_prompt_tokens = sum(len(prompt_of(number)) for number in NUMBERS)
     assert answers_alone(engine, NUMBERS) == expected
     assert engine.stats.num_prompt_tokens == num_prompt_tokens

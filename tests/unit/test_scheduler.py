@@ -7,7 +7,7 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduling import block_manager
+from engine.scheduling import prefix_cache
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import INVALID_TOKEN, SchedulerOutput, Sequence, SequenceStatus
@@ -403,7 +403,7 @@ def test_what_waits_for_memory_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -
         extend_block_hashes(hashes, token_ids, block_size, key)
         hashed.append(len(hashes) - num_before)
 
-    monkeypatch.setattr(block_manager, "extend_block_hashes", count)
+    monkeypatch.setattr(prefix_cache, "extend_block_hashes", count)
     scheduler = make(num_blocks=12)
     scheduler.add(sequence("runs", 16))
     scheduler.add(sequence("waits", 40))

@@ -199,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def forget_prefixes(self) -> None:
         is_empty = self.manager.forget_prefixes()
         assert self.manager.ledger().num_cached == 0 or self.manager.is_copying
-        assert is_empty == (not self.manager._hash_of)
+        assert is_empty == (not self.manager.prefixes)
 
     @rule(number=st.integers(0, 5))
     def copy(self, number: int) -> None:
@@ -347,10 +347,11 @@ class OffloadingMachine(SchedulerMachine):
         launched = self.in_flight.popleft()
         all_fail = all(item.is_sampled for item in launched.output.scheduled)  # else one may store what another's was
         suspects = {
-            self.manager._hash_of.get(block_id)
+            self.manager.prefixes.hash_of(block_id)
             for item in launched.output.scheduled
             if item.seq.status is SequenceStatus.RUNNING
             for block_id in item.seq.block_table
+            if block_id in self.manager.prefixes
         }
         self.finish(launched, INVALID_TOKEN)
         assert not all_fail or suspects.isdisjoint(self.manager.cached_hashes())
