@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference import Reference
+from offline_books import at_rest
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from engine import sampling_params as engine_params
 from engine.outputs import FinishReason
 from engine.outputs import RequestOutput as StepOutput
 from router.text.tokenizer import Tokenizer
-from tandem import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from tandem import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from tandem.offline_answer import OfflineRequest
 from tandem.prompts import ReadPrompt
 
@@ -31,32 +30,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 @pytest.fixture(scope="module")
 def llm(model_folder: Path) -> LLM:
     return LLM(model=str(model_folder), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
-
-
-@pytest.fixture(scope="module")
-def exact_llm(model_folder: Path) -> LLM:
-    """As exact as transformers, and several times slower."""
-    return LLM(model=str(model_folder), dtype="float32", max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
-
-
-def at_rest(llm: LLM) -> bool:
-    """Every block is free or cached, and the books balance."""
-    blocks, problems = llm.llm_engine.audit()
-    return problems == [] and blocks.num_free + blocks.num_cached == blocks.num_blocks
-
-
-def test_answers_are_transformers_own_in_the_order_of_the_prompts(exact_llm: LLM, references: list[Reference]) -> None:
-    chosen = references[::3]
-    prompts = [list(reference.prompt_token_ids) for reference in chosen]
-    params = [
-        SamplingParams(temperature=0, max_tokens=len(reference.answer_token_ids), ignore_eos=True)
-        for reference in chosen
-    ]
-    outputs = exact_llm.generate(prompts, params)
-    assert [tuple(output.outputs[0].token_ids) for output in outputs] == [r.answer_token_ids for r in chosen]
-    assert [output.prompt_token_ids for output in outputs] == prompts
-    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
-    assert at_rest(exact_llm)
 
 
 def test_text_token_ids_and_lists_of_either(llm: LLM) -> None:
@@ -90,7 +63,6 @@ def test_prompts_in_vllms_dicts_and_in_arrays(llm: LLM) -> None:
     assert [output.prompt_token_ids for output in llm.generate(np.array([ids, ids]), greedy)] == [ids, ids]  # type: ignore[arg-type]
 
 
-CHAT = [{"role": "user", "content": "Hi"}]
 SHAPES = "must be a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 
@@ -148,24 +120,6 @@ def test_what_are_no_sampling_params_is_told_so(llm: LLM, params: Any, complaint
         llm.generate("a", params)
 
 
-@pytest.mark.parametrize(
-    ("messages", "given", "complaint"),
-    [
-        (None, {}, "messages must be a list of messages .*, is None"),
-        ("hi", {}, "messages must be a list of messages .*, is 'hi'"),
-        ({"role": "user", "content": "a"}, {}, "messages must be a list of messages"),
-        ([3], {}, "messages must be a list of messages .*, holds 3"),
-        ([], {"chat_template": 3}, "chat_template: must be a text, is 3"),
-        ([], {"chat_template_kwargs": 3}, "chat_template_kwargs: must be a dict, is 3"),
-        (CHAT, {"lora_request": LoRARequest([1])}, r"lora_request: lora_name: must be a text, is \[1\]"),  # type: ignore[arg-type]
-        ([], {"lora_request": 3}, "lora_request must be a LoRARequest, or one or None for each prompt, is 3"),
-    ],
-)
-def test_what_is_no_chat_is_told_what_one_is(llm: LLM, messages: Any, given: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        llm.chat(messages, GREEDY, **given)
-
-
 def test_without_max_tokens_the_context_ends_an_answer(llm: LLM) -> None:
     prompt = list(range(3000, 4019))
     (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
@@ -207,63 +161,6 @@ def test_what_goes_wrong_behind_a_stop_string_is_no_part_of_the_answer(llm: LLM)
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("One", "stop", ".")
 
 
-def test_chat_goes_through_the_template(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    (one,) = llm.chat(messages, GREEDY)
-    assert one.prompt is not None
-    assert "<|im_start|>user" in one.prompt
-    answer = one.outputs[0]
-    assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
-    assert len(llm.chat([messages, messages], GREEDY)) == 2
-    begun = [*messages, {"role": "assistant", "content": "The capital of"}]
-    (on,) = llm.chat(begun, GREEDY, continue_final_message=True)
-    assert (on.prompt, on.outputs[0].text) == (f"{one.prompt}The capital of", " France is Paris.")
-    (as_it_is,) = llm.chat(messages, GREEDY, add_generation_prompt=False)
-    assert f"{as_it_is.prompt}<|im_start|>assistant\n" == one.prompt
-    with pytest.raises(ValueError, match="continue_final_message: cannot be combined with add_generation_prompt"):
-        llm.chat(begun, GREEDY, continue_final_message=True, add_generation_prompt=True)
-    with pytest.raises(ValueError, match="continue_final_message: must be True or False, is 'no'"):
-        llm.chat(begun, GREEDY, continue_final_message="no")  # type: ignore[arg-type]
-
-
-def test_a_chat_tells_of_tools_and_of_calls(llm: LLM) -> None:
-    tool = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": {}}}
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    messages: list[Any] = [
-        {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "yes"},
-    ]  # fmt: skip
-    template = "{{ bos_token }}{{ tools | tojson }}{% for m in messages %}{{ m }}{% endfor %}"
-    (answer,) = llm.chat(messages, GREEDY, tools=[tool], chat_template=template)
-    assert answer.prompt is not None
-    assert answer.prompt.startswith("<|im_start|>[{")
-    # Arguments as JSON: as objects they would be shown in Python's words.
-    arguments = "'arguments': '{\"city\": \"Oslo\"}'"
-    for shown in (arguments, "'tool_call_id': 'c', 'name': 'weather'", '"description": "Now."'):
-        assert shown in answer.prompt
-    with pytest.raises(ValueError, match="tools: the chat template has no place for tools; give another one"):
-        llm.chat(messages[:1], GREEDY, tools=[tool])
-    for wrong in ("abc", tool, [{"x": 1}], [{"function": {"name": "f", "parameters": {1, 2}}}]):
-        with pytest.raises(ValueError, match="tools: "):
-            llm.chat(messages[:1], GREEDY, tools=wrong, chat_template=template)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"messages\[1\].tool_calls: cannot be shown to the model: .* has no place for tools"
-    ):
-        llm.chat(messages, GREEDY)
-    with pytest.raises(ValueError, match="a message has a role and a content"):
-        llm.chat([{"role": "user"}], GREEDY)
-
-
-def test_a_chat_has_variables_for_its_template(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", "reasoning": "So."}]
-    template = "{{ style }}{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
-    asked: dict[str, Any] = {"chat_template": template, "chat_template_kwargs": {"style": "Dry:"}}
-    (answer,) = llm.chat(messages, GREEDY, **asked)
-    assert answer.prompt == "Dry:HiSo.Yes."
-    with pytest.raises(ValueError, match="chat_template_kwargs: must not set messages, tools"):
-        llm.chat(messages, GREEDY, chat_template_kwargs={"tools": [], "messages": []})
-
-
 def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
     prompt = "Count: one, two, three,"
     (free,) = llm.generate(prompt, GREEDY)
@@ -272,59 +169,6 @@ def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
     answer = stopped.outputs[0]
     assert answer.text == free.outputs[0].text.split("six")[0]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "six")
-    assert at_rest(llm)
-
-
-def test_how_likely_tokens_were_is_as_transformers_sees_it(exact_llm: LLM, model_folder: Path) -> None:
-    """Drawn ones, with penalties and a bias: the numbers are the model's own all the same."""
-    asked = SamplingParams(max_tokens=12, seed=3, logprobs=3, repetition_penalty=1.2, logit_bias={198: 5}, top_k=9)
-    (output,) = exact_llm.generate("The capital of France is", asked)
-    answer = output.outputs[0]
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    token_ids = torch.tensor([output.prompt_token_ids + answer.token_ids])
-    with torch.inference_mode():
-        rows = model(token_ids).logits[0, len(output.prompt_token_ids) - 1 : -1].double().log_softmax(dim=-1)
-    assert answer.logprobs is not None
-    assert len(answer.logprobs) == len(answer.token_ids) == 12
-    for row, token_id, told in zip(rows, answer.token_ids, answer.logprobs, strict=True):
-        top = row.topk(3)
-        assert set(told) == {token_id, *top.indices.tolist()}
-        for each, logprob in told.items():
-            assert logprob.logprob == pytest.approx(float(row[each]), abs=2e-4)
-            assert logprob.rank == int((row > row[each]).sum()) + 1
-        assert told[token_id].decoded_token in answer.text
-    of_answer = sum(float(row[token_id]) for row, token_id in zip(rows, answer.token_ids, strict=True))
-    assert answer.cumulative_logprob == pytest.approx(of_answer, abs=1e-3)
-    assert max(told[t].rank for t, told in zip(answer.token_ids, answer.logprobs, strict=True)) > 1, "one was drawn"
-
-
-def test_how_likely_a_prompt_was_is_as_transformers_sees_it(model_folder: Path) -> None:
-    """In chunks, and again where all of it is cached."""
-    llm = LLM(
-        model=str(model_folder), dtype="float32", max_model_len=256, kv_cache_gib=0.1, num_threads=1,
-        prefill_chunk_tokens=24,
-    )  # fmt: skip
-    prompt = "The capital of France is Paris, and the capital of Japan is Tokyo. " * 4
-    asked = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=2, logprobs=0, n=2)
-    (output,) = llm.generate(prompt, asked)
-    (again,) = llm.generate(prompt, asked)
-    (cached,) = llm.generate(prompt, dataclasses.replace(asked, prompt_logprobs=None))
-    assert output.prompt_logprobs is not None
-    assert output.prompt_logprobs == again.prompt_logprobs
-    assert (again.num_cached_tokens, cached.prompt_logprobs) == (0, None)
-    assert cached.num_cached_tokens > 0
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    with torch.inference_mode():
-        rows = model(torch.tensor([output.prompt_token_ids])).logits[0].double().log_softmax(dim=-1)
-    nothing, *told = output.prompt_logprobs
-    assert nothing is None
-    assert len(told) == len(output.prompt_token_ids) - 1 > 48
-    for row, token_id, each in zip(rows[:-1], output.prompt_token_ids[1:], told, strict=True):
-        assert each is not None
-        assert set(each) == {token_id, *row.topk(2).indices.tolist()}
-        for alternative, logprob in each.items():
-            assert logprob.logprob == pytest.approx(float(row[alternative]), abs=2e-4)
-            assert logprob.rank == int((row > row[alternative]).sum()) + 1
     assert at_rest(llm)
 
 

@@ -1,0 +1,159 @@
+"""Grants that end before their blocks are committed, over every transport: nothing is written to these blocks any more,
+and they are freed once nothing can be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from kv_harness import DEADLINE_S, LEASE_S, Cluster, Receiving, assert_moved, over, until
+from nixl_marks import NIXL
+
+from kv_transfer import GrantGone, PeerUnreachable
+
+
+async def test_request_that_is_not_wanted_any_more(cluster: Cluster, receiving: Receiving) -> None:
+    receiving.is_wanted = False
+    push = await cluster.push(receiving.receiver.issue("router", [6], 0), [3])
+    with pytest.raises(GrantGone):
+        await push.commit(4, 1, [3])
+    assert len(receiving.committed) == 1
+    assert receiving.freed == []  # on_commit took the blocks
+
+
+async def test_commit_after_revoke(cluster: Cluster, receiving: Receiving) -> None:
+    grant = receiving.receiver.issue("router", [6], 0)
+    push = await cluster.push(grant, [3])
+    await push._writer.drain()
+    receiving.receiver.revoke(grant.grant_id)
+    with pytest.raises(GrantGone):
+        await push.commit(4, 1, [3])
+    assert receiving.committed == []
+    await until(receiving.has_freed)
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
+
+
+async def test_revoke_while_it_is_verified(
+    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = receiving.pool.digests
+    grant = receiving.receiver.issue("router", [6], 0)
+    loop = asyncio.get_running_loop()
+
+    def revoking_digests(block_ids: Any) -> Any:
+        found = digests(block_ids)
+        revoked = asyncio.run_coroutine_threadsafe(revoke(), loop)
+        revoked.result(DEADLINE_S)
+        return found
+
+    async def revoke() -> None:
+        receiving.receiver.revoke(grant.grant_id)
+
+    monkeypatch.setattr(receiving.pool, "digests", revoking_digests)
+    push = await cluster.push(grant, [3])
+    with pytest.raises(GrantGone):
+        await push.commit(4, 1, [3])
+    assert receiving.committed == []
+    await until(receiving.has_freed)
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
+
+
+@over("grpc", "local")  # one-sided writes are held off by quarantine, not dropped
+async def test_late_write_is_dropped_and_counted(cluster: Cluster, receiving: Receiving) -> None:
+    grant = receiving.receiver.issue("router", [6, 8], 0)
+    push = await cluster.sender.open(grant)
+    receiving.receiver.revoke(grant.grant_id)
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
+    again = receiving.receiver.issue("router", [8, 6], 0)  # the same blocks, to somebody else
+    push.write(0, 0, [3, 4])
+    with pytest.raises(GrantGone):
+        await push.commit(8, 1, [3, 4])
+    assert not receiving.pool.array.any()
+    assert receiving.receiver.counters.num_late_writes == 2
+    assert receiving.committed == []
+    other = await cluster.push(again, [10, 11])
+    await other.commit(8, 1, [10, 11])
+    assert_moved(cluster, receiving, [10, 11], [8, 6])
+
+
+@over("grpc")  # others have no writes on their way when the grant ends
+async def test_sender_stops_when_it_is_told(cluster: Cluster, receiving: Receiving) -> None:
+    grant = receiving.receiver.issue("router", [6, 8], 0)
+    push = await cluster.sender.open(grant)
+    receiving.receiver.revoke(grant.grant_id)
+    push.write(0, 0, [3, 4])
+    deadline_s = asyncio.get_running_loop().time() + DEADLINE_S
+    while receiving.receiver.counters.num_late_writes < 2:
+        assert asyncio.get_running_loop().time() < deadline_s
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # the word travels; if it came later, more would be counted than is sent below
+    for _ in range(20):
+        push.write(1, 0, [3, 4])
+    with pytest.raises(GrantGone):
+        await push.commit(8, 1, [3, 4])
+    assert receiving.receiver.counters.num_late_writes == 2
+
+
+async def test_open_after_revoke(cluster: Cluster, receiving: Receiving) -> None:
+    grant = receiving.receiver.issue("router", [6], 0)
+    receiving.receiver.revoke(grant.grant_id)
+    assert len(receiving.freed) == 1  # nobody could have begun to write
+    if cluster.transport in ("ipc", "nixl"):
+        with pytest.raises(GrantGone):  # before anything could be written
+            await cluster.sender.open(grant)
+    else:
+        with pytest.raises(GrantGone):
+            await cluster.push_and_commit(grant, [3])
+    assert not receiving.pool.array.any()
+
+
+async def test_abandon_ends_a_push(cluster: Cluster, receiving: Receiving) -> None:
+    grant = receiving.receiver.issue("router", [6], 0)
+    push = await cluster.push(grant, [3])
+    await push._writer.drain()
+    receiving.receiver.revoke(grant.grant_id)
+    assert len(receiving.freed) == (0 if cluster.transport in ("ipc", "nixl") else 1)
+    await push.abandon()
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
+    push.write(0, 0, [3])
+    await push.abandon()
+
+
+@over("ipc", NIXL)  # only one-sided pushes are waited for
+async def test_abandon_reaches_a_receiver_that_lost_the_stream(cluster: Cluster, receiving: Receiving) -> None:
+    grant = receiving.receiver.issue("router", [6], 0)
+    push = await cluster.push(grant, [3])
+    await push._writer.drain()
+    push._writer._stream.cancel()  # type: ignore[attr-defined]
+    receiving.receiver.revoke(grant.grant_id)
+    push.write(1, 0, [3])
+    with pytest.raises(PeerUnreachable, match=r"stream .* broke"):
+        await push._writer.drain()
+    await asyncio.wait_for(push.abandon(), LEASE_S / 2)
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
+
+
+async def test_abandoned_grant_takes_another_sender(cluster: Cluster, receiving: Receiving) -> None:
+    grant = receiving.receiver.issue("router", [6], 0)
+    await (await cluster.push(grant, [3])).abandon()
+    assert receiving.freed == []
+    push = await cluster.push(grant, [5])
+    await push.commit(4, 1, [5])
+    assert_moved(cluster, receiving, [5], [6])
+
+
+async def test_lease_ends_with_its_owners_silence(cluster: Cluster) -> None:
+    receiving = await cluster.add_receiving(lease_s=0.4)
+    silent = receiving.receiver.issue("silent", [1], 0)
+    receiving.receiver.issue("alive", [2], 0)
+    deadline_s = asyncio.get_running_loop().time() + DEADLINE_S
+    while not receiving.has_freed.is_set():
+        assert asyncio.get_running_loop().time() < deadline_s
+        receiving.receiver.renew("alive")
+        await asyncio.sleep(0.05)
+    assert [freed.grant_id for freed in receiving.freed] == [silent.grant_id]
+    assert receiving.receiver.counters.num_expired_leases == 1
+    receiving.receiver.drop_owner("alive")
+    assert [freed.block_ids for freed in receiving.freed] == [(1,), (2,)]
+    assert receiving.receiver.counters.num_expired_leases == 1
