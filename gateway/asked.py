@@ -16,7 +16,16 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from gateway.names import named, renamed
@@ -46,6 +55,14 @@ def only(*neutral: Any, instead: str = "") -> Any:
 def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
     """vLLM's words for the form of an answer."""
     return None if value is None else StructuredOutputsParams.of(value)
+
+
+def check_is_one_form(info: ValidationInfo, name: str = "") -> None:
+    """For the validator of a field with another server's words for the form of an answer, declared after
+    `structured_outputs`; `name`: of the part that says it. Raises `ValueError` where it is given in both words."""
+    if info.data.get("structured_outputs") is not None:
+        text = "cannot be combined with structured_outputs, which says the same in other words"
+        raise ValueError(f"{name} {text}".lstrip())
 
 
 def check_fairness_id(value: str) -> str:

@@ -17,7 +17,17 @@ from pydantic import (
     field_validator,
 )
 
-from gateway.asked import AT_START, MAX_MESSAGES, MAX_TOOLS, Asked, Known, Listed, NumAlternatives, only
+from gateway.asked import (
+    AT_START,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Asked,
+    Known,
+    Listed,
+    NumAlternatives,
+    check_is_one_form,
+    only,
+)
 from gateway.effort import Effort, effort_variables
 from gateway.names import name_in_body
 from gateway.texts import role_of, text_of, text_or_parts
@@ -166,8 +176,8 @@ class AskedForChoices(Asked):
     @field_validator("response_format")
     @classmethod
     def _check_response_format(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and info.data.get("structured_outputs") is not None:
-            raise ValueError("cannot be combined with structured_outputs, which says the same in other words")
+        if value is not None:
+            check_is_one_form(info)
         return value
 
     @field_validator("prompt_logprobs")

@@ -31,6 +31,7 @@ from registry.connection import REDIS_FAILURES, open_redis
 from rpc.channel import open_channel
 from rpc.keys import keyed
 from rpc.server import split_address
+from tandem.client_base import INFERENCE_SERVICE
 from tandem.cluster_args import (
     GATEWAY,
     REDIS,
@@ -48,7 +49,6 @@ from tandem.supervision import ProcessError, ProcessEvent, RestartPolicy, Superv
 
 T = TypeVar("T")
 
-INFERENCE_SERVICE = "tandem.v1.Inference"
 STATUS_INTERVAL_S = 0.1
 """Between two looks at the router's list of workers, at the start only."""
 KILL_MARGIN_S = 5.0

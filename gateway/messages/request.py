@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gateway.asked import AT_START, MAX_MESSAGES, MAX_TOOLS, Asked, FairnessId, Listed, WithoutNulls, only
+from gateway.asked import (
+    AT_START,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Asked,
+    FairnessId,
+    Listed,
+    WithoutNulls,
+    check_is_one_form,
+    only,
+)
 from gateway.effort import Effort, thinking_variables
 from gateway.messages.input import MessageParam, System, messages_of
 from gateway.placed import PlacedMessage, place_of
@@ -197,8 +207,8 @@ class AskedOfMessages(Asked):
     @field_validator("output_config")
     @classmethod
     def _check_output_config(cls, value: OutputConfig | None, info: ValidationInfo) -> OutputConfig | None:
-        if value is not None and value.format is not None and info.data.get("structured_outputs") is not None:
-            raise ValueError("format cannot be combined with structured_outputs, which says the same in other words")
+        if value is not None and value.format is not None:
+            check_is_one_form(info, "format")
         return value
 
 

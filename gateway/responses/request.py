@@ -23,6 +23,7 @@ from gateway.asked import (
     Mapped,
     NumAlternatives,
     WithoutNulls,
+    check_is_one_form,
     only,
 )
 from gateway.effort import Effort, effort_variables
@@ -229,9 +230,8 @@ class ResponseRequest(Asked):
     @field_validator("text")
     @classmethod
     def _check_text(cls, value: TextConfig | None, info: ValidationInfo) -> TextConfig | None:
-        is_form = value is not None and value.format is not None and value.format.type != "text"
-        if is_form and info.data.get("structured_outputs") is not None:
-            raise ValueError("format cannot be combined with structured_outputs, which says the same in other words")
+        if value is not None and value.format is not None and value.format.type != "text":
+            check_is_one_form(info, "format")
         return value
 
     @field_validator("top_logprobs")

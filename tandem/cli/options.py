@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import click
 
@@ -11,12 +14,19 @@ from rpc.tls import ClientTLS
 from tandem.client import DEFAULT_ADDRESS
 from tandem.client_base import checked_address
 
+T = TypeVar("T")
 
-def _router_of(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    try:
-        return checked_address(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+
+def _read_by(read: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str], T]:
+    """What `read` makes of a value, or why it makes nothing, said as of the option."""
+
+    def callback(context: click.Context, parameter: click.Parameter, value: str) -> T:
+        try:
+            return read(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
 
 
 router_option = click.option(
@@ -27,17 +37,9 @@ router_option = click.option(
     show_default=True,
     show_envvar=True,
     metavar="HOST:PORT",
-    callback=_router_of,
+    callback=_read_by(checked_address),
     help="The router to talk to.",
 )
-
-
-def _key_of(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    try:
-        return first_key("the key", value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
 
 key_option = click.option(
     "--api-key",
@@ -46,17 +48,9 @@ key_option = click.option(
     envvar="TANDEM_API_KEY",
     show_envvar=True,
     metavar="KEY",
-    callback=_key_of,
+    callback=_read_by(partial(first_key, "the key")),
     help="The router's key, if it requires one. Of several, separated by spaces, the first is used.",
 )
-
-
-def _tls_of(context: click.Context, parameter: click.Parameter, value: str) -> ClientTLS | None:
-    try:
-        return ClientTLS.of_files(ca=value) if value else None
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
 
 tls_option = click.option(
     "--ssl-ca-certs",
@@ -65,7 +59,7 @@ tls_option = click.option(
     envvar="TANDEM_SSL_CA_CERTS",
     show_envvar=True,
     metavar="FILE",
-    callback=_tls_of,
+    callback=_read_by(lambda path: ClientTLS.of_files(ca=path) if path else None),
     help="PEM file of the CA that signed the router's certificate. With it, the router is called over TLS.",
 )
 
