@@ -1,4 +1,5 @@
-"""Turns a GGUF file into a Hugging Face folder: config.json, bfloat16 safetensors, tokenizer, chat template.
+"""Turns a GGUF file into a Hugging Face folder: config.json, safetensors, tokenizer, chat template. Weights become
+bfloat16, or, where the file is asked for by name, stay in its 4 bits (gguf_int4.py).
 
 Done once per file. transformers reads the file (tensors, their order, tokenizer) and is imported here alone: it costs
 seconds that a start from a converted folder does not pay.
@@ -13,12 +14,19 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from safetensors import SafetensorError
 
 from engine.cache_dir import build_once, report
+from engine.models.stored_weights import OWN
 
+GROUP_SIZE = 32
+"""Of all of the file's forms in 4 bits."""
+
+FORM = "v2"
+"""Of a converted folder: raised when what is written changes."""
 _TOKENIZER_FIELDS_OF_THIS_MACHINE = ("is_local", "local_files_only")
 
 
@@ -28,19 +36,20 @@ def convert_gguf_file(gguf_file: Path, download_dir: Path) -> Path:
     with gguf_file.open("rb") as file:
         while chunk := file.read(1 << 24):
             digest.update(chunk)
-    name = f"{gguf_file.stem}-{digest.hexdigest()}"
+    name = f"{gguf_file.stem}-{digest.hexdigest()}-{FORM}"
     try:
-        return build_once(download_dir, name, lambda folder: convert_gguf(gguf_file, folder))
+        return build_once(download_dir, name, lambda folder: convert_gguf(gguf_file, folder, keeps_int4=True))
     except OSError as error:
         raise ValueError(f"{gguf_file} cannot be converted: {download_dir} cannot be written: {error}") from error
 
 
-def convert_gguf(gguf_file: Path, folder: Path) -> None:
-    """Write the model of `gguf_file` into the existing `folder`.
+def convert_gguf(gguf_file: Path, folder: Path, *, keeps_int4: bool = False) -> None:
+    """Write the model of `gguf_file` into the existing `folder`. `keeps_int4`: products of layers that are in 4 bits
+    stay so, in models of our own decoders.
 
     Raises `ValueError` where transformers cannot read the file.
     """
-    report(f"converting {gguf_file.name} to bfloat16 safetensors (once; takes about a quarter of a minute)")
+    report(f"converting {gguf_file.name} to safetensors (once; takes about a quarter of a minute)")
     import torch
     import transformers
 
@@ -52,21 +61,39 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
                 **place, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+            tensors = model.state_dict()
+            num_kept = _keep_int4(gguf_file, model, tensors) if keeps_int4 else 0
     except (ValueError, KeyError, NotImplementedError, RuntimeError, OSError, struct.error) as error:
         raise ValueError(f"{gguf_file} cannot be converted: {error}") from error
     report("writing model.safetensors and tokenizer.json")
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=tensors)
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{gguf_file} cannot be converted: {folder} cannot be written: {error}") from error
     _edit_json(folder / "config.json", drop=("quantization_config", "_name_or_path", "_model_name_or_path"))
+    if num_kept:
+        report(f"{num_kept} weights stay in 4 bits, as they are in the file")
+        own = {"quant_method": OWN, "group_size": GROUP_SIZE}
+        _edit_json(folder / "config.json", add={"quantization_config": own})
     _edit_json(folder / "tokenizer_config.json", drop=_TOKENIZER_FIELDS_OF_THIS_MACHINE)
     eos = json.loads((folder / "config.json").read_text()).get("eos_token_id")
     generation = folder / "generation_config.json"
     settings = json.loads(generation.read_text()) if generation.is_file() else {}
     if settings.get("eos_token_id") is None and eos is not None:
         generation.write_text(json.dumps(settings | {"eos_token_id": eos}, indent=2) + "\n")
+
+
+def _keep_int4(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> int:
+    """How many. None of a model that transformers' code computes, which has no product for them."""
+    import gguf
+
+    from engine.model_loader.gguf_int4 import keep_int4
+    from engine.models import ARCHITECTURES
+
+    if type(model).__name__ not in ARCHITECTURES:
+        return 0
+    return keep_int4(gguf.GGUFReader(gguf_file), tensors, model.config.num_hidden_layers)
 
 
 @contextmanager
@@ -95,6 +122,6 @@ def _collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-def _edit_json(path: Path, *, drop: tuple[str, ...]) -> None:
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({key: value for key, value in content.items() if key not in drop}, indent=2) + "\n")
+def _edit_json(path: Path, *, drop: tuple[str, ...] = (), add: dict[str, Any] | None = None) -> None:
+    content = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop}
+    path.write_text(json.dumps(content | (add or {}), indent=2) + "\n")

@@ -4,6 +4,7 @@
     gptq, gptq_v2    qweight [K / 8, N], of neighbouring K  qzeros [G, N / 8]                      scales [G, N]
     awq              qweight [K, N / 8], of N in AWQ_ORDER  qzeros [G, N / 8], in AWQ_ORDER        scales [G, N]
     pack-quantized   weight_packed [N, K / 8]               weight_zero_point [N / 8, G], or none  weight_scale [N, G]
+    tandem-int4      an `Int4Weight`: packed, scale and offset; of GGUF files (engine/model_loader/gguf_int4.py)
 
 Names stand in place of `weight`; a tensor `weight` is plain. What is first in a word is in its lowest bits. A number is
 (integer - zero point) * scale; gptq stores zero points less one, and pack-quantized without them has 8. Which group an
@@ -22,7 +23,7 @@ import torch
 
 from engine.int4_weight import INT4_GRAIN, Int4Weight, quantize_int4
 from engine.model_loader.weights import PLAIN_DTYPES, DummyWeights, SafetensorsWeights
-from engine.models.stored_weights import AS_STORED, CT_PACKED, StoredWeights
+from engine.models.stored_weights import AS_STORED, CT_PACKED, OWN, StoredWeights
 from engine.weight import Weight, dequantized
 
 IN_WORD = 8
@@ -48,6 +49,10 @@ class Names:
 
 NAMES = Names("qweight", "qzeros", "scales", "g_idx")
 CT_NAMES = Names("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx")
+OWN_NAMES = ("packed", "scale", "offset")
+
+
+_NAMES_OF = {CT_PACKED: CT_NAMES, OWN: Names(*OWN_NAMES[:2], OWN_NAMES[2], "")}
 
 
 class Int4Weights(SafetensorsWeights):
@@ -55,7 +60,7 @@ class Int4Weights(SafetensorsWeights):
         """`quantization`: of the engine's products, resolved; but for "stored" and "int4" weights are widened."""
         super().__init__(folder, dtype, device)
         self._packing = stored.packing
-        self._names = CT_NAMES if stored.packing == CT_PACKED else NAMES
+        self._names = _NAMES_OF.get(stored.packing, NAMES)
         self._keeps = quantization in (AS_STORED, "int4")
         for suffix in NOT_NEEDED:
             super().ignore(suffix)
@@ -73,7 +78,7 @@ class Int4Weights(SafetensorsWeights):
     def ignore(self, suffix: str) -> None:
         super().ignore(suffix)
         if suffix.endswith(".weight"):
-            for ending in self._names.all():
+            for ending in filter(None, self._names.all()):
                 super().ignore(_beside(suffix, ending))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -84,6 +89,8 @@ class Int4Weights(SafetensorsWeights):
     def _unpack(self, name: str, shape: tuple[int, int]) -> Weight:
         """Raises `ValueError` where a tensor does not fit."""
         num_outputs, num_inputs = shape
+        if self._packing == OWN:
+            return self._take_own(name, shape)
         if num_inputs % IN_WORD or (num_outputs % IN_WORD and self._packing != CT_PACKED):
             raise ValueError(f"{name} is in 4 bits, and its sizes {shape} are no multiples of {IN_WORD}")
         scale_NG = self._scales(name, shape)
@@ -95,6 +102,14 @@ class Int4Weights(SafetensorsWeights):
         if group_of is None:
             return Int4Weight.of_integers(integers_NK, scale_NG, offset_NG, self.dtype)
         return (integers_NK * scale_NG[:, group_of] + offset_NG[:, group_of]).to(self.dtype)
+
+    def _take_own(self, name: str, shape: tuple[int, int]) -> Int4Weight:
+        packed, scale, offset = (self._read_beside(_beside(name, ending)) for ending in OWN_NAMES)
+        weight = Int4Weight(packed, scale, offset, self.dtype)
+        is_whole = scale.ndim == 2 and scale.shape == offset.shape and scale.shape[1] > 0
+        if tuple(packed.shape) != (shape[0], shape[1] // 2) or not is_whole or shape[1] % (2 * scale.shape[1]):
+            raise ValueError(f"{self._folder}: {name} is in 4 bits of other sizes than {shape}; convert the file again")
+        return weight
 
     def _integers(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
         """[N, K], 0 to 15."""

@@ -17,6 +17,8 @@ KNOWN = (
 )
 CT_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 CT_PACKED = "pack-quantized"
+OWN = "tandem-int4"
+"""Of GGUF files that were converted here."""
 CT_STRATEGIES = ("tensor", "channel", "block")
 CT_ORDERS = (None, "static", "weight", "group", "dynamic")
 """In which columns were quantised: with the last two, which are the same, groups are not of neighbours."""
@@ -61,6 +63,8 @@ class StoredWeights:
             return _of_gptq(config)
         if method == "awq":
             return _of_awq(config)
+        if method == OWN:
+            return StoredWeights(quantizations=("int4",), packing=OWN, group_size=_group_size(config))
         raise _unsupported("quant_method", method)
 
 

@@ -1,0 +1,121 @@
+"""Weights of a GGUF file that stay in its 4 bits: Q4_0, Q4_1 and Q4_K, each 32 numbers with a scale and an offset.
+
+transformers reads the file, names its tensors and puts rows of heads in another order. What it makes of a tensor is
+compared with the tensor: where rows are the same, in whatever order, their blocks are kept in that order, so that what
+is kept stands for the very numbers that were read. A file's other forms (5, 6 and 8 bits) are widened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from engine.int4_weight import Int4Weight
+from engine.model_loader.gguf import GROUP_SIZE
+from engine.model_loader.int4_weights import OWN_NAMES
+
+Blocks = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Of rows: integers 0 to 15 [rows, groups, 32], scales and offsets [rows, groups] in float32."""
+
+
+def keep_int4(reader: Any, tensors: dict[str, torch.Tensor], num_layers: int) -> int:
+    """Put what stands for them in 4 bits in the place of `tensors`, by their Hugging Face names in bfloat16, where the
+    file has them so. Returns how many."""
+    kept = 0
+    for name, stored in _tensors_of(reader, [*tensors], num_layers):
+        wide = tensors[name]
+        weight = Int4Weight.of_integers(*_as_torch(_UNPACK[stored.tensor_type.name](stored.data)), torch.bfloat16)
+        if (len(weight), weight.num_inputs) != tuple(wide.shape):
+            continue
+        order = _order_of(wide, weight.dequantized())
+        if order is None:
+            continue
+        del tensors[name]
+        beside = (weight.packed[order], weight.scale[order], weight.offset[order])
+        for ending, tensor in zip(OWN_NAMES, beside, strict=True):
+            tensors[name.removesuffix("weight") + ending] = tensor.contiguous()
+        kept += 1
+    return kept
+
+
+def _tensors_of(reader: Any, names: list[str], num_layers: int) -> Iterator[tuple[str, Any]]:
+    """Those in 4 bits, with their Hugging Face names."""
+    import gguf
+
+    of_name = {tensor.name: tensor for tensor in reader.tensors}
+    field = reader.get_field("general.architecture")
+    architecture = field.contents() if field is not None else None
+    archs = [arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture]
+    if not archs:
+        return
+    map_ = gguf.get_tensor_name_map(archs[0], num_layers)
+    for name in names:
+        stem = map_.get_name(name.removesuffix(".weight")) if name.endswith("proj.weight") else None
+        tensor = of_name.get(f"{stem}.weight")
+        if tensor is not None and tensor.tensor_type.name in _UNPACK:
+            yield name, tensor
+
+
+def _order_of(wide: torch.Tensor, stored: torch.Tensor) -> torch.Tensor | None:
+    """The rows of `stored` that those of `wide` are; None where one is none of them."""
+    if torch.equal(wide, stored):
+        return torch.arange(len(wide))
+    row_of = {digest: row for row, digest in enumerate(_digests(stored))}
+    rows = [row_of.get(digest) for digest in _digests(wide)]
+    order = torch.tensor([row for row in rows if row is not None])
+    return order if len(order) == len(rows) and torch.equal(wide, stored[order]) else None
+
+
+def _digests(weight: torch.Tensor) -> list[bytes]:
+    """Of rows. Zero has two signs, and is one number."""
+    return [xxhash.xxh3_128_digest(row) for row in (weight + 0.0).contiguous().view(torch.int16).numpy()]
+
+
+def _as_torch(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    integers, scale, offset = (torch.from_numpy(np.ascontiguousarray(each)) for each in blocks)
+    return integers.flatten(1), scale, offset
+
+
+def _halves(data: np.ndarray) -> np.ndarray:
+    """[…, n] bytes -> […, 2 * n]: the lower halves of all, then the upper ones."""
+    return np.concatenate((data & 15, data >> 4), axis=-1)
+
+
+def _floats(data: np.ndarray) -> np.ndarray:
+    """[…, 2] bytes of a float16 -> […] float32."""
+    return np.ascontiguousarray(data).view(np.float16)[..., 0].astype(np.float32)
+
+
+def _q4_0(data: np.ndarray) -> Blocks:
+    """A scale, 16 bytes; zero is 8."""
+    blocks = data.reshape(len(data), -1, 18)
+    scale = _floats(blocks[:, :, :2])
+    return _halves(blocks[:, :, 2:]), scale, -8 * scale
+
+
+def _q4_1(data: np.ndarray) -> Blocks:
+    """A scale, the smallest number, 16 bytes."""
+    blocks = data.reshape(len(data), -1, 20)
+    return _halves(blocks[:, :, 4:]), _floats(blocks[:, :, :2]), _floats(blocks[:, :, 2:4])
+
+
+def _q4_k(data: np.ndarray) -> Blocks:
+    """256 numbers: a scale of scales, one of what is subtracted, 8 of either in 6 bits in 12 bytes, 128 bytes. The
+    first four of each have their 6 bits in a byte, whose upper two are those of the last four; the lower four of these
+    are halves of the last four bytes."""
+    blocks = data.reshape(len(data), -1, 144)
+    first, second, last = (blocks[:, :, at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate((first & 63, (last & 15) | (first >> 6 << 4)), axis=-1).astype(np.float32)
+    less = np.concatenate((second & 63, (last >> 4) | (second >> 6 << 4)), axis=-1).astype(np.float32)
+    scale = _floats(blocks[:, :, :2])[:, :, None] * scales
+    offset = -(_floats(blocks[:, :, 2:4])[:, :, None] * less)
+    integers = _halves(blocks[:, :, 16:].reshape(*blocks.shape[:2], 4, 32))
+    rows = len(data)
+    return integers.reshape(rows, -1, GROUP_SIZE), scale.reshape(rows, -1), offset.reshape(rows, -1)
+
+
+_UNPACK: dict[str, Callable[[np.ndarray], Blocks]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
