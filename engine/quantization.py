@@ -11,7 +11,7 @@ Products of layers alone: embeddings, norms and the logits' product keep the mod
     int4     weights alone, with a scale and an offset for each group of inputs (engine/int4_weight.py), on any device
     stored   each weight as it is in the checkpoint: one of these, or 8 bits with a scale for each group of inputs
              (weights alone), or plain where the checkpoint has left it so; a mixture's experts, in whatever 8 bits,
-             weights alone (engine/models/expert_products.py), and never in 4
+             weights alone (engine/models/expert_products.py), and in 4 on a CPU alone
 
 What is stored depends on the weights and nothing else, so that two engines with equal weights compute with equal ones.
 
@@ -74,7 +74,7 @@ def resolve_quantization(
     why = _why_widened(stored, device=device, capability=capability, dtype=dtype, model=model, has_kernels=has_kernels)
     if why:
         report(f"weights in {stored.name} are widened to {dtype}: {why}")
-    elif model.has_experts and "int4" in stored.quantizations:
+    elif device != "cpu" and model.has_experts and "int4" in stored.quantizations:
         report(f"experts in int4 are widened to {dtype}: no kernel here multiplies with them as they are")
     return "none" if why else AS_STORED
 
@@ -122,7 +122,7 @@ def _fits_cpu_kernels(stored: StoredWeights, model: ModelShape) -> bool:
     """They multiply with integers that have a scale an output, or in 4 bits one a group of inputs."""
     if stored.quantizations == ("int4",):
         return True
-    return stored.quantizations == ("int8",) and stored.block is None and not model.has_experts and model.mla is None
+    return stored.quantizations == ("int8",) and stored.block is None and model.mla is None
 
 
 def _why_no_groups(model: ModelShape) -> str:

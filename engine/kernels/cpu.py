@@ -9,7 +9,7 @@ Shapes: T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.attention.cpu_backend import CpuPlan
 from engine.int4_weight import Int4Weight
 from engine.layers import GatedLinear, Linear, RMSNorm
-from engine.models.expert_products import ExpertProducts
+from engine.models.expert_products import ExpertProducts, ExpertWeight
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
 from engine.models.layer import DecoderLayer, LayerStack, OnLayer, PlainLayers
@@ -128,17 +128,24 @@ def _side_by_side(gate_and_up: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(sixteens, dim=1).flatten(0, 2)
 
 
+def _of_even_size(weight: ExpertWeight) -> ExpertWeight:
+    """Products take inputs in pairs: where a last one is alone, zeros beside it, which nothing comes out of."""
+    gate, up, down = weight
+    if len(gate) % 2 == 0:
+        return weight
+    gate, up = (F.pad(dequantized(each), (0, 0, 0, 1)) for each in (gate, up))
+    return gate, up, F.pad(dequantized(down), (0, 1))
+
+
 class PanelExperts(ExpertProducts):
     """One expert after the other, each of which reads its weights once for all its rows."""
 
     reads_back = True
 
-    def __init__(self, gate_up_EXD: torch.Tensor, down_EDI: torch.Tensor) -> None:
-        """X: gate above up."""
-        gates_EID, ups_EID = gate_up_EXD.chunk(2, dim=1)
+    def __init__(self, weights: Iterable[ExpertWeight]) -> None:
         self._experts = [
             (PanelGatedLinear(gate, up, None, None), PanelLinear(down))
-            for gate, up, down in zip(gates_EID, ups_EID, down_EDI, strict=True)
+            for gate, up, down in map(_of_even_size, weights)
         ]
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -235,7 +242,7 @@ KERNEL_PARTS = Parts(
     KernelRMSNorm,
     fastest_stack,
     scores=PanelLogits,
-    plain_experts=PanelExperts,
+    each_expert=PanelExperts,
 )
 QUANTIZED_KERNEL_PARTS = {
     "int8": replace(KERNEL_PARTS, linear=Int8PanelLinear, gated_linear=Int8PanelGatedLinear),

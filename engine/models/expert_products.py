@@ -126,6 +126,10 @@ def sum_of_experts(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TA: torch.
     return (y_TAD * weights_TA.unsqueeze(-1)).sum(dim=1).to(y_RD.dtype)
 
 
+ExpertWeight = tuple[Weight, Weight, Weight]
+"""Gate, up and down of one expert: [I, D] twice, and [D, I]."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The weights of a layer's experts, by their names: `name`.<expert>.<product>.weight."""
@@ -140,6 +144,14 @@ class ExpertWeights:
         gate_up = ScaledStack.of(self._gate_up(), self.config.num_experts)
         down = None if gate_up is None else ScaledStack.of(self._down(), self.config.num_experts)
         return None if gate_up is None or down is None else (gate_up, down)
+
+    def take_each(self) -> Iterator[ExpertWeight]:
+        """One expert after the other, each weight as it is stored."""
+        D, I = self.hidden_size, self.config.intermediate_size  # noqa: E741
+        shapes = dict(zip(self.config.products, ((I, D), (I, D), (D, I)), strict=True))
+        for e in range(self.config.num_experts):
+            gate, up, down = (self.weights.take_product(self._name(e, name), shape) for name, shape in shapes.items())
+            yield gate, up, down
 
     def take_plain(self) -> tuple[torch.Tensor, torch.Tensor]:
         """([E, 2 I, D], [E, D, I]), padded by zeros, which nothing comes out of."""

@@ -6,7 +6,7 @@ objects of them from weights, by their Hugging Face names. Neither keeps a tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from engine.model_loader.weights import Weights
 from engine.models.expert_choice import ChooseExperts, choose_experts
 from engine.models.expert_products import (
     ExpertProducts,
+    ExpertWeight,
     ExpertWeights,
     PlainExperts,
     ScaledExperts,
@@ -56,6 +57,8 @@ class Parts:
     head_products: type[HeadProducts] = HeadProducts
     """Of latent attention."""
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
+    each_expert: Callable[[Iterator[ExpertWeight]], ExpertProducts] | None = None
+    """Of experts whose weights are kept one by one, as stored; None: all are stacked, as one of the two around this."""
     scaled_experts: type[ScaledExperts] = ScaledExperts
     """Experts whose weights are in 8 bits."""
     four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
@@ -113,8 +116,10 @@ class PartsFactory:
         return adapters.adapt_gated(gated_linear, self.parts.linear, {gate: outputs, up: outputs}, inputs)
 
     def experts(self, name: str, config: ExpertsConfig, hidden_size: int) -> ExpertProducts:
-        """In 8 bits where the weights of all are, and alike."""
+        """As stored where each is kept for itself; else in 8 bits where the weights of all are, and alike."""
         weights = ExpertWeights(self.weights, name, config, hidden_size)
+        if self.parts.each_expert is not None:
+            return self.parts.each_expert(weights.take_each())
         stacks = weights.take_scaled()
         return self.parts.plain_experts(*weights.take_plain()) if stacks is None else self.parts.scaled_experts(*stacks)
 

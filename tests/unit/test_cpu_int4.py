@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from engine.int4_weight import Int4Weight
 from engine.kernels.build import load_cpu_kernels
-from engine.kernels.cpu import Int4PanelGatedLinear, Int4PanelLinear, PanelGatedLinear, PanelLinear
+from engine.kernels.cpu import Int4PanelGatedLinear, Int4PanelLinear, PanelExperts, PanelGatedLinear, PanelLinear
 from engine.kernels.cpu_adapters import packed, sixteens_of
 from engine.lora.adapters import AddedPart
 from engine.weight import as_int4
@@ -126,6 +126,32 @@ def test_a_gate_in_another_form_than_what_it_is_for(which: int, other: str) -> N
     weights[which] = coarse if other == "coarse" else narrow.dequantized()
     wide = [each if isinstance(each, torch.Tensor) else each.dequantized() for each in weights]
     assert torch.equal(PanelGatedLinear(*weights, None, None)(x), PanelGatedLinear(*wide, None, None)(x))
+
+
+def test_experts_are_kept_in_4_bits() -> None:
+    x, *_ = case(9, 64, 1, 32)
+    sizes = [(64, 96), (64, 96), (96, 64)]
+    narrow = [[case(e, num_in, num_out, 32)[1] for num_in, num_out in sizes] for e in range(3)]
+    wide = [[each.dequantized() for each in expert] for expert in narrow]
+    experts = PanelExperts((gate, up, down) for gate, up, down in narrow)
+    assert all(product.panels.dtype == torch.uint8 for pair in experts._experts for product in pair)
+    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+    expected = PanelExperts((gate, up, down) for gate, up, down in wide)(x, ends)
+    assert torch.equal(experts(x, ends), expected)
+
+
+@pytest.mark.parametrize("size", [31, 32])
+def test_experts_of_any_size(size: int) -> None:
+    """Of an odd one, too: products take inputs in pairs."""
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(7, 64, generator=generator).to(BFLOAT16)
+    shapes = [(size, 64), (size, 64), (64, size)]
+    experts = [[(torch.randn(shape, generator=generator) / 8).to(BFLOAT16) for shape in shapes] for _ in range(2)]
+    y = PanelExperts((gate, up, down) for gate, up, down in experts)(x, torch.tensor([3, 7], dtype=torch.int32))
+    for rows, (gate, up, down) in ((slice(0, 3), experts[0]), (slice(3, 7), experts[1])):
+        own = x[rows].double()
+        expected = linear(silu(linear(own, gate.double())) * linear(own, up.double()), down.double())
+        torch.testing.assert_close(y[rows].double(), expected, rtol=2**-5, atol=2**-5)
 
 
 @pytest.mark.parametrize(
