@@ -1,8 +1,8 @@
 """A TCP proxy in front of one server, which misbehaves when it is told to: delays, drips, damages, freezes, cuts.
 
     clients ──connection──> FaultyProxy ──connection──> target
-                                │  pump up: delay, drip, damage      (what clients send: commands, KV)
-                                └─ pump down: delay, freeze          (what the server answers)
+                                │  pump up: delay, freeze, drip, damage      (what clients send: commands, KV)
+                                └─ pump down: delay, freeze                  (what the server answers)
 
 Runs on an event loop of its own thread; its methods may be called from any thread, and take effect for all connections,
 those that exist included. Owns its connections: `close` ends them.
@@ -17,10 +17,20 @@ import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from enum import Enum
 
 CHUNK_BYTES = 64 * 1024
 MIN_DAMAGED_BYTES = 16 * 1024
 """Smaller pieces are not damaged: they hold commands, those of a burst of requests among them; larger ones hold KV."""
+
+
+class Direction(Enum):
+    UP = "from clients to the server"
+    DOWN = "from the server to clients"
+
+    @property
+    def opposite(self) -> Direction:
+        return Direction.DOWN if self is Direction.UP else Direction.UP
 
 
 class FaultyProxy:
@@ -50,7 +60,7 @@ class FaultyProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy", daemon=True)
         self._thread.start()
-        self._flows = asyncio.Event()
+        self._flows = {direction: asyncio.Event() for direction in Direction}
         self._server = self._call(self._listen())
         host, port = self._server.sockets[0].getsockname()
         self.address = f"{host}:{port}"
@@ -69,12 +79,16 @@ class FaultyProxy:
         """One bit of each of the next so many large pieces that clients send is turned over."""
         self._num_to_damage = num_pieces
 
-    def freeze(self) -> None:
-        """Nothing flows any more, and nobody is told: a partition."""
-        self._do(self._flows.clear)
+    def freeze(self, *directions: Direction) -> None:
+        """Nothing flows any more in these directions (none named: in both), and nobody is told: a partition. That a
+        connection has ended is not told either, to whom it would be told that way."""
+        for direction in directions or Direction:
+            self._do(self._flows[direction].clear)
 
     def thaw(self) -> None:
-        self._do(self._flows.set)
+        """Whatever was held up arrives now."""
+        for flows in self._flows.values():
+            self._do(flows.set)
 
     def cut(self) -> None:
         """Reset all connections. New ones are served."""
@@ -95,6 +109,7 @@ class FaultyProxy:
         self.thaw()
 
     def close(self) -> None:
+        self.thaw()
         self._call(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -103,7 +118,8 @@ class FaultyProxy:
     # -- connections --------------------------------------------------------------------------------------------
 
     async def _listen(self) -> asyncio.Server:
-        self._flows.set()
+        for flows in self._flows.values():
+            flows.set()
         return await asyncio.start_server(self._accept, "127.0.0.1", 0)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -126,8 +142,8 @@ class FaultyProxy:
             return
         self._writers.add(up_writer)
         pumps = [
-            asyncio.create_task(self._pump(reader, up_writer, is_up=True)),
-            asyncio.create_task(self._pump(up_reader, writer, is_up=False)),
+            asyncio.create_task(self._pump(reader, up_writer, Direction.UP)),
+            asyncio.create_task(self._pump(up_reader, writer, Direction.DOWN)),
         ]
         await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         for pump in pumps:
@@ -137,21 +153,25 @@ class FaultyProxy:
             end.close()
             self._writers.discard(end)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
-        try:
-            while piece := await reader.read(CHUNK_BYTES):
-                if self._delay_s:
-                    self.num_delayed += 1
-                    await asyncio.sleep(self._delay_s)
-                if not self._flows.is_set():
-                    self.num_frozen += 1
-                    await self._flows.wait()
-                writer.write(self._on_way_up(piece) if is_up else piece)
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction) -> None:
+        """Until one end is gone, and the other may know."""
+        flows = self._flows[direction]
+        while piece := await _read(reader):
+            if self._delay_s:
+                self.num_delayed += 1
+                await asyncio.sleep(self._delay_s)
+            if not flows.is_set():
+                self.num_frozen += 1
+                await flows.wait()
+            try:
+                writer.write(self._on_way_up(piece) if direction is Direction.UP else piece)
                 await writer.drain()
-                if is_up and self._bytes_per_s:
-                    await asyncio.sleep(len(piece) / self._bytes_per_s)
-        except OSError:
-            return  # one side is gone, and so is the connection
+            except OSError:  # who was to get it is gone, of which the answers would tell
+                await self._flows[direction.opposite].wait()
+                return
+            if direction is Direction.UP and self._bytes_per_s:
+                await asyncio.sleep(len(piece) / self._bytes_per_s)
+        await flows.wait()
 
     def _on_way_up(self, piece: bytes) -> bytes:
         self.num_bytes_up += len(piece)
@@ -184,6 +204,14 @@ class FaultyProxy:
         self._loop.call_soon_threadsafe(action)
 
 
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """The next piece; empty: the connection has ended, however."""
+    try:
+        return await reader.read(CHUNK_BYTES)
+    except OSError:
+        return b""
+
+
 async def _connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if target.startswith("/"):
         return await asyncio.open_unix_connection(target)
@@ -194,6 +222,6 @@ async def _connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 def _reset(writer: asyncio.StreamWriter) -> None:
     """Close with RST: what was on its way is lost."""
     connection = writer.get_extra_info("socket")
-    if connection is not None:
+    if connection is not None and connection.fileno() >= 0:  # else it is gone, and it may be that nobody was told yet
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
