@@ -3,8 +3,8 @@
     plan_faults ──> [Fault, Fault, …] in the order of their time; `tandem.chaos.soak` makes them happen
 
 Two things a plan leaves alone, for what the failure contract promises in full: of each role one worker is whole at any
-moment, and the router is killed at intervals that a client can live with. Everything else happens at any time, and
-together.
+moment, and the router and the gateway are killed at intervals that a client can live with. Everything else happens at
+any time, and together.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class FaultKind(Enum):
     """SIGSTOP for longer than a lease, then SIGCONT: what it says afterwards is stale."""
     PARTITION = "cut off"
     """Packets vanish for longer than a lease, and nobody is told."""
+    MUTE = "muted"
+    """As cut off, in one direction: it hears what it is told, and what it answers does not arrive."""
+    DEAFEN = "deafened"
+    """In the other one: nothing reaches it, and what it says arrives."""
     RESET = "connections reset"
     DAMAGE = "KV damaged"
     """One bit each of some pieces on their way."""
@@ -45,8 +49,13 @@ class Fault:
 RECOVERY_S = 12.0
 """Until a killed worker has certainly been started again, on a busy machine."""
 MEAN_INTERVAL_S = 1.8
-ROUTER_INTERVAL_S = 15.0
-_ON_WORKERS = (FaultKind.KILL, FaultKind.STOP, FaultKind.PARTITION, FaultKind.RESET, FaultKind.RESET, FaultKind.SLOW)
+DOOR_INTERVAL_S = 15.0
+DOORS = ("router", "gateway")
+"""Of which there is one each."""
+_ON_WORKERS = (
+    FaultKind.KILL, FaultKind.STOP, FaultKind.PARTITION, FaultKind.MUTE, FaultKind.DEAFEN, FaultKind.RESET,
+    FaultKind.RESET, FaultKind.SLOW,
+)  # fmt: skip
 _ON_REDIS = (FaultKind.KILL, FaultKind.STOP)
 _LASTS_S = {FaultKind.KILL: RECOVERY_S, FaultKind.RESET: 0.0, FaultKind.DAMAGE: 0.5, FaultKind.BURST: 3.0}
 """How long it keeps its target from being whole; of the others a multiple of the lease."""
@@ -55,20 +64,21 @@ _LASTS_S = {FaultKind.KILL: RECOVERY_S, FaultKind.RESET: 0.0, FaultKind.DAMAGE: 
 def plan_faults(
     seed: int, seconds: float, workers: Sequence[str], lease_s: float, *, can_damage: bool = True
 ) -> list[Fault]:
-    """Faults on `workers` ("prefill-1", "decode-2", …), "router", "redis" and "clients" within `seconds`.
+    """Faults on `workers` ("prefill-1", "decode-2", …), "router", "gateway", "redis" and "clients" within `seconds`.
 
     The same arguments give the same plan. The first comes after a second. `can_damage`: KV travels where it can be
     reached.
     """
     dice = random.Random(seed)
-    impaired_until_s = dict.fromkeys([*workers, "redis", "clients"], 0.0) | {"router": ROUTER_INTERVAL_S / 2}
+    impaired_until_s = dict.fromkeys([*workers, "redis", "clients"], 0.0)
+    impaired_until_s |= {"router": DOOR_INTERVAL_S / 2, "gateway": DOOR_INTERVAL_S / 4}
     plan: list[Fault] = []
     at_s = 1.0
     while at_s < seconds:
         fault = _draw(dice, at_s, list(impaired_until_s), lease_s, can_damage=can_damage)
         if _is_allowed(fault, impaired_until_s):
             plan.append(fault)
-            rests_s = ROUTER_INTERVAL_S if fault.target == "router" else 0.5
+            rests_s = DOOR_INTERVAL_S if fault.target in DOORS else 0.5
             impaired_until_s[fault.target] = at_s + fault.duration_s + rests_s
             at_s += dice.expovariate(1 / MEAN_INTERVAL_S)
         else:
@@ -78,9 +88,9 @@ def plan_faults(
 
 def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: float, *, can_damage: bool) -> Fault:
     # Workers, where the state is, four times as often as what stands around them.
-    target = dice.choices(targets, [1 if t in ("router", "redis", "clients") else 4 for t in targets])[0]
+    target = dice.choices(targets, [1 if t in (*DOORS, "redis", "clients") else 4 for t in targets])[0]
     match target:
-        case "router":
+        case "router" | "gateway":
             kind = FaultKind.KILL
         case "redis":
             kind = dice.choice(_ON_REDIS)

@@ -1,8 +1,8 @@
-"""Requests without a pause, and the history of each: what was asked, what came, how it ended.
+"""Requests without a pause, over gRPC and HTTP, of the model and of its adapters; the history of each is kept.
 
 Owns the client and its running requests. Does not judge: `tandem.chaos.verdict` does.
 
-    ask ──> Asked ──tokens as they come──> one Ending
+    ask ──> Asked ──tokens and text as they come──> one Ending
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import asyncio
 import random
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from protos.tandem_inference_pb2 import FinishReason, GetModelInfoResponse
 from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unreachable
-from tandem.answer import StreamBroken
+from tandem.answer import StreamBroken, short_name
+from tandem.chaos.asked import DEADLINE_S, Asked, EndedAs, Ending, Heard, Way
+from tandem.chaos.over_http import read_over_http
 from tandem.client import AsyncClient
+from tandem.requests import Prompt
 
-DEADLINE_S = 60.0
-"""Of every request. None may meet it: waiting that long is hanging."""
 PAUSE_S = 0.3
 """Of a client that was refused."""
 RESUME_S = 30.0
@@ -30,59 +30,24 @@ SEVERAL_SHARE = 0.15
 """Of the requests: those for several answers."""
 RETURNING_SHARE = 0.2
 """Of the requests: those that begin as an earlier one, which may have given way to others since, to host memory."""
-
-
-class Ending(Enum):
-    """How a client saw its request end. The value is how a report names it."""
-
-    ANSWERED = "answered"
-    LEFT = "left by their clients"
-    OVERLOADED = "refused: overload"
-    UNAVAILABLE = "refused: nobody to serve"
-    BROKEN = "broken off"
-    """After some tokens, since no router was there any more."""
-    GIVEN_UP = "given up"
-    """After some tokens, by the router: nobody was left to go on with it."""
-    HUNG = "hung"
-    WRONG = "ended wrongly"
-    """By an error that nothing of this excuses, or a stream with a gap or a repetition."""
-
-
-@dataclass(slots=True)
-class Asked:
-    """One request, on the wire "soak-" and its number."""
-
-    number: int
-    prompt: list[int]
-    sampling: dict[str, Any]
-    n: int = 1
-    answers: dict[int, list[int]] = field(default_factory=dict)
-    """Tokens of those of its `n` answers that have begun."""
-    ending: Ending | None = None
-    """None: it has none, which is worse than any."""
-    error: str = ""
-    num_attempts: int = 0
-    """As the last messages say, at most."""
-    num_resumed: int = 0
-    """How often the client asked for the rest of an answer, since the stream broke."""
-    began_s: float = field(default_factory=time.monotonic)
-    ended_s: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all that has come."""
-        return sum(map(len, self.answers.values()))
+HTTP_SHARE = 0.4
+"""Of the requests: those that go through the gateway; half of them are chats."""
+TOKENS_OF_A_WORD = 5
+"""Of a chat, whose words are numbers: a vocabulary may have a token for each digit."""
 
 
 class Load:
-    """Clients of one router."""
+    """Clients of one router and one gateway."""
 
-    def __init__(self, address: str, seed: int, vocab_size: int) -> None:
-        """`vocab_size`: of the model that is asked."""
-        self._token_ids = range(min(100, vocab_size // 2), min(40_000, vocab_size))
+    def __init__(self, router: str, gateway: str, seed: int, info: GetModelInfoResponse) -> None:
+        """`info`: of the model that is asked."""
+        self._token_ids = range(min(100, info.vocab_size // 2), min(40_000, info.vocab_size))
+        self._models = ["", *info.lora_names]
+        self._ways_over_http = [Way.COMPLETIONS, *([Way.CHATS] if info.has_chat_template else [])]
+        self._gateway = gateway
         self.history: list[Asked] = []
         self.num_running = 0
-        self._client = AsyncClient(address, resume_s=RESUME_S)
+        self._client = AsyncClient(router, resume_s=RESUME_S)
         self._dice = random.Random(seed)
         self._is_over = asyncio.Event()
 
@@ -102,10 +67,13 @@ class Load:
         """Ask nothing new."""
         self._is_over.set()
 
-    async def again(self, asked: Asked) -> list[list[int]]:
-        """The answers to the same request now. Raises what the client raises."""
-        answers = await self._client.generate_n(asked.prompt, asked.n, **asked.sampling, timeout_s=DEADLINE_S)
-        return [answer.token_ids for answer in answers]
+    async def again(self, asked: Asked, model: str) -> list[Heard]:
+        """The answers to the same request now, of `model`; over gRPC, so that the gateway is not its own judge. Raises
+        what the client raises."""
+        answers = await self._client.generate_n(
+            asked.prompt, asked.n, model=model, **asked.sampling, timeout_s=DEADLINE_S
+        )
+        return [Heard.of_answer(answer) for answer in answers]
 
     async def close(self) -> None:
         await self._client.close()
@@ -122,9 +90,8 @@ class Load:
     def _invent(self, *, max_prompt_tokens: int) -> Asked:
         """Mostly a prompt that no cache has seen, so that KV travels; greedy or seeded, plain or with penalties."""
         dice = self._dice
-        prompt = [dice.choice(self._token_ids) for _ in range(dice.randint(20, max_prompt_tokens))]
-        if self.history and dice.random() < RETURNING_SHARE:
-            prompt[:0] = dice.choice(self.history).prompt[:max_prompt_tokens]
+        way = dice.choice(self._ways_over_http) if dice.random() < HTTP_SHARE else Way.GRPC
+        prompt = self._prompt(way is Way.CHATS, max_prompt_tokens)
         sampling: dict[str, Any] = {"max_tokens": dice.randint(4, 32), "ignore_eos": True, "temperature": 0.0}
         if dice.random() < 0.7:
             sampling |= {"temperature": 0.8, "top_p": 0.95, "seed": dice.randrange(1 << 40)}
@@ -132,19 +99,39 @@ class Load:
             sampling |= {"repetition_penalty": 1.1, "presence_penalty": 0.4}
         if dice.random() < 0.2:
             sampling |= {"stop": ["e", "a"], "min_tokens": 4}
-        asked = Asked(len(self.history), prompt, sampling, n=3 if dice.random() < SEVERAL_SHARE else 1)
+        n, model = 3 if dice.random() < SEVERAL_SHARE else 1, dice.choice(self._models)
+        asked = Asked(len(self.history), prompt, sampling, n, way, model)
         self.history.append(asked)
         return asked
+
+    def _prompt(self, is_chat: bool, max_tokens: int) -> Prompt:
+        """Token ids, or messages. Maybe it begins as an earlier one, whichever model that was for."""
+        dice = self._dice
+        num_tokens = dice.randint(20, max_tokens)
+        earlier: Any = None
+        if self.history and dice.random() < RETURNING_SHARE:
+            earlier = dice.choice(
+                [each.prompt for each in self.history if (each.way is Way.CHATS) == is_chat] or [None]
+            )
+        if not is_chat:
+            token_ids = [dice.choice(self._token_ids) for _ in range(num_tokens)]
+            return token_ids if earlier is None else [*earlier[:max_tokens], *token_ids]
+        words = [str(dice.randrange(1000)) for _ in range(num_tokens // TOKENS_OF_A_WORD)]
+        if earlier is not None:
+            words[:0] = earlier[0]["content"].split()[: max_tokens // TOKENS_OF_A_WORD]
+        return [{"role": "user", "content": " ".join(words)}]
 
     async def _ask(self, asked: Asked) -> None:
         patience_s = self._dice.uniform(0.005, 1.5) if self._dice.random() < LEAVING_SHARE else None
         self.num_running += 1
         try:
             async with asyncio.timeout(patience_s):
-                await self._read(asked)
+                await (self._read(asked) if asked.way is Way.GRPC else read_over_http(self._gateway, asked))
             asked.ending = Ending.ANSWERED
         except TimeoutError:
             asked.ending = Ending.LEFT
+        except EndedAs as ended:
+            asked.ending, asked.error = ended.ending, ended.why
         except (TandemError, StreamBroken) as error:
             asked.ending, asked.error = ending_of(error, asked.num_tokens), repr(error)
         finally:
@@ -153,12 +140,21 @@ class Load:
 
     async def _read(self, asked: Asked) -> None:
         stream = self._client.stream(
-            asked.prompt, request_id=f"soak-{asked.number}", n=asked.n, **asked.sampling, timeout_s=DEADLINE_S
+            asked.prompt,
+            request_id=asked.request_id,
+            model=asked.model,
+            n=asked.n,
+            **asked.sampling,
+            timeout_s=DEADLINE_S,
         )
         async with aclosing(stream) as messages:
             async for message in messages:
                 asked.num_resumed += bool(message.offset and message.worker_kind)  # of an answer's first message
-                asked.answers.setdefault(message.sequence, []).extend(message.token_ids)
+                heard = asked.heard(message.sequence)
+                heard.token_ids += message.token_ids
+                heard.text += message.text
+                if message.finish_reason:
+                    heard.finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
                 asked.num_attempts = max(asked.num_attempts, message.timings.attempts)
 
 

@@ -3,7 +3,7 @@
     start cluster, each worker behind a proxy ──> load + faults for so many seconds ──> heal, requests end
       ──> every block free or cached? ──> every answer again, without faults ──> Report
 
-    clients ─> router ─> [FaultyProxy] ─> worker          prefill worker ─KV─> [FaultyProxy] ─> decode worker
+    clients ─> (gateway ─>) router ─> [FaultyProxy] ─> worker     prefill worker ─KV─> [FaultyProxy] ─> decode worker
 
 The real services, the real model, real bytes. Owns the cluster, the proxies and the load; all are gone when `run_soak`
 returns.
@@ -16,22 +16,24 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from engine.config import EngineArgs
+from engine.lora.modules import check_lora_folder, parse_lora_modules
 from router.policy import PolicyConfig
 from rpc.errors import TandemError
+from tandem.chaos.asked import DEADLINE_S, Asked, Heard
 from tandem.chaos.faults import Fault, FaultKind, plan_faults
-from tandem.chaos.load import DEADLINE_S, Asked, Load
-from tandem.chaos.proxy import FaultyProxy
-from tandem.chaos.verdict import Verdict, judge, needs_check
+from tandem.chaos.load import Load
+from tandem.chaos.proxy import Direction, FaultyProxy
+from tandem.chaos.verdict import Deaths, Verdict, judge, needs_check
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster
-from tandem.cluster_args import ROUTER, ClusterArgs
+from tandem.cluster_args import GATEWAY, ROUTER, ClusterArgs
 from tandem.supervision import RestartPolicy
 from tandem.tables import not_at_rest
 
@@ -45,6 +47,8 @@ DAMAGED_PIECES = 3
 SLOW_S = 0.05
 REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
 CHECKS_AT_ONCE = 16
+NUM_TOLD_APART = 8
+"""Of what each adapter was asked: so much is asked of the model itself, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ class SoakArgs:
     num_decode: int = 2
     transport: str = "grpc"
     model: str = EngineArgs.model
+    lora_modules: str = ""
+    """Adapters that requests select, as of `EngineArgs`."""
 
     def __post_init__(self) -> None:
         if not 5 <= self.seconds <= 86_400:
@@ -64,6 +70,11 @@ class SoakArgs:
         for flag, value in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
             if not 2 <= value <= 16:
                 raise ValueError(f"{flag} must be in [2, 16]: one fails, another goes on; is {value}")
+        try:
+            for name, folder in parse_lora_modules(self.lora_modules).items():
+                check_lora_folder(name, folder)
+        except ValueError as error:
+            raise ValueError(f"--lora-modules: {str(error).removeprefix('lora_modules: ')}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +115,18 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
     Raises `ClusterError` where the cluster cannot be started or a process dies again and again.
     """
     cluster_args = ClusterArgs(
-        engine=EngineArgs(model=args.model, num_kv_blocks=NUM_KV_BLOCKS, kv_offloading_size=0.2, max_model_len=2048),
+        engine=EngineArgs(
+            model=args.model,
+            lora_modules=args.lora_modules,
+            num_kv_blocks=NUM_KV_BLOCKS,
+            kv_offloading_size=0.2,
+            max_model_len=2048,
+        ),
         policy=PolicyConfig(learn_costs=False),  # what is to be broken is KV on its way
         num_prefill=args.num_prefill,
         num_decode=args.num_decode,
         listen="127.0.0.1:0",
+        http_port=0,
         transport=args.transport,
         lease_ms=LEASE_MS,
         max_queue_tokens=MAX_QUEUE_TOKENS,
@@ -133,8 +151,8 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
         )
         async with cluster:
             async with AsyncClient(cluster.router_address) as client:
-                vocab_size = (await client.model_info()).vocab_size
-            load = Load(cluster.router_address, args.seed, vocab_size)
+                info = await client.model_info()
+            load = Load(cluster.router_address, cluster.http_address, args.seed, info)
             return await _Soak(args, cluster, proxies, load, say).run()
     finally:
         for proxy in proxies.values():
@@ -156,7 +174,7 @@ class _Soak:
         self._proxies = proxies
         self._say = say
         self._num_faults: Counter[str] = Counter()
-        self._router_deaths_s: list[float] = []
+        self._deaths_s: dict[str, list[float]] = {ROUTER: [], GATEWAY: []}
         self._load = load
 
     async def run(self) -> Report:
@@ -167,7 +185,8 @@ class _Soak:
                 self._load.end()
             rested_s, leaks = await self._wait_until_at_rest()
             self._say(f"{len(self._load.history)} requests have ended; now each of them again, without faults")
-            expected = await self._run_again()
+            expected = await self._run_again(asked for asked in self._load.history if needs_check(asked))
+            of_model = await self._run_again(self._told_apart(), of_model_itself=True)
             async with AsyncClient(self._cluster.router_address) as client:
                 num_loaded_tokens = sum(worker.num_loaded_tokens for worker in (await client.status()).workers)
         finally:
@@ -175,7 +194,9 @@ class _Soak:
         return Report(
             args=self._args,
             num_faults=self._num_faults,
-            verdict=judge(self._load.history, expected, self._router_deaths_s),
+            verdict=judge(
+                self._load.history, expected, Deaths(self._deaths_s[ROUTER], self._deaths_s[GATEWAY]), of_model
+            ),
             rest_s=rested_s,
             num_loaded_tokens=num_loaded_tokens,
             leaks=leaks,
@@ -209,8 +230,8 @@ class _Soak:
             case FaultKind.BURST:
                 await self._load.burst(BURST_REQUESTS)
             case FaultKind.KILL:
-                if fault.target == ROUTER:
-                    self._router_deaths_s.append(time.monotonic())
+                if fault.target in self._deaths_s:
+                    self._deaths_s[fault.target].append(time.monotonic())
                 self._signal(fault.target, signal.SIGKILL)
             case FaultKind.STOP:
                 pid = self._signal(fault.target, signal.SIGSTOP)
@@ -219,8 +240,8 @@ class _Soak:
                 finally:
                     if pid == self._cluster.pids[fault.target]:
                         self._signal(fault.target, signal.SIGCONT)
-            case FaultKind.PARTITION if proxy:
-                proxy.freeze()
+            case FaultKind.PARTITION | FaultKind.MUTE | FaultKind.DEAFEN if proxy:
+                proxy.freeze(*_FROZEN[fault.kind])
                 try:
                     await asyncio.sleep(fault.duration_s)
                 finally:
@@ -259,19 +280,32 @@ class _Soak:
                     return waited_s, leaks
                 await asyncio.sleep(0.1)  # an audit is asked for, nobody tells
 
-    async def _run_again(self) -> dict[int, list[list[int]]]:
-        """By number: the tokens of each answer to every request of which something came, now that nothing fails."""
+    async def _run_again(self, history: Iterable[Asked], *, of_model_itself: bool = False) -> dict[int, list[Heard]]:
+        """By number: the answers to each request, now that nothing fails; of whom it was asked, or all of the model
+        itself."""
         turns = asyncio.Semaphore(CHECKS_AT_ONCE)
 
-        async def again(asked: Asked) -> tuple[int, list[list[int]]]:
+        async def again(asked: Asked) -> tuple[int, list[Heard]]:
             async with turns:
-                return asked.number, await self._load.again(asked)
+                return asked.number, await self._load.again(asked, "" if of_model_itself else asked.model)
 
-        asked_again = [asked for asked in self._load.history if needs_check(asked)]
-        return dict(await asyncio.gather(*(again(asked) for asked in asked_again)))
+        return dict(await asyncio.gather(*(again(asked) for asked in history)))
+
+    def _told_apart(self) -> list[Asked]:
+        """Of each adapter some requests that have answers."""
+        chosen: dict[str, list[Asked]] = {}
+        for asked in self._load.history:
+            if asked.model and needs_check(asked):
+                chosen.setdefault(asked.model, []).append(asked)
+        return [asked for each in chosen.values() for asked in each[:NUM_TOLD_APART]]
 
 
-_LASTING = (FaultKind.STOP, FaultKind.PARTITION, FaultKind.SLOW)
+_FROZEN = {
+    FaultKind.PARTITION: tuple(Direction),
+    FaultKind.MUTE: (Direction.DOWN,),
+    FaultKind.DEAFEN: (Direction.UP,),
+}
+_LASTING = (FaultKind.STOP, FaultKind.SLOW, *_FROZEN)
 assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blocks are called a leak"
 
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.chaos.load import Asked, Ending
+from tandem.chaos.asked import Asked, Ending, Heard, Way
 
 MAX_FINDINGS = 20
-ROUTER_RETURNS_S = 15.0
-"""How long after its death the router may refuse: it is started again, and finds its workers again."""
+RETURNS_S = 15.0
+"""How long after its death the router may refuse: it is started again, and finds its workers again. For as long nobody
+may listen where the gateway was."""
+DYING_S = 1.0
+"""After a gateway was killed its sockets may still take connections, until its memory is given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deaths:
+    """When who was killed, on the history's clock."""
+
+    router_s: Sequence[float] = ()
+    gateway_s: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +30,9 @@ class Verdict:
     """Of one soak. It has passed if `findings` is empty."""
 
     num_by_ending: Mapping[str, int]
+    num_by_way: Mapping[str, int]
+    num_by_model: Mapping[str, int]
+    """Of each adapter; empty name: the model itself."""
     num_tokens_checked: int
     num_lost: int
     """Requests without an end, and answers that lack tokens."""
@@ -35,6 +49,8 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         return {
             "requests": dict(self.num_by_ending),
+            "ways": dict(self.num_by_way),
+            "models": dict(self.num_by_model),
             "tokens_checked": self.num_tokens_checked,
             "lost": self.num_lost,
             "repeated": self.num_repeated,
@@ -51,30 +67,42 @@ def needs_check(asked: Asked) -> bool:
 
 
 def judge(
-    history: Iterable[Asked], expected: Mapping[int, list[list[int]]], router_deaths_s: Sequence[float]
+    history: Sequence[Asked],
+    expected: Mapping[int, list[Heard]],
+    deaths: Deaths,
+    of_model: Mapping[int, list[Heard]] | None = None,
 ) -> Verdict:
-    """`expected`: by number, the tokens of each answer in a run without faults, for every request that `needs_check`.
+    """`expected`: by number, the answers in a run without faults, for every request that `needs_check`. `of_model`: the
+    same of some that an adapter was asked, as the model itself answers them.
 
-    No stream may break off. A client may have to ask for the rest of one, and a request be refused with nobody to
-    serve, only by a death of the router (`router_deaths_s`, on the history's clock): of each kind of worker one is
-    whole at any moment.
+    No stream may break off, but those over HTTP do with their gateway. A client may have to ask for the rest of one,
+    and a request be refused with nobody to serve, only by a death of the router, or of the gateway that it was to go
+    through: of each kind of worker one is whole at any moment.
     """
     by_ending: Counter[str] = Counter()
+    by_way: Counter[str] = Counter()
+    by_model: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     findings: list[str] = []
     for asked in history:
         by_ending[asked.ending.value if asked.ending else "without an end"] += 1
+        by_way[asked.way.value] += 1
+        by_model[asked.model] += 1
         counts["retried"] += asked.num_attempts > 1
         counts["resumed"] += asked.num_resumed > 0
         if needs_check(asked):
             counts["checked"] += asked.num_tokens
         wanted = expected[asked.number] if needs_check(asked) else []
-        if fault := _fault_of(asked, wanted, router_deaths_s):
+        if fault := _fault_of(asked, wanted, deaths):
             what, why = fault
             counts[what] += 1
-            findings.append(f"request {asked.number}, {asked.num_tokens} tokens: {why}")
+            to_whom = f" to {asked.model}" if asked.model else ""
+            findings.append(f"request {asked.number}{to_whom} ({asked.way.value}), {asked.num_tokens} tokens: {why}")
+    findings += _not_told_apart(history, expected, of_model or {})
     return Verdict(
         num_by_ending=by_ending,
+        num_by_way=by_way,
+        num_by_model=by_model,
         num_tokens_checked=counts["checked"],
         num_lost=counts["lost"],
         num_repeated=counts["repeated"],
@@ -85,32 +113,64 @@ def judge(
     )
 
 
-def _fault_of(asked: Asked, wanted: list[list[int]], router_deaths_s: Sequence[float]) -> tuple[str, str] | None:
+def _fault_of(asked: Asked, wanted: list[Heard], deaths: Deaths) -> tuple[str, str] | None:
     """Of which kind, and in words, is what is wrong with one request, if anything is."""
     match asked.ending:
         case None:
             return "lost", "it never ended"
         case Ending.HUNG | Ending.GIVEN_UP | Ending.BROKEN:
             return "lost", asked.error
-        case Ending.UNAVAILABLE if not any(
-            0 <= asked.ended_s - death_s < ROUTER_RETURNS_S for death_s in router_deaths_s
-        ):
+        case Ending.UNAVAILABLE if not _may_be_refused(asked, deaths):
             return "lost", asked.error
+        case Ending.CUT if not any(asked.began_s - DYING_S <= s <= asked.ended_s for s in deaths.gateway_s):
+            return "lost", f"its gateway lived: {asked.error}"
         case Ending.WRONG:
             return "repeated" if asked.error.startswith("StreamBroken") else "wrong", asked.error
-    num_deaths = sum(asked.began_s <= death_s <= asked.ended_s for death_s in router_deaths_s)
+    num_deaths = sum(asked.began_s <= death_s <= asked.ended_s for death_s in deaths.router_s)
     if asked.num_resumed and not num_deaths:
         return "lost", "its stream broke, though its router lived"
+    is_whole = asked.ending is Ending.ANSWERED
     for sequence, whole in enumerate(wanted):
-        token_ids = asked.answers.get(sequence, [])
-        if token_ids != whole[: len(token_ids)]:
-            return "wrong", _first_difference(token_ids, whole)
-        if asked.ending is Ending.ANSWERED and len(token_ids) < len(whole):
-            return "lost", f"of answer {sequence} there are {len(token_ids)}, without faults {len(whole)}"
+        if fault := _difference(asked.answers.get(sequence, Heard()), whole, is_whole=is_whole):
+            what, why = fault
+            return what, f"answer {sequence}: {why}"
     return None
 
 
-def _first_difference(token_ids: list[int], wanted: list[int]) -> str:
-    position = next((i for i, (a, b) in enumerate(zip(token_ids, wanted, strict=False)) if a != b), len(wanted))
-    there = wanted[position] if position < len(wanted) else "the end"
-    return f"token {position} is {token_ids[position]}, without faults {there}"
+def _may_be_refused(asked: Asked, deaths: Deaths) -> bool:
+    deaths_s = deaths.router_s if asked.way is Way.GRPC else [*deaths.router_s, *deaths.gateway_s]
+    return any(0 <= asked.ended_s - death_s < RETURNS_S for death_s in deaths_s)
+
+
+def _difference(heard: Heard, whole: Heard, *, is_whole: bool) -> tuple[str, str] | None:
+    """From what came without faults, of which it is the beginning, or all where it `is_whole`."""
+    parts: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
+        ("token", heard.token_ids, whole.token_ids),
+        ("character", heard.text, whole.text),
+    ]
+    for name, came, wanted in parts:
+        if came != wanted[: len(came)]:
+            return "wrong", _first_difference(name, came, wanted)
+        if is_whole and len(came) < len(wanted):
+            return "lost", f"there are {len(came)} {name}s, without faults {len(wanted)}"
+    if is_whole and heard.finish_reason != whole.finish_reason:
+        return "wrong", f"it ended by {heard.finish_reason!r}, without faults by {whole.finish_reason!r}"
+    return None
+
+
+def _first_difference(name: str, came: Sequence[Any], wanted: Sequence[Any]) -> str:
+    position = next((i for i, (a, b) in enumerate(zip(came, wanted, strict=False)) if a != b), len(wanted))
+    there = repr(wanted[position]) if position < len(wanted) else "the end"
+    return f"{name} {position} is {came[position]!r}, without faults {there}"
+
+
+def _not_told_apart(
+    history: Sequence[Asked], expected: Mapping[int, list[Heard]], of_model: Mapping[int, list[Heard]]
+) -> list[str]:
+    """Adapters whose answers are the model's own, all of them: that the right one was selected, none of them shows."""
+    is_other: dict[str, bool] = {}
+    for asked in history:
+        if asked.number in of_model:
+            differs = of_model[asked.number] != expected[asked.number]
+            is_other[asked.model] = is_other.get(asked.model, False) or differs
+    return [f"adapter {name}: it answers as the model itself does" for name, other in is_other.items() if not other]

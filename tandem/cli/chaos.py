@@ -20,7 +20,12 @@ from tandem.stderr import tell
 
 @click.command(
     short_help="Break a local cluster on purpose and check everything.",
-    epilog=examples("tandem chaos", "tandem chaos --seconds 600 --seed 7 --decode 3", "tandem chaos --transport nixl"),
+    epilog=examples(
+        "tandem chaos",
+        "tandem chaos --seconds 600 --seed 7 --decode 3",
+        "tandem chaos --transport nixl",
+        "tandem chaos --lora-modules sql=/models/sql-adapter",
+    ),
 )
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="For how long to cause faults.")
 @click.option("--seed", type=int, default=1, show_default=True,
@@ -30,14 +35,20 @@ from tandem.stderr import tell
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
               help="How KV moves. Only with grpc can it be damaged in transit.")  # fmt: skip
 @click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
+@click.option("--lora-modules", default="", help="LoRA adapters, as of tandem up: NAME=FOLDER, several separated by "
+              "commas. Each request then selects one, or the model itself.")  # fmt: skip
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
 @json_option
 def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
     """Start a cluster, put load on it, and meanwhile kill, stop, disconnect, corrupt and overload it.
 
-    Then check that every request ended once, in one of the ways it may, that every answer has the tokens of a run
-    without faults, and that every KV block came back. Exits with 0 if so, otherwise with 1, what was found, and where
-    the log is.
+    Requests come over gRPC and, through a gateway, over HTTP (completions and chats); with --lora-modules they select
+    adapters. Workers, router, gateway and Redis are killed; networks fail in both directions or in one.
+
+    Then check that every request ended once, in one of the ways it may, that every answer has the tokens and the text
+    of a run without faults, and that every KV block came back. No stream may break off, except an HTTP stream whose
+    gateway was killed: what came of it must be how the right answer begins. Exits with 0 if all this is so, otherwise
+    with 1, what was found, and where the log is.
     """
     from rpc.errors import TandemError
     from tandem.answer import StreamBroken
@@ -82,10 +93,15 @@ def describe(report: dict[str, Any]) -> str:
     def listed(counts: dict[str, int]) -> str:
         return ", ".join(f"{count} {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1]))
 
+    def of_models(counts: dict[str, int]) -> str:
+        named = {name or "the model itself": count for name, count in counts.items()}
+        return f"; of {listed(named)}" if len(named) > 1 else ""
+
     lines = [
         f"faults    {sum(report['faults'].values())} in {report['seconds']:g} s (seed {report['seed']}): "
         f"{listed(report['faults'])}",
         f"requests  {sum(report['requests'].values())}: {listed(report['requests'])}",
+        f"          {listed(report['ways'])}{of_models(report['models'])}",
         f"          {report['retried']} answers took more than one attempt, {report['resumed']} outlived their router",
         f"tokens    {report['tokens_checked']:,} compared with a run without faults; requests lost {report['lost']}, "
         f"with repeated tokens {report['repeated']}, with wrong ones {report['wrong']}",

@@ -7,16 +7,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from lora_folders import products_of, write_adapter
 
-def test_eight_seconds_of_chaos(few_layers: Path) -> None:
-    flags = ("--seconds", "8", "--seed", "98", "--model", str(few_layers), "--json")
+
+@pytest.fixture(scope="module")
+def lora_modules(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = json.loads((few_layers / "config.json").read_text())
+    products = products_of({"head_dim": config["hidden_size"] // config["num_attention_heads"], **config})
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("ab"):
+        write_adapter(folder / name, seed=seed, products=products)
+    return ",".join(f"{name}={folder / name}" for name in "ab")
+
+
+def test_eight_seconds_of_chaos(few_layers: Path, lora_modules: str) -> None:
+    flags = ("--seconds", "8", "--seed", "1918", "--model", str(few_layers), "--lora-modules", lora_modules, "--json")
     command = [sys.executable, "-m", "tandem", "chaos", *flags]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-6000:]}"
     report = json.loads(result.stdout)
     assert report["passed"]
     assert sum(report["faults"].values()) > 6
+    assert report["faults"].keys() >= {"muted", "deafened"}
     assert report["requests"]["answered"] > 10
     assert report["tokens_checked"] > 200
     assert report["num_loaded_tokens"] > 0, "pools are so small that KV goes to host memory, and comes back"
     assert report["resumed"] > 0, "the router was killed under streams that went on"
+    assert report["ways"].keys() == {"gRPC", "completions", "chats"}
+    assert report["models"].keys() == {"", "a", "b"}
+    assert report["requests"]["cut off with their gateway"] > 0, "the gateway was killed under streams"

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rpc.errors import DeadlinePassed, InternalError, NoWorker, Overloaded, TandemError, Unreachable
 from tandem.answer import StreamBroken
+from tandem.chaos.asked import Asked, Ending, Heard, Way
 from tandem.chaos.faults import RECOVERY_S, FaultKind, plan_faults
-from tandem.chaos.load import Asked, Ending, ending_of
-from tandem.chaos.verdict import Verdict, judge
+from tandem.chaos.load import ending_of
+from tandem.chaos.verdict import Deaths, Verdict, judge
 
 WANTED = [1, 2, 3]
 
 
+def asked_of(*answers: list[int], ending: Ending | None, **fields: Any) -> Asked:
+    """One request that ran from second 100 to second 110."""
+    heard = {sequence: Heard(token_ids) for sequence, token_ids in enumerate(answers)}
+    fields = {"error": "why", "began_s": 100.0, "ended_s": 110.0} | fields
+    return Asked(0, [5], {}, len(answers), answers=heard, ending=ending, **fields)
+
+
+def judge_one(asked: Asked, *wanted: list[int], router_s: tuple[float, ...] = (), gateway_s: Any = ()) -> Verdict:
+    return judge([asked], {0: [Heard(token_ids) for token_ids in wanted]}, Deaths(router_s, gateway_s))
+
+
 def verdict_of(ending: Ending | None, token_ids: list[int], *, router_deaths_s: tuple[float, ...] = ()) -> Verdict:
-    """Of one request that ran from second 100 to second 110."""
-    asked = Asked(0, [5], {}, 1, {0: token_ids}, ending, "why", began_s=100.0, ended_s=110.0)
-    return judge([asked], {0: [WANTED]}, router_deaths_s)
+    return judge_one(asked_of(token_ids, ending=ending), WANTED, router_s=router_deaths_s)
 
 
 @pytest.mark.parametrize(
@@ -62,31 +74,84 @@ def test_what_may_not(
 
 @pytest.mark.parametrize(("death_s", "num_lost"), [(105.0, 0), (95.0, 1), (115.0, 1)])
 def test_a_stream_is_taken_up_again_only_where_its_router_died(death_s: float, num_lost: int) -> None:
-    asked = Asked(0, [5], {}, 1, {0: WANTED}, Ending.ANSWERED, num_resumed=1, began_s=100.0, ended_s=110.0)
-    verdict = judge([asked], {0: [WANTED]}, [death_s])
+    asked = asked_of(WANTED, ending=Ending.ANSWERED, num_resumed=1)
+    verdict = judge_one(asked, WANTED, router_s=(death_s,))
     assert (verdict.num_resumed, verdict.num_lost) == (1, num_lost)
 
 
 def test_a_stream_that_its_client_refused_is_counted_as_repeated() -> None:
     error = repr(StreamBroken("a gap"))
-    asked = Asked(0, [5], {}, 1, {0: [1]}, ending_of(StreamBroken("a gap"), 1), error, began_s=0.0, ended_s=1.0)
-    assert judge([asked], {0: [WANTED]}, ()).num_repeated == 1
+    asked = asked_of([1], ending=ending_of(StreamBroken("a gap"), 1), error=error)
+    assert judge_one(asked, WANTED).num_repeated == 1
 
 
 @pytest.mark.parametrize(
     ("answers", "counted"),
     [
-        ({0: [1, 2, 3], 1: [4, 5]}, None),
-        ({0: [1, 2, 3], 1: [4]}, "num_lost"),
-        ({0: [1, 2, 3]}, "num_lost"),
-        ({0: [1, 2, 3], 1: [1, 2]}, "num_wrong"),
+        ([[1, 2, 3], [4, 5]], None),
+        ([[1, 2, 3], [4]], "num_lost"),
+        ([[1, 2, 3]], "num_lost"),
+        ([[1, 2, 3], [1, 2]], "num_wrong"),
     ],
 )
-def test_each_of_several_answers_is_compared(answers: dict[int, list[int]], counted: str | None) -> None:
-    asked = Asked(0, [5], {}, 2, answers, Ending.ANSWERED, began_s=0.0, ended_s=1.0)
-    verdict = judge([asked], {0: [WANTED, [4, 5]]}, ())
-    assert verdict.num_tokens_checked == sum(map(len, answers.values()))
+def test_each_of_several_answers_is_compared(answers: list[list[int]], counted: str | None) -> None:
+    verdict = judge_one(asked_of(*answers, ending=Ending.ANSWERED), WANTED, [4, 5])
+    assert verdict.num_tokens_checked == sum(map(len, answers))
     assert (verdict.num_lost, verdict.num_wrong) == (int(counted == "num_lost"), int(counted == "num_wrong"))
+
+
+WHOLE = Heard([1, 2, 3], "abc", "length")
+
+
+@pytest.mark.parametrize(
+    ("came", "ending", "counted"),
+    [
+        (Heard([1, 2, 3], "abc", "length"), Ending.ANSWERED, None),
+        (Heard([1, 2], "a"), Ending.CUT, None),  # a text may wait for what follows
+        (Heard(), Ending.CUT, None),
+        (Heard([1, 2], "aa"), Ending.CUT, "num_wrong"),
+        (Heard([1, 1], "a"), Ending.CUT, "num_wrong"),
+        (Heard([1, 2, 3], "abb", "length"), Ending.ANSWERED, "num_wrong"),
+        (Heard([1, 2, 3], "ab", "length"), Ending.ANSWERED, "num_lost"),
+        (Heard([1, 2, 3], "abc", "stop"), Ending.ANSWERED, "num_wrong"),
+    ],
+)
+def test_texts_are_compared(came: Heard, ending: Ending, counted: str | None) -> None:
+    asked = asked_of([], ending=ending, way=Way.COMPLETIONS)
+    asked.answers[0] = came
+    verdict = judge([asked], {0: [WHOLE]}, Deaths(gateway_s=[105.0]))
+    assert [name for name in ("num_lost", "num_repeated", "num_wrong") if getattr(verdict, name)] == (
+        [counted] if counted else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "way", "router_s", "gateway_s", "num_lost"),
+    [
+        (Ending.CUT, Way.CHATS, (), (105.0,), 0),
+        (Ending.CUT, Way.CHATS, (), (99.5,), 0),
+        (Ending.CUT, Way.CHATS, (105.0,), (), 1),
+        (Ending.CUT, Way.CHATS, (), (95.0, 111.0), 1),
+        (Ending.UNAVAILABLE, Way.CHATS, (), (105.0,), 0),
+        (Ending.UNAVAILABLE, Way.CHATS, (105.0,), (), 0),
+        (Ending.UNAVAILABLE, Way.CHATS, (), (), 1),
+        (Ending.UNAVAILABLE, Way.GRPC, (), (105.0,), 1),
+    ],
+)
+def test_what_a_gateway_s_death_excuses(
+    ending: Ending, way: Way, router_s: tuple[float, ...], gateway_s: tuple[float, ...], num_lost: int
+) -> None:
+    verdict = judge_one(asked_of([1], ending=ending, way=way), WANTED, router_s=router_s, gateway_s=gateway_s)
+    assert verdict.num_lost == num_lost
+    assert verdict.num_by_ending == {ending.value: 1}
+
+
+@pytest.mark.parametrize("of_model", [WANTED, [4, 5, 6]])
+def test_an_adapter_that_answers_as_its_model_is_not_told_apart(of_model: list[int]) -> None:
+    asked = asked_of(WANTED, ending=Ending.ANSWERED, model="sql")
+    verdict = judge([asked], {0: [Heard(WANTED)]}, Deaths(), {0: [Heard(of_model)]})
+    assert verdict.num_by_model == {"sql": 1}
+    assert verdict.findings == (["adapter sql: it answers as the model itself does"] if of_model == WANTED else [])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""A request through the gateway, as OpenAI's clients ask it: what is sent, what is read, and what its end means.
+
+Beside what OpenAI defines it asks for vLLM's `return_token_ids`, so that tokens can be compared, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from tandem.chaos.asked import DEADLINE_S, Asked, EndedAs, Ending, Way
+from tandem.chaos.http_stream import HttpAway, HttpCut, HttpNonsense, HttpRefused, post
+
+PATHS = {Way.COMPLETIONS: "/v1/completions", Way.CHATS: "/v1/chat/completions"}
+DONE = "[DONE]"
+
+
+async def read_over_http(address: str, asked: Asked) -> None:
+    """Until all its answers have come. Raises `EndedAs`."""
+    headers = {"x-request-id": asked.request_id, "x-request-timeout-ms": str(round(1000 * DEADLINE_S))}
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            async with aclosing(post(address, PATHS[asked.way], body_of(asked), headers)) as events:
+                await _take(asked, events)
+    except TimeoutError as error:
+        raise EndedAs(Ending.HUNG, f"not complete after {DEADLINE_S:g} s") from error
+    except HttpAway as error:
+        raise EndedAs(Ending.UNAVAILABLE, f"nobody listens: {error}") from error
+    except HttpCut as error:
+        raise EndedAs(Ending.CUT, str(error)) from error
+    except HttpRefused as error:
+        raise EndedAs(_meaning_of(_error_in(error.body), 0), str(error)) from error
+    except (HttpNonsense, ValueError, LookupError, TypeError) as error:
+        raise EndedAs(Ending.WRONG, f"what came is no answer of OpenAI's API: {error!r}") from error
+
+
+def body_of(asked: Asked) -> dict[str, Any]:
+    """The wire's names of sampling parameters are those of OpenAI's API and vLLM's."""
+    body: dict[str, Any] = {**asked.sampling, "n": asked.n, "stream": True, "return_token_ids": True}
+    if asked.model:
+        body["model"] = asked.model
+    if asked.way is Way.CHATS:
+        return {**body, "messages": asked.prompt}
+    # The sampled tokens' numbers, and these tokens by id: they are to be those of the answer.
+    return {**body, "prompt": asked.prompt, "logprobs": 0, "return_tokens_as_token_ids": True}
+
+
+async def _take(asked: Asked, events: AsyncIterator[str]) -> None:
+    is_done = False
+    try:
+        async for data in events:
+            if is_done:
+                raise EndedAs(Ending.WRONG, f"behind the end came {data[:200]}")
+            is_done = data == DONE
+            if not is_done:
+                _accept(asked, json.loads(data))
+    except HttpCut:
+        if not is_done:  # all has come but the last chunk, which is empty
+            raise
+    if len(asked.answers) != asked.n or not all(heard.finish_reason for heard in asked.answers.values()):
+        raise EndedAs(Ending.WRONG, "the stream is complete, and not all of its answers are")
+    if not is_done:
+        raise EndedAs(Ending.WRONG, f"the stream ended without {DONE}")
+
+
+def _accept(asked: Asked, event: dict[str, Any]) -> None:
+    if (error := event.get("error")) is not None:
+        raise EndedAs(_meaning_of(error, asked.num_tokens), f"{error}")
+    for choice in event["choices"]:
+        heard = asked.heard(choice["index"])
+        if heard.finish_reason:
+            raise EndedAs(Ending.WRONG, f"behind the end of answer {choice['index']} came {choice}")
+        # A chat's first event tells who speaks, and nothing yet.
+        token_ids = choice.get("token_ids", [])
+        heard.token_ids += token_ids
+        heard.text += choice["text"] if asked.way is Way.COMPLETIONS else choice["delta"].get("content", "")
+        heard.finish_reason = choice["finish_reason"] or ""
+        if asked.way is Way.COMPLETIONS and _named(choice["logprobs"]) != token_ids:
+            raise EndedAs(Ending.WRONG, f"logprobs came of other tokens than those of the answer: {choice}")
+    asked.num_attempts = max(asked.num_attempts, event.get("timings", {}).get("attempts", 0))
+
+
+def _named(logprobs: dict[str, Any] | None) -> list[int]:
+    """The ids of the tokens that `logprobs` are of."""
+    return [int(name.removeprefix("token_id:")) for name in (logprobs or {"tokens": []})["tokens"]]
+
+
+def _error_in(body: bytes) -> dict[str, Any]:
+    try:
+        error: dict[str, Any] = json.loads(body)["error"]
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return error
+
+
+def _meaning_of(error: dict[str, Any], num_tokens: int) -> Ending:
+    """Of OpenAI's `error` after `num_tokens` tokens, to a client."""
+    match error.get("code"):
+        case "deadline_exceeded":
+            return Ending.HUNG
+        case "rate_limit_exceeded" if not num_tokens:
+            return Ending.OVERLOADED
+        case "unavailable":
+            return Ending.GIVEN_UP if num_tokens else Ending.UNAVAILABLE
+        case _:
+            return Ending.WRONG
