@@ -196,8 +196,12 @@ class FragileCluster:
     def num_found_silent(self, worker: str) -> int:
         """How often routers have given up a session with it since they heard nothing for a lease, by their logs. What
         the worker ends itself when it is back, gRPC's pings and the registry find out later: that does not count."""
+        return self.num_sessions_lost(worker, "the worker has said nothing")
+
+    def num_sessions_lost(self, worker: str, why: str) -> int:
+        """By routers, for a reason that begins so, by their logs."""
         logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
-        return sum(log.count(f'session lost worker={worker} why="the worker has said nothing') for log in logs)
+        return sum(log.count(f'session lost worker={worker} why="{why}') for log in logs)
 
     def wait_until_found_silent(self, worker: str, num_before: int) -> None:
         what = f"{worker} is taken for dead, since it says nothing"

@@ -15,9 +15,10 @@ from lora_folders import products_of, write_adapter
 def lora_modules(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     config = json.loads((few_layers / "config.json").read_text())
     products = products_of({"head_dim": config["hidden_size"] // config["num_attention_heads"], **config})
+    values = {name: sizes for name, sizes in products.items() if "v_proj" in name}  # with all, each token is the same
     folder = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate("ab"):
-        write_adapter(folder / name, seed=seed, products=products)
+        write_adapter(folder / name, seed=seed, products=values)
     return ",".join(f"{name}={folder / name}" for name in "ab")
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import redis
 from clusters import wait_until
-from fragile_cluster import SAMPLING, FragileCluster, ask, fresh_prompts
+from fragile_cluster import LEASE_MS, SAMPLING, FragileCluster, ask, fresh_prompts
 
 from protos import tandem_inference_pb2 as inference_pb
 from rpc.errors import TandemError
-from tandem.chaos.proxy import FaultyProxy
+from tandem.chaos.proxy import Direction, FaultyProxy
 
 Fault = Callable[[FaultyProxy, Any], None]
 LONG = 1200
@@ -98,6 +98,30 @@ def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
         cluster.proxy("decode-1").freeze()
         try:
             cluster.wait_until_found_silent("decode-1", num_before)
+        finally:
+            cluster.proxy("decode-1").thaw()
+        answers = asked.result(100)
+    check(cluster, prompts, answers)
+
+
+@pytest.mark.parametrize(
+    ("direction", "why"),
+    [
+        pytest.param(Direction.DOWN, "the worker has said nothing", marks=pytest.mark.slow),  # as above, to the router
+        (Direction.UP, "ABORTED: "),
+    ],
+)
+def test_a_partition_in_one_direction(cluster: FragileCluster, direction: Direction, why: str) -> None:
+    """What a decode worker sends does not arrive, or what is sent to it: its streams go on elsewhere. It gives a router
+    up that it hears nothing of, and says so, which arrives."""
+    prompts, num_before = fresh_prompts(), cluster.num_sessions_lost("decode-1", why)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, cluster, prompts)
+        wait_until(lambda: cluster.num_running("decode-1") > 0, 20, "something decodes there")
+        cluster.proxy("decode-1").freeze(direction)
+        try:
+            what = "the session is lost"
+            wait_until(lambda: cluster.num_sessions_lost("decode-1", why) > num_before, 5 * LEASE_MS / 1000, what)
         finally:
             cluster.proxy("decode-1").thaw()
         answers = asked.result(100)
