@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from protos.tandem_inference_pb2 import TokenLogprobs
 from tandem.answer import Answer
 from tandem.requests import Prompt
 
@@ -47,12 +49,19 @@ class Heard:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[tuple[float, int]] = field(default_factory=list)
+    """Of each token, where they were asked for: its number, and where in the text it begins."""
     finish_reason: str = ""
     """Empty: it goes on, or it broke off."""
 
     @classmethod
     def of_answer(cls, answer: Answer) -> Heard:
-        return cls(answer.token_ids, answer.text, answer.finish_reason)
+        return cls(answer.token_ids, answer.text, numbers_of(answer.logprobs), answer.finish_reason)
+
+
+def numbers_of(logprobs: Iterable[TokenLogprobs]) -> list[tuple[float, int]]:
+    """As `Heard` has them."""
+    return [(each.sampled.logprob, each.text_offset) for each in logprobs]
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from protos.tandem_inference_pb2 import FinishReason, GetModelInfoResponse
 from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unreachable
 from tandem.answer import StreamBroken, short_name
-from tandem.chaos.asked import DEADLINE_S, Asked, EndedAs, Ending, Heard, Way
+from tandem.chaos.asked import DEADLINE_S, Asked, EndedAs, Ending, Heard, Way, numbers_of
 from tandem.chaos.over_http import read_over_http
 from tandem.client import AsyncClient
 from tandem.requests import Prompt
@@ -99,6 +99,8 @@ class Load:
             sampling |= {"repetition_penalty": 1.1, "presence_penalty": 0.4}
         if dice.random() < 0.2:
             sampling |= {"stop": ["e", "a"], "min_tokens": 4}
+        if way is not Way.CHATS and dice.random() < 0.3:  # chats leave out those of tokens that tell nothing
+            sampling |= {"logprobs": dice.randrange(3)}
         n, model = 3 if dice.random() < SEVERAL_SHARE else 1, dice.choice(self._models)
         asked = Asked(len(self.history), prompt, sampling, n, way, model)
         self.history.append(asked)
@@ -153,6 +155,7 @@ class Load:
                 heard = asked.heard(message.sequence)
                 heard.token_ids += message.token_ids
                 heard.text += message.text
+                heard.logprobs += numbers_of(message.logprobs)
                 if message.finish_reason:
                     heard.finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
                 asked.num_attempts = max(asked.num_attempts, message.timings.attempts)

@@ -44,8 +44,8 @@ def body_of(asked: Asked) -> dict[str, Any]:
         body["model"] = asked.model
     if asked.way is Way.CHATS:
         return {**body, "messages": asked.prompt}
-    # The sampled tokens' numbers, and these tokens by id: they are to be those of the answer.
-    return {**body, "prompt": asked.prompt, "logprobs": 0, "return_tokens_as_token_ids": True}
+    # In logprobs tokens are named by id: they are to be those of the answer.
+    return {**body, "prompt": asked.prompt, "return_tokens_as_token_ids": True}
 
 
 async def _take(asked: Asked, events: AsyncIterator[str]) -> None:
@@ -78,14 +78,16 @@ def _accept(asked: Asked, event: dict[str, Any]) -> None:
         heard.token_ids += token_ids
         heard.text += choice["text"] if asked.way is Way.COMPLETIONS else choice["delta"].get("content", "")
         heard.finish_reason = choice["finish_reason"] or ""
-        if asked.way is Way.COMPLETIONS and _named(choice["logprobs"]) != token_ids:
-            raise EndedAs(Ending.WRONG, f"logprobs came of other tokens than those of the answer: {choice}")
+        if "logprobs" in asked.sampling and token_ids:
+            heard.logprobs += _numbers_of(choice["logprobs"], token_ids)
     asked.num_attempts = max(asked.num_attempts, event.get("timings", {}).get("attempts", 0))
 
 
-def _named(logprobs: dict[str, Any] | None) -> list[int]:
-    """The ids of the tokens that `logprobs` are of."""
-    return [int(name.removeprefix("token_id:")) for name in (logprobs or {"tokens": []})["tokens"]]
+def _numbers_of(logprobs: dict[str, Any], token_ids: list[int]) -> list[tuple[float, int]]:
+    """Of a completion's piece. They are to be those of its tokens."""
+    if logprobs["tokens"] != [f"token_id:{token_id}" for token_id in token_ids]:
+        raise EndedAs(Ending.WRONG, f"with tokens {token_ids} came logprobs of {logprobs['tokens']}")
+    return list(zip(logprobs["token_logprobs"], logprobs["text_offset"], strict=True))
 
 
 def _error_in(body: bytes) -> dict[str, Any]:

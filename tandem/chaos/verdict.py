@@ -16,6 +16,9 @@ may listen where the gateway was."""
 DYING_S = 1.0
 """After a gateway was killed its sockets may still take connections, until its memory is given back."""
 
+LOGPROB_SLACK = 1e-3
+"""On a GPU a token's number may have other bits in another batch, where the token is the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deaths:
@@ -147,9 +150,10 @@ def _difference(heard: Heard, whole: Heard, *, is_whole: bool) -> tuple[str, str
     parts: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
         ("token", heard.token_ids, whole.token_ids),
         ("character", heard.text, whole.text),
+        ("logprob", heard.logprobs, whole.logprobs),
     ]
     for name, came, wanted in parts:
-        if came != wanted[: len(came)]:
+        if not all(_is_same(a, b) for a, b in zip(came, wanted, strict=False)) or len(came) > len(wanted):
             return "wrong", _first_difference(name, came, wanted)
         if is_whole and len(came) < len(wanted):
             return "lost", f"there are {len(came)} {name}s, without faults {len(wanted)}"
@@ -158,8 +162,14 @@ def _difference(heard: Heard, whole: Heard, *, is_whole: bool) -> tuple[str, str
     return None
 
 
+def _is_same(a: Any, b: Any) -> bool:
+    """Of two tokens, characters or logprobs; of these where the text begins, and the number but for the slack."""
+    return a[1] == b[1] and abs(a[0] - b[0]) <= LOGPROB_SLACK if isinstance(a, tuple) else bool(a == b)
+
+
 def _first_difference(name: str, came: Sequence[Any], wanted: Sequence[Any]) -> str:
-    position = next((i for i, (a, b) in enumerate(zip(came, wanted, strict=False)) if a != b), len(wanted))
+    differing = (i for i, (a, b) in enumerate(zip(came, wanted, strict=False)) if not _is_same(a, b))
+    position = next(differing, len(wanted))
     there = repr(wanted[position]) if position < len(wanted) else "the end"
     return f"{name} {position} is {came[position]!r}, without faults {there}"
 

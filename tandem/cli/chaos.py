@@ -46,9 +46,9 @@ def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
     adapters. Workers, router, gateway and Redis are killed; networks fail in both directions or in one.
 
     Then check that every request ended once, in one of the ways it may, that every answer has the tokens and the text
-    of a run without faults, and that every KV block came back. No stream may break off, except an HTTP stream whose
-    gateway was killed: what came of it must be how the right answer begins. Exits with 0 if all this is so, otherwise
-    with 1, what was found, and where the log is.
+    of a run without faults, and the logprobs where they were asked for, and that every KV block came back. No stream
+    may break off, except an HTTP stream whose gateway was killed: what came of it must be how the right answer begins.
+    Exits with 0 if all this is so, otherwise with 1, what was found, and where the log is.
     """
     from rpc.errors import TandemError
     from tandem.answer import StreamBroken

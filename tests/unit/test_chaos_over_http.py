@@ -27,9 +27,16 @@ def event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-def completion(index: int, token_ids: list[int], text: str, reason: str | None = None, **logprobs: Any) -> bytes:
-    named = {"tokens": [f"token_id:{token_id}" for token_id in token_ids]} | logprobs
-    choice = {"index": index, "text": text, "token_ids": token_ids, "logprobs": named, "finish_reason": reason}
+def completion(index: int, token_ids: list[int], text: str, reason: str | None = None, **others: Any) -> bytes:
+    """`others`: what its logprobs say instead."""
+    logprobs = {
+        "tokens": [f"token_id:{token_id}" for token_id in token_ids],
+        "token_logprobs": [-0.5 * token_id for token_id in token_ids],
+        "text_offset": [10 * token_id for token_id in token_ids],
+        **others,
+    }
+    choice = {"index": index, "text": text, "token_ids": token_ids, "finish_reason": reason}
+    choice["logprobs"] = logprobs if token_ids else None
     return event({"choices": [choice], "timings": {"attempts": 2}} if reason else {"choices": [choice]})
 
 
@@ -55,7 +62,7 @@ async def gateway(*pieces: bytes) -> AsyncIterator[str]:
 
 
 async def read(*pieces: bytes, n: int = 1, way: Way = Way.COMPLETIONS) -> tuple[Asked, Ending]:
-    asked = Asked(7, [5], {}, n, way)
+    asked = Asked(7, [5], {"logprobs": 0} if way is Way.COMPLETIONS else {}, n, way)
     async with gateway(*pieces) as address:
         try:
             await read_over_http(address, asked)
@@ -75,7 +82,10 @@ async def test_a_whole_answer_in_any_pieces() -> None:
     for pieces in ([answer], [bytes([byte]) for byte in answer]):
         asked, ending = await read(*pieces, n=2)
         assert ending is Ending.ANSWERED
-        assert asked.answers == {0: Heard([1, 2, 3], "abc", "stop"), 1: Heard([4], "d", "length")}
+        assert asked.answers == {
+            0: Heard([1, 2, 3], "abc", [(-0.5, 10), (-1.0, 20), (-1.5, 30)], "stop"),
+            1: Heard([4], "d", [(-2.0, 40)], "length"),
+        }
         assert asked.num_attempts == 2
 
 
@@ -84,7 +94,7 @@ async def test_a_chat() -> None:
     told = chunk(opening, chat([1], {"content": "a"}), chat([2], {}, "length"), DONE)
     asked, ending = await read(HEAD, told, END, way=Way.CHATS)
     assert ending is Ending.ANSWERED
-    assert asked.answers == {0: Heard([1, 2], "a", "length")}
+    assert asked.answers == {0: Heard([1, 2], "a", finish_reason="length")}
 
 
 FIRST = completion(0, [1], "a")
@@ -120,7 +130,8 @@ async def test_a_connection_that_ends_before_its_answer(
         chunk(FIRST, LAST, DONE, b"data: "),
         chunk(FIRST, b"data: nonsense\n\n"),
         chunk(event({"choices": [{}]})),
-        chunk(completion(0, [1], "a", tokens=["token_id:2"])),
+        chunk(completion(0, [1], "a", tokens=["token_id:2"]), LAST, DONE),
+        chunk(completion(0, [1], "a", token_logprobs=[]), LAST, DONE),
         b"no chunk\r\n",
     ],
 )

@@ -100,23 +100,29 @@ def test_each_of_several_answers_is_compared(answers: list[list[int]], counted: 
     assert (verdict.num_lost, verdict.num_wrong) == (int(counted == "num_lost"), int(counted == "num_wrong"))
 
 
-WHOLE = Heard([1, 2, 3], "abc", "length")
+WHOLE = Heard([1, 2, 3], "abc", [(-0.5, 0), (-1.0, 1), (-1.5, 2)], "length")
+NUMBERS = WHOLE.logprobs
 
 
 @pytest.mark.parametrize(
     ("came", "ending", "counted"),
     [
-        (Heard([1, 2, 3], "abc", "length"), Ending.ANSWERED, None),
+        (Heard([1, 2, 3], "abc", NUMBERS, "length"), Ending.ANSWERED, None),
+        (Heard([1, 2, 3], "abc", [(-0.5001, 0), *NUMBERS[1:]], "length"), Ending.ANSWERED, None),
         (Heard([1, 2], "a"), Ending.CUT, None),  # a text may wait for what follows
         (Heard(), Ending.CUT, None),
         (Heard([1, 2], "aa"), Ending.CUT, "num_wrong"),
         (Heard([1, 1], "a"), Ending.CUT, "num_wrong"),
-        (Heard([1, 2, 3], "abb", "length"), Ending.ANSWERED, "num_wrong"),
-        (Heard([1, 2, 3], "ab", "length"), Ending.ANSWERED, "num_lost"),
-        (Heard([1, 2, 3], "abc", "stop"), Ending.ANSWERED, "num_wrong"),
+        (Heard([1, 2, 3], "abb", finish_reason="length"), Ending.ANSWERED, "num_wrong"),
+        (Heard([1, 2, 3], "ab", finish_reason="length"), Ending.ANSWERED, "num_lost"),
+        (Heard([1, 2, 3], "abc", NUMBERS, "stop"), Ending.ANSWERED, "num_wrong"),
+        (Heard([1, 2, 3], "abc", NUMBERS[:2], "length"), Ending.ANSWERED, "num_lost"),
+        (Heard([1, 2, 3], "abc", [(-0.6, 0), *NUMBERS[1:]], "length"), Ending.ANSWERED, "num_wrong"),
+        (Heard([1, 2, 3], "abc", [(-0.5, 1), *NUMBERS[1:]], "length"), Ending.ANSWERED, "num_wrong"),
+        (Heard([1], "a", NUMBERS[1:2]), Ending.CUT, "num_wrong"),
     ],
 )
-def test_texts_are_compared(came: Heard, ending: Ending, counted: str | None) -> None:
+def test_texts_and_logprobs_are_compared(came: Heard, ending: Ending, counted: str | None) -> None:
     asked = asked_of([], ending=ending, way=Way.COMPLETIONS)
     asked.answers[0] = came
     verdict = judge([asked], {0: [WHOLE]}, Deaths(gateway_s=[105.0]))
