@@ -46,6 +46,8 @@ class Load:
         self._ways_over_http = [Way.COMPLETIONS, *([Way.CHATS] if info.has_chat_template else [])]
         self._gateway = gateway
         self.history: list[Asked] = []
+        self._prompts: dict[bool, list[Prompt]] = {False: [], True: []}
+        """Of all, by whether they are chats."""
         self.num_running = 0
         self._client = AsyncClient(router, resume_s=RESUME_S)
         self._dice = random.Random(seed)
@@ -110,18 +112,17 @@ class Load:
         """Token ids, or messages. Maybe it begins as an earlier one, whichever model that was for."""
         dice = self._dice
         num_tokens = dice.randint(20, max_tokens)
-        earlier: Any = None
-        if self.history and dice.random() < RETURNING_SHARE:
-            earlier = dice.choice(
-                [each.prompt for each in self.history if (each.way is Way.CHATS) == is_chat] or [None]
-            )
+        alike = self._prompts[is_chat]
+        earlier: Any = dice.choice(alike) if alike and dice.random() < RETURNING_SHARE else None
         if not is_chat:
             token_ids = [dice.choice(self._token_ids) for _ in range(num_tokens)]
-            return token_ids if earlier is None else [*earlier[:max_tokens], *token_ids]
+            alike.append(token_ids if earlier is None else [*earlier[:max_tokens], *token_ids])
+            return alike[-1]
         words = [str(dice.randrange(1000)) for _ in range(num_tokens // TOKENS_OF_A_WORD)]
         if earlier is not None:
             words[:0] = earlier[0]["content"].split()[: max_tokens // TOKENS_OF_A_WORD]
-        return [{"role": "user", "content": " ".join(words)}]
+        alike.append([{"role": "user", "content": " ".join(words)}])
+        return alike[-1]
 
     async def _ask(self, asked: Asked) -> None:
         patience_s = self._dice.uniform(0.005, 1.5) if self._dice.random() < LEAVING_SHARE else None
