@@ -32,6 +32,8 @@ class Ending(Enum):
     LEFT = "left by their clients"
     OVERLOADED = "refused: overload"
     UNAVAILABLE = "refused: nobody to serve"
+    NO_GATEWAY = "refused: no gateway there"
+    """Nobody listens where it was."""
     BROKEN = "broken off"
     """After some tokens, since no router was there any more."""
     CUT = "cut off with their gateway"

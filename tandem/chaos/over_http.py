@@ -28,7 +28,7 @@ async def read_over_http(address: str, asked: Asked) -> None:
     except TimeoutError as error:
         raise EndedAs(Ending.HUNG, f"not complete after {DEADLINE_S:g} s") from error
     except HttpAway as error:
-        raise EndedAs(Ending.UNAVAILABLE, f"nobody listens: {error}") from error
+        raise EndedAs(Ending.NO_GATEWAY, str(error)) from error
     except HttpCut as error:
         raise EndedAs(Ending.CUT, str(error)) from error
     except HttpRefused as error:

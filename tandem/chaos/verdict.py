@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.chaos.asked import Asked, Ending, Heard, Way
+from tandem.chaos.asked import Asked, Ending, Heard
 
 MAX_FINDINGS = 20
 RETURNS_S = 15.0
@@ -79,8 +79,8 @@ def judge(
     same of some that an adapter was asked, as the model itself answers them.
 
     No stream may break off, but those over HTTP do with their gateway. A client may have to ask for the rest of one,
-    and a request be refused with nobody to serve, only by a death of the router, or of the gateway that it was to go
-    through: of each kind of worker one is whole at any moment.
+    and a request be refused with nobody to serve, only by a death of the router: of each kind of worker one is whole at
+    any moment, and a gateway that is there again serves at once.
     """
     by_ending: Counter[str] = Counter()
     by_way: Counter[str] = Counter()
@@ -123,7 +123,9 @@ def _fault_of(asked: Asked, wanted: list[Heard], deaths: Deaths) -> tuple[str, s
             return "lost", "it never ended"
         case Ending.HUNG | Ending.GIVEN_UP | Ending.BROKEN:
             return "lost", asked.error
-        case Ending.UNAVAILABLE if not _may_be_refused(asked, deaths):
+        case Ending.UNAVAILABLE if not _is_soon_after(deaths.router_s, asked):
+            return "lost", asked.error
+        case Ending.NO_GATEWAY if not _is_soon_after(deaths.gateway_s, asked):
             return "lost", asked.error
         case Ending.CUT if not any(asked.began_s - DYING_S <= s <= asked.ended_s for s in deaths.gateway_s):
             return "lost", f"its gateway lived: {asked.error}"
@@ -140,8 +142,7 @@ def _fault_of(asked: Asked, wanted: list[Heard], deaths: Deaths) -> tuple[str, s
     return None
 
 
-def _may_be_refused(asked: Asked, deaths: Deaths) -> bool:
-    deaths_s = deaths.router_s if asked.way is Way.GRPC else [*deaths.router_s, *deaths.gateway_s]
+def _is_soon_after(deaths_s: Sequence[float], asked: Asked) -> bool:
     return any(0 <= asked.ended_s - death_s < RETURNS_S for death_s in deaths_s)
 
 

@@ -166,7 +166,7 @@ async def test_nobody_listens() -> None:
         pass
     with pytest.raises(EndedAs) as ended:
         await read_over_http(address, Asked(7, [5], {}, way=Way.COMPLETIONS))
-    assert ended.value.ending is Ending.UNAVAILABLE
+    assert ended.value.ending is Ending.NO_GATEWAY
 
 
 def test_what_is_asked_is_what_the_gateway_knows() -> None:

@@ -138,9 +138,10 @@ def test_texts_and_logprobs_are_compared(came: Heard, ending: Ending, counted: s
         (Ending.CUT, Way.CHATS, (), (99.5,), 0),
         (Ending.CUT, Way.CHATS, (105.0,), (), 1),
         (Ending.CUT, Way.CHATS, (), (95.0, 111.0), 1),
-        (Ending.UNAVAILABLE, Way.CHATS, (), (105.0,), 0),
+        (Ending.NO_GATEWAY, Way.CHATS, (), (105.0,), 0),
+        (Ending.NO_GATEWAY, Way.CHATS, (105.0,), (50.0,), 1),
         (Ending.UNAVAILABLE, Way.CHATS, (105.0,), (), 0),
-        (Ending.UNAVAILABLE, Way.CHATS, (), (), 1),
+        (Ending.UNAVAILABLE, Way.CHATS, (), (105.0,), 1),
         (Ending.UNAVAILABLE, Way.GRPC, (), (105.0,), 1),
     ],
 )
