@@ -71,10 +71,11 @@ class SoakArgs:
             if not 2 <= value <= 16:
                 raise ValueError(f"{flag} must be in [2, 16]: one fails, another goes on; is {value}")
         try:
-            for name, folder in parse_lora_modules(self.lora_modules).items():
-                check_lora_folder(name, folder)
+            folders = parse_lora_modules(self.lora_modules)
         except ValueError as error:
-            raise ValueError(f"--lora-modules: {str(error).removeprefix('lora_modules: ')}") from error
+            raise ValueError(f"--{str(error).replace('lora_modules', 'lora-modules', 1)}") from error
+        for name, folder in folders.items():
+            check_lora_folder(name, folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,9 @@ from rpc.errors import NoWorker, Unreachable
 from tandem.chaos import soak
 from tandem.chaos.faults import Fault, FaultKind
 from tandem.chaos.soak import _what_is_not_at_rest
+from tandem.chaos.verdict import Verdict
 from tandem.cli import main
+from tandem.cli.chaos import describe
 from tandem.cluster import ClusterError
 
 
@@ -45,6 +47,34 @@ def test_ctrl_c_names_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_what_ends_it_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception) -> None:
     result, _ = chaos_that(monkeypatch, tmp_path, error)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, f"Error: {error}")
+
+
+@pytest.mark.parametrize(
+    ("modules", "why"),
+    [
+        ("sql=/nowhere", "adapter 'sql': there is no folder /nowhere"),
+        ("sql", "--lora-modules must name each adapter's folder, as in sql=/models/sql-adapter, is 'sql'"),
+    ],
+)
+def test_adapters_that_are_not_there_are_said_before_anything_starts(modules: str, why: str) -> None:
+    result = CliRunner().invoke(main, ["chaos", "--lora-modules", modules])
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"Error: {why}")
+
+
+def test_a_report_says_over_what_requests_came_and_for_whom() -> None:
+    endings = {"answered": 5, "cut off with their gateway": 1}
+    verdict = Verdict(
+        num_by_ending=endings, num_by_way={"gRPC": 4, "chats": 2}, num_by_model={"": 1, "sql": 5},
+        num_tokens_checked=90, num_lost=0, num_repeated=0, num_wrong=0, num_retried=2, num_resumed=1,
+    )  # fmt: skip
+    report = soak.Report(args=soak.SoakArgs(), num_faults={"killed": 1, "muted": 2}, verdict=verdict, rest_s=0.1)
+    lines = describe(report.to_dict()).splitlines()
+    assert lines[:3] == [
+        "faults    3 in 60 s (seed 1): 2 muted, 1 killed",
+        "requests  6: 5 answered, 1 cut off with their gateway",
+        "          4 gRPC, 2 chats; of 5 sql, 1 the model itself",
+    ]
+    assert lines[-1] == "passed"
 
 
 async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -> None:
