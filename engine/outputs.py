@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import isnan
 
 
 class FinishReason(Enum):
@@ -11,7 +13,8 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    """The model computed no numbers to choose a token by, or the grammar could not say what may come next."""
+    """The model computed no numbers to choose a token by, or to tell of the prompt, or the grammar could not say what
+    may come next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class TokenLogprobs:
     """Of the token that stands there."""
     top: list[Logprob]
     """The likeliest ones, in order, as many as were asked for; that one is not always among them."""
+
+
+def has_numbers(logprobs: Iterable[TokenLogprobs]) -> bool:
+    """Not where the model computed none for a position: then all that is told of it is NaN."""
+    return not any(isnan(each.sampled.logprob) for each in logprobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from engine.config import SchedulerConfig
-from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from engine.outputs import FinishReason, RequestOutput, TokenLogprobs, has_numbers
 from engine.scheduling.block_ledger import BlockOwner
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.drafting import Drafting
@@ -344,7 +344,8 @@ class Scheduler:
         """Take in what was sampled for `seq`: the last token in the place of the pending one, at `position`. Those
         before it stand there already, as drafts that were right."""
         offset = position + 1 - len(token_ids) - seq.num_prompt_tokens
-        if token_ids == [INVALID_TOKEN]:
+        # What a sliding window hides from the answer may have spoilt what is told of the prompt.
+        if token_ids == [INVALID_TOKEN] or not has_numbers(seq.prompt_logprobs or ()):
             return self._fail(seq, offset)
         seq.token_ids[position] = token_ids[-1]
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None

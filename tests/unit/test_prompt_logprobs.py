@@ -4,12 +4,15 @@ numbers are those of its logits."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from many_endings import CONFIG
+from pretend_gpu.engines import make_engine
 
 from engine.config import SchedulerConfig
-from engine.outputs import Logprob, RequestOutput, TokenLogprobs
+from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling import logprobs as module
 from engine.sampling.logprobs import prompt_logits, prompt_logprobs
 from engine.sampling_params import SamplingParams
@@ -143,3 +146,34 @@ def test_the_first_of_several_answers_tells_the_prompts() -> None:
     assert (first.prompt_logprobs, first.logprobs) == (2, 1)
     assert not second.HasField("prompt_logprobs")
     assert second.logprobs == 1
+
+
+@pytest.mark.parametrize("num_asked", [None, 0])
+def test_where_the_model_computes_no_numbers_for_a_prompt_it_fails(num_asked: int | None, tmp_path: Path) -> None:
+    """A sliding window hides the damage from the answer's tokens: whoever is not told of the prompt goes on."""
+    windowed = CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 4}
+    settings = {"device": "cpu", "prefill_chunk_tokens": 8}
+    engine = make_engine(tmp_path, windowed, **settings)
+    prompt = list(range(10, 50))
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=num_asked)
+
+    def ask(name: str, *, spoilt: bool) -> list[RequestOutput]:
+        engine.add_request(name, prompt, params)
+        outputs = engine.step()
+        if spoilt:
+            engine.executor.kv_pool[:, engine._scheduler.running[0].block_table[1]] = float("nan")
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        return outputs
+
+    outputs = ask("spoilt", spoilt=True)
+    assert engine.audit()[1] == []
+    if num_asked is None:
+        assert [len(output.token_ids) for output in outputs] == [1, 1]
+        return
+    [failed] = outputs
+    assert (failed.finish_reason, failed.token_ids, failed.prompt_logprobs) == (FinishReason.ERROR, [], None)
+    assert failed.error == "the model's numbers for the next token are not numbers"
+    first, last = ask("healed", spoilt=False)
+    assert (first.num_cached_tokens, last.finish_reason) == (0, FinishReason.LENGTH)
+    assert not any(math.isnan(each.sampled.logprob) for each in first.prompt_logprobs or ())
