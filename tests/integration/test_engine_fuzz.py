@@ -1,0 +1,299 @@
+"""An engine under everything at once, against itself: whatever comes, goes and is guessed beside it, each answer is,
+bit for bit, that of the same request alone.
+
+Requests of every kind come at any time and some are aborted, in an engine with so little room that they are preempted,
+take each other's blocks, find prefixes again in the pool or in host memory, and are computed in pieces and ahead of
+their tokens. All of it follows from the seed in brackets behind a test's name: what fails, fails again, by that name
+and, of the slow ones, with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grammar_cases import EOS, KINDS, grammar_text, tokenizer
+from lora_folders import CONFIG, write_adapter
+
+from engine.config import GIB, EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from engine.running.executor import Executor
+from engine.sampling_params import SamplingParams
+from engine.scheduling.offloading import BlockCopy
+
+SEEDS = range(14)
+MORE_SEEDS = range(len(SEEDS), 400)
+NUM_GROUPS = 20  # of requests in a round
+BLOCK_SIZE = 16
+BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 2  # layers, parts, heads, slots, dim, bytes
+VOCAB_SIZE = CONFIG["vocab_size"]
+ADAPTERS = ("", "", "", "a", "b")
+OWN = "its own salt"
+MET = ("preempted", "found", "loaded", "saved", "evicted", "right drafts", "wrong drafts", "aborted", "moved", "ahead")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    prompt: list[int]
+    params: SamplingParams
+    lora_name: str
+    cache_salt: str
+    given: list[int] = field(default_factory=list)
+    """Of the answer, where another engine has begun it."""
+
+    @property
+    def finds_nothing(self) -> bool:
+        """Its prompt is computed, whatever is cached."""
+        return self.cache_salt.startswith(OWN) or (self.params.prompt_logprobs is not None and not self.given)
+
+
+@dataclass
+class Told:
+    """Of an answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None
+            self.prompt_logprobs = output.prompt_logprobs
+        self.finish_reason = output.finish_reason
+
+    def until(self, told: Told) -> Told:
+        """As much as there is of `told`, which goes no further."""
+        length = len(told.token_ids)
+        return Told(self.token_ids[:length], self.logprobs[:length], self.prompt_logprobs if length else None)
+
+
+def draw_requests(rng: random.Random) -> list[Request]:
+    """Groups of them, which are several answers to a prompt. Prompts begin alike, and some go round in circles."""
+    texts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(100)] for _ in range(2)] + [[7, 8, 9, 10] * 25]
+    requests: list[Request] = []
+    for _ in range(NUM_GROUPS):
+        text, params, lora_name = rng.choice(texts), draw_params(rng), rng.choice(ADAPTERS)
+        likely = sorted(params.allowed_token_ids) or sorted(params.logit_bias) or range(VOCAB_SIZE)
+        ending = rng.sample(likely, min(len(likely), 4)) * 5  # an answer is guessed to go on so, and may
+        prompt = text[: rng.randint(1, 100)] + ending[: rng.choice([0, 1, 20, 20])]
+        salt = rng.choice([*[""] * 8, "shared", OWN])
+        for index in range(rng.choice([1, 1, 2, 3])):
+            each = replace(params, seed=params.seed + index, prompt_logprobs=None if index else params.prompt_logprobs)
+            own = f"{salt} {len(requests)}" if salt == OWN else salt
+            requests.append(Request(prompt=prompt, params=each, lora_name=lora_name, cache_salt=own))
+    return requests
+
+
+def draw_params(rng: random.Random) -> SamplingParams:
+    def maybe(value: Any, otherwise: Any = None, chance: float = 0.3) -> Any:
+        return value if rng.random() < chance else otherwise
+
+    max_tokens = rng.choice([1, rng.randint(2, 30), rng.randint(30, 70)])
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.8, 2.0]), seed=rng.randrange(-(2**63), 2**63 - 10), max_tokens=max_tokens,
+        top_p=maybe(0.9, 1.0), top_k=maybe(rng.randint(1, 50), 0), min_p=maybe(0.02, 0.0, 0.1),
+        presence_penalty=maybe(rng.uniform(-1, 1), 0.0), frequency_penalty=maybe(rng.uniform(-1, 1), 0.0),
+        repetition_penalty=maybe(1.2, 1.0), stop_token_ids=frozenset(maybe(rng.sample(range(VOCAB_SIZE), 8), ())),
+        logit_bias={rng.randrange(VOCAB_SIZE): rng.uniform(-5, 5) for _ in range(maybe(3, 0))},
+        logprobs=rng.choice([None, 0, 3]), prompt_logprobs=maybe(rng.choice([0, 2])),
+    )  # fmt: skip
+    kind = rng.choice(["any", "few", "few", "in turn", "bad words", "held to a form"])
+    if kind == "held to a form":
+        return replace(params, grammar=grammar_text(rng.choice(list(KINDS))))
+    some = rng.sample(range(2, VOCAB_SIZE), rng.randint(2, 4))
+    if kind == "few":  # of which many guesses are right, and some are not
+        params = replace(params, allowed_token_ids=frozenset([*some, EOS]), stop_token_ids=frozenset(some[:1]))
+    elif kind == "in turn":  # that the answer ends may be guessed, and what would come after it
+        in_turn = {some[0]: 60.0, some[1]: 50.0}
+        ends, never = frozenset(some[1 : rng.randint(1, 2)]), tuple((token_id, token_id) for token_id in in_turn)
+        params = replace(params, logit_bias=in_turn, bad_words_token_ids=never, stop_token_ids=ends)
+    elif kind == "bad words":
+        pairs = [(token_id, token_id) for token_id in range(VOCAB_SIZE)]
+        params = replace(params, bad_words_token_ids=((some[0],), *pairs))
+    can_go_on = not params.allowed_token_ids or params.allowed_token_ids - params.stop_token_ids - {EOS}
+    min_tokens = maybe(rng.randint(1, max_tokens), 0) if can_go_on else 0
+    return replace(params, ignore_eos=rng.random() < 0.3, min_tokens=min_tokens)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose tokens have text, and of two adapters."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": EOS, "initializer_range": 0.3}))
+    tokenizer().save(str(folder / "tokenizer.json"))
+    for seed, name in enumerate(("a", "b"), 1):
+        write_adapter(folder / name, seed=seed)
+    return folder
+
+
+def make_engine(folder: Path, *, runs_ahead: bool = False, **settings: Any) -> LLMEngine:
+    """The CPU kernels': others' sums hang on what is computed beside them."""
+    args = EngineArgs(
+        model=str(folder), load_format="dummy", dtype="bfloat16", device="cpu", num_threads=1, block_size=BLOCK_SIZE,
+        max_model_len=160, lora_modules=f"a={folder / 'a'},b={folder / 'b'}", max_itl_ms=0.0, **settings,
+    )  # fmt: skip
+    config = create_engine_config(args)
+    if config.device.attention_backend != "cpu":
+        pytest.skip("no CPU kernels here")
+    return LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=runs_ahead)))
+
+
+def make_cramped_engine(folder: Path, rng: random.Random) -> LLMEngine:
+    """A CPU computes a step when it is launched, also one ahead: every path is taken, and time decides nothing."""
+    runs_ahead = rng.random() < 0.3  # and then nothing is guessed
+    guessing = {"num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
+    engine = make_engine(
+        folder, runs_ahead=runs_ahead, num_kv_blocks=rng.randint(11, 14), max_num_seqs=rng.choice([4, 12]),
+        max_num_batched_tokens=rng.choice([16, 40, 300]), prefill_chunk_tokens=rng.choice([0, 7, 16]),
+        stream_interval=rng.choice([1, 1, 3]), speculative_config="" if runs_ahead else json.dumps(guessing),
+        kv_offloading_size=rng.choice([4, 12, 60]) * BLOCK_BYTES / GIB,
+    )  # fmt: skip
+    engine.executor.kv_pool.fill_(float("nan"))  # what nobody has written is no number
+    CopiesInTurn(engine.executor, rng)
+    return engine
+
+
+class CopiesInTurn:
+    """Between pool and host memory, made on this thread, as the seed has it: at once or as late as may be, in any
+    order, and told of later."""
+
+    def __init__(self, executor: Executor, rng: random.Random) -> None:
+        assert executor._host_copies is not None
+        self._rng = rng
+        self._copy = executor._host_copies._copy
+        self._begun: list[tuple[BlockCopy, bool]] = []
+        """And whether it is made."""
+        self._must_end = False
+        executor.copy_blocks = self.begin  # type: ignore[method-assign]
+        executor.take_copied = self.take  # type: ignore[method-assign]
+        executor.wait_for_copies = self.wait  # type: ignore[method-assign]
+
+    def begin(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            is_made = self._rng.random() < 0.5
+            if is_made:
+                self._copy([copy])
+            self._begun.append((copy, is_made))
+
+    def take(self) -> list[BlockCopy]:
+        num_ended = self._rng.randint(0, len(self._begun)) if self._rng.random() < 0.3 else 0
+        num_ended, self._must_end = max(num_ended, self._must_end), False
+        ended = [self._begun.pop(self._rng.randrange(len(self._begun))) for _ in range(num_ended)]
+        for copy, is_made in ended:
+            if not is_made:
+                self._copy([copy])
+        return [copy for copy, _ in ended]
+
+    def wait(self) -> bool:
+        self._must_end = bool(self._begun)
+        return self._must_end
+
+
+def add(engine: LLMEngine, name: str, request: Request) -> None:
+    engine.add_request(
+        name, request.prompt, request.params, output_token_ids=request.given, cache_salt=request.cache_salt,
+        lora_name=request.lora_name,
+    )  # fmt: skip
+    if (grammar := engine._scheduler.waiting[-1].grammar) is not None:
+        grammar.wait_until_compiled()  # how long that takes is to decide nothing
+
+
+def answer_alone(engine: LLMEngine, request: Request) -> Told:
+    """Of an engine in which nothing is cached, guessed, cut or beside it."""
+    told = Told()
+    add(engine, "alone", request)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            told.take(output)
+    return told
+
+
+def moved(request: Request, told: Told, num_given: int) -> tuple[Request, Told]:
+    """After so many tokens, which another engine has told."""
+    rest = Told(told.token_ids[num_given:], told.logprobs[num_given:], None, told.finish_reason)
+    return replace(request, given=told.token_ids[:num_given]), rest
+
+
+def answer_all(engine: LLMEngine, requests: list[Request], rng: random.Random) -> tuple[list[Told], set[int]]:
+    """Those that come at any time, and which of them were aborted. The books balance after each step."""
+    told = [Told() for _ in requests]
+    to_come, running, aborted = deque(range(len(requests))), set[int](), set[int]()
+    while to_come or engine.has_unfinished_requests():
+        while to_come and (not engine.has_unfinished_requests() or rng.random() < 0.5):
+            number = to_come.popleft()
+            running.add(number)
+            add(engine, str(number), requests[number])
+        if running and rng.random() < 0.02:
+            number = rng.choice(sorted(running))
+            assert engine.abort(str(number))
+            running.remove(number)
+            aborted.add(number)
+        for output in engine.step():
+            number = int(output.request_id)
+            assert number in running, "it had ended"
+            assert output.offset == len(requests[number].given) + len(told[number].token_ids)
+            assert not (output.num_cached_tokens and requests[number].finds_nothing)
+            told[number].take(output)
+            if output.is_finished:
+                running.remove(number)
+        assert engine.audit()[1] == []
+        assert not (engine.is_idle and engine.has_unfinished_requests()), "nothing goes on"
+    assert not running
+    return told, aborted
+
+
+def check_rest(engine: LLMEngine) -> Counter[str]:
+    """With nothing left to do, all is free or cached, and findable is what was said to be. Returns what was met."""
+    while engine.executor.wait_for_copies():
+        engine.step()
+    ledger, problems = engine.audit()
+    assert problems == []
+    assert ledger.num_free + ledger.num_cached == ledger.num_blocks
+    host, events, stats = engine.block_manager.host_ledger(), engine.take_cache_events(), engine.stats
+    assert host.num_free + host.num_kept == host.num_blocks
+    is_findable = {event.block_hash: event.is_stored for event in events}
+    assert {block_hash for block_hash, is_stored in is_findable.items() if is_stored} == set(engine.cached_hashes())
+    return Counter({
+        "preempted": stats.num_preemptions, "found": stats.num_prefix_hits_tokens, "loaded": stats.num_loaded_blocks,
+        "saved": stats.num_saved_blocks, "evicted": sum(not event.is_stored for event in events),
+        "right drafts": stats.num_accepted_tokens, "wrong drafts": stats.num_draft_tokens - stats.num_accepted_tokens,
+        "ahead": int(engine.config.scheduler.async_scheduling),
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def met() -> Iterator[Counter[str]]:
+    """In all rounds together."""
+    counts: Counter[str] = Counter()
+    yield counts
+    if counts["rounds"] >= len(SEEDS):
+        assert [name for name in MET if not counts[name]] == [], "the rounds test little"
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE_SEEDS)])
+def test_each_answer_is_that_of_the_request_alone(seed: int, folder: Path, met: Counter[str]) -> None:
+    rng = random.Random(seed)
+    requests = draw_requests(rng)
+    by_itself = make_engine(folder, num_kv_blocks=16, enable_prefix_caching=False)
+    expected = [answer_alone(by_itself, request) for request in requests]
+    for number, (request, whole) in enumerate(zip(requests, expected, strict=True)):
+        if rng.random() < 0.2 and (num_given := rng.randrange(len(whole.token_ids))):
+            requests[number], expected[number] = moved(request, whole, num_given)
+    with closing(make_cramped_engine(folder, rng)) as engine:
+        told, aborted = answer_all(engine, requests, rng)
+        met.update(check_rest(engine))
+    for number, (request, whole) in enumerate(zip(requests, expected, strict=True)):
+        assert told[number] == (whole.until(told[number]) if number in aborted else whole), f"{number}: {request}"
+    met.update({"rounds": 1, "aborted": len(aborted), "moved": sum(bool(request.given) for request in requests)})
