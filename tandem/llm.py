@@ -137,8 +137,8 @@ class LLM:
         and how many (`tandem.prompts.Tokenization`).
         Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then. Raises
         `RankLost`, now and ever after, if another process of `tensor_parallel_size` has ended. Ctrl-C ends it when the
-        engine's step is done. A second Ctrl-C does not wait for that; after it, and after an error in the middle of a
-        step, this raises `RuntimeError` ever after.
+        engine's step is done. A second one within the step does not wait for that; after it, and after an error in the
+        middle of a step, this raises `RuntimeError` ever after.
         """
         asked = Tokenization.of(tokenization_kwargs, self.config.model.max_model_len)
         adds = asked.add_special_tokens is not False
@@ -224,7 +224,7 @@ class LLM:
         lora_names = lora_name_of_each(lora_request, len(prompts), loaded)
         requests: list[OfflineRequest] = []
         answers: dict[str, OfflineAnswer] = {}
-        with self._alone(), self._while_it_can(), BetweenSteps() as interrupts:
+        with BetweenSteps() as interrupts, self._alone(), self._while_it_can():  # Ctrl-C comes before or after it all
             try:
                 for prompt, prompt_params, lora_name in zip(prompts, params, lora_names, strict=True):
                     request = OfflineRequest(
@@ -305,7 +305,7 @@ class LLM:
             progress = stack.enter_context(_progress()) if use_tqdm else None
             task = progress.add_task("answers", total=len(answers), num_tokens=0) if progress else None
             while self.llm_engine.has_unfinished_requests():
-                outputs = self._step()
+                outputs = self._step(interrupts)
                 self._take(outputs, answers)
                 interrupts.check()
                 if progress is not None and task is not None:
@@ -313,10 +313,11 @@ class LLM:
                     num_tokens = sum(len(answer.token_ids) for answer in answers.values())
                     progress.update(task, completed=num_done, num_tokens=num_tokens)
 
-    def _step(self) -> list[StepOutput]:
+    def _step(self, interrupts: BetweenSteps) -> list[StepOutput]:
         """One that ends in its middle leaves the engine as nobody can go on with it."""
         try:
-            outputs = self.llm_engine.step()
+            with interrupts.breaking():
+                outputs = self.llm_engine.step()
         except BaseException as error:
             self._lost = f"a step of this LLM ended with {type(error).__name__}; {NO_MORE}"
             raise

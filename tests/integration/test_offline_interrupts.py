@@ -78,6 +78,31 @@ def test_a_second_one_does_not_wait(llm: LLM) -> None:
             tokens_of(llm)
 
 
+@pytest.mark.parametrize("name", ["add_request", "abort"])
+def test_several_at_once_leave_nothing_behind(llm: LLM, name: str) -> None:
+    """Nothing is added or aborted by half: that takes no time, and is waited for."""
+    expected = tokens_of(llm)
+    engine = llm.llm_engine
+    method = getattr(engine, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    in_a_step = at("executor.wait", llm, lambda: signal.raise_signal(signal.SIGINT))
+    in_a_step.setattr(engine, name, called)
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(llm)
+    in_a_step.undo()
+    assert not engine.has_unfinished_requests()
+    blocks, problems = engine.audit()
+    assert not problems
+    assert blocks.num_free + blocks.num_cached == blocks.num_blocks
+    assert tokens_of(llm) == expected
+
+
 def test_after_an_error_in_a_step_it_says_so(llm: LLM) -> None:
     def fail() -> None:
         raise MemoryError("no room")
