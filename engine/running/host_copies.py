@@ -16,7 +16,9 @@ Shapes: L layers, N blocks of the pool, H of the host's memory, E numbers of a b
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +41,8 @@ LAUNCHED_AHEAD = 1
 from a wait, take. On an H200 that was half of the time."""
 PIECE_BYTES = 256 << 20
 """Of the host's memory, allocated at once: torch rounds what it pins up to a power of two."""
+EXIT_PATIENCE_S = 5.0
+"""For what is being copied when the process ends."""
 STAGED_BYTES = 64 << 20
 """Of a device's memory, that blocks on their way lie in side by side, unless one block has more."""
 
@@ -88,6 +92,7 @@ class HostCopies:
         self._changed = threading.Condition()  # a lock that its holder may take again: garbage is collected anywhere
         self._thread = threading.Thread(target=self._run, name="host-copies", daemon=True)
         self._thread.start()
+        _made.add(self)
 
     def begin(self, copies: Iterable[BlockCopy]) -> None:
         with self._changed:
@@ -186,6 +191,18 @@ class HostCopies:
             self._error = self._error or error
             self._changed.notify_all()
         self.on_done()
+
+
+_made: weakref.WeakSet[HostCopies] = weakref.WeakSet()
+"""A thread that is within torch when the interpreter ends takes the process down with SIGABRT."""
+
+
+@atexit.register
+def _end_all() -> None:
+    for copies in list(_made):
+        if copies._thread.is_alive():  # not after a fork, which leaves locks as they are
+            copies.leave()
+            copies._thread.join(EXIT_PATIENCE_S)
 
 
 class _ByHost:

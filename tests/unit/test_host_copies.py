@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -192,3 +194,23 @@ def test_a_copy_that_fails_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(IndexError):
             ask()
     copies.close()
+
+
+ENDS_EARLY = """
+import torch
+from engine.running.host_copies import HostCopies, _as_words, _ByDevice
+from engine.scheduling.offloading import BlockCopy
+
+pool = torch.zeros(8, 64, 2, 2, 16, 16)
+copies = HostCopies(pool, 64)
+words = _as_words(pool)
+copies._copy = _ByDevice(words, 64, [words.new_empty(64, *words.shape[::2])])  # within torch, as on a GPU
+copies.begin(BlockCopy(False, n % 64, n % 64) for n in range(50_000))
+"""
+
+
+def test_a_process_ends_well_in_the_middle_of_copies() -> None:
+    """Nobody need close an engine."""
+    command = [sys.executable, "-c", ENDS_EARLY]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
