@@ -30,7 +30,7 @@ from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.scheduling.offloading import BlockCopy
 
-SEEDS = range(14)
+SEEDS = range(20)
 MORE_SEEDS = range(len(SEEDS), 400)
 NUM_GROUPS = 20  # of requests in a round
 BLOCK_SIZE = 16
