@@ -40,6 +40,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.attention.triton_invariant import InvariantTritonAttention
 from engine.attention.triton_latents import TritonLatentAttention
 from engine.float8 import why_no_float8
+from engine.int4_weight import INT4_GROUP_SIZE
 from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
@@ -48,6 +49,7 @@ from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
 from engine.kernels.gpu.gpu_kind import H200
+from engine.kernels.gpu.int4 import ScaledInt4, int4_config, int4_product, widen_int4
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
@@ -249,6 +251,21 @@ def compile_float8_products(num_rows: int) -> None:
     scaled_product(x, weight, torch.ones(6144), None)
 
 
+def int4_weight(group_size: int, has_words: bool) -> ScaledInt4:
+    """Of q, k and v, too. `has_words`: of scales and offsets in one."""
+    scale = torch.zeros(6144, 4096 // group_size, dtype=torch.int32 if has_words else torch.float32)
+    packed = torch.zeros(6144, 2048, dtype=torch.uint8)
+    return ScaledInt4(packed, scale, None if has_words else scale.clone(), torch.bfloat16)
+
+
+def compile_int4_products(
+    num_rows: int, group_size: int, dtype: torch.dtype = torch.bfloat16, has_words: bool = False
+) -> None:
+    x, weight = torch.zeros(num_rows, 4096, dtype=dtype), int4_weight(group_size, has_words)
+    int4_product(x, weight, None, int4_config(kind, num_rows, dtype.itemsize))
+    widen_int4(weight)
+
+
 def compile_row_products(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Whose bits depend on no other row: of a layer, of heads, of experts, and with weights in 8 bits."""
     global case
@@ -259,6 +276,8 @@ def compile_row_products(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> 
     case = f"{name}, int8"
     scaled = scaled_row_config(kind, num_rows, dtype.itemsize)
     scaled_product(x, weight[0].to(torch.int8), torch.ones(6144, dtype=dtype), None, config=scaled)
+    case = f"{name}, int4"
+    int4_product(x, int4_weight(INT4_GROUP_SIZE, dtype == torch.bfloat16), None, scaled)
     case = f"{name}, logits"
     row_product(x, weight[0], None, config, torch.float32)
     case = f"{name}, heads"
@@ -414,6 +433,11 @@ def other_cases() -> dict[str, Callable[[], None]]:
         cases[f"{num_rows} rows"] = partial(compile_int8_products, num_rows)
         cases[f"{num_rows} rows, groups"] = partial(compile_products_of_groups, num_rows)
         cases[f"{num_rows} rows, 8-bit floats"] = partial(compile_float8_products, num_rows)
+        for group_size in (INT4_GROUP_SIZE, 64, 128):
+            cases[f"{num_rows} rows, int4 {group_size}"] = partial(compile_int4_products, num_rows, group_size)
+        cases[f"{num_rows} rows, int4 words"] = partial(
+            compile_int4_products, num_rows, INT4_GROUP_SIZE, has_words=True
+        )
     for dtype, num_inputs in ((torch.bfloat16, 4096), (torch.float16, 4096), (torch.bfloat16, 14336 // 4)):
         cases[f"1 row {name_of(dtype)}" + (f" {num_inputs}" if num_inputs != 4096 else "")] = partial(
             compile_one_row, dtype, num_inputs
@@ -422,6 +446,8 @@ def other_cases() -> dict[str, Callable[[], None]]:
         cases[f"1 row, {name_of(dtype)}"] = partial(compile_one_row, torch.bfloat16, 4096, dtype)
     for num_rows in (16, 32, 64, 256, 2048):
         cases[f"{num_rows} rows, batch invariant"] = partial(compile_row_products, num_rows)
+    for dtype in (torch.float16, torch.float32):
+        cases[f"16 rows, int4 {name_of(dtype)}"] = partial(compile_int4_products, 16, INT4_GROUP_SIZE, dtype)
     cases["float32, batch invariant"] = partial(compile_row_products, 16, torch.float32)
     cases["bfloat16"] = partial(compile_rest, torch.bfloat16)
     cases["at 8"] = partial(compile_copy, (1 << 40) + 8)

@@ -17,6 +17,8 @@ and looks whether data fit their types, at each operation: `_spare_checks` leave
 and products of integers again, in 64 bits, and says nothing where they differ: with `_watch_overflows` that is quicker,
 and an `OverflowError`.
 
+It rounds twice where a GPU multiplies and adds by one instruction: `_teach_fma`.
+
 Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
 but makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
 """
@@ -87,6 +89,16 @@ def _teach_bfloat16() -> None:
         return cast(self, source, to)
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
+
+
+def _teach_fma() -> None:
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data + z.data  # of float32
+        return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = create_fma
 
 
 def _teach_float8() -> None:
@@ -263,6 +275,7 @@ if RUNS_PTX:
     run_ptx(warps_together={"ptx": False, "ptx, warps together": True}[ON_CPU])
 elif DEVICE == "cpu":
     _teach_bfloat16()
+    _teach_fma()
     _teach_float8()
     _patch_language_once()
     _share_shapes()

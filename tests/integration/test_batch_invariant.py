@@ -72,6 +72,7 @@ MODELS = [
     pytest.param(QWEN3_MOE, {}, id="experts"),
     pytest.param(LATENTS, {}, id="latents"),
     pytest.param(CONFIG, {"quantization": "int8"}, id="int8"),
+    pytest.param(CONFIG, {"quantization": "int4"}, id="int4"),
     pytest.param(CONFIG, {"quantization": "fp8", "kv_cache_dtype": "fp8", "dtype": "bfloat16"}, id="fp8"),
 ]
 

@@ -66,6 +66,7 @@ def gpu() -> Iterator[PretendGpu]:
         (CONFIG, {}, {"attention_backend": "torch"}),
         (WIDE, {"dtype": "float16", "block_size": 16}, {"attention_backend": "torch"}),
         (WIDE, {"dtype": "bfloat16", "quantization": "int8"}, IN_TURN),
+        (WIDE, {"dtype": "bfloat16", "quantization": "int4"}, IN_TURN),
         (WIDE, {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"}, IN_TURN),
         (BLOCKS, {"dtype": "bfloat16"}, IN_TURN),
         (EXPERTS, {"dtype": "bfloat16"}, IN_TURN),
@@ -80,6 +81,7 @@ def gpu() -> Iterator[PretendGpu]:
         "float32",
         "float16",
         "int8",
+        "int4",
         "fp8",
         "blocks",
         "deepseek",
@@ -326,7 +328,7 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
     done = launches_compiled(tmp_path, capability, str(shared_bytes))
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
-    engines = "llama", "qwen", "int8", "fp8", "blocks", "deepseek", "experts in blocks", "adapters"
+    engines = "llama", "qwen", "int8", "int4", "fp8", "blocks", "deepseek", "experts in blocks", "adapters"
     for name in (*engines, "batch invariant", "batch invariant deepseek"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
@@ -336,5 +338,5 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
         "_latent_prefill_kernel", "_latent_project_kernel", "_unfolded_kernel", "_bounds_kernel", "_race_kernel",
         "_one_row_kernel", "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",
         "_expert_row_product_kernel", "_sum_kernel", "_sum_pieces_kernel", "_choose_kernel", "_pieces_kernel",
-        "_reduce_pieces_kernel",
+        "_reduce_pieces_kernel", "_int4_kernel", "_widen_int4_kernel",
     }  # fmt: skip

@@ -49,6 +49,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (LLAMA, {}),
     "qwen": (QWEN, {"dtype": "float16"}),
     "int8": (LLAMA, {"quantization": "int8"}),
+    "int4": (LLAMA, {"quantization": "int4"}),
     "fp8": (QWEN, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "blocks": (LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, {}),
     "deepseek": (DEEPSEEK, {}),

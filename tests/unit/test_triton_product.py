@@ -119,21 +119,20 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     assert_rows_alike(InvariantFloatLinear(weight), x)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8", "groups"])
-def test_with_weights_in_8_bits(form: str) -> None:
-    if form != "int8" and not HAS_FLOAT8:
+@pytest.mark.parametrize("form", ["int8", "fp8", "groups", "int4"])
+def test_with_weights_in_fewer_bits(form: str) -> None:
+    if form in ("fp8", "groups") and not HAS_FLOAT8:
         pytest.skip("a GPU without 8-bit floats")
     weight, x = numbers(64, 160, dtype=BFLOAT16), numbers(ROWS[-1], 160, dtype=BFLOAT16, seed=1)
     stored = weight.to(torch.float8_e4m3fn)
     groups = ScaledWeight(stored, torch.full((64, 5), 0.5, device=DEVICE), 32, BFLOAT16)
     linears = INVARIANT_QUANTIZED_LINEARS
-    linear = {"int8": linears.int8, "fp8": linears.fp8, "groups": linears.groups}[form](
-        groups if form == "groups" else weight
-    )
+    makers = {"int8": linears.int8, "fp8": linears.fp8, "groups": linears.groups, "int4": linears.int4}
+    linear = makers[form](groups if form == "groups" else weight)
     assert_rows_alike(linear, x)
     expected = x.double() @ (stored.double() * 0.5 if form == "groups" else weight.double()).T
     error = (linear(x).double() - expected).norm() / expected.norm()
-    assert error < {"int8": 0.02, "fp8": 0.05, "groups": 0.01}[form]
+    assert error < {"int8": 0.02, "fp8": 0.05, "groups": 0.01, "int4": 0.1}[form]
 
 
 def test_a_row_of_an_expert_has_the_same_bits_beside_any_others() -> None:

@@ -14,6 +14,7 @@ Shapes: T rows (tokens), N outputs, K inputs, G groups of inputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -38,6 +39,10 @@ SUMMED_AT_ONCE = 1024
 """Outputs of a row, by a program that adds up pieces."""
 WIDENED_AT_ONCE = 2048
 """Inputs of an output, by a program of `widen`: 16 for each thread."""
+
+Launch = Callable[[tuple[int, int, int], int, torch.Tensor | None, torch.Tensor], None]
+"""Given a grid, inputs of a piece, a bias (None where pieces are added up later) and what each piece is written to:
+[pieces, T, N]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +114,31 @@ def scaled_product(
     config = config or ProductConfig.of(num_rows, x_TK.itemsize)
     if group_size is not None:
         config = config.within(group_size)
+
+    def launch(grid: tuple[int, int, int], piece_k: int, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        _product_kernel[grid](
+            x_TK, weight_NK, scale, bias, out, num_rows,
+            SIZE_N=size_n, SIZE_K=size_k, PIECE_K=piece_k, GROUP_SIZE=group_size or 0, ZERO=zero_of(weight_NK),
+            BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+    return in_pieces(x_TK, size_n, bias_N, config, launch)
+
+
+def in_pieces(
+    x_TK: torch.Tensor, size_n: int, bias_N: torch.Tensor | None, config: ProductConfig, launch: Launch
+) -> torch.Tensor:
+    """[T, N] in x's dtype: what a kernel computes in programs (tile of rows, tile of outputs, piece of inputs)."""
+    num_rows, size_k = x_TK.shape
     pieces = num_pieces(config, num_rows, size_n, size_k, num_multiprocessors(x_TK.device))
     piece_k = triton.cdiv(triton.cdiv(size_k, pieces), config.block_k) * config.block_k
     pieces = triton.cdiv(size_k, piece_k)
     out_TN = x_TK.new_empty(num_rows, size_n)
     sums = out_TN if pieces == 1 else x_TK.new_empty(pieces, num_rows, size_n, dtype=torch.float32)
     # Programs that share a tile of the weight are neighbours.
-    _product_kernel[(triton.cdiv(num_rows, config.block_t), triton.cdiv(size_n, config.block_n), pieces)](
-        x_TK, weight_NK, scale, bias_N if pieces == 1 else None, sums, num_rows,
-        SIZE_N=size_n, SIZE_K=size_k, PIECE_K=piece_k, GROUP_SIZE=group_size or 0, ZERO=zero_of(weight_NK),
-        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    grid = triton.cdiv(num_rows, config.block_t), triton.cdiv(size_n, config.block_n), pieces
+    launch(grid, piece_k, bias_N if pieces == 1 else None, sums)
     if pieces > 1:
         _sum_pieces_kernel[(num_rows, triton.cdiv(size_n, SUMMED_AT_ONCE))](
             sums, bias_N, out_TN, num_rows, SIZE_N=size_n, PIECES=pieces, BLOCK=SUMMED_AT_ONCE, num_warps=4
@@ -223,11 +241,17 @@ def _product_kernel(
             x_ptr, rows_T, is_row_T, weight_ptr, scale_ptr, outs_N, SIZE_N, SIZE_K, GROUP_SIZE, ZERO, BLOCK_K,
             piece * PIECE_K, PIECE_K,
         )  # fmt: skip
+    store_tile(y_NT, bias_ptr, out_ptr, piece, num_rows, rows_T, outs_N, SIZE_N)
+
+
+@triton.jit
+def store_tile(y_NT, bias_ptr, out_ptr, piece, num_rows, rows_T, outs_N, SIZE_N: tl.constexpr):
+    """With a bias, into a piece of `out` [pieces, T, N]."""
     is_out_N = outs_N < SIZE_N
     if bias_ptr is not None:
         y_NT += tl.load(bias_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + (piece * num_rows + rows_T[None, :]).to(tl.int64) * SIZE_N + outs_N[:, None]
-    tl.store(out_ptrs, y_NT.to(out_ptr.dtype.element_ty), mask=is_out_N[:, None] & is_row_T[None, :])
+    tl.store(out_ptrs, y_NT.to(out_ptr.dtype.element_ty), mask=is_out_N[:, None] & (rows_T < num_rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -14,7 +14,8 @@ import torch
 from engine.kernels.gpu.eight_bits import scaled_product
 from engine.kernels.gpu.experts import tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
-from engine.kernels.gpu.parts import TRITON_PARTS, TritonGroupScaledLinear, TritonInt8Linear
+from engine.kernels.gpu.int4 import int4_product
+from engine.kernels.gpu.parts import TRITON_PARTS, TritonGroupScaledLinear, TritonInt4Linear, TritonInt8Linear
 from engine.kernels.gpu.pointwise import silu_multiply
 from engine.kernels.gpu.product import (
     expert_row_product,
@@ -105,6 +106,14 @@ class InvariantGroupScaledLinear(TritonGroupScaledLinear):
         return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
+class InvariantInt4Linear(TritonInt4Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1]).contiguous()
+        config = scaled_row_config(self._kind, len(x_TK), x.itemsize)
+        y_TN = int4_product(x_TK, self.scaled, self.bias, config)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
+
+
 INVARIANT_PARTS = replace(
     TRITON_PARTS.with_products(InvariantLinear),
     lm_head=InvariantFloatLinear,
@@ -113,5 +122,9 @@ INVARIANT_PARTS = replace(
     plain_experts=InvariantExperts,
 )
 INVARIANT_QUANTIZED_LINEARS = QuantizedLinears(
-    plain=InvariantLinear, int8=InvariantInt8Linear, fp8=InvariantFloat8Linear, groups=InvariantGroupScaledLinear
+    plain=InvariantLinear,
+    int8=InvariantInt8Linear,
+    fp8=InvariantFloat8Linear,
+    groups=InvariantGroupScaledLinear,
+    int4=InvariantInt4Linear,
 )

@@ -14,14 +14,22 @@ from engine.kernels.gpu.eight_bits import FEW_ROWS, MAX_ROWS, quantize_rows, sca
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
 from engine.kernels.gpu.gpu_kind import gpu_kind
+from engine.kernels.gpu.int4 import ScaledInt4, int4_config, int4_product, widen_int4
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts, ScaledExperts, ScaledStack
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
-from engine.quantization import SMALLEST_AMAX, Float8Linear, GroupScaledLinear, Int8Linear, QuantizedLinears
-from engine.weight import Weight
+from engine.quantization import (
+    SMALLEST_AMAX,
+    Float8Linear,
+    GroupScaledLinear,
+    Int4Linear,
+    Int8Linear,
+    QuantizedLinears,
+)
+from engine.weight import Weight, as_int4
 
 
 class TritonRMSNorm(RMSNorm):
@@ -93,6 +101,20 @@ class TritonGroupScaledLinear(GroupScaledLinear):
         return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
+class TritonInt4Linear(Int4Linear):
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+        # The weight as given is not kept: its scales take more bytes.
+        self.scaled, self.bias = ScaledInt4.of(as_int4(weight)), bias
+        self._kind = gpu_kind(self.scaled.packed.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x_TK = x.reshape(-1, x.shape[-1]).contiguous()
+        if len(x_TK) > MAX_ROWS:
+            return F.linear(x, widen_int4(self.scaled), self.bias)
+        y_TN = int4_product(x_TK, self.scaled, self.bias, int4_config(self._kind, len(x_TK), x.itemsize))
+        return y_TN.view(*x.shape[:-1], y_TN.shape[1])
+
+
 class TritonScaledExperts(ScaledExperts):
     reads_back = False
 
@@ -134,5 +156,9 @@ TRITON_PARTS = Parts(
     sum_of_experts=sum_of_experts,
 )
 TRITON_QUANTIZED_LINEARS = QuantizedLinears(
-    plain=TRITON_PARTS.linear, int8=TritonInt8Linear, fp8=TritonFloat8Linear, groups=TritonGroupScaledLinear
+    plain=TRITON_PARTS.linear,
+    int8=TritonInt8Linear,
+    fp8=TritonFloat8Linear,
+    groups=TritonGroupScaledLinear,
+    int4=TritonInt4Linear,
 )
