@@ -74,8 +74,8 @@ def int4_product(
 ) -> torch.Tensor:
     """`x @ weight.T + bias` of up to `eight_bits.MAX_ROWS` rows: [T, N] in x's dtype. All contiguous."""
     num_rows, size_k = x_TK.shape
-    size_n, num_groups = weight.scale.shape
-    part_k = config.block_k if num_groups == 1 else math.gcd(config.block_k, weight.group_size)
+    size_n = len(weight.packed)
+    part_k = math.gcd(config.block_k, weight.group_size)
 
     def launch(grid: tuple[int, int, int], piece_k: int, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         _int4_kernel[grid](
