@@ -1,8 +1,8 @@
 """A decoding step's products alone, with Llama-3.1-8B's weights: bound by the bytes of the weight, read once.
 
 torch's (cuBLAS) in bfloat16, as engines use it, and with cuBLASLt; our kernel over the same weight, to see whether it
-would be better; our kernel over int8, as engines with int8 weights use it, and the launch configurations to choose
-among; the same over fp8 with a scale for each group of inputs; torch's in fp8; and of one row by the kernel that
+would be better; our kernels over int8 and int4, as engines with such weights use them, and the launch configurations to
+choose among; the same over fp8 with a scale for each group of inputs; torch's in fp8; and of one row by the kernel that
 engines use for it, with the launch configurations to choose among.
 """
 
@@ -19,10 +19,13 @@ import torch.nn.functional as F  # noqa: N812
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
+from benchmarks.gpu_parts.shapes import INT4_BYTES
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 from benchmarks.gpu_parts.variants import Choice, Job, rows_in_use, rows_of_variants, short
 from engine.float8 import why_no_float8
+from engine.int4_weight import quantize_int4
 from engine.kernels.gpu import why_no_triton
+from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.quantization import Float8Linear, quantize_int8
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ def choices(setting: Setting) -> Iterator[Choice]:
     if why_not:
         raise NotRun(f"our kernels are not: {why_not}")
     from engine.kernels.gpu.eight_bits import ProductConfig
+    from engine.kernels.gpu.int4 import int4_config
     from engine.kernels.gpu.one_row import OneRowConfig
 
     # Triton's interpreter does not compute bfloat16.
@@ -83,6 +87,8 @@ def choices(setting: Setting) -> Iterator[Choice]:
             if name == "logits":  # whose weight is never in 8 bits
                 continue
             yield Choice(kernel_job(f"{what}, int8", size, torch.int8, dtype, setting), config, INT8_VARIANTS)
+            in_use = int4_config(gpu_kind(setting.device), num_rows, dtype.itemsize)
+            yield Choice(int4_job(f"{what}, int4", size, dtype, setting), in_use, INT8_VARIANTS)
             if not _why_no_float8(setting):
                 yield Choice(kernel_job(f"{what}, fp8", size, torch.float8_e4m3fn, dtype, setting), config)
             if num_inputs % GROUP_SIZE == 0 and not _why_no_float8(setting):
@@ -143,6 +149,26 @@ def kernel_job(
         what=what, amount=num_bytes / 1e9, unit="GB/s", limit=setting.known.get(floors.COPY), target=TARGET,
         launches=launches,
     )  # fmt: skip
+
+
+def int4_job(what: str, size: tuple[int, int, int], dtype: torch.dtype, setting: Setting) -> Job:
+    """`size`: rows, outputs, inputs."""
+    from engine.kernels.gpu.int4 import ScaledInt4, int4_product
+
+    num_rows, num_outputs, num_inputs = size
+    num_bytes = INT4_BYTES * num_outputs * num_inputs
+
+    def launches(config: ProductConfig) -> tuple[list[Callable[[], object]], torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(num_rows, num_inputs, device=setting.device).to(dtype)
+        works: list[Callable[[], torch.Tensor]] = []
+        for _ in range(num_sets(int(num_bytes), cache_bytes(setting.device))):
+            weight = quantize_int4(torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype))
+            works.append(partial(int4_product, x, ScaledInt4.of(weight), None, config))
+        return list(works), works[0]()
+
+    limit = setting.known.get(floors.COPY)
+    return Job(what=what, amount=num_bytes / 1e9, unit="GB/s", limit=limit, target=TARGET, launches=launches)
 
 
 def one_row_job(

@@ -21,6 +21,8 @@ TOY: Mapping[str, Any] = {
 }  # fmt: skip
 ITEM_BYTES = 2
 """bfloat16"""
+INT4_BYTES = 0.5 + 4 / 32
+"""Of a weight in int4, quantised from bfloat16: half a byte, and its part of its group's scale and offset."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class ModelShape:
     """Of a Llama, from its config.json."""
 
     config: Mapping[str, Any]
-    layer_item_bytes: int = ITEM_BYTES
+    layer_item_bytes: float = ITEM_BYTES
     """Of weights of layers' products; the logits' product stays in bfloat16."""
     kv_item_bytes: int = ITEM_BYTES
 
@@ -53,7 +55,7 @@ class ModelShape:
     @property
     def num_weight_bytes(self) -> int:
         """What a step reads of them: all but the embeddings, of which it reads a row for each token."""
-        return self.layer_item_bytes * self.num_in_layers + ITEM_BYTES * self.num_in_logits
+        return int(self.layer_item_bytes * self.num_in_layers) + ITEM_BYTES * self.num_in_logits
 
     @property
     def products(self) -> list[tuple[str, int, int]]:

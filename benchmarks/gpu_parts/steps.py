@@ -1,5 +1,5 @@
 """Steps of one engine with Llama-3.1-8B's shapes: what decoding reads and prompts compute, beside the floors; and for
-how much of a decoding step the device has nothing to do. In bfloat16, and in 8 bits beside the floor of these bytes.
+how much of a decoding step the device has nothing to do. In bfloat16, in fewer bits beside the floor of their bytes.
 
 The idle share is 1 - busy / step. `step` is the median time of steps as they are. `busy` is the time per step covered
 by kernels and copies, of some further steps under the profiler (`profiling.py`). Which kernels these are, and what each
@@ -25,7 +25,7 @@ from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.profiling import profiled, write_table
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import Sizes, write_model
+from benchmarks.gpu_parts.shapes import INT4_BYTES, Sizes, write_model
 from benchmarks.gpu_parts.timing import synchronize, waiting_seconds_of
 from benchmarks.stepping import new_prompt, timed_step
 from engine.attention.flash_calls import FlashUnavailable, load_flash_calls
@@ -54,6 +54,12 @@ def measure_int8(setting: Setting) -> Iterator[Row]:
     """Weights of layers in int8. Prompts stand beside the same limit, of products in bfloat16."""
     sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1))
     return measure_with(setting, sizes, "int8: ", quantization="int8")
+
+
+def measure_int4(setting: Setting) -> Iterator[Row]:
+    """The same in int4."""
+    sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=INT4_BYTES))
+    return measure_with(setting, sizes, "int4: ", quantization="int4")
 
 
 def measure_fp8(setting: Setting) -> Iterator[Row]:

@@ -37,8 +37,9 @@ from benchmarks.gpu_parts import (
 )
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import FULL, TOY, attention_bytes, expert_numbers, write_model
+from benchmarks.gpu_parts.shapes import FULL, INT4_BYTES, TOY, attention_bytes, expert_numbers, write_model
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
+from engine.int4_weight import INT4_GROUP_SIZE
 from engine.kernels.gpu import why_no_triton
 from tandem.bench.outcome import Outcome
 from tandem.bench.workload import TokenSource
@@ -170,6 +171,18 @@ def test_products_of_a_step(setting: Setting) -> None:
 
 
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
+def test_products_of_weights_in_4_bits(setting: Setting) -> None:
+    assert INT4_BYTES == 0.5 + 4 / INT4_GROUP_SIZE
+    chosen = [choice for choice in products.choices(setting) if choice.job.what.endswith(", int4")]
+    assert [(choice.job.what, 1e9 * choice.job.amount) for choice in chosen] == [
+        ("qkv 128 x 64, 2 rows, int4", 128 * 64 * 0.625), ("output 64 x 64, 2 rows, int4", 64 * 64 * 0.625),
+        ("gate and up 256 x 64, 2 rows, int4", 256 * 64 * 0.625), ("down 64 x 128, 2 rows, int4", 64 * 128 * 0.625),
+    ]  # fmt: skip
+    works, result = chosen[0].job.launches(chosen[0].in_use)
+    assert torch.equal(works[0](), result)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
 def test_latents_and_experts(setting: Setting) -> None:
     known = {floors.COPY: 10.0, floors.PRODUCTS: 1.0}
     rows = list(deepseek.measure(replace(setting, known=known)))
@@ -231,13 +244,16 @@ def test_a_size_that_a_library_refuses_costs_its_own_row_alone(
     assert row.note == "failed: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"
 
 
-def test_steps_in_8_bits_stand_beside_the_bytes_of_8_bits(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_in_fewer_bits_stand_beside_their_bytes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "NUM_STEPS", 2)
     known = replace(setting, known={floors.COPY: 100.0, floors.PRODUCTS: 1.0})
     rows = {row.what: row for row in steps.measure_int8(known)}
     eight = replace(known.sizes.model, layer_item_bytes=1)
     assert rows["int8: decode step, 1 x 8"].limit == eight.decode_bytes(1, 8) / 100e6
     assert rows["int8: prefill, 2 x 64"].value
+    rows = {row.what: row for row in steps.measure_int4(known)}
+    num_fewer = eight.num_in_layers * 3 // 8  # of 32 weights 16 bytes, and 4 of their scale and offset
+    assert rows["int4: decode step, 1 x 8"].limit == pytest.approx((eight.decode_bytes(1, 8) - num_fewer) / 100e6)
     with pytest.raises(NotRun, match="it needs a GPU"):
         list(steps.measure_fp8(known))
 
