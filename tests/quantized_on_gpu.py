@@ -1,4 +1,4 @@
-"""Engines of checkpoints in 8 bits on the pretended GPU: what they multiply with."""
+"""Engines of checkpoints in 8 and in 4 bits on the pretended GPU: what they multiply with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from engine_steps import logits_of
 from handover import alone, handed_over
 from many_endings import CONFIG, prompt_of
 from pretend_gpu.engines import make_engine
-from quantized_checkpoints import FORMS, deepseek_tensors, llama_tensors, quantized, save_checkpoint
+from quantized_checkpoints import (
+    FORMS,
+    PRODUCTS,
+    compressed,
+    deepseek_tensors,
+    llama_tensors,
+    quantized,
+    save_checkpoint,
+)
 
 from engine.llm_engine import LLMEngine
 from engine.models.expert_products import ScaledExperts
@@ -41,6 +49,33 @@ def check_checkpoint(folder: Path, form: str, *, is_kept: bool, **settings: Any)
     assert held.dtype == (FORMS[form].dtype if is_kept else torch.bfloat16)
     assert torch.equal(held.cpu().float(), expected.to(held.dtype).float())
     assert torch.equal(attention[0].output._weight.cpu(), plain[name])
+    prompt = prompt_of(16)
+    assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)
+
+
+def check_int4_checkpoint(folder: Path, **settings: Any) -> None:
+    """What is multiplied with stands for what is stored, q, k and v below each other."""
+    stored, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in llama_tensors(WIDE, torch.bfloat16).items():
+        if not name.endswith(PRODUCTS):
+            stored[name] = tensor
+            continue
+        groups = tensor.float().view(len(tensor), -1, 32)
+        scale = (groups.abs().amax(dim=2) / 7).bfloat16()
+        integers = (groups / scale[:, :, None]).round().clamp(-8, 7).to(torch.int32)
+        eight = (integers + 8).view(len(tensor), -1, 8) << torch.arange(0, 32, 4, dtype=torch.int32)
+        stored[f"{name}_packed"], stored[f"{name}_scale"] = eight.sum(dim=2, dtype=torch.int32), scale
+        plain[name] = (integers * scale.float()[:, :, None]).flatten(1).bfloat16()
+    form = compressed("pack-quantized", "int", "group", num_bits=4, group_size=32, actorder=None)
+    config = WIDE | {"quantization_config": form}
+    save_checkpoint(folder, config, stored)
+    settings |= {"load_format": "auto", "dtype": "bfloat16"}
+    one, prefill, decode = (make_engine(folder, config, **settings) for _ in range(3))
+    assert one.config.model.quantization == "stored"
+    for layer, made in enumerate(runner_of(one)._model._layers._layers):  # type: ignore[attr-defined]
+        expected = torch.cat([plain[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkv"])
+        one_by_one = torch.eye(WIDE["hidden_size"], dtype=torch.bfloat16, device="cuda")
+        assert torch.equal(made.attention.qkv(one_by_one).T.cpu(), expected)
     prompt = prompt_of(16)
     assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)
 

@@ -29,7 +29,7 @@ from pretend_gpu.engines import make_engine
 from pretend_gpu.flash import launched
 from pretend_gpu.triton import triton_interprets
 from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
-from quantized_on_gpu import WIDE, check_checkpoint, check_experts
+from quantized_on_gpu import WIDE, check_checkpoint, check_experts, check_int4_checkpoint
 from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 from triton_device import DEVICE
 
@@ -217,6 +217,10 @@ def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, 
     """Unless its groups are none that kernels take."""
     settings = SMALL | {"max_num_seqs": 2, "max_model_len": 64}
     check_checkpoint(tmp_path, form, is_kept=form in ("int channel", "fp8 blocks, powers of two"), **settings)
+
+
+def test_a_checkpoint_in_4_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path) -> None:
+    check_int4_checkpoint(tmp_path, **SMALL, max_num_seqs=2, max_model_len=64)
 
 
 @pytest.mark.parametrize(
