@@ -10,12 +10,10 @@ tokenizer and detokenizer serve requests, so the same seed gives the same answer
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -25,22 +23,19 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
-from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput as StepOutput
 from engine.running.executor import RankLost
-from router.generation_defaults import AUTO, GenerationDefaults, check_override
 from router.model_info import ModelInfo
 from router.text.chat_template import ChatTemplate
-from router.text.tokenizer import Tokenizer
 from tandem.between_steps import BetweenSteps
-from tandem.checks import check_names, check_text, is_list
-from tandem.lora_request import LoRARequest, lora_name_of_each
+from tandem.checks import check_text
+from tandem.lora_request import LoRARequest
 from tandem.offline_answer import CompletionOutput, Logprob, OfflineAnswer, OfflineRequest, RequestOutput
 from tandem.offline_chat import ChatRendering, Message, named_conversations, template_variables, tools_for
-from tandem.prompts import Prompt, ReadPrompt, TextPrompt, Tokenization, TokensPrompt, named_prompts, read_prompt
+from tandem.offline_inputs import AdapterOfEach, OfflineInputs, ParamsOfEach
+from tandem.prompts import Prompt, ReadPrompt, TextPrompt, TokensPrompt, named_prompts
 from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
-from tandem.vllm_settings import without_neutral
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,24 +67,11 @@ class LLM:
         **engine_args: Any,
     ) -> None:
         """`generation_config`, `override_generation_config`: as of `tandem up`, the second as a dict, too."""
-        override = _as_text("override_generation_config", override_generation_config or "{}")
-        check_override(override)
-        engine_args = without_neutral(engine_args)
-        check_names("LLM", engine_args, [entry.name for entry in fields(EngineArgs)])
-        engine_args = {name: value for name, value in engine_args.items() if value is not None}
-        if "dtype" in engine_args:
-            engine_args["dtype"] = _dtype_name(engine_args["dtype"])
-        for name in ("speculative_config", "lora_modules"):
-            engine_args[name] = _as_text(name, engine_args.get(name, ""))
-        folder_or_name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.config = create_engine_config(EngineArgs(model=folder_or_name, **engine_args))
-        self._defaults = GenerationDefaults.of(self.config.model.path, generation_config or AUTO, override)
+        self._inputs = OfflineInputs("LLM", model, generation_config, override_generation_config, engine_args)
+        self.config = self._inputs.config
         self.llm_engine = LLMEngine(self.config)
         """What computes; `stats` and `audit` may be asked of it."""
-        folder = self.config.model.path
-        self._tokenizer = Tokenizer.from_folder(folder)
-        self._callers_tokenizer: PreTrainedTokenizerBase | None = None
-        self._info = ModelInfo.from_folder(folder)
+        self._info = ModelInfo.from_folder(self.config.model.path)
         self._request_ids = count()
         self._is_used = threading.Lock()
         self._lost = ""
@@ -99,35 +81,21 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of the model's generation_config.json, or of `generation_config` and
         `override_generation_config`. `max_tokens` is vLLM's 16 unless they say otherwise."""
-        given = {
-            "temperature": self._defaults.temperature,
-            "top_p": self._defaults.top_p,
-            "top_k": self._defaults.top_k,
-            "min_p": self._defaults.min_p,
-            "repetition_penalty": self._defaults.repetition_penalty,
-            "max_tokens": self._defaults.max_new_tokens,
-        }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        return self._inputs.default_sampling_params()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """transformers' own of the model's folder, as vLLM's is: `encode`, `decode`, `apply_chat_template`,
         `eos_token_id`. What this LLM reads and writes by itself is the same in ours. Raises `ValueError` where it is
         code that the checkpoint brings."""
-        if self._callers_tokenizer is None:
-            from transformers import AutoTokenizer  # which takes seconds
-
-            # Not left out: it would ask at the terminal whether to run a checkpoint's code.
-            folder = self.config.model.path
-            self._callers_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return self._callers_tokenizer
+        return self._inputs.callers_tokenizer()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ParamsOfEach = None,
         *,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: AdapterOfEach = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of `prompts`: one text, one list of token ids, one dict of either, or several of these.
@@ -140,23 +108,18 @@ class LLM:
         engine's step is done. A second one within the step does not wait for that; after it, and after an error in the
         middle of a step, this raises `RuntimeError` ever after.
         """
-        asked = Tokenization.of(tokenization_kwargs, self.config.model.max_model_len)
-        adds = asked.add_special_tokens is not False
+        asked = self._inputs.tokenization(tokenization_kwargs)
         named = named_prompts(prompts)
-        params = self._params_of_each(sampling_params, len(named))
+        params = self._inputs.params_of_each(sampling_params, len(named))
         read = [
-            read_prompt(
-                name, prompt, self._tokenizer, self.config.model.vocab_size, add_special_tokens=adds,
-                num_kept=asked.num_kept(each, self.config.model.max_model_len),
-            )
-            for (name, prompt), each in zip(named, params, strict=True)
-        ]  # fmt: skip
+            self._inputs.read(name, prompt, each, asked) for (name, prompt), each in zip(named, params, strict=True)
+        ]
         return self._generate(read, params, use_tqdm, lora_request)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ParamsOfEach = None,
         *,
         use_tqdm: bool = True,
         chat_template: str | None = None,
@@ -164,7 +127,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: AdapterOfEach = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, rendered with the model's chat template, or with the one
@@ -183,14 +146,14 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        asked = Tokenization.of(tokenization_kwargs, self.config.model.max_model_len)
+        asked = self._inputs.tokenization(tokenization_kwargs)
         conversations = named_conversations(messages)
-        params = self._params_of_each(sampling_params, len(conversations))
+        params = self._inputs.params_of_each(sampling_params, len(conversations))
         prompts: list[ReadPrompt] = []
         for (name, conversation), each in zip(conversations, params, strict=True):
             text = rendering.text_of(conversation)
-            num_kept = asked.num_kept(each, self.config.model.max_model_len)
-            token_ids = self._tokenizer.encode(text, bool(asked.add_special_tokens), num_kept)
+            num_kept = self._inputs.num_kept(each, asked)
+            token_ids = self._inputs.tokenizer.encode(text, bool(asked.add_special_tokens), num_kept)
             prompts.append(ReadPrompt(name=name, text=text, token_ids=token_ids))
         return self._generate(prompts, params, use_tqdm, lora_request)
 
@@ -211,24 +174,23 @@ class LLM:
 
     def _given_chat_template(self, source: str) -> ChatTemplate:
         check_text("chat_template", source)
-        return ChatTemplate(source, variables=self._tokenizer.special_tokens)
+        return ChatTemplate(source, variables=self._inputs.tokenizer.special_tokens)
 
     def _generate(
         self,
         prompts: list[ReadPrompt],
         params: Sequence[SamplingParams],
         use_tqdm: bool,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        lora_request: AdapterOfEach,
     ) -> list[RequestOutput]:
-        loaded = {module.name: module.path for module in self.config.lora_modules}
-        lora_names = lora_name_of_each(lora_request, len(prompts), loaded)
+        lora_names = self._inputs.lora_name_of_each(lora_request, len(prompts))
         requests: list[OfflineRequest] = []
         answers: dict[str, OfflineAnswer] = {}
         with BetweenSteps() as interrupts, self._alone(), self._while_it_can():  # Ctrl-C comes before or after it all
             try:
                 for prompt, prompt_params, lora_name in zip(prompts, params, lora_names, strict=True):
                     request = OfflineRequest(
-                        str(next(self._request_ids)), prompt, prompt_params, lora_name, self._tokenizer
+                        str(next(self._request_ids)), prompt, prompt_params, lora_name, self._inputs.tokenizer
                     )
                     self._add_first(request)
                     requests.append(request)
@@ -281,25 +243,6 @@ class LLM:
             lora_name=answer.lora_name,
         )
 
-    def _params_of_each(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> Sequence[SamplingParams]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params.check()
-            return [sampling_params] * num_prompts
-        if not is_list(sampling_params) or not all(isinstance(each, SamplingParams) for each in sampling_params):
-            raise ValueError(
-                "sampling_params must be SamplingParams, as SamplingParams(max_tokens=3), one for all prompts or one "
-                f"for each, is {sampling_params!r:.80}"
-            )
-        if len(sampling_params) != num_prompts:
-            raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
-        for each in {id(each): each for each in sampling_params}.values():
-            each.check()
-        return sampling_params
-
     def _step_until_done(self, answers: Mapping[str, OfflineAnswer], use_tqdm: bool, interrupts: BetweenSteps) -> None:
         with ExitStack() as stack:
             progress = stack.enter_context(_progress()) if use_tqdm else None
@@ -335,22 +278,6 @@ class LLM:
                     self._add(other)
             if answer.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
                 self.llm_engine.abort(output.request_id)
-
-
-def _as_text(name: str, given: Any) -> str:
-    """A setting that is a text for the command, and here a dict, too."""
-    try:
-        given = json.dumps(given, default=str) if isinstance(given, Mapping) else given
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} must be a JSON object: {error}") from error
-    if not isinstance(given, str):
-        raise ValueError(f"{name} must be a dict or a text, is {given!r:.80}")
-    return given
-
-
-def _dtype_name(dtype: Any) -> Any:
-    """Of one of torch's, too: torch.bfloat16 is "bfloat16"."""
-    return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
 
 
 def _progress() -> Progress:

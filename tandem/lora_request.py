@@ -41,7 +41,7 @@ def _checked_name(request: object, loaded: Mapping[str, Path]) -> str:
     if folder is None:
         raise ValueError(
             f"lora_request names {name!r}, lora_modules has {', '.join(loaded) or 'none'}; "
-            "give LLM the folders of all adapters: lora_modules={name: folder}"
+            "the folders of all adapters are given at the start: lora_modules={name: folder}"
         )
     if request.lora_path and Path(request.lora_path).expanduser().resolve() != folder:
         raise ValueError(f"lora_request: {name!r} was loaded from {folder}, not {request.lora_path}")

@@ -90,16 +90,16 @@ FLAGS: Mapping[str, str] = {
 """And what is a flag alone."""
 
 
-def without_neutral(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` but for those of vLLM's that ask for what is done anyway. Raises `TypeError` for the first of the
-    others that has another name here, or none."""
+def without_neutral(settings: Mapping[str, Any], caller: str = "LLM") -> dict[str, Any]:
+    """`settings` but for those of vLLM's that ask for what is done anyway. Raises `TypeError`, which names the
+    `caller`'s class, for the first of the others that has another name here, or none."""
     left: dict[str, Any] = {}
     for name, value in settings.items():
         otherwise = SETTINGS.get(name)
         if otherwise is None:
             left[name] = value
         elif value is not None and not _asks_for_nothing(value, otherwise.neutral):
-            raise TypeError(f"LLM has no {name}; instead: {otherwise.instead}")
+            raise TypeError(f"{caller} has no {name}; instead: {otherwise.instead}")
     return left
 
 
