@@ -26,6 +26,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -69,25 +70,21 @@ class StepNews:
 
 
 class AsyncLLMEngine:
-    """Runs an engine on a thread of its own. Started and closed on the event loop."""
+    """Runs an engine on a thread of its own. Started and closed on the event loop; or made anywhere, and bound to the
+    event loop that it is to talk to before it is given anything to do."""
 
     def __init__(
-        self,
-        make_engine: Callable[[], LLMEngine],
-        *,
-        on_step: Callable[[StepNews], None],
-        on_failure: Callable[[BaseException], None],
-        before_report: Callable[[], None],
+        self, make_engine: Callable[[], LLMEngine], *, before_report: Callable[[], None] = lambda: None
     ) -> None:
-        """See `start`."""
+        """Begin to make the engine; see `start`."""
         self._make_engine = make_engine
         self._engine: LLMEngine
         self.first_load: EngineLoad
         """Before any step."""
-        self._loop = asyncio.get_running_loop()
-        self._is_made: asyncio.Future[None] = self._loop.create_future()
-        self._on_step = on_step
-        self._on_failure = on_failure
+        self._loop: asyncio.AbstractEventLoop
+        self._on_step: Callable[[StepNews], None]
+        self._on_failure: Callable[[BaseException], None]
+        self._is_made: Future[None] = Future()
         self._before_report = before_report
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._is_dead = False
@@ -113,16 +110,34 @@ class AsyncLLMEngine:
         `on_step` and `on_failure` are called on the event loop; `before_report` on the stepping thread, when a step
         is done and nobody has heard of it.
         """
-        self = cls(make_engine, on_step=on_step, on_failure=on_failure, before_report=before_report)
+        self = cls(make_engine, before_report=before_report)
+        self.bind(on_step=on_step, on_failure=on_failure)
         try:
-            await self._is_made
+            await asyncio.shield(asyncio.wrap_future(self._is_made))
         except asyncio.CancelledError:
-            self._commands.put(None)  # the thread ends when the engine is made: nobody waits for that here
+            self._end()  # when the engine is made: nobody waits for that here
             raise
         except BaseException:
             self._thread.join()  # it has nothing left to do
             raise
         return self
+
+    def bind(self, *, on_step: Callable[[StepNews], None], on_failure: Callable[[BaseException], None]) -> None:
+        """To the running event loop, on which these are called. Before that nothing may be asked of the engine."""
+        self._loop = asyncio.get_running_loop()
+        self._on_step = on_step
+        self._on_failure = on_failure
+
+    def wait_until_made(self) -> None:
+        """Blocks. Raises what `make_engine` raises; the thread has ended then."""
+        try:
+            self._is_made.result()
+        except Exception:
+            self._thread.join()
+            raise
+        except BaseException:  # Ctrl-C: nobody waits for the engine
+            self._end()
+            raise
 
     @property
     def config(self) -> EngineConfig:
@@ -204,9 +219,19 @@ class AsyncLLMEngine:
 
     async def close(self) -> None:
         """End the thread after the running step. Requests that are not finished are dropped."""
+        self._end()
+        await asyncio.to_thread(self._thread.join)
+
+    def close_blocking(self) -> None:
+        """As `close`, for who need not be on the event loop. On the engine's own thread, where garbage may be
+        collected, it does not wait."""
+        self._end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _end(self) -> None:
         self._is_dead = True
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
 
     # -- the stepping thread ------------------------------------------------------------------------------------
 
@@ -217,9 +242,9 @@ class AsyncLLMEngine:
             self.first_load = self._engine.load()
         except BaseException as error:
             self._is_dead = True
-            self._loop.call_soon_threadsafe(_fail, self._is_made, error)
+            self._is_made.set_exception(error)
             return
-        self._loop.call_soon_threadsafe(_succeed, self._is_made, None)
+        self._is_made.set_result(None)
         try:
             is_blocked = True
             while self._run_commands(is_blocked):
@@ -232,7 +257,7 @@ class AsyncLLMEngine:
                 is_blocked = self._engine.is_idle
         except BaseException as error:
             _log.exception("the engine failed")
-            self._loop.call_soon_threadsafe(self._on_failure, error)
+            self._tell(self._on_failure, error)
         finally:
             self._is_dead = True
             self._refuse_commands()
@@ -261,9 +286,9 @@ class AsyncLLMEngine:
         try:
             result = command.function(self._engine)
         except Exception as error:
-            self._loop.call_soon_threadsafe(_fail, command.future, error)
+            self._tell(_fail, command.future, error)
         else:
-            self._loop.call_soon_threadsafe(_succeed, command.future, result)
+            self._tell(_succeed, command.future, result)
 
     def _refuse_commands(self) -> None:
         """Nobody may wait for a thread that is gone."""
@@ -271,11 +296,19 @@ class AsyncLLMEngine:
             command = self._commands.get()
             if command is not None and command.future is not None:
                 error = EngineDeadError("the engine's stepping thread has ended")
-                self._loop.call_soon_threadsafe(_fail, command.future, error)
+                self._tell(_fail, command.future, error)
 
     def _report(self, outputs: list[RequestOutput]) -> None:
         news = StepNews(outputs, self._engine.take_cache_events(), self._engine.load())
-        self._loop.call_soon_threadsafe(self._on_step, news)
+        self._tell(self._on_step, news)
+
+    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+        """On the event loop. Once that is closed, there is nobody to hear it."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
 
 
 def _succeed(future: asyncio.Future[_T], result: _T) -> None:
