@@ -1,6 +1,7 @@
-"""What people touch: the offline `LLM`, clients, the local `Cluster` and the `tandem` command.
+"""What people touch: the offline `LLM` and `AsyncLLM`, clients, the local `Cluster` and the `tandem` command.
 
     from tandem import LLM, SamplingParams     # in this process, no services
+    from tandem import AsyncLLM                # likewise, for asyncio
     from tandem import Client, AsyncClient     # talks to a router
     from tandem import Cluster, ClusterArgs    # starts Redis, router and workers on this machine
 
@@ -17,21 +18,27 @@ take Ctrl-C."""
 if TYPE_CHECKING:
     from typing import Any
 
+    from engine.async_llm_engine import EngineDeadError
     from engine.config import EngineArgs
     from engine.sampling_params import SamplingParams
     from rpc.tls import ClientTLS
     from tandem.answer import Answer, StreamBroken
+    from tandem.async_llm import AsyncEngineArgs, AsyncLLM
     from tandem.client import AsyncClient, Client
     from tandem.client_base import ClientClosed
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
     from tandem.prompts import TextPrompt, TokensPrompt
+    from tandem.sampling_params import RequestOutputKind
     from tandem.structured_outputs import StructuredOutputsParams
 
     __version__: str
 
 _HOME = {
+    "AsyncEngineArgs": "tandem.async_llm",
+    "AsyncLLM": "tandem.async_llm",
+    "EngineDeadError": "tandem.async_llm",
     "EngineArgs": "engine.config",
     "SamplingParams": "tandem.llm",
     "Answer": "tandem.answer",
@@ -48,6 +55,7 @@ _HOME = {
     "LoRARequest": "tandem.llm",
     "Logprob": "tandem.llm",
     "RequestOutput": "tandem.llm",
+    "RequestOutputKind": "tandem.sampling_params",
     "StructuredOutputsParams": "tandem.structured_outputs",
     "TextPrompt": "tandem.prompts",
     "TokensPrompt": "tandem.prompts",
@@ -57,6 +65,8 @@ __all__ = [
     "LLM",
     "Answer",
     "AsyncClient",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "Client",
     "ClientClosed",
     "ClientTLS",
@@ -65,9 +75,11 @@ __all__ = [
     "ClusterError",
     "CompletionOutput",
     "EngineArgs",
+    "EngineDeadError",
     "LoRARequest",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StreamBroken",
     "StructuredOutputsParams",

@@ -201,6 +201,7 @@ class LLM:
                 for name, answer in answers.items():
                     if not (answer.is_finished or self._lost):
                         self.llm_engine.abort(name)
+        assert all(request.is_finished for request in requests)
         return [request.output() for request in requests]
 
     @contextmanager
@@ -230,18 +231,9 @@ class LLM:
 
     def _add_first(self, request: OfflineRequest) -> None:
         try:
-            self._add(request.answers[0])
+            request.answers[0].add_to(self.llm_engine)
         except ValueError as error:
             raise ValueError(f"{request.prompt.name}: {error}") from error
-
-    def _add(self, answer: OfflineAnswer) -> None:
-        self.llm_engine.add_request(
-            answer.name,
-            answer.prompt.token_ids,
-            answer.engine_params,
-            cache_salt=answer.prompt.cache_salt,
-            lora_name=answer.lora_name,
-        )
 
     def _step_until_done(self, answers: Mapping[str, OfflineAnswer], use_tqdm: bool, interrupts: BetweenSteps) -> None:
         with ExitStack() as stack:
@@ -270,14 +262,9 @@ class LLM:
 
     def _take(self, outputs: Iterable[StepOutput], answers: Mapping[str, OfflineAnswer]) -> None:
         for output in outputs:
-            answer = answers[output.request_id]
-            is_first_news = not answer.token_ids
-            answer.take(output)
-            if is_first_news:  # its prompt is in the prefix cache now: not computed again for the others
-                for other in answer.others:
-                    self._add(other)
-            if answer.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
-                self.llm_engine.abort(output.request_id)
+            answers[output.request_id].advance(
+                output, add=lambda other: other.add_to(self.llm_engine), abort=self.llm_engine.abort
+            )
 
 
 def _progress() -> Progress:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import RequestOutput as StepOutput
@@ -14,6 +16,9 @@ from router.text.tokenizer import Tokenizer
 from tandem.lora_request import LoRARequest
 from tandem.prompts import ReadPrompt
 from tandem.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.llm_engine import LLMEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +40,8 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
-    """ "stop", "length", or "error": there is no next token, and `error` says why."""
+    finish_reason: str | None
+    """ "stop", "length", "abort", or "error": there is no next token, and `error` says why. None: it goes on."""
     stop_reason: int | str | None
     """The stop string, or the token of `stop_token_ids`, that ended it, if one did."""
     logprobs: list[dict[int, Logprob]] | None
@@ -78,24 +83,39 @@ class OfflineRequest:
         params: SamplingParams,
         lora_name: str,
         tokenizer: Tokenizer,
+        *,
+        name: str = "",
     ) -> None:
+        """`name`: the engine's for it, where that is not its id."""
         self._request_id = request_id
         self.prompt = prompt
         drawn_seed = secrets.randbits(63)
-        names = names_at_workers(request_id, params.n)
+        names = names_at_workers(name or request_id, params.n)
         self.answers = [
             OfflineAnswer(name, index, prompt, params, drawn_seed, lora_name, tokenizer)
             for index, name in enumerate(names)
         ]
         self.answers[0].others = self.answers[1:]
 
+    @property
+    def is_finished(self) -> bool:
+        return all(answer.is_finished for answer in self.answers)
+
     def output(self) -> RequestOutput:
+        """All that there is of all answers."""
+        return self._output([answer.output() for answer in self.answers])
+
+    def delta(self) -> RequestOutput:
+        """What has come since the last call, of those answers of which something has."""
+        return self._output([delta for answer in self.answers if (delta := answer.delta()) is not None])
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=self._request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
-            outputs=[answer.output() for answer in self.answers],
-            finished=True,
+            outputs=outputs,
+            finished=self.is_finished,
             num_cached_tokens=self.answers[0].num_cached_tokens,
             prompt_logprobs=self.answers[0].prompt_logprobs,
             lora_request=self.answers[0].lora_request,
@@ -132,12 +152,15 @@ class OfflineAnswer:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._index = index
         self._includes_stop = params.include_stop_str_in_output
-        self._texts: list[str] = []
-        self._finish_reason = ""
+        self._text = ""
+        self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._stop_token_ids = self.engine_params.stop_token_ids
         self._error = ""
-        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+        self._told = (0, 0, False)
+        """By `delta`: characters, tokens, whether that it is finished."""
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             prompt_token_ids=prompt.token_ids,
@@ -146,6 +169,25 @@ class OfflineAnswer:
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
         )
+
+    def add_to(self, engine: LLMEngine) -> None:
+        """Raises `ValueError` for what the engine can never run."""
+        engine.add_request(
+            self.name, self.prompt.token_ids, self.engine_params,
+            cache_salt=self.prompt.cache_salt, lora_name=self.lora_name,
+        )  # fmt: skip
+
+    def advance(
+        self, output: StepOutput, add: Callable[[OfflineAnswer], object], abort: Callable[[str], object]
+    ) -> None:
+        """A step's new tokens, and what follows from them for the engine."""
+        is_first_news = not self.token_ids
+        self.take(output)
+        if is_first_news:  # its prompt is in the prefix cache now: not computed again for the others
+            for other in self.others:
+                add(other)
+        if self.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
+            abort(self.name)
 
     def take(self, output: StepOutput) -> None:
         """A step's new tokens."""
@@ -158,11 +200,13 @@ class OfflineAnswer:
                 self.prompt_logprobs = [None, *map(self._by_token_id, output.prompt_logprobs)]
         is_silent = output.finish_reason is FinishReason.STOP and not self._includes_stop
         delta = self._detokenizer.push(output.token_ids[:-1] if is_silent else output.token_ids)
-        self._texts.append(delta.text)
+        self._text += delta.text
         num_tokens = len(output.token_ids) if delta.stop is None else delta.num_tokens
         self.token_ids += output.token_ids[:num_tokens]
         if self._logprobs is not None:
-            self._logprobs += (output.logprobs or [])[:num_tokens]
+            told = (output.logprobs or [])[:num_tokens]
+            self._logprobs += map(self._by_token_id, told)
+            self._cumulative_logprob += sum(each.sampled.logprob for each in told)
         if delta.stop is not None:
             self._finish("stop", delta.stop)
             return
@@ -172,20 +216,33 @@ class OfflineAnswer:
             self._finish(output.finish_reason.value, last if last in self._stop_token_ids else None)
 
     def _finish(self, reason: str, stop: int | str | None) -> None:
-        self._texts.append(self._detokenizer.finish())
+        self._text += self._detokenizer.finish()
         self._finish_reason, self._stop_reason = reason, stop
         self.is_finished = True
 
+    def abort(self) -> None:
+        """It ends here, if it has not ended."""
+        if not self.is_finished:
+            self._finish("abort", None)
+
     def output(self) -> CompletionOutput:
-        assert self.is_finished
+        """All that there is of it."""
+        return self._output_from(0, 0)
+
+    def delta(self) -> CompletionOutput | None:
+        """What has come since the last call. None: nothing."""
+        told, self._told = self._told, (len(self._text), len(self.token_ids), self.is_finished)
+        return None if told == self._told else self._output_from(told[0], told[1])
+
+    def _output_from(self, char: int, token: int) -> CompletionOutput:
         return CompletionOutput(
             index=self._index,
-            text="".join(self._texts),
-            token_ids=self.token_ids,
+            text=self._text[char:],
+            token_ids=self.token_ids[token:],
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
-            logprobs=None if self._logprobs is None else [self._by_token_id(each) for each in self._logprobs],
-            cumulative_logprob=None if self._logprobs is None else sum(each.sampled.logprob for each in self._logprobs),
+            logprobs=None if self._logprobs is None else self._logprobs[token:],
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
             error=self._error,
             lora_request=self.lora_request,
         )

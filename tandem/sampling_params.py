@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass, field, fields
+from enum import Enum
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
@@ -36,6 +37,17 @@ _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "stream_interval": (None, 1), "thinking_token_budget": (None,), "watermarking": (None, False),
 }  # fmt: skip
 """vLLM's fields of which only these values can be had, in the order of the class."""
+
+
+class RequestOutputKind(Enum):
+    """What each output of `AsyncLLM.generate` holds."""
+
+    CUMULATIVE = 0
+    """All so far, of all answers."""
+    DELTA = 1
+    """What is new, of those answers of which something is."""
+    FINAL_ONLY = 2
+    """All: there is one output, at the end."""
 
 
 @dataclass(kw_only=True)
@@ -81,6 +93,8 @@ class SamplingParams:
     """The same of the prompt's tokens. All of it is computed for that, whatever is cached."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have. None: any text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Of `AsyncLLM`; `LLM` gives whole answers whatever it is."""
 
     # vLLM's that may be given, and ask for what is done anyway: no fields, nobody reads them.
     detokenize: InitVar[bool] = True
@@ -125,6 +139,8 @@ class SamplingParams:
             raise ValueError(f"n must be an integer in [1, {MAX_N}], is {self.n!r}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit 64 bits, is {self.seed!r:.80}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, is {self.output_kind!r:.80}")
         _check_stop(self.stop)
         _check_bad_words(self.bad_words)
         some_word = ((0,),) if self.bad_words else ()

@@ -1,0 +1,204 @@
+"""Generation in this process for asyncio programs: no services, no Redis, no network. vLLM's `AsyncLLM`.
+
+    llm = AsyncLLM(model="smollm2-135m-instruct")
+    async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8), request_id="1"):
+        print(output.outputs[0].text)
+    llm.shutdown()
+
+Owns an engine and the thread that steps it. Its answers are those of `LLM.generate`, and of a router's.
+
+    AsyncLLM(...)  blocks while the model is loaded, on any thread; an event loop need not run yet
+    first use      it belongs to this event loop from now on
+    shutdown       or the end of `async with`: the thread has ended, requests under way raise `EngineDeadError`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import fields
+from itertools import count
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from tandem.async_requests import AsyncRequests
+from tandem.lora_request import LoRARequest
+from tandem.offline_answer import OfflineRequest, RequestOutput
+from tandem.offline_inputs import OfflineInputs
+from tandem.prompts import Prompt
+from tandem.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["AsyncEngineArgs", "AsyncLLM", "EngineDeadError"]
+
+AsyncEngineArgs = EngineArgs
+"""vLLM's name."""
+
+
+class AsyncLLM:
+    """A model in this process, for any number of tasks of one event loop. Arguments and their errors are `LLM`'s.
+
+    Raises `RuntimeError` where it is used on another event loop than at first, and `EngineDeadError` once its engine
+    has failed, or it was shut down.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = EngineArgs.model,
+        *,
+        generation_config: str | None = None,
+        override_generation_config: Mapping[str, Any] | str | None = None,
+        **engine_args: Any,
+    ) -> None:
+        self._inputs = OfflineInputs("AsyncLLM", model, generation_config, override_generation_config, engine_args)
+        config = self.config = self._inputs.config
+        self.engine = AsyncLLMEngine(lambda: LLMEngine(config))
+        """What computes: `stats` may be read, and `call` runs a function beside its steps."""
+        self.engine.wait_until_made()
+        self._requests = AsyncRequests(self.engine)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._names = count()
+        self._close = weakref.finalize(self, self.engine.close_blocking)
+        """The thread's end: by `shutdown`, once nobody has this any more, or before the interpreter's."""
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        return cls(**{entry.name: getattr(engine_args, entry.name) for entry in fields(EngineArgs)})
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """The answers to one prompt as they come about: as `sampling_params.output_kind` says, by default each output
+        has all so far. A reader that is slower than the engine misses outputs, and no tokens. `finished` of the last.
+
+        `prompt`, `lora_request` and `tokenization_kwargs`: one of those that `LLM.generate` takes; `sampling_params`
+        may be None for the model's. Raises `ValueError` for what cannot be served, and for a `request_id` that is under
+        way. Leaving the loop, or the task's cancellation, aborts the request; use `contextlib.aclosing` where it
+        matters that a `break` has done so at once.
+        """
+        self._bind()
+        request = self._requests.open(request_id)
+        try:
+            # A long prompt takes milliseconds.
+            read = await asyncio.to_thread(
+                self._read, request_id, prompt, sampling_params, lora_request, tokenization_kwargs
+            )
+            request.take(*read)
+            await self._requests.begin(request)
+            is_finished = False
+            while not is_finished:
+                output = await request.next()
+                is_finished = output.finished
+                yield output
+        finally:
+            self._requests.leave(request)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """One request, or several: each ends with what there is of it, and finish_reason "abort". Their blocks are free
+        when this returns. Ids that are not under way change nothing."""
+        self._bind()
+        await self._requests.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """See `LLM.get_tokenizer`."""
+        return self._inputs.callers_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
+        return self._inputs.default_sampling_params()
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        self._bind()
+        return await self.engine.call(LLMEngine.forget_prefixes)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it can generate."""
+        return not self._requests.why_ended
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """As in vLLM, also once it was shut down."""
+        return not self.is_running
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """What requests raise where it is `errored`."""
+        return EngineDeadError(self._requests.why_ended)
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` where it cannot generate any more."""
+        if self.errored:
+            raise self.dead_error
+
+    def shutdown(self) -> None:
+        """End the thread after the engine's running step, which this waits for. May be called on any thread, and again.
+        Requests under way raise `EngineDeadError`."""
+        why = "this AsyncLLM was shut down"
+        self._requests.why_ended = self._requests.why_ended or why
+        if self._loop is None or self._loop.is_closed() or self._loop is _running_loop():
+            self._requests.end(why)
+        else:
+            self._loop.call_soon_threadsafe(self._requests.end, why)
+        self._close()
+
+    async def __aenter__(self) -> Self:
+        self._bind()
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self.engine.bind(on_step=self._requests.on_step, on_failure=self._requests.on_failure)
+            self._loop = loop
+        if self._loop is not loop:
+            raise RuntimeError("this AsyncLLM was first used on another event loop: make one for each loop")
+
+    def _read(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        lora_request: LoRARequest | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[OfflineRequest, RequestOutputKind]:
+        asked = self._inputs.tokenization(tokenization_kwargs)
+        (params,) = self._inputs.params_of_each(sampling_params, 1)
+        (lora_name,) = self._inputs.lora_name_of_each(lora_request, 1)
+        read = self._inputs.read("prompt", prompt, params, asked)
+        # A name of its own: what the engine says of a request that was aborted is never another's of the same id.
+        name = str(next(self._names))
+        answers = OfflineRequest(request_id, read, params, lora_name, self._inputs.tokenizer, name=name)
+        return answers, params.output_kind
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

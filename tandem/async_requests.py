@@ -1,0 +1,165 @@
+"""The requests of an `AsyncLLM` that are under way: which steps' tokens are whose, and who waits for them.
+
+    open ──> begin ──> on_step … ──> each reader wakes once for whatever has come since
+      │        └── abort: its answers end with "abort"   └── all answers ended: its id is free again
+      └── leave, in any state: what it has in the engine is aborted
+
+Lives on one event loop. Owns neither the engine nor its thread, which it only tells what to add and to abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from functools import partial
+
+from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, StepNews
+from engine.llm_engine import LLMEngine
+from engine.outputs import RequestOutput as StepOutput
+from tandem.checks import check_text
+from tandem.offline_answer import OfflineAnswer, OfflineRequest, RequestOutput
+from tandem.sampling_params import RequestOutputKind
+
+
+class AsyncRequest:
+    """One of them, as its reader sees it."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.is_aborted = False
+        self._has_news = asyncio.Event()
+        self._error: Exception | None = None
+        self._kind = RequestOutputKind.CUMULATIVE
+        self.answers: OfflineRequest | None = None
+        """None until its prompt has been read."""
+
+    def take(self, answers: OfflineRequest, kind: RequestOutputKind) -> None:
+        self.answers, self._kind = answers, kind
+
+    def wake(self) -> None:
+        self._has_news.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self.wake()
+
+    async def next(self) -> RequestOutput:
+        """Of all that has come since the last call; waits where nothing has. Raises what it failed with."""
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if self._error is not None:
+                raise self._error
+            assert self.answers is not None, "news are of its answers"
+            if self._kind is RequestOutputKind.DELTA:
+                return self.answers.delta()
+            if self._kind is RequestOutputKind.CUMULATIVE or self.answers.is_finished:
+                return self.answers.output()
+
+
+class AsyncRequests:
+    def __init__(self, engine: AsyncLLMEngine) -> None:
+        self._engine = engine
+        self._requests: dict[str, AsyncRequest] = {}
+        """By the caller's ids. Those that are not finished."""
+        self._answers: dict[str, tuple[AsyncRequest, OfflineAnswer]] = {}
+        """By the engine's names. Those that are not finished."""
+        self.why_ended = ""
+        """Why there are no more. A text: an error would hold on to the engine, and to a device's memory."""
+
+    def open(self, request_id: str) -> AsyncRequest:
+        """Raises `ValueError` for an id that is none or in use, `EngineDeadError`."""
+        if self.why_ended:
+            raise EngineDeadError(self.why_ended)
+        check_text("request_id", request_id)
+        if not request_id:
+            raise ValueError("request_id: must not be empty")
+        if request_id in self._requests:
+            raise ValueError(f"request_id: {request_id!r:.80} is in use by a request that is under way")
+        request = self._requests[request_id] = AsyncRequest(request_id)
+        return request
+
+    async def begin(self, request: AsyncRequest) -> None:
+        """Hand its first answer to the engine. Raises `ValueError` for what that can never run, `EngineDeadError`."""
+        answers = request.answers
+        assert answers is not None, "its prompt has been read"
+        if request.is_aborted:
+            self._end(request)
+            return
+        if self.why_ended:
+            raise EngineDeadError(self.why_ended)
+        self._answers |= {answer.name: (request, answer) for answer in answers.answers}
+        try:
+            await self._engine.call(answers.answers[0].add_to)
+        except ValueError as error:
+            raise ValueError(f"{answers.prompt.name}: {error}") from error
+
+    def on_step(self, news: StepNews) -> None:
+        for output in news.outputs:
+            if output.request_id in self._answers:  # otherwise it was aborted meanwhile
+                self._advance(*self._answers[output.request_id], output)
+
+    def on_failure(self, error: BaseException) -> None:
+        self.end(f"the engine has failed: {type(error).__name__}: {error}")
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """Those that there are. Returns once their blocks are free."""
+        names: list[str] = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.is_aborted = True
+                names += self._forget(request)
+                self._end(request)
+        if names:
+            await self._engine.call(partial(_abort, names))
+
+    def leave(self, request: AsyncRequest) -> None:
+        """Its reader is gone."""
+        if names := self._forget(request):
+            self._engine.post(partial(_abort, names))
+
+    def end(self, why: str) -> None:
+        """All of them; there will be no others."""
+        self.why_ended = self.why_ended or why
+        for request in list(self._requests.values()):
+            self._forget(request)
+            request.fail(EngineDeadError(self.why_ended))
+
+    def _advance(self, request: AsyncRequest, answer: OfflineAnswer, output: StepOutput) -> None:
+        try:
+            answer.advance(output, add=self._add_later, abort=self._abort_later)
+        except Exception as error:  # whatever it is, its reader waits
+            self.leave(request)
+            request.fail(error)
+            return
+        if answer.is_finished:
+            del self._answers[answer.name]
+        if request.answers is not None and request.answers.is_finished:
+            del self._requests[request.request_id]
+        request.wake()
+
+    def _add_later(self, answer: OfflineAnswer) -> None:
+        self._engine.post(answer.add_to)
+
+    def _abort_later(self, name: str) -> None:
+        self._engine.post(partial(_abort, [name]))
+
+    def _end(self, request: AsyncRequest) -> None:
+        """Of one that was aborted: its reader is told what there is, once its prompt has been read."""
+        if request.answers is not None:
+            for answer in request.answers.answers:
+                answer.abort()
+            request.wake()
+
+    def _forget(self, request: AsyncRequest) -> list[str]:
+        """What of it the engine may still have. Its id is free from now on."""
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+        names = [] if request.answers is None else [answer.name for answer in request.answers.answers]
+        return [name for name in names if self._answers.pop(name, None) is not None]
+
+
+def _abort(names: list[str], engine: LLMEngine) -> None:
+    for name in names:
+        engine.abort(name)
