@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import wait_until
 from grammar_cases import EOS, tokenizer
 from lora_folders import CONFIG, write_adapter, write_model
 
@@ -90,6 +91,10 @@ async def at_rest_before_another_step(llm: AsyncLLM, leave: Callable[[], Awaitab
     return is_at_rest(await asking)
 
 
+def tokens_in(output: RequestOutput) -> int:
+    return sum(len(answer.token_ids) for answer in output.outputs)
+
+
 def said(answer: CompletionOutput) -> tuple[object, ...]:
     """All but how likely it was, of which batches may change the last digits."""
     tokens = [list(each) for each in answer.logprobs or []]
@@ -111,6 +116,7 @@ async def test_answers_are_an_llms_and_outputs_grow(llm: AsyncLLM, settings: dic
         assert (last.request_id, last.lora_request) == (f"r{i}", whole.lora_request)
         assert [*map(bool, last.prompt_logprobs or [])] == [*map(bool, whole.prompt_logprobs or [])]
         for before, after in pairwise(outputs):
+            assert tokens_in(before) < tokens_in(after)
             for answer, longer in zip(before.outputs, after.outputs, strict=True):
                 assert longer.text.startswith(answer.text)
                 assert longer.token_ids[: len(answer.token_ids)] == answer.token_ids
@@ -169,7 +175,8 @@ async def test_several_are_aborted_and_others_stay(llm: AsyncLLM) -> None:
     reading = [asyncio.create_task(ask(llm, "abc", params, name=name)) for name, params in asked.items()]
     await until(lambda: len(llm._requests._requests) == 3)
     await llm.abort(["a", "b", "unknown"])  # while their prompts are being read
-    ended, also, whole = [(await task)[-1].outputs[0] for task in reading]
+    async with asyncio.timeout(20):
+        ended, also, whole = [(await task)[-1].outputs[0] for task in reading]
     assert (ended.finish_reason, also.finish_reason, whole.finish_reason) == ("abort", "abort", "length")
     assert llm.engine.stats.num_generation_tokens == len(whole.token_ids) == 24
     assert is_at_rest(await llm.engine.call(LLMEngine.load))
@@ -181,8 +188,10 @@ async def test_an_id_is_one_requests(llm: AsyncLLM) -> None:
     with pytest.raises(ValueError, match="request_id: 'same' is in use by a request that is under way"):
         await anext(llm.generate("abc", LONG, "same"))
     assert not (await anext(first)).finished, "the first one goes on"
+    engines_name = set(llm._requests._answers)
     await first.aclose()
     async for output in llm.generate("abc", SEEDED, "same"):
+        assert engines_name.isdisjoint(llm._requests._answers), "what is still said of the first is not the second's"
         if output.finished:
             assert await ask(llm, "abc", SEEDED, name="same"), "one that has ended holds no id"
 
@@ -254,6 +263,7 @@ def test_it_belongs_to_the_loop_of_its_first_use(llm: AsyncLLM, caplog: pytest.L
 
     asyncio.run(begin())
     may_go_on.set()
+    wait_until(lambda: llm.engine.progress is None, 20, "it has nothing to do")
     for use in (ask(llm, "abc", SEEDED), llm.abort("r"), llm.reset_prefix_cache(), llm.__aenter__()):
         with pytest.raises(RuntimeError, match="this AsyncLLM was first used on another event loop"):
             asyncio.run(use)  # type: ignore[arg-type]
