@@ -84,7 +84,7 @@ class AsyncRequests:
         answers = request.answers
         assert answers is not None, "its prompt has been read"
         if request.is_aborted:
-            self._end(request)
+            self._end_aborted(request)
             return
         if self.why_ended:
             raise EngineDeadError(self.why_ended)
@@ -110,7 +110,7 @@ class AsyncRequests:
             if request is not None:
                 request.is_aborted = True
                 names += self._forget(request)
-                self._end(request)
+                self._end_aborted(request)
         if names:
             await self._engine.call(partial(_abort, names))
 
@@ -145,8 +145,8 @@ class AsyncRequests:
     def _abort_later(self, name: str) -> None:
         self._engine.post(partial(_abort, [name]))
 
-    def _end(self, request: AsyncRequest) -> None:
-        """Of one that was aborted: its reader is told what there is, once its prompt has been read."""
+    def _end_aborted(self, request: AsyncRequest) -> None:
+        """Its reader is told what there is; later, if its prompt is still being read."""
         if request.answers is not None:
             for answer in request.answers.answers:
                 answer.abort()

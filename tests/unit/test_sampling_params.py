@@ -75,6 +75,7 @@ from tandem.vllm_settings import FLAGS, SETTINGS, instead_of_flag, without_neutr
             {"structured_outputs": {"regex": "a"}},
             "structured_outputs must be StructuredOutputsParams or None, is {'regex': 'a'}",
         ),
+        ({"output_kind": 1}, "output_kind must be a RequestOutputKind, is 1"),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, Any], complaint: str) -> None:
