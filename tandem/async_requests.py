@@ -93,6 +93,8 @@ class AsyncRequests:
             await self._engine.call(answers.answers[0].add_to)
         except ValueError as error:
             raise ValueError(f"{answers.prompt.name}: {error}") from error
+        except EngineDeadError as error:
+            raise EngineDeadError(self.why_ended or str(error)) from error
 
     def on_step(self, news: StepNews) -> None:
         for output in news.outputs:
