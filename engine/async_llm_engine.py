@@ -238,7 +238,8 @@ class AsyncLLMEngine:
     def _run(self) -> None:
         try:
             self._engine = self._make_engine()
-            self._engine.wake_by(lambda: self.post(lambda _: None))
+            commands = self._commands
+            self._engine.wake_by(lambda: commands.put(_Command(_nothing, None)))
             self.first_load = self._engine.load()
         except BaseException as error:
             self._is_dead = True
@@ -263,6 +264,9 @@ class AsyncLLMEngine:
             self._refuse_commands()
             self._engine.close()  # may wait for a copy that never ends: that is no idleness
             self._is_waiting = True
+            # Who hears of the engine may hold on to this. Not even garbage collection frees what was there when a model
+            # was loaded (`gc.freeze`), unless it is in no circle.
+            self._on_step = self._on_failure = _nothing
 
     def _run_commands(self, is_blocked: bool) -> bool:
         """Run what is queued, waiting for something if there is nothing else to do. False: the end."""
@@ -309,6 +313,10 @@ class AsyncLLMEngine:
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def _succeed(future: asyncio.Future[_T], result: _T) -> None:

@@ -151,7 +151,7 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the thread after the engine's running step, which this waits for. May be called on any thread, and again.
-        Requests under way raise `EngineDeadError`."""
+        Requests under way raise `EngineDeadError`. The model's memory is free once nobody has this `AsyncLLM`."""
         why = "this AsyncLLM was shut down"
         self._requests.why_ended = self._requests.why_ended or why
         if self._loop is None or self._loop.is_closed() or self._loop is _running_loop():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -159,10 +160,25 @@ def test_it_belongs_to_the_loop_of_its_first_use(llm: AsyncLLM, caplog: pytest.L
     assert not caplog.records
 
 
-def test_who_lets_go_of_it_ends_its_thread(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["let go", "shutdown", "failure"])
+def test_its_thread_and_its_memory_go_with_it(
+    settings: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL", "engine.async_llm_engine")  # a record that is kept keeps what failed
+
+    async def use(llm: AsyncLLM) -> None:
+        assert await ask(llm, "abc", SEEDED)
+        if way == "failure":
+            llm.engine.post(lambda _: 1 // 0)
+            with pytest.raises(EngineDeadError):
+                await ask(llm, "abc", LONG)
+
     llm = AsyncLLM(**settings)
-    assert asyncio.run(ask(llm, "abc", SEEDED))
-    assert engine_threads()
+    model = weakref.ref(llm.engine._engine)
+    asyncio.run(use(llm))
+    if way == "shutdown":
+        llm.shutdown()
     del llm
     gc.collect()
     assert not engine_threads()
+    assert model() is None
