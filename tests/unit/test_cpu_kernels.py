@@ -431,7 +431,7 @@ def choose(name: str, **change: object) -> str:
         ({"product_inputs": (161, 1536)}, "must be even, are 161 and 1536"),
         ({"product_inputs": (576, 203)}, "must be even, are 576 and 203"),
         ({"has_soft_cap": True}, "the model caps its scores"),
-        ({"quantization": "fp8"}, "it multiplies with weights in bfloat16 or int8, and quantization is fp8"),
+        ({"quantization": "fp8"}, "it multiplies with weights in bfloat16, int8 or int4, and quantization is fp8"),
         ({"kv_dtype": "float8_e4m3fn"}, "its pool holds bfloat16, and kv_cache_dtype makes it float8_e4m3fn"),
     ],
 )

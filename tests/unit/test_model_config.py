@@ -196,8 +196,8 @@ def test_linear_rope_divides_every_frequency() -> None:
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"eos_token_id": 64}, "outside the vocabulary of 64"),
         (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quant_method 'gptq' is not supported; known are",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quant_method 'bitsandbytes' is not supported; known are",
         ),
     ],
 )
@@ -236,7 +236,7 @@ def test_a_block_that_fits_nowhere_is_the_reason(tmp_path: Path, monkeypatch: py
         ({"load_format": "gguf"}, "load_format gguf needs a .gguf file"),
         ({"load_format": "safetensors"}, "has neither model.safetensors nor"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, is 'tpu'"),
-        ({"quantization": "int4"}, "quantization must be one of auto, none, fp8, int8, is 'int4'"),
+        ({"quantization": "int2"}, "quantization must be one of auto, none, fp8, int8, int4, is 'int2'"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, is 'fp8_e5m2'"),
         ({"device": "cpu", "quantization": "fp8"}, "quantization fp8 .*: it needs a GPU .* 8.9 or later; give int8 or"),
         (
