@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from engine.int4_weight import INT4_GRAIN, Int4Weight, quantize_int4
+from engine.model_loader.eight_bit_weights import NOT_NEEDED
 from engine.model_loader.weights import PLAIN_DTYPES, DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import AS_STORED, CT_PACKED, OWN, StoredWeights
 from engine.weight import Weight, dequantized
@@ -31,7 +32,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Of 8 neighbours, the one that is at each place of a word."""
 MIDDLE = 8
 """The zero point of integers that are symmetric."""
-NOT_NEEDED = (".weight_shape",)
+LESS_ONE = 0x11111111
+"""What gptq has taken from a word of zero points, as from one integer: a zero point of 0 borrows from the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Int4Weights(SafetensorsWeights):
         self._packing = stored.packing
         self._names = _NAMES_OF.get(stored.packing, NAMES)
         self._keeps = quantization in (AS_STORED, "int4")
-        for suffix in NOT_NEEDED:
+        for suffix in (*NOT_NEEDED, ".weight_shape"):
             super().ignore(suffix)
 
     def take_product(self, name: str, shape: tuple[int, int]) -> Weight:
@@ -80,6 +82,14 @@ class Int4Weights(SafetensorsWeights):
         if suffix.endswith(".weight"):
             for ending in filter(None, self._names.all()):
                 super().ignore(_beside(suffix, ending))
+
+    def check_all_taken(self) -> None:
+        """AutoGPTQ has once written a bias beside every weight. Of zeros it adds nothing."""
+        for name in [name for name in self._left if name.endswith(".bias")]:
+            is_beside = super().has(name.removesuffix("bias") + self._names.integers)
+            if is_beside and not self._handle_of[name].get_tensor(name).any():
+                self._left.discard(name)
+        super().check_all_taken()
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if super().has(name) or not self.has(name) or len(shape) != 2:
@@ -128,10 +138,10 @@ class Int4Weights(SafetensorsWeights):
                 return torch.full((num_outputs, num_groups), float(MIDDLE), device=self.device)
             num_words = -(-num_outputs // IN_WORD)
             return unpacked(self._words(name, (num_words, num_groups)).T).T[:num_outputs].float()
-        zeros_GN = unpacked(self._words(name, (num_groups, num_outputs // IN_WORD)))
+        words = self._words(name, (num_groups, num_outputs // IN_WORD))
         if self._packing == "awq":
-            return in_awq_order(zeros_GN).T.float()
-        return zeros_GN.T.float() + (self._packing == "gptq")
+            return in_awq_order(unpacked(words)).T.float()
+        return unpacked(words + LESS_ONE if self._packing == "gptq" else words).T.float()
 
     def _scales(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """[N, G] float32."""

@@ -151,7 +151,8 @@ class SafetensorsWeights(Weights):
         tensor = self._read_stored(name, shape)
         if tensor.dtype not in PLAIN_DTYPES:
             raise ValueError(
-                f"{self._file_of[name]}: {name} is in {tensor.dtype}, and config.json has no quantization_config"
+                f"{self._file_of[name]}: {name} is in {tensor.dtype}, and config.json has no quantization_config that "
+                "says so"
             )
         return tensor
 

@@ -141,18 +141,34 @@ def _of_packed(weights: dict[str, Any], at: str) -> StoredWeights:
 def _of_gptq(config: dict[str, Any]) -> StoredWeights:
     """AutoGPTQ's and GPTQModel's. Zero points of the first format are stored less one."""
     _expect(config, "bits", (4,))
-    _expect(config, "checkpoint_format", (None, "", "gptq", "gptq_v2"))
+    # The second is what GPTQModel calls it in code, and some have in the file.
+    field = "checkpoint_format" if config.get("checkpoint_format") else "format"
+    _expect(config, field, (None, "", "gptq", "gptq_v2"))
     _expect(config, "pack_dtype", (None, "int32"))
-    packing = "gptq_v2" if config.get("checkpoint_format") == "gptq_v2" else "gptq"
+    _check_modules(config)
+    packing = "gptq_v2" if config.get(field) == "gptq_v2" else "gptq"
     return StoredWeights(quantizations=("int4",), packing=packing, group_size=_group_size(config))
 
 
+def _check_modules(config: dict[str, Any]) -> None:
+    """GPTQModel's `dynamic`: other settings for modules whose name matches. One that begins with "-:" leaves them
+    plain."""
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise _unsupported("dynamic", dynamic)
+    for pattern, settings in dynamic.items():
+        if isinstance(settings, dict) and not pattern.startswith("-:"):
+            _expect(settings, "bits", (None, 4), f"dynamic.{pattern}.")
+
+
 def _of_awq(config: dict[str, Any]) -> StoredWeights:
-    """AutoAWQ's."""
+    """AutoAWQ's. Symmetric ones of other tools (`zero_point` false) have zero points beside them, too."""
     _expect(config, "bits", (4,))
-    _expect(config, "version", (None, "gemm", "GEMM"))
-    _expect(config, "backend", (None, "autoawq"))
-    _expect(config, "zero_point", (None, True))
+    for field in ("version", "format", "checkpoint_format"):
+        _expect(config, field, (None, "gemm", "GEMM"))
+    # All others are kernels of who wrote the file, for the one form.
+    if config.get("backend") == "llm-awq":
+        raise _unsupported("backend", config["backend"])
     return StoredWeights(quantizations=("int4",), packing="awq", group_size=_group_size(config))
 
 

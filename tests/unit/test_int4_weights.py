@@ -118,6 +118,36 @@ def test_tensors_that_need_not_be_taken(tmp_path: Path, form: str) -> None:
     weights.check_all_taken()
 
 
+@pytest.mark.parametrize("ending", ["k_scale", "input_scale", "bias"])
+@pytest.mark.parametrize("form", ["gptq", "awq", "packed"])
+def test_tensors_that_change_no_number_need_not_be_taken(tmp_path: Path, form: str, ending: str) -> None:
+    """Scales of keys and of activations, and the zeros that AutoGPTQ has written as bias of every product."""
+    one_tensor(tmp_path, form, **{ending: torch.zeros(40)})
+    weights = weights_of(tmp_path)
+    weights.take(NAME, SHAPE)
+    weights.check_all_taken()
+
+
+def test_a_bias_that_adds_something_is_not_left_out(tmp_path: Path) -> None:
+    one_tensor(tmp_path, "gptq", bias=torch.eye(40)[7])
+    weights = weights_of(tmp_path)
+    weights.take(NAME, SHAPE)
+    with pytest.raises(ValueError, match=r"does not use: layer\.proj\.bias"):
+        weights.check_all_taken()
+
+
+def test_zero_points_of_zero_borrow_from_their_neighbours(tmp_path: Path) -> None:
+    """As GPTQModel takes one from each of a word: it subtracts from the word."""
+    form = INT4_FORMS["gptq, v2"]
+    stored, plain = in_int4({NAME: torch.rand(SHAPE) - torch.arange(2).repeat(20)[:, None] / 2}, form)
+    zero = NAME.replace("weight", "qzeros")
+    assert bool((stored[zero] & 15 == 0).all())
+    stored[zero] = stored[zero] - 0x11111111
+    config = form.quantization_config | {"checkpoint_format": "gptq"}
+    save_checkpoint(tmp_path, {"quantization_config": config}, stored)
+    assert torch.equal(weights_of(tmp_path).take(NAME, SHAPE), plain[NAME])
+
+
 @pytest.mark.parametrize("form", ["gptq", "gptq, no groups", "packed"])
 def test_made_up_weights_are_in_the_same_form(form: str) -> None:
     stored = StoredWeights.from_hf({"quantization_config": INT4_FORMS[form].quantization_config})
@@ -268,6 +298,7 @@ WORDS = torch.zeros(16, 40, dtype=torch.int32)
         ("awq", {"scales": torch.ones(3, 40), "qzeros": WORDS[:3, :5]}, "are not 3 groups of one even size"),
         ("packed", {"weight_packed": None}, "lack the tensor layer.proj.weight"),
         ("packed", {"weight_scale": torch.ones(40)}, r"weight_scale has shape \(40,\), for a weight of \(40, 128\)"),
+        ("packed", {"weight": torch.ones(SHAPE).char()}, "torch.int8, and .* no quantization_config that says so"),
         ("packed, zero points", {"weight_zero_point": WORDS[:4, :4]}, r"\(4, 4\), expected int32 \(5, 4\)"),
     ],
 )  # fmt: skip

@@ -47,6 +47,10 @@ def both_groups() -> dict[str, Any]:
         (gptq(group_size=128), "int4"),
         (AWQ, "int4"),
         (AWQ | {"version": "GEMM", "backend": "autoawq"}, "int4"),
+        (AWQ | {"backend": "auto", "format": "gemm", "sym": False, "desc_act": False}, "int4"),
+        (AWQ | {"checkpoint_format": "gemm", "zero_point": False}, "int4"),
+        (gptq(dynamic={"+:.*down_proj": {"bits": 4, "group_size": 32}, "-:.*gate$": {}, "lm_head": {}}), "int4"),
+        (gptq(dynamic=None, backend="auto", checkpoint_format=None, format="gptq"), "int4"),
         (packed(strategy="channel", group_size=None, actorder="static"), "int4"),
         *[(form.quantization_config, None) for form in (*FORMS.values(), *INT4_FORMS.values())],
     ],
@@ -55,6 +59,19 @@ def test_known_forms(config: dict[str, Any] | None, name: str | None) -> None:
     stored = StoredWeights.from_hf({"quantization_config": config})
     assert name is None or stored.name == name
     assert StoredWeights.from_hf({"compression_config": config}) == stored
+
+
+@pytest.mark.parametrize(
+    ("fields", "packing"),
+    [
+        ({"checkpoint_format": "gptq_v2"}, "gptq_v2"),
+        ({"checkpoint_format": None, "format": "gptq_v2"}, "gptq_v2"),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "gptq"),
+        ({"checkpoint_format": ""}, "gptq"),
+    ],
+)
+def test_in_which_of_two_forms_zero_points_are(fields: dict[str, Any], packing: str) -> None:
+    assert StoredWeights.from_hf({"quantization_config": gptq(**fields)}).packing == packing
 
 
 def test_a_config_without_the_field_is_plain() -> None:
@@ -120,10 +137,14 @@ AT = "config_groups.group_0.weights"
         (gptq(checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
         (gptq(pack_dtype="int16"), "pack_dtype 'int16' is not supported"),
         *[(gptq(group_size=size), "group_size must be at least 1, or -1, is") for size in (0, -2, None, "32", 32.0)],
+        (gptq(checkpoint_format=None, format="marlin"), "format 'marlin' is not supported"),
+        (gptq(dynamic={"-:.*gate$": {}, r".*\.1\..*": {"bits": 8}}), r"dynamic\..*1.* 8 is not supported"),
+        (gptq(dynamic=["lm_head"]), r"dynamic \['lm_head'\] is not supported"),
+        (AWQ | {"format": "gemv_fast"}, "format 'gemv_fast' is not supported"),
+        (AWQ | {"checkpoint_format": "llm-awq"}, "checkpoint_format 'llm-awq' is not supported"),
         (AWQ | {"bits": 3}, "bits 3 is not supported"),
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported"),
         (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq' is not supported"),
-        (AWQ | {"zero_point": False}, "zero_point False is not supported"),
         (packed(num_bits=8), f"{AT}.num_bits 8 is not supported"),
         (packed(type="float"), f"{AT}.type 'float' is not supported"),
         (packed(strategy="tensor"), f"{AT}.strategy 'tensor' is not supported"),
