@@ -11,7 +11,7 @@ import functools
 import gc
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from engine.models.stored_weights import OWN
 GROUP_SIZE = 32
 """Of all of the file's forms in 4 bits."""
 
-FORM = "v2"
+FORM = "v3"
 """Of a converted folder: raised when what is written changes."""
 _TOKENIZER_FIELDS_OF_THIS_MACHINE = ("is_local", "local_files_only")
 
@@ -57,11 +57,14 @@ def convert_gguf(gguf_file: Path, folder: Path, *, keeps_int4: bool = False) -> 
     try:
         with _read_once(), _collector_at_rest():
             # Without `dequantize` the weights stay in GGUF's blocks, which cannot be saved.
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                **place, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
-            )
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                **place, dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True),
+                output_loading_info=True,
+            )  # fmt: skip
+            _check_whole(loading["missing_keys"])
             tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
             tensors = model.state_dict()
+            rope = _check_ours(gguf_file, model, tensors)
             num_kept = _keep_int4(gguf_file, model, tensors) if keeps_int4 else 0
     except (ValueError, KeyError, NotImplementedError, RuntimeError, OSError, struct.error) as error:
         raise ValueError(f"{gguf_file} cannot be converted: {error}") from error
@@ -72,6 +75,8 @@ def convert_gguf(gguf_file: Path, folder: Path, *, keeps_int4: bool = False) -> 
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{gguf_file} cannot be converted: {folder} cannot be written: {error}") from error
     _edit_json(folder / "config.json", drop=("quantization_config", "_name_or_path", "_model_name_or_path"))
+    if rope:
+        _edit_json(folder / "config.json", add={"rope_parameters": model.config.rope_parameters | rope})
     if num_kept:
         report(f"{num_kept} weights stay in 4 bits, as they are in the file")
         own = {"quant_method": OWN, "group_size": GROUP_SIZE}
@@ -84,14 +89,43 @@ def convert_gguf(gguf_file: Path, folder: Path, *, keeps_int4: bool = False) -> 
         generation.write_text(json.dumps(settings | {"eos_token_id": eos}, indent=2) + "\n")
 
 
+def _check_whole(missing: Iterable[str]) -> None:
+    """Raises `ValueError` where there are weights that transformers has made up."""
+    names = sorted(missing)
+    if names:
+        raise ValueError(
+            f"it lacks {len(names)} tensors of the model, such as {', '.join(names[:3])}; merge a file that was split "
+            "(llama-gguf-split --merge), or give a Hugging Face folder"
+        )
+
+
+def _check_ours(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """What config.json's `rope_parameters` lack, of a model of our own decoders. Raises `ValueError` where transformers
+    has left something else out."""
+    import gguf
+
+    from engine.model_loader.gguf_left_out import check_biases_taken, rope_scaling
+
+    if not _is_ours(model):
+        return {}
+    reader = gguf.GGUFReader(gguf_file)
+    check_biases_taken(reader, tensors, model.config.num_hidden_layers)
+    return rope_scaling(reader, model.config.rope_parameters["rope_theta"])
+
+
+def _is_ours(model: Any) -> bool:
+    from engine.models import ARCHITECTURES
+
+    return type(model).__name__ in ARCHITECTURES
+
+
 def _keep_int4(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> int:
     """How many. None of a model that transformers' code computes, which has no product for them."""
     import gguf
 
     from engine.model_loader.gguf_int4 import keep_int4
-    from engine.models import ARCHITECTURES
 
-    if type(model).__name__ not in ARCHITECTURES:
+    if not _is_ours(model):
         return 0
     return keep_int4(gguf.GGUFReader(gguf_file), tensors, model.config.num_hidden_layers)
 

@@ -16,6 +16,7 @@ import xxhash
 
 from engine.int4_weight import Int4Weight
 from engine.model_loader.gguf import GROUP_SIZE
+from engine.model_loader.gguf_left_out import tensor_names
 from engine.model_loader.int4_weights import OWN_NAMES
 
 Blocks = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -44,15 +45,10 @@ def keep_int4(reader: Any, tensors: dict[str, torch.Tensor], num_layers: int) ->
 
 def _tensors_of(reader: Any, names: list[str], num_layers: int) -> Iterator[tuple[str, Any]]:
     """Those in 4 bits, with their Hugging Face names."""
-    import gguf
-
     of_name = {tensor.name: tensor for tensor in reader.tensors}
-    field = reader.get_field("general.architecture")
-    architecture = field.contents() if field is not None else None
-    archs = [arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture]
-    if not archs:
+    map_ = tensor_names(reader, num_layers)
+    if map_ is None:
         return
-    map_ = gguf.get_tensor_name_map(archs[0], num_layers)
     for name in names:
         stem = map_.get_name(name.removesuffix(".weight")) if name.endswith("proj.weight") else None
         tensor = of_name.get(f"{stem}.weight")
