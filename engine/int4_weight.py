@@ -103,7 +103,10 @@ class Int4Weight:
         elif size == self.num_inputs and len(part) % INT4_GRAIN == 0:
             cut = [self.packed[:, part.start // 2 : part.stop // 2], self.scale, self.offset]
         elif part.start % size or len(part) % size:
-            raise ValueError(f"tensor_parallel_size cuts a weight at input {part.start}, where {size} share a scale")
+            at = part.stop if part.start % size == 0 else part.start
+            raise ValueError(
+                f"tensor_parallel_size cuts a weight at input {at}, where {size} share a scale; give quantization none"
+            )
         else:
             groups = slice(part.start // size, part.stop // size)
             cut = [self.packed[:, part.start // 2 : part.stop // 2], self.scale[:, groups], self.offset[:, groups]]

@@ -106,7 +106,8 @@ def _why_widened(
 ) -> str:
     """What keeps a checkpoint's weights from staying what they are, as a clause; empty if nothing does."""
     if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
-        return "a CPU computes faster so"
+        is_for_dtype = dtype != "bfloat16" and _fits_cpu_kernels(stored, model)
+        return "the CPU kernels, which keep them, take dtype bfloat16" if is_for_dtype else "a CPU computes faster so"
     for own in stored.quantizations:
         if why_not := why_no_quantization(own, capability=capability, dtype=dtype, model=model):
             return why_not

@@ -76,6 +76,9 @@ class ScaledWeight:
             return ScaledWeight(cut, self.scale, len(part), self.dtype)
         size = self.group_size
         if part.start % size or len(part) % size:
-            raise ValueError(f"tensor_parallel_size cuts a weight at input {part.start}, where {size} share a scale")
+            at = part.stop if part.start % size == 0 else part.start
+            raise ValueError(
+                f"tensor_parallel_size cuts a weight at input {at}, where {size} share a scale; give quantization none"
+            )
         groups = slice(part.start // size, part.stop // size)
         return ScaledWeight(cut, self.scale[:, groups].clone(), size, self.dtype)

@@ -106,12 +106,13 @@ class Int4Weights(SafetensorsWeights):
         scale_NG = self._scales(name, shape)
         num_groups = scale_NG.shape[1]
         zero_NG = self._zero_points(name, num_outputs, num_groups)
-        integers_NK = self._integers(name, num_outputs, num_inputs)
         offset_NG = -zero_NG * scale_NG
+        packed = self._packed(name, num_outputs, num_inputs)
+        weight = Int4Weight(packed, scale_NG.contiguous(), offset_NG.contiguous(), self.dtype)
         group_of = self._groups(name, num_inputs, num_groups)
         if group_of is None:
-            return Int4Weight.of_integers(integers_NK, scale_NG, offset_NG, self.dtype)
-        return (integers_NK * scale_NG[:, group_of] + offset_NG[:, group_of]).to(self.dtype)
+            return weight
+        return (weight.integers() * scale_NG[:, group_of] + offset_NG[:, group_of]).to(self.dtype)
 
     def _take_own(self, name: str, shape: tuple[int, int]) -> Int4Weight:
         packed, scale, offset = (self._read_beside(_beside(name, ending)) for ending in OWN_NAMES)
@@ -121,14 +122,14 @@ class Int4Weights(SafetensorsWeights):
             raise ValueError(f"{self._folder}: {name} is in 4 bits of other sizes than {shape}; convert the file again")
         return weight
 
-    def _integers(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
-        """[N, K], 0 to 15."""
+    def _packed(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
+        """As of an `Int4Weight`. Without unpacking: words of neighbouring inputs are such bytes already."""
         name = _beside(name, self._names.integers)
         if self._packing == CT_PACKED:
-            return unpacked(self._words(name, (num_outputs, num_inputs // IN_WORD)))
+            return _bytes(self._words(name, (num_outputs, num_inputs // IN_WORD)))
         if self._packing == "awq":
-            return in_awq_order(unpacked(self._words(name, (num_inputs, num_outputs // IN_WORD)))).T
-        return unpacked(self._words(name, (num_inputs // IN_WORD, num_outputs)).T)
+            return awq_packed(self._words(name, (num_inputs, num_outputs // IN_WORD)))
+        return _bytes(self._words(name, (num_inputs // IN_WORD, num_outputs)).T)
 
     def _zero_points(self, name: str, num_outputs: int, num_groups: int) -> torch.Tensor:
         """[N, G] float32."""
@@ -207,14 +208,30 @@ class DummyInt4Weights(DummyWeights):
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:
     """[rows, words] int32 -> [rows, 8 * words] uint8, 0 to 15."""
-    shifts = torch.arange(0, 4 * IN_WORD, 4, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).flatten(1)
+    pairs = _bytes(words)
+    return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
 def in_awq_order(packed: torch.Tensor) -> torch.Tensor:
     """[rows, N] as they stand in words -> as their columns."""
     place_of = torch.tensor(AWQ_ORDER, device=packed.device).argsort()
     return packed.view(len(packed), -1, IN_WORD)[:, :, place_of].flatten(1)
+
+
+def awq_packed(words: torch.Tensor) -> torch.Tensor:
+    """[K, N / 8] int32 -> [N, K / 2] bytes, as of an `Int4Weight`."""
+    num_inputs, num_words = words.shape
+    pairs = _bytes(words).view(num_inputs, num_words, IN_WORD // 2).permute(1, 2, 0).contiguous()
+    first, second = pairs[:, :, ::2], pairs[:, :, 1::2]  # of two neighbouring inputs, each a byte of two outputs
+    packed = pairs.new_empty(num_words, IN_WORD, num_inputs // 2)
+    packed[:, AWQ_ORDER[::2]] = (first & 15) | (second << 4)
+    packed[:, AWQ_ORDER[1::2]] = (first >> 4) | (second & 0xF0)
+    return packed.flatten(0, 1)
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """[rows, words] int32 -> [rows, 4 * words] uint8, each of two integers, the first in the lower half."""
+    return words.contiguous().view(torch.uint8)
 
 
 def _beside(name: str, ending: str) -> str:

@@ -294,6 +294,7 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
     ("stored", "changes", "why"),
     [
         (INT8, {"capability": None}, "weights in int8 are widened to bfloat16: a CPU computes faster so"),
+        (INT8, {"capability": None, "dtype": "float16"}, "widened to float16: the CPU kernels, .* take dtype bfloat16"),
         (FP8, {"capability": None, "dtype": "float32"}, "weights in fp8 are widened to float32: a CPU computes faster"),
         (
             StoredWeights(quantizations=("fp8",), block=(128, 100)), {},
