@@ -161,18 +161,19 @@ class Int4Weights(SafetensorsWeights):
     def _groups(self, name: str, num_inputs: int, num_groups: int) -> torch.Tensor | None:
         """[K] each input's group, where they are not of neighbours. Raises `ValueError` where a group is none."""
         at = _beside(name, self._names.groups)
-        size, rest = divmod(num_inputs, num_groups)
-        neighbours = torch.arange(num_inputs, device=self.device) // max(size, 1)
-        if not super().has(at):
-            if rest or size % 2:
+        group_of = self._read_beside(at) if super().has(at) else None
+        # What compressed-tensors has there until it has put inputs into an order.
+        if group_of is None or (self._packing == CT_PACKED and bool((group_of == -1).any())):
+            if num_inputs % num_groups or num_inputs // num_groups % 2:
                 raise ValueError(f"{name} has {num_inputs} inputs, which are not {num_groups} groups of one even size")
             return None
-        group_of = self._read_beside(at)
         if tuple(group_of.shape) != (num_inputs,) or group_of.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{self._file_of[at]}: {at} must be {num_inputs} integers")
         group_of = group_of.long()
         if bool((group_of < 0).any()) or bool((group_of >= num_groups).any()):
             raise ValueError(f"{self._file_of[at]}: {at} names groups beyond {num_groups}")
+        size, rest = divmod(num_inputs, num_groups)
+        neighbours = torch.arange(num_inputs, device=self.device) // size
         return None if not rest and size % 2 == 0 and torch.equal(group_of, neighbours) else group_of
 
     def _words(self, name: str, shape: tuple[int, int]) -> torch.Tensor:

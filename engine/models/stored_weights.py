@@ -13,7 +13,7 @@ from typing import Any
 KNOWN = (
     "known are fp8 (float8_e4m3fn, a scale for each tensor or block), compressed-tensors (float-quantized, "
     "int-quantized and naive-quantized: 8 bits, symmetric, a scale for each tensor, channel or block; pack-quantized: "
-    "int, 4 bits, by channel or group), gptq (4 bits) and awq (4 bits, gemm)"
+    "int, 4 bits, by channel or group), gptq (4 bits), awq (4 bits, gemm) and auto-round (4 bits, as gptq or awq)"
 )
 CT_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 CT_PACKED = "pack-quantized"
@@ -63,6 +63,8 @@ class StoredWeights:
             return _of_gptq(config)
         if method == "awq":
             return _of_awq(config)
+        if method == "auto-round":
+            return _of_auto_round(config)
         if method == OWN:
             return StoredWeights(quantizations=("int4",), packing=OWN, group_size=_group_size(config))
         raise _unsupported("quant_method", method)
@@ -145,20 +147,9 @@ def _of_gptq(config: dict[str, Any]) -> StoredWeights:
     field = "checkpoint_format" if config.get("checkpoint_format") else "format"
     _expect(config, field, (None, "", "gptq", "gptq_v2"))
     _expect(config, "pack_dtype", (None, "int32"))
-    _check_modules(config)
+    _check_bits(config, "dynamic", (None, 4))
     packing = "gptq_v2" if config.get(field) == "gptq_v2" else "gptq"
     return StoredWeights(quantizations=("int4",), packing=packing, group_size=_group_size(config))
-
-
-def _check_modules(config: dict[str, Any]) -> None:
-    """GPTQModel's `dynamic`: other settings for modules whose name matches. One that begins with "-:" leaves them
-    plain."""
-    dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, dict):
-        raise _unsupported("dynamic", dynamic)
-    for pattern, settings in dynamic.items():
-        if isinstance(settings, dict) and not pattern.startswith("-:"):
-            _expect(settings, "bits", (None, 4), f"dynamic.{pattern}.")
 
 
 def _of_awq(config: dict[str, Any]) -> StoredWeights:
@@ -170,6 +161,27 @@ def _of_awq(config: dict[str, Any]) -> StoredWeights:
     if config.get("backend") == "llm-awq":
         raise _unsupported("backend", config["backend"])
     return StoredWeights(quantizations=("int4",), packing="awq", group_size=_group_size(config))
+
+
+def _of_auto_round(config: dict[str, Any]) -> StoredWeights:
+    """Intel's AutoRound, whose own form is one of the two others."""
+    _expect(config, "bits", (4,))
+    _expect(config, "data_type", (None, "int"))
+    _expect(config, "packing_format", ("auto_round:auto_gptq", "auto_round:auto_awq"))
+    _check_bits(config, "extra_config", (None, 4, 16, 32))
+    packing = config["packing_format"].removeprefix("auto_round:auto_")
+    return StoredWeights(quantizations=("int4",), packing=packing, group_size=_group_size(config))
+
+
+def _check_bits(config: dict[str, Any], field: str, known: tuple[int | None, ...]) -> None:
+    """Of what some modules have in place of the model's settings, by their names."""
+    modules = config.get(field) or {}
+    if not isinstance(modules, dict):
+        raise _unsupported(field, modules)
+    for name, settings in modules.items():
+        # GPTQModel leaves those plain whose pattern begins so.
+        if isinstance(settings, dict) and not name.startswith("-:"):
+            _expect(settings, "bits", known, f"{field}.{name}.")
 
 
 def _group_size(config: dict[str, Any], at: str = "") -> int:

@@ -128,6 +128,13 @@ def test_tensors_that_change_no_number_need_not_be_taken(tmp_path: Path, form: s
     weights.check_all_taken()
 
 
+def test_an_order_that_was_never_made_is_none(tmp_path: Path) -> None:
+    expected = one_tensor(tmp_path, "packed", weight_g_idx=torch.full((128,), -1).int())
+    weights = weights_of(tmp_path)
+    assert torch.equal(weights.take(NAME, SHAPE), expected)
+    weights.check_all_taken()
+
+
 def test_a_bias_that_adds_something_is_not_left_out(tmp_path: Path) -> None:
     one_tensor(tmp_path, "gptq", bias=torch.eye(40)[7])
     weights = weights_of(tmp_path)

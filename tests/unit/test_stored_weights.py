@@ -21,6 +21,13 @@ W8A8 = compressed("int-quantized", "int", "channel")
 KV_SCHEME = {"dynamic": False, "num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float"}
 
 
+def auto_round(**settings: Any) -> dict[str, Any]:
+    return {
+        "autoround_version": "0.5.1", "bits": 4, "data_type": "int", "extra_config": {"lm_head": {"bits": 16}},
+        "group_size": 128, "packing_format": "auto_round:auto_gptq", "quant_method": "auto-round", "sym": True,
+    } | settings  # fmt: skip
+
+
 def both_groups() -> dict[str, Any]:
     """Of a checkpoint in which layers differ: each group has a format of its own."""
     config = compressed("mixed-precision", "float", "block", block_structure=[128, 128])
@@ -52,6 +59,7 @@ def both_groups() -> dict[str, Any]:
         (gptq(dynamic={"+:.*down_proj": {"bits": 4, "group_size": 32}, "-:.*gate$": {}, "lm_head": {}}), "int4"),
         (gptq(dynamic=None, backend="auto", checkpoint_format=None, format="gptq"), "int4"),
         (packed(strategy="channel", group_size=None, actorder="static"), "int4"),
+        (auto_round(), "int4"),
         *[(form.quantization_config, None) for form in (*FORMS.values(), *INT4_FORMS.values())],
     ],
 )
@@ -64,13 +72,15 @@ def test_known_forms(config: dict[str, Any] | None, name: str | None) -> None:
 @pytest.mark.parametrize(
     ("fields", "packing"),
     [
+        (auto_round(), "gptq"),
+        (auto_round(packing_format="auto_round:auto_awq"), "awq"),
         ({"checkpoint_format": "gptq_v2"}, "gptq_v2"),
         ({"checkpoint_format": None, "format": "gptq_v2"}, "gptq_v2"),
         ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "gptq"),
         ({"checkpoint_format": ""}, "gptq"),
     ],
 )
-def test_in_which_of_two_forms_zero_points_are(fields: dict[str, Any], packing: str) -> None:
+def test_how_4_bits_are_packed(fields: dict[str, Any], packing: str) -> None:
     assert StoredWeights.from_hf({"quantization_config": gptq(**fields)}).packing == packing
 
 
@@ -138,8 +148,13 @@ AT = "config_groups.group_0.weights"
         (gptq(pack_dtype="int16"), "pack_dtype 'int16' is not supported"),
         *[(gptq(group_size=size), "group_size must be at least 1, or -1, is") for size in (0, -2, None, "32", 32.0)],
         (gptq(checkpoint_format=None, format="marlin"), "format 'marlin' is not supported"),
-        (gptq(dynamic={"-:.*gate$": {}, r".*\.1\..*": {"bits": 8}}), r"dynamic\..*1.* 8 is not supported"),
+        (gptq(dynamic={"-:.*gate$": {}, r".*\.1\..*": {"bits": 8}}), r"dynamic\..*1.*\.bits 8 is not supported"),
         (gptq(dynamic=["lm_head"]), r"dynamic \['lm_head'\] is not supported"),
+        (auto_round(bits=2), "bits 2 is not supported"),
+        (auto_round(data_type="mx_fp"), "data_type 'mx_fp' is not supported"),
+        (auto_round(packing_format=None), "packing_format None is not supported"),
+        (auto_round(packing_format="auto_round:fp8"), "packing_format 'auto_round:fp8' is not supported"),
+        (auto_round(extra_config={"lm_head": {"bits": 8}}), "extra_config.lm_head.bits 8 is not supported"),
         (AWQ | {"format": "gemv_fast"}, "format 'gemv_fast' is not supported"),
         (AWQ | {"checkpoint_format": "llm-awq"}, "checkpoint_format 'llm-awq' is not supported"),
         (AWQ | {"bits": 3}, "bits 3 is not supported"),
