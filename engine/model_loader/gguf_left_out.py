@@ -16,6 +16,8 @@ LLAMA3_POSITIONS, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
 """Of all models with these factors: positions that they were trained with before, and between how many turns in these
 the factors change."""
 
+ROPE_FIELDS = ("type", "factor", "original_context_length", "finetuned")
+
 
 def tensor_names(reader: Any, num_layers: int) -> Any:
     """`gguf.TensorNameMap` from Hugging Face names to the file's; None where the package does not know the model."""
@@ -50,8 +52,12 @@ def rope_scaling(reader: Any, theta: float) -> dict[str, Any]:
     rope_type, factor = _contents(reader, f"{at}.type") or "none", _contents(reader, f"{at}.factor") or 1.0
     if rope_type == "none" or (rope_type == "linear" and factor == 1):
         return {}
-    if rope_type not in ("linear", "yarn") or _contents(reader, f"{at}.yarn_log_multiplier") is not None:
+    if rope_type not in ("linear", "yarn"):
         raise ValueError(f"{at}.type {rope_type!r} cannot be converted; give a Hugging Face folder")
+    fields = [field for field in reader.fields if field.startswith(f"{at}.")]
+    others = [field for field in fields if field.removeprefix(f"{at}.") not in ROPE_FIELDS]
+    if others:
+        raise ValueError(f"{', '.join(others)} cannot be converted; give a Hugging Face folder")
     scaling = {"rope_type": rope_type, "factor": factor}
     original = _contents(reader, f"{at}.original_context_length")
     return scaling if original is None else scaling | {"original_max_position_embeddings": original}

@@ -49,6 +49,11 @@ def scaled(kind: gguf.RopeScalingType, factor: float, original: int | None = Non
     return change
 
 
+def yarn_of_deepseek(writer: gguf.GGUFWriter) -> None:
+    scaled(gguf.RopeScalingType.YARN, 4.0, 32)(writer)
+    writer.add_rope_scaling_yarn_log_mul(0.1)
+
+
 def test_a_file_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     """As the first of several parts does. transformers fills up with random numbers."""
     path = write_llama(tmp_path / "split.gguf", lacks=("blk.1.ffn_down", "blk.1.ffn_up"))
@@ -112,6 +117,7 @@ def test_factors_of_llama_3_1_and_3_2(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (scaled(gguf.RopeScalingType.LONGROPE, 4.0), "llama.rope.scaling.type 'longrope' cannot be converted"),
+        (yarn_of_deepseek, "llama.rope.scaling.yarn_log_multiplier cannot be converted; give a Hugging Face folder"),
         (frequencies(np.full(16, 4, np.float32)), "rope_freqs.weight scales positions otherwise than Llama 3"),
     ],
 )
