@@ -110,8 +110,11 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         device=_device_config(args, backend, needs),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         lora_modules=lora_modules,
-        compat_digest=compat_digest(shape, stored, model, cache, num_ranks, lora_modules, _arithmetic(backend, needs)),
-    )
+        compat_digest=compat_digest(
+            shape, stored, _as_computed(args, model, stored, backend), cache, num_ranks, lora_modules,
+            _arithmetic(backend, needs),
+        ),
+    )  # fmt: skip
 
 
 def _device_config(args: EngineArgs, backend: str, needs: Needs) -> DeviceConfig:
@@ -162,6 +165,14 @@ def _arithmetic(backend: str, needs: Needs) -> dict[str, str]:
 
     number = "" if needs.capability is None else ", compute capability {}.{}".format(*needs.capability)
     return {"gpu_arithmetic": f"batch invariant {GPU_ARITHMETIC_VERSION}, Triton {triton.__version__}{number}"}
+
+
+def _as_computed(args: EngineArgs, model: ModelConfig, stored: StoredWeights, backend: str) -> ModelConfig:
+    """By the name under which others compute the same: with a file's 4 bits the CPU kernels do as with the widened
+    weights, to the bit."""
+    keeps_int4 = model.quantization == AS_STORED and stored.quantizations == ("int4",)
+    is_widened = keeps_int4 and backend == "cpu" and args.load_format != "dummy"
+    return replace(model, quantization="none") if is_widened else model
 
 
 def compat_digest(

@@ -270,6 +270,21 @@ def test_engines_compute_as_with_the_plain_weights_to_the_bit(
         assert torch.equal(logits, expected)
 
 
+def test_who_keeps_4_bits_is_paired_with_who_widens_them(saved: Any, tmp_path: Path) -> None:
+    """By the CPU kernels, whose numbers are the same. Not with whoever quantises anew."""
+    hf_config, tensors = saved("llama")
+    form = INT4_FORMS["gptq"]
+    stored, _ = in_int4(tensors, form)
+    folder = save_checkpoint(tmp_path, hf_config | {"quantization_config": form.quantization_config}, stored)
+    args = replace(arguments(folder, "cpu", "cpu", dtype="bfloat16", block_size=16), load_format="auto")
+    kept, widened, int8 = (create_engine_config(replace(args, quantization=each)) for each in ("auto", "none", "int8"))
+    assert (kept.model.quantization, widened.model.quantization) == ("stored", "none")
+    assert kept.compat_digest == widened.compat_digest != int8.compat_digest
+    assert kept.compat_digest != create_engine_config(replace(args, attention_backend="torch")).compat_digest
+    made_up = [create_engine_config(replace(args, load_format="dummy", quantization=each)) for each in ("auto", "none")]
+    assert made_up[0].compat_digest != made_up[1].compat_digest, "made up in 4 bits they are others"
+
+
 def test_weights_that_are_quantised_when_loaded(saved: Any, tmp_path: Path) -> None:
     """By the CPU kernels as by plain torch: the same numbers."""
     hf_config, tensors = saved("llama")
