@@ -108,7 +108,7 @@ def _check_ours(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> dict[st
 
     if not _is_ours(model):
         return {}
-    reader = gguf.GGUFReader(gguf_file)
+    reader = gguf.GGUFReader(str(gguf_file))
     check_biases_taken(reader, tensors, model.config.num_hidden_layers)
     return rope_scaling(reader, model.config.rope_parameters["rope_theta"])
 
@@ -127,7 +127,7 @@ def _keep_int4(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> int:
 
     if not _is_ours(model):
         return 0
-    return keep_int4(gguf.GGUFReader(gguf_file), tensors, model.config.num_hidden_layers)
+    return keep_int4(gguf.GGUFReader(str(gguf_file)), tensors, model.config.num_hidden_layers)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ class Names:
 NAMES = Names("qweight", "qzeros", "scales", "g_idx")
 CT_NAMES = Names("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx")
 OWN_NAMES = ("packed", "scale", "offset")
+OWN_DTYPES = (torch.uint8, torch.float32, torch.float32)
 
 
 _NAMES_OF = {CT_PACKED: CT_NAMES, OWN: Names(*OWN_NAMES[:2], OWN_NAMES[2], "")}
@@ -117,8 +118,10 @@ class Int4Weights(SafetensorsWeights):
     def _take_own(self, name: str, shape: tuple[int, int]) -> Int4Weight:
         packed, scale, offset = (self._read_beside(_beside(name, ending)) for ending in OWN_NAMES)
         weight = Int4Weight(packed, scale, offset, self.dtype)
-        is_whole = scale.ndim == 2 and scale.shape == offset.shape and scale.shape[1] > 0
-        if tuple(packed.shape) != (shape[0], shape[1] // 2) or not is_whole or shape[1] % (2 * scale.shape[1]):
+        dtypes = (packed.dtype, scale.dtype, offset.dtype)
+        is_whole = scale.ndim == 2 and scale.shape == offset.shape and len(scale) == shape[0] and scale.shape[1] > 0
+        is_whole &= tuple(packed.shape) == (shape[0], shape[1] // 2) and dtypes == OWN_DTYPES
+        if not is_whole or shape[1] % (2 * scale.shape[1]):
             raise ValueError(f"{self._folder}: {name} is in 4 bits of other sizes than {shape}; convert the file again")
         return weight
 
@@ -185,9 +188,7 @@ class Int4Weights(SafetensorsWeights):
         return words
 
     def _read_beside(self, name: str) -> torch.Tensor:
-        handle = self._handle_of.get(name)
-        if handle is None:
-            raise ValueError(f"the weights in {self._folder} lack the tensor {name}")
+        handle = self._handle(name)
         self._left.discard(name)
         tensor: torch.Tensor = handle.get_tensor(name)
         return self._own(tensor).to(self.device)

@@ -158,9 +158,7 @@ class SafetensorsWeights(Weights):
 
     def _read_stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """As it lies in its file."""
-        handle = self._handle_of.get(name)
-        if handle is None:
-            raise ValueError(f"the weights in {self._folder} lack the tensor {name}")
+        handle = self._handle(name)
         tensor: torch.Tensor = handle.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ValueError(
@@ -169,6 +167,16 @@ class SafetensorsWeights(Weights):
             )
         self._left.discard(name)
         return self._own(tensor)
+
+    def _handle(self, name: str) -> Any:
+        """Of the file that has it. Raises `ValueError` where none has."""
+        handle = self._handle_of.get(name)
+        if handle is None:
+            module = name.rpartition(".")[0] + "."
+            beside = sorted(each for each in self._handle_of if each.startswith(module))
+            has = f", and have {', '.join(beside[:4])}: does config.json say how they are stored?" if beside else ""
+            raise ValueError(f"the weights in {self._folder} lack the tensor {name}{has}")
+        return handle
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, where it is a view of its file: one such would keep all of the map, and what has been read of it."""

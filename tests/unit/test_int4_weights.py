@@ -20,7 +20,7 @@ from engine import int4_weight
 from engine.int4_weight import Int4Weight, quantize_int4
 from engine.model_loader import create_engine_config
 from engine.model_loader.int4_weights import DummyInt4Weights, Int4Weights
-from engine.model_loader.weights import DummyWeights
+from engine.model_loader.weights import DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import StoredWeights
 from engine.weight import part_of, stacked
 
@@ -308,6 +308,7 @@ WORDS = torch.zeros(16, 40, dtype=torch.int32)
     ("form", "changes", "message"),
     [
         ("gptq", {"qweight": None}, "lack the tensor layer.proj.q?weight"),
+        ("gptq", {"qweight": None, "B": WORDS}, r"lack the tensor .*, and have layer\.proj\.B, layer.proj.g_idx, "),
         ("gptq", {"qzeros": None}, "lack the tensor layer.proj.qzeros"),
         ("gptq", {"scales": None}, "lack the tensor layer.proj.scales"),
         ("gptq", {"qweight": WORDS[:15]}, r"qweight is torch.int32 \(15, 40\), expected int32 \(16, 40\)"),
@@ -336,6 +337,33 @@ def test_weights_that_cannot_be_read(
             weights.take_product(NAME, SHAPE)
         with pytest.raises(ValueError, match=message):
             weights.take(NAME, SHAPE)
+
+
+def test_4_bits_that_config_json_does_not_name(tmp_path: Path) -> None:
+    one_tensor(tmp_path, "awq")
+    has = r"layer\.proj\.qweight, layer\.proj\.qzeros, layer\.proj\.scales: does config\.json say how they are stored"
+    with pytest.raises(ValueError, match=rf"lack the tensor {NAME}, and have {has}"):
+        SafetensorsWeights(tmp_path, "float32", "cpu").take(NAME, SHAPE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": torch.ones(39, 4)}, {"offset": torch.ones(40, 2)}, {"packed": torch.zeros(40, 64).int()},
+        {"scale": torch.ones(40, 4).double()}, {"packed": torch.zeros(40, 60).byte()},
+    ],
+)  # fmt: skip
+def test_a_converted_file_of_other_sizes_is_refused(tmp_path: Path, change: dict[str, torch.Tensor]) -> None:
+    config = {"quant_method": "tandem-int4", "group_size": 32}
+    tensors = {"packed": torch.zeros(40, 64).byte(), "scale": torch.ones(40, 4), "offset": torch.ones(40, 4)}
+    for which, is_refused in ((tensors, False), (tensors | change, True)):
+        named = {NAME.replace("weight", ending): tensor for ending, tensor in which.items()}
+        save_checkpoint(tmp_path, {"quantization_config": config}, named)
+        if is_refused:
+            with pytest.raises(ValueError, match=r"is in 4 bits of other sizes than \(40, 128\); convert"):
+                weights_of(tmp_path).take(NAME, SHAPE)
+        else:
+            assert torch.equal(weights_of(tmp_path).take(NAME, SHAPE), torch.ones(SHAPE))
 
 
 def test_sizes_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
