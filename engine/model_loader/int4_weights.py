@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from engine.int4_weight import INT4_GRAIN, Int4Weight, quantize_int4
+from engine.int4_weight import INT4_GRAIN, MAX_NUMBERS, Int4Weight, quantize_int4
 from engine.model_loader.eight_bit_weights import NOT_NEEDED
 from engine.model_loader.weights import PLAIN_DTYPES, DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import AS_STORED, CT_PACKED, OWN, StoredWeights
@@ -111,9 +111,7 @@ class Int4Weights(SafetensorsWeights):
         packed = self._packed(name, num_outputs, num_inputs)
         weight = Int4Weight(packed, scale_NG.contiguous(), offset_NG.contiguous(), self.dtype)
         group_of = self._groups(name, num_inputs, num_groups)
-        if group_of is None:
-            return weight
-        return (weight.integers() * scale_NG[:, group_of] + offset_NG[:, group_of]).to(self.dtype)
+        return weight if group_of is None else _widened(weight, group_of)
 
     def _take_own(self, name: str, shape: tuple[int, int]) -> Int4Weight:
         packed, scale, offset = (self._read_beside(_beside(name, ending)) for ending in OWN_NAMES)
@@ -206,6 +204,17 @@ class DummyInt4Weights(DummyWeights):
         size = num_inputs if self._group_size == -1 else self._group_size
         noise_NK = self._read(name, shape).to(self.dtype)
         return noise_NK if num_inputs % size or size % INT4_GRAIN else quantize_int4(noise_NK, size)
+
+
+def _widened(weight: Int4Weight, group_of: torch.Tensor) -> torch.Tensor:
+    """[N, K] in the model's dtype, of inputs whose groups are not of neighbours; some rows after the others, as beside
+    the weight each number takes 12 bytes."""
+    wide_NK = torch.empty(len(weight), weight.num_inputs, dtype=weight.dtype, device=weight.packed.device)
+    num_rows = max(MAX_NUMBERS // weight.num_inputs, 1)
+    for start in range(0, len(weight), num_rows):
+        rows = weight.part(0, range(start, min(start + num_rows, len(weight))))
+        wide_NK[start : start + num_rows] = rows.integers() * rows.scale[:, group_of] + rows.offset[:, group_of]
+    return wide_NK
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from engine import int4_weight
 from engine.int4_weight import Int4Weight, quantize_int4
-from engine.model_loader import create_engine_config
+from engine.model_loader import create_engine_config, int4_weights
 from engine.model_loader.int4_weights import DummyInt4Weights, Int4Weights
 from engine.model_loader.weights import DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import StoredWeights
@@ -66,7 +66,8 @@ def test_widened_weights_are_what_was_stored_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, dtype: torch.dtype, max_numbers: int
 ) -> None:
     """Whole, and in pieces."""
-    monkeypatch.setattr(int4_weight, "MAX_NUMBERS", max_numbers)
+    for module in (int4_weight, int4_weights):
+        monkeypatch.setattr(module, "MAX_NUMBERS", max_numbers)
     expected = one_tensor(tmp_path, form).to(dtype)
     weights = weights_of(tmp_path, str(dtype).removeprefix("torch."))
     assert weights.has(NAME)
