@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from engine.cache_dir import report
 from engine.int4_weight import INT4_GRAIN, MAX_NUMBERS, Int4Weight, quantize_int4
 from engine.model_loader.eight_bit_weights import NOT_NEEDED
 from engine.model_loader.weights import PLAIN_DTYPES, DummyWeights, SafetensorsWeights
@@ -65,6 +66,7 @@ class Int4Weights(SafetensorsWeights):
         self._packing = stored.packing
         self._names = _NAMES_OF.get(stored.packing, NAMES)
         self._keeps = quantization in (AS_STORED, "int4")
+        self._num_widened = 0  # of those that would be kept
         for suffix in (*NOT_NEEDED, ".weight_shape"):
             super().ignore(suffix)
 
@@ -72,8 +74,10 @@ class Int4Weights(SafetensorsWeights):
         if super().has(name):
             return super().take(name, shape)
         weight = self._unpack(name, shape)
-        is_kept = self._keeps and isinstance(weight, Int4Weight) and weight.group_size % INT4_GRAIN == 0
-        return weight if is_kept else dequantized(weight)
+        if self._keeps and isinstance(weight, Int4Weight) and weight.group_size % INT4_GRAIN == 0:
+            return weight
+        self._num_widened += self._keeps
+        return dequantized(weight)
 
     def has(self, name: str) -> bool:
         return super().has(name) or super().has(_beside(name, self._names.integers))
@@ -91,6 +95,11 @@ class Int4Weights(SafetensorsWeights):
             if is_beside and not self._handle_of[name].get_tensor(name).any():
                 self._left.discard(name)
         super().check_all_taken()
+        if self._num_widened:
+            report(
+                f"{self._num_widened} weights in 4 bits are widened: inputs that share a scale are not neighbours "
+                f"(desc_act, actorder), or no multiple of {INT4_GRAIN}"
+            )
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if super().has(name) or not self.has(name) or len(shape) != 2:

@@ -63,7 +63,12 @@ def weights_of(folder: Path, dtype: str = "float32", quantization: str = "none")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", INT4_FORMS)
 def test_widened_weights_are_what_was_stored_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, dtype: torch.dtype, max_numbers: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    dtype: torch.dtype,
+    max_numbers: int,
 ) -> None:
     """Whole, and in pieces."""
     for module in (int4_weight, int4_weights):
@@ -76,15 +81,20 @@ def test_widened_weights_are_what_was_stored_to_the_bit(
     assert isinstance(product, torch.Tensor)
     assert torch.equal(product, expected)
     weights.check_all_taken()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("quantization", ["stored", "int4"])
 @pytest.mark.parametrize("form", INT4_FORMS)
 def test_weights_stay_in_4_bits_where_their_groups_are_of_neighbours(
-    tmp_path: Path, form: str, quantization: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, quantization: str
 ) -> None:
+    """And it is said how many do not."""
     expected = one_tensor(tmp_path, form)
-    kept = weights_of(tmp_path, quantization=quantization).take_product(NAME, SHAPE)
+    weights = weights_of(tmp_path, quantization=quantization)
+    kept = weights.take_product(NAME, SHAPE)
+    weights.check_all_taken()
+    assert ("tandem: 1 weights in 4 bits are widened: inputs that" in capsys.readouterr().err) == (form in WIDENED)
     if form in WIDENED:
         assert isinstance(kept, torch.Tensor)
         assert torch.equal(kept, expected)
