@@ -63,7 +63,7 @@ class Int4Weights(SafetensorsWeights):
     def __init__(self, folder: Path, dtype: str, device: str, stored: StoredWeights, quantization: str) -> None:
         """`quantization`: of the engine's products, resolved; but for "stored" and "int4" weights are widened."""
         super().__init__(folder, dtype, device)
-        self._packing = stored.packing
+        self._packing, self._is_symmetric = stored.packing, stored.is_symmetric
         self._names = _NAMES_OF.get(stored.packing, NAMES)
         self._keeps = quantization in (AS_STORED, "int4")
         self._num_widened = 0  # of those that would be kept
@@ -152,7 +152,14 @@ class Int4Weights(SafetensorsWeights):
         words = self._words(name, (num_groups, num_outputs // IN_WORD))
         if self._packing == "awq":
             return in_awq_order(unpacked(words)).T.float()
-        return unpacked(words + LESS_ONE if self._packing == "gptq" else words).T.float()
+        zero_NG = unpacked(words + LESS_ONE if self._packing == "gptq" else words).T.float()
+        if self._is_symmetric and bool((zero_NG == MIDDLE + (1 if self._packing == "gptq" else -1)).all()):
+            other = "gptq_v2" if self._packing == "gptq" else "gptq"
+            raise ValueError(
+                f"{self._file_of[name]}: {name} is one off the middle throughout, and by config.json weights are "
+                f"symmetric: quantization_config.checkpoint_format must be {other}"
+            )
+        return zero_NG
 
     def _scales(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """[N, G] float32."""

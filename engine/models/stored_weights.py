@@ -40,6 +40,9 @@ class StoredWeights:
     group_size: int = -1
     """Inputs that share a scale, as config.json says of 4 bits; -1: all. The files say it once more, and count."""
 
+    is_symmetric: bool = False
+    """Of gptq: the zero point of all is the middle, by config.json. The files say it once more, too."""
+
     @property
     def name(self) -> str:
         name = " and ".join(self.quantizations) or "plain"
@@ -149,7 +152,9 @@ def _of_gptq(config: dict[str, Any]) -> StoredWeights:
     _expect(config, "pack_dtype", (None, "int32"))
     _check_bits(config, "dynamic", (None, 4))
     packing = "gptq_v2" if config.get(field) == "gptq_v2" else "gptq"
-    return StoredWeights(quantizations=("int4",), packing=packing, group_size=_group_size(config))
+    return StoredWeights(
+        quantizations=("int4",), packing=packing, group_size=_group_size(config), is_symmetric=config.get("sym") is True
+    )
 
 
 def _of_awq(config: dict[str, Any]) -> StoredWeights:

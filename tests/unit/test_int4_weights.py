@@ -357,6 +357,21 @@ def test_4_bits_that_config_json_does_not_name(tmp_path: Path) -> None:
         SafetensorsWeights(tmp_path, "float32", "cpu").take(NAME, SHAPE)
 
 
+@pytest.mark.parametrize(("named", "other"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
+def test_zero_points_of_the_other_form_of_gptq_are_noticed(tmp_path: Path, named: str, other: str) -> None:
+    """Where they are all the middle, which most checkpoints' are: each number would be a scale too small or large."""
+    form = replace(INT4_FORMS["gptq"], packing=other)
+    stored, plain = in_int4({NAME: torch.randn(SHAPE)}, form)
+    for which in (other, named):
+        config = form.quantization_config | {"checkpoint_format": which}
+        save_checkpoint(tmp_path, {"quantization_config": config}, stored)
+        if which == other:
+            assert torch.equal(weights_of(tmp_path).take(NAME, SHAPE), plain[NAME])
+            continue
+        with pytest.raises(ValueError, match=rf"qzeros is one off .*: .*checkpoint_format must be {other}$"):
+            weights_of(tmp_path).take(NAME, SHAPE)
+
+
 @pytest.mark.parametrize(
     "change",
     [
