@@ -172,9 +172,14 @@ class SafetensorsWeights(Weights):
         """Of the file that has it. Raises `ValueError` where none has."""
         handle = self._handle_of.get(name)
         if handle is None:
-            module = name.rpartition(".")[0] + "."
-            beside = sorted(each for each in self._handle_of if each.startswith(module))
-            has = f", and have {', '.join(beside[:4])}: does config.json say how they are stored?" if beside else ""
+            module, _, kind = name.rpartition(".")
+            of_module = {each for each in self._handle_of if each.startswith(f"{module}.")}
+            beside = sorted(of_module - {f"{module}.bias"})
+            has = (
+                f", and have {', '.join(beside[:4])}: does config.json say how they are stored?"
+                if beside and kind != "bias"
+                else ""
+            )
             raise ValueError(f"the weights in {self._folder} lack the tensor {name}{has}")
         return handle
 

@@ -355,6 +355,10 @@ def test_4_bits_that_config_json_does_not_name(tmp_path: Path) -> None:
     has = r"layer\.proj\.qweight, layer\.proj\.qzeros, layer\.proj\.scales: does config\.json say how they are stored"
     with pytest.raises(ValueError, match=rf"lack the tensor {NAME}, and have {has}"):
         SafetensorsWeights(tmp_path, "float32", "cpu").take(NAME, SHAPE)
+    save_checkpoint(tmp_path, {}, {"a.weight": torch.ones(2), "b.bias": torch.ones(2)})
+    for name in ("a.bias", "b.weight"):
+        with pytest.raises(ValueError, match=f"lack the tensor {name}$"):
+            SafetensorsWeights(tmp_path, "float32", "cpu").take(name, (2,))
 
 
 @pytest.mark.parametrize(("named", "other"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
