@@ -118,8 +118,14 @@ def quantize_int4(weight_NK: torch.Tensor, group_size: int = INT4_GROUP_SIZE) ->
     """Each group's smallest number becomes 0, its largest 15; scale and offset are rounded to bfloat16 (to float32 for
     other dtypes) before integers are chosen, to the nearest. `group_size` divides the inputs.
 
-    Raises `ValueError` where a weight is not finite.
+    Some rows at a time: what is between takes several times a weight's size. Raises `ValueError` where a weight is not
+    finite.
     """
+    num_rows = max(MAX_NUMBERS // weight_NK.shape[1], 1)
+    return Int4Weight.joined([_quantized(rows, group_size) for rows in torch.split(weight_NK, num_rows)], torch.cat)
+
+
+def _quantized(weight_NK: torch.Tensor, group_size: int) -> Int4Weight:
     dtype = weight_NK.dtype
     groups = weight_NK.float().view(len(weight_NK), -1, group_size)
     low, high = groups.aminmax(dim=2)

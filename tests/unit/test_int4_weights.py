@@ -200,6 +200,16 @@ def test_quantised_weights_are_as_near_as_16_levels_can_be() -> None:
     assert torch.equal(quantize_int4(weight.dequantized(), 32).dequantized()[3:5], plain[3:5])
 
 
+def test_weights_are_quantised_in_pieces_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.randn(48, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    whole = quantize_int4(plain, 64)
+    monkeypatch.setattr(int4_weight, "MAX_NUMBERS", 256 * 7)
+    pieces = quantize_int4(plain, 64)
+    assert pieces.group_size == 64
+    for name in ("packed", "scale", "offset"):
+        assert torch.equal(getattr(pieces, name), getattr(whole, name))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
     plain = torch.randn(4, 64)
