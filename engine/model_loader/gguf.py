@@ -22,9 +22,6 @@ from safetensors import SafetensorError
 from engine.cache_dir import build_once, report
 from engine.models.stored_weights import OWN
 
-GROUP_SIZE = 32
-"""Of all of the file's forms in 4 bits."""
-
 FORM = "v3"
 """Of a converted folder: raised when what is written changes."""
 _TOKENIZER_FIELDS_OF_THIS_MACHINE = ("is_local", "local_files_only")
@@ -65,7 +62,7 @@ def convert_gguf(gguf_file: Path, folder: Path, *, keeps_int4: bool = False) -> 
             tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
             tensors = model.state_dict()
             rope = _check_ours(gguf_file, model, tensors)
-            num_kept = _keep_int4(gguf_file, model, tensors) if keeps_int4 else 0
+            in_4_bits = _keep_int4(gguf_file, model, tensors) if keeps_int4 else {}
     except (ValueError, KeyError, NotImplementedError, RuntimeError, OSError, struct.error) as error:
         raise ValueError(f"{gguf_file} cannot be converted: {error}") from error
     report("writing model.safetensors and tokenizer.json")
@@ -77,10 +74,8 @@ def convert_gguf(gguf_file: Path, folder: Path, *, keeps_int4: bool = False) -> 
     _edit_json(folder / "config.json", drop=("quantization_config", "_name_or_path", "_model_name_or_path"))
     if rope:
         _edit_json(folder / "config.json", add={"rope_parameters": model.config.rope_parameters | rope})
-    if num_kept:
-        report(f"{num_kept} weights stay in 4 bits, as they are in the file")
-        own = {"quant_method": OWN, "group_size": GROUP_SIZE}
-        _edit_json(folder / "config.json", add={"quantization_config": own})
+    if in_4_bits:
+        _edit_json(folder / "config.json", add={"quantization_config": in_4_bits})
     _edit_json(folder / "tokenizer_config.json", drop=_TOKENIZER_FIELDS_OF_THIS_MACHINE)
     eos = json.loads((folder / "config.json").read_text()).get("eos_token_id")
     generation = folder / "generation_config.json"
@@ -119,15 +114,20 @@ def _is_ours(model: Any) -> bool:
     return type(model).__name__ in ARCHITECTURES
 
 
-def _keep_int4(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> int:
-    """How many. None of a model that transformers' code computes, which has no product for them."""
+def _keep_int4(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Put weights in 4 bits in the place of `tensors`. What config.json then says of them; empty: there are none, as in
+    a model that transformers' code computes, which has no product for them."""
     import gguf
 
-    from engine.model_loader.gguf_int4 import keep_int4
+    from engine.model_loader.gguf_int4 import GROUP_SIZE, keep_int4
 
     if not _is_ours(model):
-        return 0
-    return keep_int4(gguf.GGUFReader(str(gguf_file)), tensors, model.config.num_hidden_layers)
+        return {}
+    num_kept = keep_int4(gguf.GGUFReader(str(gguf_file)), tensors, model.config.num_hidden_layers)
+    if not num_kept:
+        return {}
+    report(f"{num_kept} weights stay in 4 bits, as they are in the file")
+    return {"quant_method": OWN, "group_size": GROUP_SIZE}
 
 
 @contextmanager

@@ -15,10 +15,11 @@ import torch
 import xxhash
 
 from engine.int4_weight import Int4Weight
-from engine.model_loader.gguf import GROUP_SIZE
 from engine.model_loader.gguf_left_out import tensor_names
 from engine.model_loader.int4_weights import OWN_NAMES
 
+GROUP_SIZE = 32
+"""Numbers that share a scale, of all of the file's forms in 4 bits."""
 Blocks = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Of rows: integers 0 to 15 [rows, groups, 32], scales and offsets [rows, groups] in float32."""
 
