@@ -223,7 +223,7 @@ def test_offline(model_folder: Path, tmp_path: Path) -> None:
     said = llm.generate([prompt, prompt], params, use_tqdm=False, lora_request=[poet, None])
     names = [each.lora_request and each.lora_request.lora_name for one in said for each in (one, *one.outputs)]
     assert names == ["poet", "poet", None, None]
-    with pytest.raises(ValueError, match="lora_request names 'painter', lora_modules has poet; give LLM the folders"):
+    with pytest.raises(ValueError, match="lora_request names 'painter', lora_modules has poet; the folders of all"):
         llm.generate(prompt, params, use_tqdm=False, lora_request=LoRARequest("painter"))
     with pytest.raises(ValueError, match=f"'poet' was loaded from {tmp_path}, not /elsewhere"):
         llm.generate(prompt, params, use_tqdm=False, lora_request=LoRARequest("poet", 1, "/elsewhere"))

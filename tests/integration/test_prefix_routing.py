@@ -139,9 +139,16 @@ def test_what_gave_way_to_others_is_found_in_host_memory(cluster: RunningCluster
     def num_loaded() -> dict[str, int]:
         return {worker.record.worker_id: worker.num_loaded_tokens for worker in cluster.workers()}
 
+    def is_copied() -> bool:
+        return not any(worker.record.load.host_blocks.num_saving for worker in cluster.workers())
+
     before, decode_worker = num_loaded(), first.timings.decode_worker
-    with ThreadPoolExecutor(8) as threads:  # more than the one decode worker's pool has room for
-        list(threads.map(partial(ask, cluster), [tokens(100 + number, 320) for number in range(60)]))
+    # More than the one decode worker's pool has room for; and no more at once than it has blocks ready for, as a prompt
+    # evicts what has no copy rather than wait.
+    for group in range(15):
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(partial(ask, cluster), [tokens(100 + 4 * group + i, 320) for i in range(4)]))
+        wait_until(is_copied, 10, "blocks are copied to host memory")
     again = ask(cluster, continued(prompt, 1))
     assert again.timings.mode == pb.MODE_DISAGGREGATED
     assert again.usage.cached_tokens == 320

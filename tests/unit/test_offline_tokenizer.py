@@ -1,4 +1,4 @@
-"""The tokenizer that `tandem.LLM` hands out: transformers' own, which would run code that a checkpoint brings."""
+"""The tokenizer that both offline interfaces hand out: transformers' own, which would run a checkpoint's code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-from tandem import LLM
+from tandem.offline_inputs import OfflineInputs
 
 
 def test_no_code_of_a_checkpoint_is_run_and_nobody_is_asked_whether_to(
@@ -25,8 +25,8 @@ def test_no_code_of_a_checkpoint_is_run_and_nobody_is_asked_whether_to(
     (tmp_path / "mine.py").write_text(f"open({str(marker)!r}, 'w')\nclass Mine: ...\n")
     asked: list[object] = []
     monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "y")
-    llm = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(path=tmp_path)), _callers_tokenizer=None)
+    inputs = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(path=tmp_path)), _callers_tokenizer=None)
     with pytest.raises(ValueError, match="custom code"):
-        LLM.get_tokenizer(cast(LLM, llm))
+        OfflineInputs.callers_tokenizer(cast(OfflineInputs, inputs))
     assert not asked
     assert not marker.exists()
