@@ -125,8 +125,8 @@ class AsyncLLMEngine:
     def bind(self, *, on_step: Callable[[StepNews], None], on_failure: Callable[[BaseException], None]) -> None:
         """To the running event loop, on which these are called. Before that nothing may be asked of the engine."""
         self._loop = asyncio.get_running_loop()
-        self._on_step = on_step
-        self._on_failure = on_failure
+        if not self._is_dead:  # or else nobody lets go of these any more
+            self._on_step, self._on_failure = on_step, on_failure
 
     def wait_until_made(self) -> None:
         """Blocks. Raises what `make_engine` raises; the thread has ended then."""
@@ -175,7 +175,7 @@ class AsyncLLMEngine:
         """
         future: asyncio.Future[_T] = self._loop.create_future()
         self._commands.put(_Command(function, future))
-        if self._is_dead:
+        if self._is_dead or not self._thread.is_alive():  # a fork has none of its parent's threads
             raise EngineDeadError("the engine's stepping thread has ended")
         return await future
 

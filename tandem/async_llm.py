@@ -18,6 +18,7 @@ import asyncio
 import os
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from itertools import count
 from types import TracebackType
@@ -65,8 +66,8 @@ class AsyncLLM:
         self._requests = AsyncRequests(self.engine)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._names = count()
-        self._close = weakref.finalize(self, self.engine.close_blocking)
-        """The thread's end: by `shutdown`, once nobody has this any more, or before the interpreter's."""
+        # The thread ends by `shutdown`, or once nobody has this any more, or before the interpreter does.
+        weakref.finalize(self, self.engine.close_blocking)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -154,11 +155,12 @@ class AsyncLLM:
         Requests under way raise `EngineDeadError`. The model's memory is free once nobody has this `AsyncLLM`."""
         why = "this AsyncLLM was shut down"
         self._requests.why_ended = self._requests.why_ended or why
-        if self._loop is None or self._loop.is_closed() or self._loop is _running_loop():
+        if self._loop is None or self._loop is _running_loop():
             self._requests.end(why)
         else:
-            self._loop.call_soon_threadsafe(self._requests.end, why)
-        self._close()
+            with suppress(RuntimeError):  # that loop is closed: whoever waits there never hears of anything
+                self._loop.call_soon_threadsafe(self._requests.end, why)
+        self.engine.close_blocking()
 
     async def __aenter__(self) -> Self:
         self._bind()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,55 @@ async def test_shutdown_ends_what_is_under_way(llm: AsyncLLM, way: str) -> None:
     assert llm.errored
 
 
+async def until_it_stands(llm: AsyncLLM, may_go_on: threading.Event) -> None:
+    """In the middle of an answer, and its reader has heard all that there is."""
+    await until(lambda: llm.engine.stats.num_generation_tokens > 5)
+    stands = threading.Event()
+    llm.engine.post(lambda _: (stands.set(), may_go_on.wait(20)))
+    await until(stands.is_set)
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_shutdown_ends_the_thread_though_a_reader_waits_on_a_loop_that_was_closed(llm: AsyncLLM) -> None:
+    loop, may_go_on = asyncio.new_event_loop(), threading.Event()
+    reading = loop.create_task(ask(llm, "abc", LONG))
+    loop.run_until_complete(until_it_stands(llm, may_go_on))
+    loop.close()
+    may_go_on.set()
+    llm.shutdown()
+    assert not engine_threads()
+    assert not reading.done()
+
+
+def test_whoever_shuts_it_down_waits_for_its_thread(llm: AsyncLLM) -> None:
+    """Also who comes while another does."""
+    may_end = threading.Event()
+    llm.engine.post(lambda _: may_end.wait(20))
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(llm.shutdown)
+        wait_until(lambda: llm.errored, 20, "it is being shut down")
+        second = threads.submit(llm.shutdown)
+        done, _ = wait([first, second], 0.2)
+        may_end.set()
+    assert not done
+
+
+def test_a_fork_hears_that_it_has_no_engine(llm: AsyncLLM) -> None:
+    """And does not wait for one: a server's workers may be forks of who has loaded the model."""
+
+    def use() -> None:
+        with pytest.raises(EngineDeadError):
+            asyncio.run(ask(llm, [5, 6, 7], SEEDED))
+
+    child = multiprocessing.get_context("fork").Process(target=use)
+    child.start()
+    child.join(20)
+    child.kill()
+    assert child.exitcode == 0
+    assert asyncio.run(ask(llm, [5, 6, 7], SEEDED))
+
+
 def test_it_belongs_to_the_loop_of_its_first_use(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
     """And is made where none runs. What the engine says once that loop is gone fails nothing."""
     may_go_on = threading.Event()
@@ -160,7 +211,7 @@ def test_it_belongs_to_the_loop_of_its_first_use(llm: AsyncLLM, caplog: pytest.L
     assert not caplog.records
 
 
-@pytest.mark.parametrize("way", ["let go", "shutdown", "failure"])
+@pytest.mark.parametrize("way", ["let go", "shutdown", "shutdown before its first use", "failure"])
 def test_its_thread_and_its_memory_go_with_it(
     settings: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,7 +226,12 @@ def test_its_thread_and_its_memory_go_with_it(
 
     llm = AsyncLLM(**settings)
     model = weakref.ref(llm.engine._engine)
-    asyncio.run(use(llm))
+    if way == "shutdown before its first use":
+        llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            asyncio.run(use(llm))
+    else:
+        asyncio.run(use(llm))
     if way == "shutdown":
         llm.shutdown()
     del llm
