@@ -69,7 +69,8 @@ class RequestOutput:
     num_cached_tokens: int
     """Of the prompt, found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """For each of the prompt's tokens, as `CompletionOutput.logprobs`; None for the first. None: not asked for."""
+    """For each of the prompt's tokens, as `CompletionOutput.logprobs`; None for the first. None: not asked for, or told
+    by an earlier delta."""
     lora_request: LoRARequest | None = None
 
 
@@ -96,6 +97,8 @@ class OfflineRequest:
             for index, name in enumerate(names)
         ]
         self.answers[0].others = self.answers[1:]
+        self._has_told_prompt = False
+        """By `delta`: how likely it is."""
 
     @property
     def is_finished(self) -> bool:
@@ -103,13 +106,19 @@ class OfflineRequest:
 
     def output(self) -> RequestOutput:
         """All that there is of all answers."""
-        return self._output([answer.output() for answer in self.answers])
+        return self._output([answer.output() for answer in self.answers], self.answers[0].prompt_logprobs)
 
     def delta(self) -> RequestOutput:
         """What has come since the last call, of those answers of which something has."""
-        return self._output([delta for answer in self.answers if (delta := answer.delta()) is not None])
+        prompt_logprobs = None if self._has_told_prompt else self.answers[0].prompt_logprobs
+        self._has_told_prompt = self._has_told_prompt or prompt_logprobs is not None
+        return self._output(
+            [delta for answer in self.answers if (delta := answer.delta()) is not None], prompt_logprobs
+        )
 
-    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+    def _output(
+        self, outputs: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=self._request_id,
             prompt=self.prompt.text,
@@ -117,7 +126,7 @@ class OfflineRequest:
             outputs=outputs,
             finished=self.is_finished,
             num_cached_tokens=self.answers[0].num_cached_tokens,
-            prompt_logprobs=self.answers[0].prompt_logprobs,
+            prompt_logprobs=prompt_logprobs,
             lora_request=self.answers[0].lora_request,
         )
 

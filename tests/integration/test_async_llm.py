@@ -75,13 +75,15 @@ async def test_answers_are_an_llms_and_outputs_grow(llm: AsyncLLM, settings: dic
 
 
 async def test_outputs_are_of_the_kind_that_is_asked_for(llm: AsyncLLM) -> None:
-    params = replace(SEEDED, n=2, logprobs=1)
+    params = replace(SEEDED, n=2, logprobs=1, prompt_logprobs=0)
     whole = (await ask(llm, "abc", params))[-1]
     only = await ask(llm, "abc", replace(params, output_kind=Kind.FINAL_ONLY))
     assert [said(answer) for output in only for answer in output.outputs] == [*map(said, whole.outputs)]
     assert len(only) == 1
     deltas = await ask(llm, "abc", replace(params, output_kind=Kind.DELTA))
     assert len(deltas) > 3
+    (of_prompt,) = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
+    assert len(of_prompt) == len(whole.prompt_token_ids)
     for answer in whole.outputs:
         own = [part for delta in deltas for part in delta.outputs if part.index == answer.index]
         assert "".join(part.text for part in own) == answer.text
