@@ -120,6 +120,7 @@ NUMBERS = WHOLE.logprobs
         (Heard([1, 2, 3], "abc", [(-0.6, 0), *NUMBERS[1:]], "length"), Ending.ANSWERED, "num_wrong"),
         (Heard([1, 2, 3], "abc", [(-0.5, 1), *NUMBERS[1:]], "length"), Ending.ANSWERED, "num_wrong"),
         (Heard([1], "a", NUMBERS[1:2]), Ending.CUT, "num_wrong"),
+        (Heard([], "abc", finish_reason="length"), Ending.ANSWERED, "num_lost"),
     ],
 )
 def test_texts_and_logprobs_are_compared(came: Heard, ending: Ending, counted: str | None) -> None:
@@ -155,8 +156,11 @@ def test_what_a_gateway_s_death_excuses(
 
 @pytest.mark.parametrize("of_model", [WANTED, [4, 5, 6]])
 def test_an_adapter_that_answers_as_its_model_is_not_told_apart(of_model: list[int]) -> None:
+    """Whatever the last digits of logprobs are, which batches may change."""
     asked = asked_of(WANTED, ending=Ending.ANSWERED, model="sql")
-    verdict = judge([asked], {0: [Heard(WANTED)]}, Deaths(), {0: [Heard(of_model)]})
+    asked.answers[0].logprobs = NUMBERS
+    as_model = Heard(of_model, logprobs=[(-0.5001, 0), *NUMBERS[1:]])
+    verdict = judge([asked], {0: [Heard(WANTED, logprobs=NUMBERS)]}, Deaths(), {0: [as_model]})
     assert verdict.num_by_model == {"sql": 1}
     assert verdict.findings == (["adapter sql: it answers as the model itself does"] if of_model == WANTED else [])
 
