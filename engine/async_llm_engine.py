@@ -22,6 +22,7 @@ from then on raises `EngineDeadError`. A step or a copy that never ends raises n
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import queue
 import threading
@@ -129,14 +130,14 @@ class AsyncLLMEngine:
             self._on_step, self._on_failure = on_step, on_failure
 
     def wait_until_made(self) -> None:
-        """Blocks. Raises what `make_engine` raises; the thread has ended then."""
+        """Blocks. Raises what `make_engine` raises; the thread has ended then. Interrupted, it ends soon."""
         try:
             self._is_made.result()
         except Exception:
             self._thread.join()
             raise
         except BaseException:  # Ctrl-C: nobody waits for the engine
-            self._end()
+            self._give_up_making()
             raise
 
     @property
@@ -232,6 +233,13 @@ class AsyncLLMEngine:
     def _end(self) -> None:
         self._is_dead = True
         self._commands.put(None)
+
+    def _give_up_making(self) -> None:
+        """The thread ends at its next line of Python; where that goes unheard, when the engine is made."""
+        self._end()
+        if not self._is_made.done():
+            assert self._thread.ident is not None, "it was started"
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
 
     # -- the stepping thread ------------------------------------------------------------------------------------
 

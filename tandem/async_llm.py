@@ -62,12 +62,13 @@ class AsyncLLM:
         config = self.config = self._inputs.config
         self.engine = AsyncLLMEngine(lambda: LLMEngine(config))
         """What computes: `stats` may be read, and `call` runs a function beside its steps."""
+        # The thread ends by `shutdown`, or once nobody has this any more, or before the interpreter does: within torch
+        # it would take the process down then.
+        weakref.finalize(self, self.engine.close_blocking)
         self.engine.wait_until_made()
         self._requests = AsyncRequests(self.engine)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._names = count()
-        # The thread ends by `shutdown`, or once nobody has this any more, or before the interpreter does.
-        weakref.finalize(self, self.engine.close_blocking)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import multiprocessing
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
@@ -191,6 +195,40 @@ def test_a_fork_hears_that_it_has_no_engine(llm: AsyncLLM) -> None:
     child.kill()
     assert child.exitcode == 0
     assert asyncio.run(ask(llm, [5, 6, 7], SEEDED))
+
+
+INTERRUPTED = """
+import json, os, signal, sys, threading, time
+import torch
+from tandem import async_llm
+
+def load(config):
+    while True:
+        torch.ones(300, 300) @ torch.ones(300, 300)
+
+def is_waited_for():
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name != "wait_until_made":
+        frame = frame.f_back
+    return frame is not None
+
+def interrupt():
+    while not is_waited_for():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+async_llm.LLMEngine = load
+threading.Thread(target=interrupt, daemon=True).start()
+async_llm.AsyncLLM(**json.loads(sys.argv[1]))
+"""
+
+
+def test_a_program_that_is_interrupted_while_it_loads_a_model_ends_well(settings: dict[str, Any]) -> None:
+    """At once, as Python does after Ctrl-C, and not by a thread that is within torch."""
+    command = [sys.executable, "-c", INTERRUPTED, json.dumps(settings, default=str)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert ended.returncode == -signal.SIGINT
 
 
 def test_it_belongs_to_the_loop_of_its_first_use(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
