@@ -43,6 +43,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2Config(**SMALL),
     "deepseek": lambda: transformers.DeepseekV3Config(**DEEPSEEK),
     "heads of 16": lambda: transformers.Qwen2Config(**SMALL | {"hidden_size": 64}),
+    "experts": lambda: transformers.Qwen3MoeConfig(
+        **SMALL | {"hidden_size": 64}, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=28
+    ),
 }
 Saved = tuple[dict[str, Any], dict[str, torch.Tensor]]
 """config.json and tensors."""
@@ -247,12 +250,14 @@ def test_int8_products_are_those_of_the_checkpoint(
     assert (again[0] - kept[0]).norm() > 1e-3 * kept[0].norm()
 
 
-@pytest.mark.parametrize("form", ["int channel", "int tensor"])
+@pytest.mark.parametrize(
+    ("family", "form"), [("heads of 16", "int channel"), ("heads of 16", "int tensor"), ("experts", "int channel")]
+)
 def test_the_cpu_kernels_take_int8_as_it_is_stored(
-    saved: Callable[[str], Saved], tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+    saved: Callable[[str], Saved], tmp_path: Path, family: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far from the widened weights, which are rounded once more, as bfloat16 is from itself."""
-    eight, plain = pair_of(tmp_path, saved("heads of 16"), form)
+    eight, plain = pair_of(tmp_path, saved(family), form)
     args = replace(arguments(eight, "cpu", "cpu", dtype="bfloat16", block_size=16), load_format="auto", num_threads=1)
     config = create_engine_config(args)
     assert config.model.quantization == "stored"
