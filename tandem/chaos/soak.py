@@ -93,8 +93,14 @@ class Report:
     """What an audit found after `REST_TIMEOUT_S`."""
 
     @property
+    def findings(self) -> list[str]:
+        """Of the verdict; and that it says nothing, as where all requests were refused."""
+        is_empty = not self.verdict.num_tokens_checked
+        return [*self.verdict.findings, *(["no answer came that could be compared"] if is_empty else [])]
+
+    @property
     def has_passed(self) -> bool:
-        return not self.verdict.findings and not self.leaks
+        return not self.findings and not self.leaks
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -103,6 +109,7 @@ class Report:
             "transport": self.args.transport,
             "faults": dict(self.num_faults),
             **self.verdict.to_dict(),
+            "findings": self.findings,
             "leaks": self.leaks,
             "rest_s": round(self.rest_s, 2),
             "num_loaded_tokens": self.num_loaded_tokens,

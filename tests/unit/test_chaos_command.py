@@ -77,6 +77,17 @@ def test_a_report_says_over_what_requests_came_and_for_whom() -> None:
     assert lines[-1] == "passed"
 
 
+def test_a_soak_in_which_nobody_was_answered_proves_nothing() -> None:
+    verdict = Verdict(
+        num_by_ending={"refused: overload": 6}, num_by_way={"gRPC": 6}, num_by_model={"": 6}, num_tokens_checked=0,
+        num_lost=0, num_repeated=0, num_wrong=0, num_retried=0, num_resumed=0,
+    )  # fmt: skip
+    report = soak.Report(args=soak.SoakArgs(), num_faults={"killed": 1}, verdict=verdict, rest_s=0.1)
+    lines = describe(report.to_dict()).splitlines()
+    assert lines[-2:] == ["FOUND     no answer came that could be compared", "FAILED"]
+    assert not report.has_passed
+
+
 async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -> None:
     """Else its cluster waits for it until nobody would wait any more, and kills it."""
     leaves = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); print(flush=True); signal.pause()"
