@@ -89,6 +89,7 @@ class HostCopies:
         """Begun, and not taken."""
         self._error: BaseException | None = None
         self._is_closing = False
+        self._has_ended = False
         self._changed = threading.Condition()  # a lock that its holder may take again: garbage is collected anywhere
         self._thread = threading.Thread(target=self._run, name="host-copies", daemon=True)
         self._thread.start()
@@ -113,11 +114,14 @@ class HostCopies:
         return done
 
     def wait(self) -> bool:
-        """Until there is something to be taken. False: nothing is under way. Raises as `take_done`."""
+        """Until there is something to be taken. False: nothing is under way. Raises as `take_done`, and where
+        the thread has ended before."""
         with self._changed:
-            self._changed.wait_for(lambda: self._done or self._error or not self._num_open)
+            self._changed.wait_for(lambda: self._done or self._error or not self._num_open or self._has_ended)
             if self._error is not None:
                 raise self._error
+            if self._num_open and not self._done:
+                raise RuntimeError("nothing is copied to or from host memory any more: the process or the engine ends")
             return bool(self._num_open)
 
     def leave(self) -> None:
@@ -160,6 +164,9 @@ class HostCopies:
                         self._tell(launched, None)
         except BaseException as error:
             self._tell([], error)
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
     @contextmanager
     def _beside_steps(self) -> Iterator[Callable[[], Callable[[], object]]]:

@@ -196,6 +196,24 @@ def test_a_copy_that_fails_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
     copies.close()
 
 
+def test_who_waits_for_what_is_copied_no_more_hears_so() -> None:
+    """As what runs at a program's exit may, when these have ended."""
+    copies = HostCopies(torch.zeros(2, 4, 2, 2, 4, 4), 4)
+    copies.close()
+    copies.begin([BlockCopy(False, 0, 0)])
+    heard: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="nothing is copied to or from host memory any more") as error:
+            copies.wait()
+        heard.append(error.value)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert heard
+
+
 ENDS_EARLY = """
 import torch
 from engine.running.host_copies import HostCopies, _as_words, _ByDevice
