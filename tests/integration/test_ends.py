@@ -253,8 +253,15 @@ def test_an_answer_goes_on_from_any_of_its_tokens(
     cluster.wait_until_at_rest()
 
 
+SHARES = (
+    (0.1, 0, 0), (0.5, 0.5, 0), (0.1, 0.1, 0.1), (0.5, 0.5, 0.9), (0, 0.5, 1), (1, 0, 0), (1, 0.1, 0), (1, 1, 0.5),
+    (1, 0.5, 1), (0.9, 1, 1),
+)  # fmt: skip
+"""Of the messages of each of three answers: what a client has of them."""
+
+
 def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, stub: InferenceStub) -> None:
-    """Cut after every fifth message and every end: some may be complete, some in the middle, some not begun."""
+    """Some are complete, some in the middle, some not begun: whatever order they came in this time."""
     request = pb.GenerateRequest(
         text="Once upon a time there was a",
         sampling_params=pb.SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=7, logprobs=1, stop=["-"]),
@@ -262,21 +269,24 @@ def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, 
     messages = list(stub.Generate(request))
     expected = [whole(messages, sequence) for sequence in range(3)]
     assert len({len(token_ids) for token_ids, *_ in expected}) > 1, "some end before others"
-    kinds = {message.sequence: message.worker_kind for message in reversed(messages) if message.worker_kind}
+    own = [[message for message in messages if message.sequence == sequence] for sequence in range(3)]
     states = set()
-    ends = {i for i, message in enumerate(messages, start=1) if message.finish_reason and i < len(messages)}
-    for cut in sorted({*range(1, len(messages), 5), *ends}):
+    for shares in SHARES:
         del request.answers_so_far[:]
-        for sequence in {message.sequence for message in messages[:cut]}:
-            said = [message for message in messages[:cut] if message.sequence == sequence]
-            so_far = request.answers_so_far.add(sequence=sequence, worker_kind=kinds[sequence])
+        kept = [share_of(said, share) for said, share in zip(own, shares, strict=True)]
+        for sequence, said in enumerate(kept):
+            if not said:
+                continue
+            kind = next(message.worker_kind for message in own[sequence] if message.worker_kind)
+            so_far = request.answers_so_far.add(sequence=sequence, worker_kind=kind)
             so_far.is_complete = bool(said[-1].finish_reason)
             if not so_far.is_complete:
                 so_far.token_ids.extend(token_id for message in said for token_id in message.token_ids)
         complete = sum(so_far.is_complete for so_far in request.answers_so_far)
         states.add((len(request.answers_so_far) - complete, complete))
         later = list(stub.Generate(request))
-        assert [whole([*messages[:cut], *later], sequence) for sequence in range(3)] == expected
+        whole_messages = [message for said in (*kept, later) for message in said]
+        assert [whole(whole_messages, sequence) for sequence in range(3)] == expected
     assert {began for began, _ in states} >= {1, 2, 3}
     assert {ended for _, ended in states} >= {0, 1, 2}
     request.answers_so_far[0].worker_kind = "another"
@@ -285,6 +295,13 @@ def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, 
     request.answers_so_far[0].token_ids[:] = [5]  # it may have been all but complete
     assert code_of_call(stub.Generate(request)) == grpc.StatusCode.UNAVAILABLE
     cluster.wait_until_at_rest()
+
+
+def share_of(said: list[pb.GenerateResponse], share: float) -> list[pb.GenerateResponse]:
+    """None, all, or, of more than one, one at least and not the last."""
+    if share in (0, 1) or len(said) == 1:
+        return said if share else []
+    return said[: min(max(int(share * len(said)), 1), len(said) - 1)]
 
 
 def whole(
