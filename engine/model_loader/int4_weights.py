@@ -44,19 +44,20 @@ class Names:
     integers: str
     zero_points: str
     scales: str
-    groups: str
+    groups: str = ""
+    """Empty: there is none."""
 
-    def all(self) -> tuple[str, ...]:
-        return self.integers, self.zero_points, self.scales, self.groups
+    def all(self) -> list[str]:
+        return [name for name in (self.integers, self.zero_points, self.scales, self.groups) if name]
 
 
-NAMES = Names("qweight", "qzeros", "scales", "g_idx")
-CT_NAMES = Names("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx")
 OWN_NAMES = ("packed", "scale", "offset")
 OWN_DTYPES = (torch.uint8, torch.float32, torch.float32)
-
-
-_NAMES_OF = {CT_PACKED: CT_NAMES, OWN: Names(*OWN_NAMES[:2], OWN_NAMES[2], "")}
+GPTQ_AND_AWQ_NAMES = Names("qweight", "qzeros", "scales", "g_idx")
+NAMES_OF = {
+    CT_PACKED: Names("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx"),
+    OWN: Names(integers="packed", zero_points="offset", scales="scale"),
+}
 
 
 class Int4Weights(SafetensorsWeights):
@@ -64,7 +65,7 @@ class Int4Weights(SafetensorsWeights):
         """`quantization`: of the engine's products, resolved; but for "stored" and "int4" weights are widened."""
         super().__init__(folder, dtype, device)
         self._packing, self._is_symmetric = stored.packing, stored.is_symmetric
-        self._names = _NAMES_OF.get(stored.packing, NAMES)
+        self._names = NAMES_OF.get(stored.packing, GPTQ_AND_AWQ_NAMES)
         self._keeps = quantization in (AS_STORED, "int4")
         self._num_widened = 0  # of those that would be kept
         for suffix in (*NOT_NEEDED, ".weight_shape"):
@@ -85,7 +86,7 @@ class Int4Weights(SafetensorsWeights):
     def ignore(self, suffix: str) -> None:
         super().ignore(suffix)
         if suffix.endswith(".weight"):
-            for ending in filter(None, self._names.all()):
+            for ending in self._names.all():
                 super().ignore(_beside(suffix, ending))
 
     def check_all_taken(self) -> None:
