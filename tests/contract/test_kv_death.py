@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from kv_harness import Receiving, make_pool
 from nixl_marks import NIXL
+from standstill import hold_up
 
 import kv_transfer
 from kv_transfer import Identity, TransferError
@@ -75,7 +76,7 @@ async def test_receiver_that_stands_still_is_not_dead(transport: str, process: a
     pool = make_pool(NUM_BLOCKS, seed=3, num_kv_heads=8, head_dim=64, block_size=16)
     identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")
     sender = kv_transfer.create_sender(transport, pool=pool, identity=identity, open_channel=open_kv_channel)
-    process.send_signal(signal.SIGSTOP)
+    hold_up(process.pid)
     opening = asyncio.create_task(sender.open(grant))
     done, _ = await asyncio.wait([opening], timeout=1.5)
     assert not done

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from clusters import RunningCluster, wait_until
+from standstill import hold_up
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2 as worker_pb
@@ -459,7 +460,7 @@ def test_streams_of_the_only_decode_worker_wait_for_it_to_be_there_again_and_oth
     call = stub.Generate(request_of(SHORT, 500))
     received = [token for _ in range(5) for token in next(call).token_ids]
     pid = pid_of(cluster, worker_pb.ROLE_DECODE)
-    os.kill(cluster.pid, signal.SIGSTOP)  # it would start another, which may be there before anybody is refused
+    hold_up(cluster.pid)  # it would start another, which may be there before anybody is refused
     try:
         os.kill(pid, signal.SIGKILL)
         with Client(cluster.address) as client:

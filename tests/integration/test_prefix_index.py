@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import redis
+from standstill import hold_up
 
 from registry import prefix_index
 from registry.prefix_index import PrefixIndex, PrefixReporter
@@ -392,7 +393,7 @@ async def test_slow_redis_costs_one_timeout_and_answers_stay_paired(own_redis_se
     async with reporting(url, cache), index_of(url, timeout_s=0.05) as index:
         await until(lambda: members(url) == cache.hashes)
         assert await first_answer(index, [h(1), h(2)]) == {"w1": 2}
-        os.kill(own_redis_server.pid, signal.SIGSTOP)
+        hold_up(own_redis_server.pid)
         try:
             started = time.monotonic()
             assert await index.longest_match([h(1), h(2)], W1) == {}

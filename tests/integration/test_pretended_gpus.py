@@ -31,6 +31,7 @@ from pretend_gpu import pretend_gpu
 from pretend_gpu.__main__ import write_python
 from pretend_gpu.engines import make_engine
 from quantized_checkpoints import FORMS, llama_tensors, quantized, save_checkpoint
+from standstill import hold_up
 
 from engine.config import GIB
 from engine.llm_engine import LLMEngine
@@ -123,7 +124,7 @@ def test_blocks_go_to_host_memory_and_back_on_each_rank(tmp_path: Path) -> None:
         woken = threading.Event()
         engine.wake_by(woken.set)
         [pid] = engine.executor.rank_pids
-        os.kill(pid, signal.SIGSTOP)
+        hold_up(pid)
         engine.add_request("r", prompts[2], params)
         engine.step()
         assert engine.is_idle

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import redis
+from standstill import hold_up
 
 from protos import tandem_worker_pb2 as pb
 from registry import workers
@@ -238,7 +239,7 @@ async def test_record_that_expired_while_redis_was_away_stays_until_workers_coul
         client.set("test:worker:w1", record().SerializeToString(), px=1500)
         async with watching(own_redis_server.url, ttl_ms=500) as watcher:
             assert len(watcher.directory.records) == 1
-            os.kill(own_redis_server.pid, signal.SIGSTOP)
+            hold_up(own_redis_server.pid)
             await until(lambda: not watcher.directory.is_reachable)
             await asyncio.sleep(0.6)  # with the second that the failed call took, longer than the record lives
             os.kill(own_redis_server.pid, signal.SIGCONT)
@@ -307,7 +308,7 @@ async def test_slow_redis_holds_up_no_close(own_redis_server: RedisServer) -> No
     await watcher.directory.start()
     worker.start()
     await watcher.until(bool)
-    os.kill(own_redis_server.pid, signal.SIGSTOP)
+    hold_up(own_redis_server.pid)
     try:
         started = time.monotonic()
         await asyncio.gather(watcher.directory.close(), worker.close())

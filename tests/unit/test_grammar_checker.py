@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from standstill import hold_up
 
 from protos import tandem_inference_pb2 as pb
 from router.validation import grammar_checker
@@ -79,7 +80,7 @@ async def test_one_whose_process_is_killed_is_not_to_blame(checker: GrammarCheck
     first = await check(checker, **FINE)
     child = checker._child
     assert child is not None
-    child.send_signal(signal.SIGSTOP)
+    hold_up(child.pid)
     asked = asyncio.create_task(check(checker, **FINE))
     await settle()
     child.send_signal(how)
@@ -105,7 +106,7 @@ async def test_nor_is_one_that_waits_for_a_busy_machine(
 ) -> None:
     await check(checker, **FINE)
     assert checker._child is not None
-    checker._child.send_signal(signal.SIGSTOP)
+    hold_up(checker._child.pid)
     monkeypatch.setattr(grammar_checker, "MAX_WALL_S", 0.1)
     with pytest.raises(Overloaded, match="too busy") as busy:
         await check(checker, **FINE)
