@@ -16,9 +16,10 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from tandem.process_run import ProcessRun, ProcessSpec
 
@@ -59,6 +60,8 @@ class ProcessEvent:
     what: str
     tail: tuple[str, ...] = ()
     is_bad: bool = False
+    returncode: int | None = None
+    """Of the run that has ended, where that is the news; negative: the signal that ended it."""
 
 
 class ProcessError(Exception):
@@ -177,7 +180,7 @@ class SupervisedProcess:
             again = f"in {delay_s:.1f} s" if delay_s else "at once"
             last = ". Its last lines:" if run.tail else ""
             what = f"ended with {describe_exit(run.returncode)}; starting it again {again}{last}"
-            self._tell(what, run.tail, is_bad=True)
+            self._tell(what, tail=tuple(run.tail), is_bad=True, returncode=run.returncode)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._stop_requested.wait()
@@ -261,8 +264,9 @@ class SupervisedProcess:
 
     # -- news ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, what: str, tail: Sequence[str] = (), *, is_bad: bool = False) -> None:
-        self._on_event(ProcessEvent(name=self.spec.name, what=what, tail=tuple(tail), is_bad=is_bad))
+    def _tell(self, what: str, **details: Any) -> None:
+        """`details`: of `ProcessEvent`."""
+        self._on_event(ProcessEvent(name=self.spec.name, what=what, **details))
 
     async def _set(self, state: ProcessState, *, pid: int = 0) -> None:
         async with self._changed:

@@ -39,7 +39,7 @@ class Ending(Enum):
     CUT = "cut off with their gateway"
     """An HTTP connection that ended before the answer did, maybe before it began: nobody can go on with it."""
     GIVEN_UP = "given up"
-    """After some tokens, by the router: nobody was left to go on with it."""
+    """After some tokens, by the router: nobody was left to go on with it. Or by a gateway that leaves."""
     HUNG = "hung"
     WRONG = "ended wrongly"
     """By an error that nothing of this excuses, or a stream with a gap or a repetition."""

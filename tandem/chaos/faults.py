@@ -3,8 +3,8 @@
     plan_faults ──> [Fault, Fault, …] in the order of their time; `tandem.chaos.soak` makes them happen
 
 Two things a plan leaves alone, for what the failure contract promises in full: of each role one worker is whole at any
-moment, and the router and the gateway are killed at intervals that a client can live with. Everything else happens at
-any time, and together.
+moment, and the router and the gateway end at intervals that a client can live with. Everything else happens at any
+time, and together.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ class FaultKind(Enum):
 
     KILL = "killed"
     """SIGKILL; started again by its supervisor."""
+    LEAVE = "told to leave"
+    """SIGTERM: it takes nothing new, finishes what it has, or hands over what takes longer than its grace, and exits as
+    it should; started again."""
     STOP = "stopped"
     """SIGSTOP for longer than a lease, then SIGCONT: what it says afterwards is stale."""
     PARTITION = "cut off"
@@ -46,6 +49,8 @@ class Fault:
     duration_s: float
 
 
+GRACE_S = 5.0
+"""Of those that are told to leave, for what they have."""
 RECOVERY_S = 12.0
 """Until a killed worker has certainly been started again, on a busy machine."""
 MEAN_INTERVAL_S = 1.8
@@ -53,11 +58,15 @@ DOOR_INTERVAL_S = 15.0
 DOORS = ("router", "gateway")
 """Of which there is one each."""
 _ON_WORKERS = (
-    FaultKind.KILL, FaultKind.STOP, FaultKind.PARTITION, FaultKind.MUTE, FaultKind.DEAFEN, FaultKind.RESET,
-    FaultKind.RESET, FaultKind.SLOW,
+    FaultKind.KILL, FaultKind.LEAVE, FaultKind.STOP, FaultKind.PARTITION, FaultKind.MUTE, FaultKind.DEAFEN,
+    FaultKind.RESET, FaultKind.RESET, FaultKind.SLOW,
 )  # fmt: skip
 _ON_REDIS = (FaultKind.KILL, FaultKind.STOP)
-_LASTS_S = {FaultKind.KILL: RECOVERY_S, FaultKind.RESET: 0.0, FaultKind.DAMAGE: 0.5, FaultKind.BURST: 3.0}
+_ON_DOORS = (FaultKind.KILL, FaultKind.LEAVE)
+_LASTS_S = {
+    FaultKind.KILL: RECOVERY_S, FaultKind.LEAVE: GRACE_S + RECOVERY_S, FaultKind.RESET: 0.0, FaultKind.DAMAGE: 0.5,
+    FaultKind.BURST: 3.0,
+}  # fmt: skip
 """How long it keeps its target from being whole; of the others a multiple of the lease."""
 
 
@@ -91,7 +100,7 @@ def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: flo
     target = dice.choices(targets, [1 if t in (*DOORS, "redis", "clients") else 4 for t in targets])[0]
     match target:
         case "router" | "gateway":
-            kind = FaultKind.KILL
+            kind = dice.choice(_ON_DOORS)
         case "redis":
             kind = dice.choice(_ON_REDIS)
         case "clients":

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +27,14 @@ from engine.lora.modules import check_lora_folder, parse_lora_modules
 from router.policy import PolicyConfig
 from rpc.errors import TandemError
 from tandem.chaos.asked import DEADLINE_S, Asked, Heard
-from tandem.chaos.faults import Fault, FaultKind, plan_faults
+from tandem.chaos.faults import GRACE_S, Fault, FaultKind, plan_faults
 from tandem.chaos.load import Load
 from tandem.chaos.proxy import Direction, FaultyProxy
-from tandem.chaos.verdict import Deaths, Verdict, judge, needs_check
+from tandem.chaos.verdict import Absence, Absences, Verdict, judge, needs_check
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster
 from tandem.cluster_args import GATEWAY, ROUTER, ClusterArgs
-from tandem.supervision import RestartPolicy
+from tandem.supervision import ProcessEvent, RestartPolicy, describe_exit
 from tandem.tables import not_at_rest
 
 LEASE_MS = 2000
@@ -46,6 +46,8 @@ NUM_KV_BLOCKS = 256
 DAMAGED_PIECES = 3
 SLOW_S = 0.05
 REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
+LEAVES_S = GRACE_S + 15.0
+"""Until a process that was told to leave has done so, on a busy machine."""
 CHECKS_AT_ONCE = 16
 NUM_TOLD_APART = 8
 """Of what each adapter was asked: so much is asked of the model itself, too."""
@@ -91,12 +93,15 @@ class Report:
     """Of prompts, found in host memory by workers that were there at the end."""
     leaks: list[str] = field(default_factory=list)
     """What an audit found after `REST_TIMEOUT_S`."""
+    wrong_exits: Sequence[str] = ()
+    """Of processes that were told to leave."""
 
     @property
     def findings(self) -> list[str]:
         """Of the verdict; and that it says nothing, as where all requests were refused."""
         is_empty = not self.verdict.num_tokens_checked
-        return [*self.verdict.findings, *(["no answer came that could be compared"] if is_empty else [])]
+        nothing = ["no answer came that could be compared"] if is_empty else []
+        return [*self.verdict.findings, *self.wrong_exits, *nothing]
 
     @property
     def has_passed(self) -> bool:
@@ -138,7 +143,7 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
         transport=args.transport,
         lease_ms=LEASE_MS,
         max_queue_tokens=MAX_QUEUE_TOKENS,
-        drain_grace_s=5.0,
+        drain_grace_s=GRACE_S,
     )
     cluster: Cluster
 
@@ -146,13 +151,19 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
         return cluster.address_of(name) if name in cluster.pids else ""
 
     proxies: dict[str, FaultyProxy] = {}
+    exits = _Exits()
+
+    def on_event(event: ProcessEvent) -> None:
+        say(f"{event.name} {event.what}")
+        exits.note(event)
+
     try:
         for number, name in enumerate(cluster_args.worker_names):
             proxies[name] = FaultyProxy(partial(address_of, name), args.seed + number)
         cluster = Cluster(
             cluster_args,
             on_line=on_line,
-            on_event=lambda event: say(f"{event.name} {event.what}"),
+            on_event=on_event,
             # Deaths are on purpose here, however soon they come.
             restart_policy=RestartPolicy(quick_death_s=0.5),
             advertise={name: proxy.address for name, proxy in proxies.items()},
@@ -161,7 +172,7 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
             async with AsyncClient(cluster.router_address) as client:
                 info = await client.model_info()
             load = Load(cluster.router_address, cluster.http_address, args.seed, info)
-            return await _Soak(args, cluster, proxies, load, say).run()
+            return await _Soak(args, cluster, proxies, load, say, exits).run()
     finally:
         for proxy in proxies.values():
             proxy.close()
@@ -175,6 +186,7 @@ class _Soak:
         proxies: dict[str, FaultyProxy],
         load: Load,
         say: Callable[[str], None],
+        exits: _Exits,
     ) -> None:
         """`load`: closed here."""
         self._args = args
@@ -182,7 +194,9 @@ class _Soak:
         self._proxies = proxies
         self._say = say
         self._num_faults: Counter[str] = Counter()
-        self._deaths_s: dict[str, list[float]] = {ROUTER: [], GATEWAY: []}
+        self._exits = exits
+        self._wrong_exits: list[str] = []
+        self._absences: dict[str, list[Absence]] = {ROUTER: [], GATEWAY: []}
         self._load = load
 
     async def run(self) -> Report:
@@ -203,8 +217,9 @@ class _Soak:
             args=self._args,
             num_faults=self._num_faults,
             verdict=judge(
-                self._load.history, expected, Deaths(self._deaths_s[ROUTER], self._deaths_s[GATEWAY]), of_model
+                self._load.history, expected, Absences(self._absences[ROUTER], self._absences[GATEWAY]), of_model
             ),
+            wrong_exits=self._wrong_exits,
             rest_s=rested_s,
             num_loaded_tokens=num_loaded_tokens,
             leaks=leaks,
@@ -238,9 +253,11 @@ class _Soak:
             case FaultKind.BURST:
                 await self._load.burst(BURST_REQUESTS)
             case FaultKind.KILL:
-                if fault.target in self._deaths_s:
-                    self._deaths_s[fault.target].append(time.monotonic())
+                now_s = time.monotonic()
                 self._signal(fault.target, signal.SIGKILL)
+                self._note_absence(fault.target, Absence(now_s, now_s))
+            case FaultKind.LEAVE:
+                await self._have_it_leave(fault.target)
             case FaultKind.STOP:
                 pid = self._signal(fault.target, signal.SIGSTOP)
                 try:
@@ -264,6 +281,24 @@ class _Soak:
                 proxy.damage(DAMAGED_PIECES)
             case _:
                 raise AssertionError(fault)
+
+    async def _have_it_leave(self, name: str) -> None:
+        """Returns when it has. It is killed if it does not, which is a finding, as is any other exit code than 0."""
+        since_s = time.monotonic()
+        exited = self._exits.next_of(name)
+        if not self._signal(name, signal.SIGTERM):
+            return
+        await asyncio.wait([exited], timeout=LEAVES_S)
+        if not exited.done():
+            self._wrong_exits.append(f"{name} was told to leave, and had not after {LEAVES_S:g} s")
+            self._signal(name, signal.SIGKILL)
+        elif exited.result() != 0:
+            self._wrong_exits.append(f"{name} was told to leave, and ended with {describe_exit(exited.result())}")
+        self._note_absence(name, Absence(since_s, time.monotonic(), GRACE_S))
+
+    def _note_absence(self, name: str, absence: Absence) -> None:
+        if name in self._absences:
+            self._absences[name].append(absence)
 
     def _signal(self, name: str, number: signal.Signals) -> int:
         """Returns the pid, 0 if the process is between two runs."""
@@ -306,6 +341,22 @@ class _Soak:
             if asked.model and needs_check(asked):
                 chosen.setdefault(asked.model, []).append(asked)
         return [asked for each in chosen.values() for asked in each[:NUM_TOLD_APART]]
+
+
+class _Exits:
+    """Who waits for which process to end."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[int]] = {}
+
+    def next_of(self, name: str) -> asyncio.Future[int]:
+        """The code of its next exit; one waits for a process."""
+        self._waiting[name] = asyncio.get_running_loop().create_future()
+        return self._waiting[name]
+
+    def note(self, event: ProcessEvent) -> None:
+        if event.returncode is not None and (waiting := self._waiting.pop(event.name, None)):
+            waiting.set_result(event.returncode)
 
 
 _FROZEN = {

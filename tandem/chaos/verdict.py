@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.chaos.asked import Asked, Ending, Heard
+from tandem.chaos.asked import Asked, Ending, Heard, Way
 
 MAX_FINDINGS = 20
 RETURNS_S = 15.0
-"""How long after its death the router may refuse: it is started again, and finds its workers again. For as long nobody
+"""How long after its end the router may refuse: it is started again, and finds its workers again. For as long nobody
 may listen where the gateway was."""
 DYING_S = 1.0
 """After a gateway was killed its sockets may still take connections, until its memory is given back."""
@@ -21,11 +21,48 @@ LOGPROB_SLACK = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Deaths:
-    """When who was killed, on the history's clock."""
+class Absence:
+    """Of a process that was killed, or told to leave, on the history's clock."""
 
-    router_s: Sequence[float] = ()
-    gateway_s: Sequence[float] = ()
+    since_s: float
+    """Nothing new is taken from then on."""
+    gone_s: float
+    """Killed: at once."""
+    grace_s: float = 0.0
+    """What it has may go on for as long after `since_s`."""
+
+    @property
+    def was_told(self) -> bool:
+        """To leave. Nobody tells one that is killed."""
+        return self.gone_s > self.since_s
+
+    def is_within(self, asked: Asked) -> bool:
+        """Whether any of it was while the request ran."""
+        return self.since_s <= asked.ended_s and asked.began_s <= self.gone_s
+
+    def is_behind(self, asked: Asked) -> bool:
+        """Whether a request that ended then may have found nobody."""
+        return self.since_s <= asked.ended_s < self.gone_s + RETURNS_S
+
+    def may_have_cut(self, asked: Asked) -> bool:
+        """Whether a connection to it may have ended with it. One that leaves finishes, or says that it cannot; but a
+        connection that nobody has taken yet ends."""
+        if self.was_told:
+            return not asked.answers and abs(asked.began_s - self.since_s) <= DYING_S
+        return asked.began_s - DYING_S <= self.gone_s <= asked.ended_s
+
+    def may_have_said_so(self, asked: Asked) -> bool:
+        """Whether it may have told the request that its grace is over."""
+        over_s = self.since_s + self.grace_s
+        return self.was_told and asked.began_s <= over_s <= asked.ended_s
+
+
+@dataclass(frozen=True, slots=True)
+class Absences:
+    """Of whom there is one each."""
+
+    router: Sequence[Absence] = ()
+    gateway: Sequence[Absence] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +109,16 @@ def needs_check(asked: Asked) -> bool:
 def judge(
     history: Sequence[Asked],
     expected: Mapping[int, list[Heard]],
-    deaths: Deaths,
+    absences: Absences,
     of_model: Mapping[int, list[Heard]] | None = None,
 ) -> Verdict:
     """`expected`: by number, the answers in a run without faults, for every request that `needs_check`. `of_model`: the
     same of some that an adapter was asked, as the model itself answers them.
 
-    No stream may break off, but those over HTTP do with their gateway. A client may have to ask for the rest of one,
-    and a request be refused with nobody to serve, only by a death of the router: of each kind of worker one is whole at
-    any moment, and a gateway that is there again serves at once.
+    No stream may break off, but those over HTTP do with their gateway, if it is killed, or leaves and may wait no
+    longer. A client may have to ask for the rest of one, and a request be refused with nobody to serve, only by an
+    absence of the router: of each kind of worker one is whole at any moment, and a gateway that is there again serves
+    at once.
     """
     by_ending: Counter[str] = Counter()
     by_way: Counter[str] = Counter()
@@ -96,7 +134,7 @@ def judge(
         if needs_check(asked):
             counts["checked"] += asked.num_tokens
         wanted = expected[asked.number] if needs_check(asked) else []
-        if fault := _fault_of(asked, wanted, deaths):
+        if fault := _fault_of(asked, wanted, absences):
             what, why = fault
             counts[what] += 1
             to_whom = f" to {asked.model}" if asked.model else ""
@@ -116,23 +154,25 @@ def judge(
     )
 
 
-def _fault_of(asked: Asked, wanted: list[Heard], deaths: Deaths) -> tuple[str, str] | None:
+def _fault_of(asked: Asked, wanted: list[Heard], absences: Absences) -> tuple[str, str] | None:
     """Of which kind, and in words, is what is wrong with one request, if anything is."""
+    was_told = asked.way is not Way.GRPC and any(each.may_have_said_so(asked) for each in absences.gateway)
     match asked.ending:
         case None:
             return "lost", "it never ended"
-        case Ending.HUNG | Ending.GIVEN_UP | Ending.BROKEN:
+        case Ending.HUNG | Ending.BROKEN:
             return "lost", asked.error
-        case Ending.UNAVAILABLE if not _is_soon_after(deaths.router_s, asked):
+        case Ending.GIVEN_UP if not was_told:
             return "lost", asked.error
-        case Ending.NO_GATEWAY if not _is_soon_after(deaths.gateway_s, asked):
+        case Ending.UNAVAILABLE if not (was_told or any(each.is_behind(asked) for each in absences.router)):
             return "lost", asked.error
-        case Ending.CUT if not any(asked.began_s - DYING_S <= s <= asked.ended_s for s in deaths.gateway_s):
+        case Ending.NO_GATEWAY if not any(each.is_behind(asked) for each in absences.gateway):
+            return "lost", asked.error
+        case Ending.CUT if not any(each.may_have_cut(asked) for each in absences.gateway):
             return "lost", f"its gateway lived: {asked.error}"
         case Ending.WRONG:
             return "repeated" if asked.error.startswith("StreamBroken") else "wrong", asked.error
-    num_deaths = sum(asked.began_s <= death_s <= asked.ended_s for death_s in deaths.router_s)
-    if asked.num_resumed and not num_deaths:
+    if asked.num_resumed and not any(each.is_within(asked) for each in absences.router):
         return "lost", "its stream broke, though its router lived"
     is_whole = asked.ending is Ending.ANSWERED
     for sequence, whole in enumerate(wanted):
@@ -140,10 +180,6 @@ def _fault_of(asked: Asked, wanted: list[Heard], deaths: Deaths) -> tuple[str, s
             what, why = fault
             return what, f"answer {sequence}: {why}"
     return None
-
-
-def _is_soon_after(deaths_s: Sequence[float], asked: Asked) -> bool:
-    return any(0 <= asked.ended_s - death_s < RETURNS_S for death_s in deaths_s)
 
 
 def _difference(heard: Heard, whole: Heard, *, is_whole: bool) -> tuple[str, str] | None:

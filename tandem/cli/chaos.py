@@ -43,11 +43,13 @@ def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
     """Start a cluster, put load on it, and meanwhile kill, stop, disconnect, corrupt and overload it.
 
     Requests come over gRPC and, through a gateway, over HTTP (completions and chats); with --lora-modules they select
-    adapters. Workers, router, gateway and Redis are killed; networks fail in both directions or in one.
+    adapters. Workers, router, gateway and Redis are killed, or told to leave; networks fail in both directions or in
+    one.
 
     Then check that every request ended once, in one of the ways it may, that every answer has the tokens and the text
     of a run without faults, and the logprobs where they were asked for, and that every KV block came back. No stream
     may break off, except an HTTP stream whose gateway was killed: what came of it must be how the right answer begins.
+    What is told to leave must finish what it has, or hand it over, and exit with 0.
     Exits with 0 if all this is so, otherwise with 1, what was found, and where the log is.
     """
     from rpc.errors import TandemError

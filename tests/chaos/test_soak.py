@@ -23,14 +23,14 @@ def lora_modules(few_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_eight_seconds_of_chaos(few_layers: Path, lora_modules: str) -> None:
-    flags = ("--seconds", "8", "--seed", "1918", "--model", str(few_layers), "--lora-modules", lora_modules, "--json")
+    flags = ("--seconds", "8", "--seed", "10253", "--model", str(few_layers), "--lora-modules", lora_modules, "--json")
     command = [sys.executable, "-m", "tandem", "chaos", *flags]
     result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-6000:]}"
     report = json.loads(result.stdout)
     assert report["passed"]
     assert sum(report["faults"].values()) > 6
-    assert report["faults"].keys() >= {"muted", "deafened"}
+    assert report["faults"].keys() >= {"muted", "deafened", "told to leave"}
     assert report["requests"]["answered"] > 10
     assert report["tokens_checked"] > 200
     assert report["num_loaded_tokens"] > 0, "pools are so small that KV goes to host memory, and comes back"

@@ -20,6 +20,8 @@ from tandem.chaos.verdict import Verdict
 from tandem.cli import main
 from tandem.cli.chaos import describe
 from tandem.cluster import ClusterError
+from tandem.process_run import ProcessSpec
+from tandem.supervision import SupervisedProcess
 
 
 def chaos_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raises: BaseException) -> tuple[Result, str]:
@@ -95,7 +97,7 @@ async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -
     assert process.stdout is not None
     await process.stdout.readline()
     cluster = SimpleNamespace(pids={"decode-1": process.pid})
-    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None)  # type: ignore[arg-type]
+    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, soak._Exits())  # type: ignore[arg-type]
     stopped = asyncio.create_task(hurt._inflict(Fault(0.0, FaultKind.STOP, "decode-1", 60.0), 0.0))
     await asyncio.sleep(0)
     stopped.cancel()
@@ -112,3 +114,40 @@ async def test_a_router_that_is_not_back_yet_is_waited_for() -> None:
     assert await _what_is_not_at_rest(Away(), 4) == [  # type: ignore[arg-type]
         "the router does not answer: Unreachable('connection refused')"
     ]
+
+
+@pytest.mark.parametrize(
+    ("on_sigterm", "found"),
+    [
+        ("exit(0)", []),
+        ("exit(3)", ["gateway was told to leave, and ended with exit code 3"]),
+        ("os.abort()", ["gateway was told to leave, and ended with SIGABRT"]),
+        ("None", ["gateway was told to leave, and had not after 0.3 s"]),
+    ],
+)
+async def test_one_that_is_told_to_leave_does_so_as_it_should(
+    monkeypatch: pytest.MonkeyPatch, on_sigterm: str, found: list[str]
+) -> None:
+    monkeypatch.setattr(soak, "LEAVES_S", 0.3 if on_sigterm == "None" else 30.0)
+    script = (
+        f"import os, signal; signal.signal(signal.SIGTERM, lambda *_: {on_sigterm})\n"
+        "print('ready at 1', flush=True)\n"
+        "while True: signal.pause()"
+    )
+    exits = soak._Exits()
+    process = SupervisedProcess(
+        ProcessSpec(name="gateway", command=lambda _: [sys.executable, "-c", script], ready_pattern=r"ready at (\d)"),
+        on_line=lambda name, line: None,
+        on_event=exits.note,
+    )
+    process.start()
+    pid = await process.wait_running()
+    cluster = SimpleNamespace(pids={"gateway": pid})
+    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, exits)  # type: ignore[arg-type]
+    await hurt._inflict(Fault(0.0, FaultKind.LEAVE, "gateway", 17.0), 0.0)
+    assert await process.wait_running(unlike_pid=pid), "it is started again"
+    await process.stop(0.0)
+    assert hurt._wrong_exits == found
+    [absence] = hurt._absences["gateway"]
+    assert absence.was_told
+    assert absence.grace_s == soak.GRACE_S

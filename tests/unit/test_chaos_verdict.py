@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from rpc.errors import DeadlinePassed, InternalError, NoWorker, Overloaded, TandemError, Unreachable
 from tandem.answer import StreamBroken
 from tandem.chaos.asked import Asked, Ending, Heard, Way
-from tandem.chaos.faults import RECOVERY_S, FaultKind, plan_faults
+from tandem.chaos.faults import GRACE_S, RECOVERY_S, FaultKind, plan_faults
 from tandem.chaos.load import ending_of
-from tandem.chaos.verdict import Deaths, Verdict, judge
+from tandem.chaos.verdict import Absence, Absences, Verdict, judge
 
 WANTED = [1, 2, 3]
 
@@ -24,7 +25,12 @@ def asked_of(*answers: list[int], ending: Ending | None, **fields: Any) -> Asked
 
 
 def judge_one(asked: Asked, *wanted: list[int], router_s: tuple[float, ...] = (), gateway_s: Any = ()) -> Verdict:
-    return judge([asked], {0: [Heard(token_ids) for token_ids in wanted]}, Deaths(router_s, gateway_s))
+    return judge([asked], {0: [Heard(token_ids) for token_ids in wanted]}, killed(router_s, gateway_s))
+
+
+def killed(router_s: Sequence[float] = (), gateway_s: Sequence[float] = ()) -> Absences:
+    router, gateway = ([Absence(at_s, at_s) for at_s in deaths_s] for deaths_s in (router_s, gateway_s))
+    return Absences(router, gateway)
 
 
 def verdict_of(ending: Ending | None, token_ids: list[int], *, router_deaths_s: tuple[float, ...] = ()) -> Verdict:
@@ -126,7 +132,7 @@ NUMBERS = WHOLE.logprobs
 def test_texts_and_logprobs_are_compared(came: Heard, ending: Ending, counted: str | None) -> None:
     asked = asked_of([], ending=ending, way=Way.COMPLETIONS)
     asked.answers[0] = came
-    verdict = judge([asked], {0: [WHOLE]}, Deaths(gateway_s=[105.0]))
+    verdict = judge([asked], {0: [WHOLE]}, killed(gateway_s=[105.0]))
     assert [name for name in ("num_lost", "num_repeated", "num_wrong") if getattr(verdict, name)] == (
         [counted] if counted else []
     )
@@ -154,13 +160,53 @@ def test_what_a_gateway_s_death_excuses(
     assert verdict.num_by_ending == {ending.value: 1}
 
 
+LEFT_AT_90, LEFT_AT_99, LEFT_AT_102 = (Absence(since_s, since_s + 6, 5.0) for since_s in (90.0, 99.0, 102.0))
+
+
+@pytest.mark.parametrize(
+    ("ending", "way", "token_ids", "absences", "num_lost"),
+    [
+        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(router=[LEFT_AT_102]), 0),
+        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(router=[LEFT_AT_90]), 0),
+        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(gateway=[LEFT_AT_102]), 1),
+        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateway=[LEFT_AT_102]), 0),
+        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateway=[LEFT_AT_90]), 1),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateway=[LEFT_AT_102]), 0),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateway=[LEFT_AT_90]), 1),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(router=[LEFT_AT_102]), 1),
+        (Ending.GIVEN_UP, Way.CHATS, [1], killed(gateway_s=[105.0]), 1),
+        (Ending.GIVEN_UP, Way.GRPC, [1], Absences(gateway=[LEFT_AT_102]), 1),
+        (Ending.NO_GATEWAY, Way.CHATS, [], Absences(gateway=[LEFT_AT_102]), 0),
+        (Ending.CUT, Way.CHATS, [1], Absences(gateway=[LEFT_AT_102]), 1),
+        (Ending.CUT, Way.CHATS, [1], Absences(gateway=[LEFT_AT_99]), 1),
+        (Ending.CUT, Way.CHATS, [], Absences(gateway=[LEFT_AT_99]), 0),
+        (Ending.CUT, Way.CHATS, [], Absences(gateway=[LEFT_AT_102]), 1),
+        (Ending.BROKEN, Way.GRPC, [1], Absences(router=[LEFT_AT_102]), 1),
+    ],
+)
+def test_what_one_that_leaves_excuses(
+    ending: Ending, way: Way, token_ids: list[int], absences: Absences, num_lost: int
+) -> None:
+    """From second 100 to second 110: who leaves finishes, or says that it may wait no longer."""
+    answers = [token_ids] if token_ids else []
+    verdict = judge([asked_of(*answers, ending=ending, way=way)], {0: [Heard(WANTED)]}, absences)
+    assert verdict.num_lost == num_lost
+
+
+@pytest.mark.parametrize(("since_s", "num_lost"), [(101.0, 0), (96.0, 0), (109.0, 0), (93.0, 1), (111.0, 1)])
+def test_a_stream_is_taken_up_again_also_where_its_router_left(since_s: float, num_lost: int) -> None:
+    asked = asked_of(WANTED, ending=Ending.ANSWERED, num_resumed=1)
+    absences = Absences(router=[Absence(since_s, since_s + 6, 5.0)])
+    assert judge([asked], {0: [Heard(WANTED)]}, absences).num_lost == num_lost
+
+
 @pytest.mark.parametrize("of_model", [WANTED, [4, 5, 6]])
 def test_an_adapter_that_answers_as_its_model_is_not_told_apart(of_model: list[int]) -> None:
     """Whatever the last digits of logprobs are, which batches may change."""
     asked = asked_of(WANTED, ending=Ending.ANSWERED, model="sql")
     asked.answers[0].logprobs = NUMBERS
     as_model = Heard(of_model, logprobs=[(-0.5001, 0), *NUMBERS[1:]])
-    verdict = judge([asked], {0: [Heard(WANTED, logprobs=NUMBERS)]}, Deaths(), {0: [as_model]})
+    verdict = judge([asked], {0: [Heard(WANTED, logprobs=NUMBERS)]}, Absences(), {0: [as_model]})
     assert verdict.num_by_model == {"sql": 1}
     assert verdict.findings == (["adapter sql: it answers as the model itself does"] if of_model == WANTED else [])
 
@@ -190,7 +236,7 @@ def test_of_each_role_one_worker_is_whole_at_any_moment(seed: int) -> None:
     assert plan == plan_faults(seed, 300, WORKERS, 2.0)
     assert {fault.kind for fault in plan} == set(FaultKind)
     for number, fault in enumerate(plan):
-        lasts_s = RECOVERY_S if fault.kind is FaultKind.KILL else fault.duration_s
+        lasts_s = {FaultKind.KILL: RECOVERY_S, FaultKind.LEAVE: GRACE_S + RECOVERY_S}.get(fault.kind, fault.duration_s)
         for later in plan[number + 1 :]:
             is_peer = later.target != fault.target and later.target.split("-")[0] == fault.target.split("-")[0]
             assert not is_peer or later.at_s >= fault.at_s + lasts_s
