@@ -28,6 +28,12 @@ class Deadline:
         self._num_tokens = len(asked.prompt_token_ids)
         self._num_answers = asked.num_answers
 
+    def refuse_if_passed(self) -> None:
+        """Raise `DeadlinePassed` before anything is done for an answer whose deadline has passed."""
+        assert self._deadline_s is not None
+        if self._deadline_s <= time.monotonic():
+            raise DeadlinePassed("the request's deadline passed before it was begun")
+
     def refuse_if_late(self, queued_s: float, num_tokens_ahead: float) -> None:
         """Raise `Overloaded` where an answer with a deadline could not be complete in time, before anything is done for
         it.
@@ -36,8 +42,6 @@ class Deadline:
         """
         assert self._deadline_s is not None
         left_s = self._deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise DeadlinePassed("the request's deadline passed before it was begun")
         needed_s = CAUTION * self._forecast.needed_s(
             queued_s,
             num_tokens_ahead,

@@ -1,7 +1,8 @@
 """Whose turn it is among requests of one priority: of the client that was served the fewest tokens. Pure: integers.
 
 Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A client is whatever name
-a request gives. Its own requests go first come, first served, and so do those of clients with equal counters.
+a request gives. Its own requests go first come, first served, those ahead before the others, and so do those of clients
+with equal counters.
 
     enter ──> push ──> waits ──first, remove──> served, and charged as tokens come ──> leave
                 └─ the client had nothing waiting: its counter is lifted to the floor, so that idle time earns nothing
@@ -42,7 +43,9 @@ class Share(Generic[Item]):
     num_open: int = 0
     """Requests of its that have entered and not left."""
     waiting: OrderedDict[Item, tuple[int, int]] = field(default_factory=OrderedDict)
-    """In turn: the turn, and tokens. Without those that return."""
+    """In turn: the turn, and tokens. Without those that return, and those ahead."""
+    ahead: OrderedDict[Item, tuple[int, int]] = field(default_factory=OrderedDict)
+    """The same of those that go before them."""
     num_waiting_tokens: int = 0
     num_rest_tokens: int = 0
     """Of these, behind the first."""
@@ -64,22 +67,41 @@ class Share(Generic[Item]):
     @property
     def key(self) -> tuple[int, int]:
         """While it waits: of all shares the one with the smallest key goes first. A key only grows."""
-        turn, _ = next(iter(self.waiting.values()))
+        turn, _ = next(iter(self._in_turn.values()))
         return self.counter, turn
 
-    def add(self, item: Item, turn: int, num_tokens: int) -> None:
-        self.waiting[item] = (turn, num_tokens)
+    @property
+    def first(self) -> Item:
+        """While it waits: what goes first of its own."""
+        return next(iter(self._in_turn))
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._in_turn)
+
+    @property
+    def _in_turn(self) -> OrderedDict[Item, tuple[int, int]]:
+        """That in which its first one is."""
+        return self.ahead or self.waiting
+
+    def add(self, item: Item, turn: int, num_tokens: int, *, is_ahead: bool) -> None:
+        if is_ahead:
+            # In the turn of the one before which it goes, or with which: else the key would shrink when it has gone.
+            turn, _ = next(iter(self._in_turn.values()), (turn, 0))
+            self.ahead[item] = (turn, num_tokens)
+        else:
+            self.waiting[item] = (turn, num_tokens)
         self._count(num_tokens)
 
     def take(self, item: Item) -> int:
         """Returns its tokens."""
-        _, num_tokens = self.waiting.pop(item)
+        _, num_tokens = (self.ahead if item in self.ahead else self.waiting).pop(item)
         self._count(-num_tokens)
         return num_tokens
 
     def _count(self, num_tokens: int) -> None:
         self.num_waiting_tokens += num_tokens
-        _, num_first = next(iter(self.waiting.values()), (0, 0))
+        _, num_first = next(iter(self._in_turn.values()), (0, 0))
         self.num_rest_tokens = self.num_waiting_tokens - num_first
         if self.num_rest_tokens:
             self.owner.with_rest.add(self)
@@ -142,19 +164,22 @@ class FairShares(Generic[Item]):
             if len(self._idle) > MAX_REMEMBERED:
                 self._forget_half()
 
-    def push(self, share: Share[Item], item: Item, num_tokens: int, *, is_return: bool = False) -> None:
-        """`item`, with `num_tokens` tokens to compute, waits. `is_return`: in front of all, it waited before."""
+    def push(
+        self, share: Share[Item], item: Item, num_tokens: int, *, is_return: bool = False, is_ahead: bool = False
+    ) -> None:
+        """`item`, with `num_tokens` tokens to compute, waits. `is_return`: in front of all, it waited before.
+        `is_ahead`: in front of the client's own, but for those ahead already."""
         self.num_waiting += 1
         self.num_tokens += num_tokens
         if is_return:
             self._returned[item] = num_tokens
             return
-        if not share.waiting:
+        if not share.waits:
             self._raise_floor()
             share.counter = max(share.counter, self._floor)
             self._num_lines += 1
         self._num_turns += 1
-        share.add(item, self._num_turns, num_tokens)
+        share.add(item, self._num_turns, num_tokens, is_ahead=is_ahead)
         if not share.is_listed:
             if len(self._lines) > 2 * self._num_lines + 64:
                 self._drop_empty_lines()
@@ -167,7 +192,7 @@ class FairShares(Generic[Item]):
             num_tokens = self._returned.pop(item)
         else:
             num_tokens = share.take(item)
-            self._num_lines -= not share.waiting
+            self._num_lines -= not share.waits
         self.num_waiting -= 1
         self.num_tokens -= num_tokens
 
@@ -178,7 +203,7 @@ class FairShares(Generic[Item]):
         if self._returned:
             return next(reversed(self._returned))
         share = self._first_share()
-        return None if share is None else next(iter(share.waiting))
+        return None if share is None else share.first
 
     def num_tokens_before(self, client: str) -> int:
         """Of those that wait, what a further request of `client` may expect to go before it: what returns, all of the
@@ -195,7 +220,7 @@ class FairShares(Generic[Item]):
     def _first_share(self) -> Share[Item] | None:
         while self._lines:
             counter, turn, share = self._lines[0]
-            if not share.waiting:
+            if not share.waits:
                 heappop(self._lines)
                 share.is_listed = False
             elif share.key != (counter, turn):
@@ -222,6 +247,6 @@ class FairShares(Generic[Item]):
 
     def _drop_empty_lines(self) -> None:
         for _, _, share in self._lines:
-            share.is_listed = bool(share.waiting)
+            share.is_listed = share.waits
         self._lines = [line for line in self._lines if line[2].is_listed]
         heapify(self._lines)

@@ -137,11 +137,10 @@ class Lifecycle:
         if self._asked.resumption.finish_reason:
             yield self._last_response(self._asked.resumption.finish_reason)
             return
-        if self._after is None and self._asked.deadline_s is not None:  # it looks at all workers, and all who wait
-            self._deadline.refuse_if_late(
-                self._cluster.queue.wait_s(self._asked.sampling_params.priority, self._asked.fairness_id),
-                self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids)),
-            )
+        if self._after is None and self._asked.deadline_s is not None:
+            self._deadline.refuse_if_passed()
+            if not self._state.num_resumed:  # else its client has some of it, and keeps what comes in time
+                self._refuse_if_late()
         self._entered_s = time.monotonic()
         self.account.entered()
         self._share = self._cluster.queue.enter(self._asked.sampling_params.priority, self._asked.fairness_id)
@@ -158,6 +157,13 @@ class Lifecycle:
         finally:
             self._wind_up(self._state.on(Stopped()))
             self._leave()
+
+    def _refuse_if_late(self) -> None:
+        """For its deadline. It looks at all workers, and at all who wait."""
+        self._deadline.refuse_if_late(
+            self._cluster.queue.wait_s(self._asked.sampling_params.priority, self._asked.fairness_id),
+            self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids)),
+        )
 
     @property
     def has_one_worker(self) -> bool:
@@ -253,6 +259,7 @@ class Lifecycle:
                 answer_s=self._deadline.answer_s(),
                 arrived_s=self._entered_s,
                 has_begun=bool(self._state.token_ids) or self._after is not None,
+                is_resumed=self._state.num_resumed > 0,
                 is_return=action.is_return,
             )
             self.room = await self._cluster.queue.wait_for_plan(

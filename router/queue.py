@@ -15,6 +15,9 @@ before: then they are aside. A worker that dies leaves thousands of them, so tha
 Shares (`fair_shares`) are separate for each priority: what a client was served at another priority is not counted. A
 client's counter is kept from when its first request enters until its last one has left.
 
+An answer that another router has begun goes before what its client has asked since, and only all together keep it out:
+its client waits in the middle of a stream.
+
 The bound applies to the tokens that go before a request: others of a lower priority (a higher number) do not keep it
 out, and another client's queue counts only as far as it is served before it. All together may be twice as much.
 
@@ -72,6 +75,8 @@ class QueuedRequest:
     """At the router: whoever finds a worker busy comes back here, and has waited before."""
     has_begun: bool = False
     """Its client has something of it, or of another answer to its prompt."""
+    is_resumed: bool = False
+    """It has begun at another router. Its client says so: it goes before those of the same client alone."""
     is_return: bool = False
     """It waited its turn before, and was charged for its prompt: it goes to the front of its priority."""
     planned: asyncio.Future[TakenRoom] = field(init=False)
@@ -192,7 +197,7 @@ class RequestQueue:
         self.pace.queued(time.monotonic())
         try:
             if not (request.is_return or is_admitted):
-                self._refuse_if_full(request.num_tokens, priority, fairness_id)
+                self._refuse_if_full(request, priority, fairness_id)
             room = await self._wait_turn(request, self.enter(priority, fairness_id), give_up_s)
             self.pace.planned(request.num_tokens, time.monotonic(), is_last=not self.has_line)
             return room
@@ -328,12 +333,13 @@ class RequestQueue:
             request.planned.set_exception(_nobody_for(request))
             self._wait_no_more(request)
 
-    def _refuse_if_full(self, num_tokens: int, priority: int, fairness_id: str) -> None:
+    def _refuse_if_full(self, request: QueuedRequest, priority: int, fairness_id: str) -> None:
+        num_tokens = request.num_tokens
         # Without a worker they keep nobody from those that there are.
         num_waiting_tokens = self.num_tokens - self._num_patient_tokens
         if num_waiting_tokens + num_tokens <= self._max_tokens:
             return  # whatever goes before it
-        num_before = self.num_tokens_before(priority, fairness_id)
+        num_before = 0 if request.is_resumed else self.num_tokens_before(priority, fairness_id)
         is_full = num_before and num_before + num_tokens > self._max_tokens
         if is_full or (num_waiting_tokens and num_waiting_tokens + num_tokens > 2 * self._max_tokens):
             held = num_before if is_full else num_waiting_tokens
@@ -375,7 +381,7 @@ class RequestQueue:
         shares = request.share.owner
         if not shares.num_waiting:
             insort(self._priorities, shares.priority)
-        shares.push(request.share, request, request.num_own_tokens, is_return=in_front)
+        shares.push(request.share, request, request.num_own_tokens, is_return=in_front, is_ahead=request.is_resumed)
 
     def _leave_line(self, request: QueuedRequest) -> None:
         shares = request.share.owner

@@ -19,10 +19,11 @@ AT_MOST = MAX_PROMPT + ANSWER_WEIGHT * MAX_ANSWER * NUM_AT_ONCE
 
 
 class Request:
-    def __init__(self, share: Share[Request], turn: int, num_tokens: int) -> None:
+    def __init__(self, share: Share[Request], turn: int, num_tokens: int, *, is_ahead: bool = False) -> None:
         self.share = share
         self.turn = turn
         self.num_tokens = num_tokens
+        self.is_ahead = is_ahead
         self.num_answered = 0
         self.is_return = False
 
@@ -40,14 +41,18 @@ class World:
         self.since: dict[tuple[str, str], tuple[int, int]] = {}
         """What two clients had been served when both began to wait."""
 
-    def come(self, client: str, num_tokens: int) -> Request:
+    def come(self, client: str, num_tokens: int, *, is_ahead: bool = False) -> Request:
         self.num_turns += 1
-        request = Request(self.shares.enter(client), self.num_turns, num_tokens)
+        line = self.by_client().get(client)
+        turn = line[0].turn if line and is_ahead else self.num_turns
+        request = Request(self.shares.enter(client), turn, num_tokens, is_ahead=is_ahead)
         self.wait(request)
         return request
 
     def wait(self, request: Request) -> None:
-        self.shares.push(request.share, request, request.num_tokens, is_return=request.is_return)
+        self.shares.push(
+            request.share, request, request.num_tokens, is_return=request.is_return, is_ahead=request.is_ahead
+        )
         self.waiting.append(request)
 
     def plan(self) -> Request | None:
@@ -93,9 +98,9 @@ class World:
         self.served[client] = self.served.get(client, 0) + num_tokens
 
     def by_client(self) -> dict[str, list[Request]]:
-        """Those that wait for their first turn."""
+        """Those that wait for their first turn, in the order in which each client's own go."""
         lines: dict[str, list[Request]] = {}
-        for request in self.waiting:
+        for request in sorted(self.waiting, key=lambda request: not request.is_ahead):
             if not request.is_return:
                 lines.setdefault(request.share.client, []).append(request)
         return lines
@@ -128,7 +133,11 @@ class World:
 
 
 deeds = st.one_of(
-    st.tuples(st.just("come"), st.sampled_from(["a", "a", "a", "b", "c", ""]), st.integers(1, MAX_PROMPT)),
+    st.tuples(
+        st.sampled_from(["come", "come", "come ahead"]),
+        st.sampled_from(["a", "a", "a", "b", "c", ""]),
+        st.integers(1, MAX_PROMPT),
+    ),
     st.tuples(st.sampled_from(["plan", "plan", "answer", "answer", "end", "return", "leave"]), st.integers(0, 20)),
 )
 
@@ -138,8 +147,8 @@ deeds = st.one_of(
 def test_under_any_history_the_least_served_goes_first_and_nobody_goes_short(history: list[tuple]) -> None:  # type: ignore[type-arg]
     world = World()
     for what, *how in history:
-        if what == "come":
-            world.come(*how)
+        if what.startswith("come"):
+            world.come(*how, is_ahead=what == "come ahead")
         elif what == "plan":
             world.plan()
         elif (group := world.waiting if what == "leave" else world.running) and (request := group[how[0] % len(group)]):

@@ -16,6 +16,7 @@ from router.forecast import PROMPT_OVERHEAD_TOKENS
 from router.request_events import WorkerKey
 from router.request_state import AttemptNumbers
 from router.servicer import _until_deadline
+from router.validation.resumption import Resumption
 from rpc.errors import DeadlinePassed, InvalidRequest, NoWorker, Overloaded
 
 
@@ -397,10 +398,31 @@ async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once() -> N
     assert forecast.num_running == 0
 
 
-async def test_a_deadline_that_has_passed_is_called_so() -> None:
-    asked = Bench().request("first", deadline_s=asyncio.get_running_loop().time() - 1)
+@pytest.mark.parametrize("token_ids", [[], [5]])
+async def test_a_deadline_that_has_passed_is_called_so(token_ids: list[int]) -> None:
+    passed_s = asyncio.get_running_loop().time() - 1
+    asked = Asked(Bench().lifecycle("r", deadline_s=passed_s, resumption=Resumption(token_ids=token_ids)).run())
     await settle()
     assert isinstance(asked.task.exception(), DeadlinePassed)
+
+
+async def test_a_stream_of_another_router_goes_on_as_long_as_there_is_time() -> None:
+    bench = Bench()
+    bench.tell(bench.decode, compat_digest="a kind")
+    bench.decode.set_load(load(300))
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    for _ in range(20):
+        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    first = bench.request("first")
+    await settle()
+    new = bench.request("new", deadline_s=now_s + 2)
+    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    resumed = Asked(bench.lifecycle("resumed", deadline_s=now_s + 2, resumption=resumption).run())
+    await settle()
+    assert isinstance(new.task.exception(), Overloaded)
+    assert not resumed.task.done()
+    for waiting in (first, resumed):
+        await waiting.leave()
 
 
 async def test_many_answers_are_thought_to_take_longer_than_one() -> None:

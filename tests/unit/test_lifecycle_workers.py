@@ -10,6 +10,7 @@ from lifecycle_bench import Asked, Bench, ScriptedSession, load, settle
 
 from protos import tandem_worker_pb2 as pb
 from router.request_events import WorkerKey
+from router.validation.resumption import Resumption
 from rpc.errors import NoWorker
 
 
@@ -67,6 +68,24 @@ async def test_an_answer_that_has_begun_waits_for_a_worker_of_its_kind_to_be_the
     sent = cast(ScriptedSession, again.session).sent
     assert [list(command.generate.output_token_ids) for command in sent] == [[5]]
     await asked.leave()
+
+
+async def test_a_stream_of_another_router_does_not_wait_behind_what_its_client_has_asked_since() -> None:
+    bench = Bench()
+    bench.tell(bench.decode, compat_digest="a kind")
+    bench.decode.set_load(load(0))
+    new = bench.request("new")
+    await settle()
+    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    resumed = Asked(bench.lifecycle("resumed", resumption=resumption).run())
+    await settle()
+    for num_blocks, sent in ((100, ["resumed"]), (200, ["resumed", "new"])):
+        bench.decode.set_load(load(num_blocks))
+        bench.dispatch()
+        await settle()
+        assert [command.generate.request_id for command in bench.d.sent] == sent
+    await resumed.leave()
+    await new.leave()
 
 
 @pytest.mark.parametrize("worker_wait_s", [0.0, 0.05])

@@ -44,11 +44,12 @@ class Room:
         fairness_id: str = "",
         *,
         is_return: bool = False,
+        is_resumed: bool = False,
         give_up_s: float | None = None,
         priority: int = 0,
     ) -> TakenRoom:
         return await self.queue.wait_for_plan(
-            QueuedRequest(num_tokens=num_tokens, is_return=is_return),
+            QueuedRequest(num_tokens=num_tokens, is_return=is_return, is_resumed=is_resumed),
             priority=priority,
             fairness_id=fairness_id,
             give_up_s=give_up_s,
@@ -126,6 +127,43 @@ async def test_who_waited_before_goes_first_whoever_it_is_and_pays_once() -> Non
     assert share.counter == 100
     room.queue.leave(share)
     assert room.queue.num_clients == 0
+
+
+async def test_what_another_router_began_goes_before_what_its_client_asked_since_and_before_nobody_else() -> None:
+    room = Room(0)
+    tasks = [asyncio.create_task(room.wait(number, "a")) for number in (1, 2)]
+    await settle()
+    tasks += [asyncio.create_task(room.wait(number, "b")) for number in (10, 11)]
+    await settle()
+    for number, client in ((3, "a"), (12, "b"), (4, "a")):
+        tasks.append(asyncio.create_task(room.wait(number, client, is_resumed=True)))
+        await settle()
+    tasks.append(asyncio.create_task(room.wait(5, "a")))
+    await settle()
+    room.add(1000)
+    await asyncio.gather(*tasks)
+    assert [number for number in room.order if number < 10] == [3, 4, 1, 2, 5]
+    assert [number for number in room.order if number >= 10] == [12, 10, 11]
+    assert room.order[:2] == [3, 12], "each client has its turns as without"
+    assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
+
+
+async def test_what_another_router_began_is_kept_out_only_by_a_queue_that_is_twice_full() -> None:
+    room = Room(0)
+    tasks = [asyncio.create_task(room.wait(50)) for _ in range(2)]
+    await settle()
+    with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
+        await room.wait(1)
+    tasks.append(asyncio.create_task(room.wait(100, is_resumed=True)))
+    await settle()
+    assert not tasks[-1].done()
+    with pytest.raises(Overloaded, match="holds 200 tokens of at most 200") as full:
+        await room.wait(1, is_resumed=True)
+    assert full.value.retry_after_s
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
 
 
 async def test_nobody_overtakes_the_first_but_who_was_served_less_becomes_it() -> None:
