@@ -2,8 +2,8 @@
 
 They are looked for in a folder, PEERS_DIR (default ~/.cache/tandem-peers):
 
-    vllm/bin/python                                             a venv with vLLM's CPU build
-    llama/vendor/llama.cpp/build/bin/llama-batched-bench        llama.cpp, built for this machine
+    vllm/bin/python, vllm                                       a venv with vLLM's CPU build
+    llama/vendor/llama.cpp/build/bin/llama-batched-bench, llama-server       llama.cpp, built for this machine
     smollm2/, smollm2-bf16.gguf                                 the same bfloat16 weights for either
     smollm2-q8_0.gguf, smollm2-q4_1.gguf                        the same in 8 bits, beside int8; in 4, beside int4
 """

@@ -1,7 +1,7 @@
 """Latency and throughput of whole servers under load, in turn.
 
     python benchmarks/serve.py                                   # Tandem 1P+1D
-    python benchmarks/serve.py --against vllm --rates 2,4,inf    # and vllm serve, one after the other
+    python benchmarks/serve.py --against vllm,llama --rates 2,4,inf   # and vllm serve and llama-server, one by one
     python benchmarks/serve.py --arrangements 1p1d,2d            # disaggregated against aggregated
     python benchmarks/serve.py --trace conversation_trace.jsonl --trace-length-factor 0.0625 --rates 0.5,1
 
@@ -57,12 +57,14 @@ COLUMNS = {
 
 
 def target_of(name: str) -> targets.Target:
-    """ "vllm", or an arrangement of Tandem: "1p1d", "2d", "1p1d-ipc". Raises `click.UsageError`."""
-    if name == "vllm":
-        return targets.vllm
+    """ "vllm", "llama", or an arrangement of Tandem: "1p1d", "2d", "1p1d-ipc". Raises `click.UsageError`."""
+    if name in targets.PEERS:
+        return targets.PEERS[name].served
     match = re.fullmatch(rf"(?:(\d+)p)?(\d+)d(?:-({'|'.join(TRANSPORTS)}))?", name)
     if match is None:
-        raise click.UsageError(f"no such server: {name!r}; there are vllm, and 1p1d, 1p1d-ipc, 2d …")
+        raise click.UsageError(
+            f"no such server: {name!r}; there are {' and '.join(targets.PEERS)}, and 1p1d, 1p1d-ipc, 2d …"
+        )
     with wrong_usage(name):
         return targets.tandem(num_prefill=int(match[1] or 0), num_decode=int(match[2]), transport=match[3] or "grpc")
 
@@ -116,7 +118,7 @@ def row_of(name: str, summary: Summary) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--arrangements", default="1p1d", show_default=True, help="Of Tandem, with commas: 1p1d, 1p1d-ipc, 2d …")
-@click.option("--against", default="", help="vllm: measured in turn (see peers.py).")
+@click.option("--against", default="", help="Peers to measure in turn, with commas: vllm, llama (see peers.py).")
 @click.option(
     "--rates", default="2,4,inf", type=Numbers(float), show_default=True, help="Requests per second, with commas."
 )
@@ -161,9 +163,9 @@ def main(
     names = [*arrangements.split(","), *(name for name in against.split(",") if name)]
     for name in names:
         target_of(name)
-    if "vllm" in names:
-        with wrong_usage("--against"):
-            targets.vllm_files()  # before an hour of others
+        if name in targets.PEERS:
+            with wrong_usage("--against"):
+                targets.PEERS[name].files()  # before an hour of others
     with wrong_usage("--goodput"):
         objectives = parse_goodput(goodput)
     records: list[Record] = []
@@ -226,7 +228,7 @@ def draw(figure: Any, what: str, results: dict[str, list[Summary]], objectives: 
         axes = figure.add_subplot(1, len(panels), position)
         for name, summaries in results.items():
             points = sorted((s.request_rate, value(s)) for s in summaries if s.request_rate != float("inf"))
-            label = name if name == "vllm" else f"tandem {name}"
+            label = name if name in targets.PEERS else f"tandem {name}"
             axes.plot([rate for rate, _ in points], [v for _, v in points], marker="o", markersize=3, label=label)
         if bound is not None:
             axes.axhline(bound, color="grey", linewidth=0.8, linestyle="--")

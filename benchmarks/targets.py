@@ -1,4 +1,5 @@
-"""The servers under load, each started for a run and stopped after it: Tandem in some arrangement, or vLLM.
+"""The servers under load, each started for a run and stopped after it: Tandem in some arrangement, vLLM, or
+llama.cpp.
 
 async with target() as backend: await run_load(workload, backend)
 """
@@ -10,8 +11,9 @@ import os
 import socket
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +27,7 @@ from tandem.client import AsyncClient
 from tandem.cluster import Cluster
 from tandem.cluster_args import ClusterArgs
 
-VLLM_START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 300.0
 Target = Callable[[], AbstractAsyncContextManager[Backend]]
 
 
@@ -52,51 +54,73 @@ def tandem(*, num_prefill: int, num_decode: int, transport: str = "grpc", dtype:
     return target
 
 
-def vllm_files() -> tuple[Path, Path]:
+@dataclass(frozen=True)
+class Peer:
+    """A server of others', over OpenAI's HTTP API."""
+
+    files: Callable[[], tuple[Path, Path]]
     """Its program, and the model that it is given. Raises `PeerMissing`."""
-    return existing("vllm/bin/vllm"), existing("smollm2")
+    flags: tuple[str, ...]
+    """In which MODEL and PORT are put."""
+    env: Mapping[str, str] = field(default_factory=dict)
 
-
-@asynccontextmanager
-async def vllm() -> AsyncIterator[Backend]:
-    """`vllm serve` with the settings that its CPU build is documented with, over OpenAI's HTTP API."""
-    program, model = vllm_files()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        str(program), "serve", str(model),
-        "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64",
-        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2",
-    ]  # fmt: skip
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(  # noqa: ASYNC220 - before there is any load
-            command, stdout=log, stderr=subprocess.STDOUT, env=kept | {"VLLM_CPU_KVCACHE_SPACE": "2"},
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            url = f"http://127.0.0.1:{port}"
-            async with httpx2.AsyncClient(base_url=url) as client:
-                await _wait_healthy(client, process, log)
-            async with open_http(HttpServer(base_url=url, model="smollm2"), Sending()) as (backend, _):
-                yield backend
-        finally:
-            process.terminate()
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[Backend]:
+        program, model = self.files()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        put = {"MODEL": str(model), "PORT": str(port)}
+        command = [str(program), *(put.get(flag, flag) for flag in self.flags)]
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(  # noqa: ASYNC220 - before there is any load
+                command, stdout=log, stderr=subprocess.STDOUT, env=kept | self.env, start_new_session=True
+            )
             try:
-                await asyncio.to_thread(process.wait, 30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                url = f"http://127.0.0.1:{port}"
+                async with httpx2.AsyncClient(base_url=url) as client:
+                    await _wait_healthy(client, process, log)
+                async with open_http(HttpServer(base_url=url, model="smollm2"), Sending()) as (backend, _):
+                    yield backend
+            finally:
+                process.terminate()
+                try:
+                    await asyncio.to_thread(process.wait, 30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+PEERS = {
+    # With the settings that its CPU build is documented with.
+    "vllm": Peer(
+        lambda: (existing("vllm/bin/vllm"), existing("smollm2")),
+        (
+            "serve", "MODEL", "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64",
+            "--host", "127.0.0.1", "--port", "PORT", "--served-model-name", "smollm2",
+        ),
+        {"VLLM_CPU_KVCACHE_SPACE": "2"},
+    ),
+    # Its context is that of all slots together.
+    "llama": Peer(
+        lambda: (existing("llama/vendor/llama.cpp/build/bin/llama-server"), existing("smollm2-bf16.gguf")),
+        (
+            "--model", "MODEL", "--ctx-size", str(64 * 4096), "--parallel", "64", "--batch-size", "2048",
+            "--ubatch-size", "512", "--threads", "2", "--threads-batch", "2",
+            "--host", "127.0.0.1", "--port", "PORT", "--alias", "smollm2",
+        ),
+    ),
+}  # fmt: skip
 
 
 async def _wait_healthy(client: httpx2.AsyncClient, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-    async with asyncio.timeout(VLLM_START_TIMEOUT_S):
+    async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             if process.poll() is not None:
                 log.seek(0)
                 last = log.read().decode(errors="replace")[-2000:]
-                raise RuntimeError(f"vllm serve ended with {process.returncode} before it was ready: {last}")
+                raise RuntimeError(f"it ended with {process.returncode} before it was ready: {last}")
             try:
                 if (await client.get("/health")).status_code == 200:
                     return

@@ -43,7 +43,7 @@ def test_prompts_that_come_again_are_found_in_the_memory_that_has_room() -> None
     assert prefix_hits.hits(records, 3, 100) == (0, 0), "none fits"
 
 
-@pytest.mark.parametrize("name", ["1p1d", "1p1d-ipc", "2d", "vllm"])
+@pytest.mark.parametrize("name", ["1p1d", "1p1d-ipc", "2d", "vllm", "llama"])
 def test_servers_have_names(name: str) -> None:
     assert callable(serve.target_of(name))
 
@@ -62,6 +62,10 @@ def test_servers_have_names(name: str) -> None:
         ("serve --trace /nowhere", "--trace: [Errno 2] No such file or directory: '/nowhere'"),
         ("serve --arrangements 1p1d,0d", "0d: --decode must be in [1, 64], is 0"),
         ("serve --against vllm", "--against: nowhere/vllm/bin/vllm is not there: install the peer, or set PEERS_DIR"),
+        (
+            "serve --against vllms",
+            "no such server: 'vllms'; there are vllm and llama, and 1p1d, 1p1d-ipc, 2d …",
+        ),
         ("engine --model /nowhere", "model '/nowhere' is neither a folder, a .gguf file, a hub id"),
         ("engine --dtype int3", "--dtype must be one of auto, float32,"),
         ("engine --batch-sizes 1,1.5", "'--batch-sizes': must be numbers with commas between them, is '1,1.5'"),
