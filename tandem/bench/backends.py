@@ -27,7 +27,6 @@ REFUSALS: tuple[type[TandemError], ...] = (Overloaded, NoWorker, Draining)
 HTTP_REFUSALS = (429, 503)
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT = "timeout"
-NEEDS_HTTPX = "HTTP needs httpx2: pip install 'tandem-llm[bench]', or pip install httpx2"
 
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem "
@@ -221,10 +220,8 @@ async def open_grpc(
 @asynccontextmanager
 async def open_http(server: HttpServer, sending: Sending) -> AsyncIterator[tuple[Backend, str]]:
     """An OpenAI-compatible server, and the model that is asked for. Raises `ServerGone`."""
-    try:
-        import httpx2
-    except ImportError as error:
-        raise ServerGone(NEEDS_HTTPX) from error
+    import httpx2
+
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
     trusted = ssl.create_default_context(cafile=server.ssl_ca_certs) if server.ssl_ca_certs else True

@@ -34,6 +34,7 @@ COMMANDS = {
     "profile": "tandem.cli.profile",
     "drain": "tandem.cli.drain",
     "bench": "tandem.cli.bench",
+    "run-batch": "tandem.cli.run_batch",
     "fetch": "tandem.cli.fetch",
     "chaos": "tandem.cli.chaos",
 }
@@ -48,7 +49,7 @@ ELSEWHERE = {
 
 def command(name: str) -> click.Command:
     """The sub-command of that name. Imports what it needs: half a second for some."""
-    found: click.Command = getattr(importlib.import_module(COMMANDS[name]), name)
+    found: click.Command = getattr(importlib.import_module(COMMANDS[name]), name.replace("-", "_"))
     return found
 
 

@@ -19,6 +19,7 @@ from rpc.entrypoint import build, options_of
 from rpc.keys import first_key
 from tandem.bench.args import HTTP_KEY_VARIABLE, ROUTER_KEY_VARIABLE, BenchArgs
 from tandem.bench.outcome import Progress
+from tandem.cli.live import live_line
 from tandem.cli.options import examples, json_option
 from tandem.cli.stdout import give_up_stdout
 from tandem.interrupts import INTERRUPTED
@@ -26,8 +27,6 @@ from tandem.stderr import tell
 
 if TYPE_CHECKING:
     from tandem.bench.report import Report
-
-REFRESHES_PER_S = 4
 
 
 @click.command(
@@ -133,26 +132,12 @@ def progress_line(what: str, progress: Progress, now_s: float) -> str:
 
 @asynccontextmanager
 async def watch(what: str, progress: Progress) -> AsyncIterator[None]:
-    """A line on the terminal that follows `progress`; where stderr is none, one line at the end."""
+    """A line that follows `progress`."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
 
     def line() -> str:
         return progress_line(what, progress, loop.time() - start_s)
 
-    if not sys.stderr.isatty():
-        try:
-            yield
-        finally:
-            tell(line())
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    def drawn() -> Text:
-        return Text(line(), no_wrap=True, overflow="ellipsis")
-
-    console = Console(stderr=True)
-    with Live(console=console, get_renderable=drawn, refresh_per_second=REFRESHES_PER_S):
+    async with live_line(line):
         yield

@@ -54,7 +54,7 @@ def test_tandem_commands_and_their_flags_exist() -> None:
     lines = [line for line in [*shell_lines(), *typed(r"(^tandem .*)")] if re.search(r"(^|[/(])tandem [a-z]", line)]
     assert len(lines) >= 5
     for line in lines:
-        for name, rest in re.findall(r"(?:^|[/(])tandem ([a-z]+)([^)#]*)", line):
+        for name, rest in re.findall(r"(?:^|[/(])tandem ([a-z-]+)([^)#]*)", line):
             known = {option for parameter in command(name).params for option in parameter.opts}
             assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known, line
 

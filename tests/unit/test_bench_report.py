@@ -454,10 +454,3 @@ def test_wrong_flags_are_named() -> None:
     result = CliRunner().invoke(main, ["bench", "--goodput", "speed:9"])
     assert result.exit_code == 2
     assert "--goodput: 'speed:9' is not an objective" in result.stderr
-
-
-def test_http_without_httpx_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "httpx2", None)
-    result = CliRunner().invoke(main, ["bench", "--backend", "openai"])
-    assert result.exit_code == 1
-    assert "pip install 'tandem-llm[bench]'" in result.stderr

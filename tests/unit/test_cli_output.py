@@ -421,7 +421,7 @@ def test_every_flag_of_up_names_its_environment_variable() -> None:
 def test_the_flags_of_the_examples_exist(name: str) -> None:
     epilog = command(name).epilog or ""
     for line in epilog.splitlines():
-        match = re.match(r"\s*tandem (\w+)(.*)", line)
+        match = re.match(r"\s*tandem ([\w-]+)(.*)", line)
         if match:
             known = {opt for parameter in command(match[1]).params for opt in parameter.opts}
             flags = set(re.findall(r"(?<=\s)--[a-z-]+", match[2].split(" | ")[0]))

@@ -1,0 +1,1 @@
+"""`tandem run-batch`: a file of requests in, a file of answers out."""

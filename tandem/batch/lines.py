@@ -1,0 +1,119 @@
+"""The lines of OpenAI's batch files: those of the input, each checked, and those of the output, which say what is done.
+
+    {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}                      input
+    {"id": "batch_req_…", "custom_id": "1", "response": {"status_code", "request_id", "body"}, "error": null}  output
+
+Both are read line by line: a file may be larger than the memory. Of the output a last line without an end was being
+written when its run was killed, and is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+MAX_LINE_BYTES = 64 << 20
+"""Of either file. A gateway takes no such body, by default."""
+MAX_ID_CHARS = 512
+
+
+class BatchError(Exception):
+    """The message names the file and the line, and says what is wrong there."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def read_requests(path: Path) -> Iterator[BatchRequest]:
+    """Of the whole input, in order. Raises `BatchError` at the first line that is none, or whose id has been there."""
+    seen: dict[str, int] = {}
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        request = _checked(path, number, line)
+        if (earlier := seen.setdefault(request.custom_id, number)) != number:
+            raise BatchError(f"{path}:{number}: custom_id {request.custom_id!r} is that of line {earlier}, too")
+        yield request
+
+
+def read_done(path: Path) -> tuple[set[str], int]:
+    """The ids of an output's lines, and how many bytes these have: a last line without an end is none. Raises
+    `BatchError` where a line is none of ours: nothing is to be written behind what is something else."""
+    done: set[str] = set()
+    whole = 0
+    for number, line in _lines(path):
+        if not line.endswith(b"\n"):
+            break
+        custom_id = _object(path, number, line).get("custom_id")
+        if not isinstance(custom_id, str):
+            raise BatchError(f"{path}:{number}: is no line of an output: name another file with --output-file")
+        done.add(custom_id)
+        whole += len(line)
+    return done, whole
+
+
+def result_line(custom_id: str, status_code: int, request_id: str, body: Any) -> bytes:
+    """One line of the output. What a server says of an error stands in its `body`."""
+    response = {"status_code": status_code, "request_id": request_id, "body": body}
+    line = {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None}
+    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """With their numbers."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise BatchError(f"{path}:{number}: must be at most {MAX_LINE_BYTES >> 20} MiB long")
+                yield number, line
+    except OSError as error:
+        raise BatchError(f"{path}: {error.strerror}") from error
+
+
+def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BatchError(f"{path}:{number}: is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BatchError(f"{path}:{number}: must be a JSON object, is {type(value).__name__}")
+    return value
+
+
+def _checked(path: Path, number: int, line: bytes) -> BatchRequest:
+    fields = _object(path, number, line)
+    custom_id, method, url, body = (fields.get(name) for name in ("custom_id", "method", "url", "body"))
+    problem = ""
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        problem = f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters, is {_short(custom_id)}"
+    elif method != "POST":
+        problem = f'method must be "POST", is {_short(method)}'
+    elif url not in URLS:
+        problem = f"url must be one of {', '.join(URLS)}, is {_short(url)}"
+    elif not isinstance(body, dict):
+        problem = f"body must be an object, is {_short(body)}"
+    elif body.get("stream"):
+        problem = "body.stream must be false: an answer is one line"
+    if problem:
+        raise BatchError(f"{path}:{number}: {problem}")
+    assert isinstance(custom_id, str)
+    assert isinstance(body, dict)
+    return BatchRequest(custom_id, str(url), body)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:60] + "…"

@@ -1,0 +1,121 @@
+"""`tandem run-batch`: OpenAI's batch files, answered by a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import click
+
+from tandem.batch.lines import BatchError
+from tandem.batch.run import KEY_VARIABLE, BatchArgs, BatchProgress, ServerAway, answer_all
+from tandem.cli.live import live_line
+from tandem.cli.options import examples, json_option, no_nan
+from tandem.interrupts import INTERRUPTED
+from tandem.stderr import tell
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(
+    "run-batch",
+    short_help="Answer a file of requests, in OpenAI's batch format.",
+    epilog=examples(
+        "tandem run-batch -i requests.jsonl -o answers.jsonl",
+        "tandem run-batch -i requests.jsonl -o answers.jsonl --max-concurrency 256 --json",
+    ),
+)
+@click.option("-i", "--input-file", type=FILE, required=True,
+              help='JSON lines: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}. Also '
+              "/v1/completions and /v1/responses.")  # fmt: skip
+@click.option("-o", "--output-file", type=FILE, required=True,
+              help="One JSON line for each request, in the order in which they end. What it has already is kept, and "
+              "not asked again.")  # fmt: skip
+@click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="An OpenAI-compatible server.")
+@click.option("--api-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="Key, if the server requires one.")
+@click.option("--ssl-ca-certs", default="", envvar="TANDEM_SSL_CA_CERTS", show_envvar=True,
+              help="PEM file of the CA that signed the server's certificate.")  # fmt: skip
+@click.option("--max-concurrency", type=click.IntRange(1, 4096), default=64, show_default=True,
+              help="Requests at once.")  # fmt: skip
+@click.option("--priority", type=click.IntRange(-(2**31), 2**31 - 1), default=1, show_default=True,
+              help="Of requests that name none: the lower goes first, and 0 is what others have, so that these wait "
+              "until nobody else does. With 0 none is sent, for servers that do not know it.")  # fmt: skip
+@click.option("--request-timeout-s", type=click.FloatRange(1, 86_400), default=3600.0, show_default=True,
+              callback=no_nan, help="Deadline of each request.")  # fmt: skip
+@click.option("--retry-s", type=click.FloatRange(0, 86_400), default=600.0, show_default=True, callback=no_nan,
+              help="For how long a server that is away is waited for. One that is there and full is waited for as long "
+              "as it takes.")  # fmt: skip
+@json_option
+def run_batch(is_json: bool, **options: Any) -> None:
+    """Send the requests of a file to a server, and write down each answer as soon as it is there.
+
+    All lines are checked before anything is asked. Requests that are refused for now (429, 503), and those whose
+    connection breaks, are asked again; those that are refused for good have a line that says why. The same command once
+    more goes on with what is missing, whatever ended it, and no request has two lines.
+
+    Exits with 0 if all are answered, with 1 if some were refused for good, or the server was gone; 130 after Ctrl-C.
+    """
+    progress = BatchProgress()
+    try:
+        args = BatchArgs(**options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        asyncio.run(_run(args, progress))
+    except (BatchError, ServerAway, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        tell("cancelled")
+        if progress.num_left:
+            tell(f"{progress.num_left} of {progress.num_requests} are left; the same command goes on with them")
+        sys.exit(INTERRUPTED)
+    click.echo(json.dumps(summary_of(progress)) if is_json else described(progress, args))
+    if progress.num_failed:
+        raise click.ClickException(
+            f"{progress.num_failed} requests were refused; their lines have another status_code than 200, the last: "
+            f"{progress.last_failure}"
+        )
+
+
+async def _run(args: BatchArgs, progress: BatchProgress) -> None:
+    start_s = asyncio.get_running_loop().time()
+
+    def line() -> str:
+        return progress_line(progress, asyncio.get_running_loop().time() - start_s)
+
+    async with live_line(line):
+        await answer_all(args, progress)
+
+
+def progress_line(progress: BatchProgress, now_s: float) -> str:
+    """All of a run in one line; `now_s` since its start."""
+    ended = progress.num_before + progress.num_answered + progress.num_failed
+    parts = [f"{ended}/{progress.num_requests} ended", f"{progress.num_running - progress.num_waiting} running"]
+    if progress.num_waiting:
+        why = shorten(progress.last_refusal, 60, placeholder="…")
+        parts.append(f"{progress.num_waiting} waiting ({why})")
+    if progress.num_failed:
+        parts.append(f"{progress.num_failed} failed ({shorten(progress.last_failure, 60, placeholder='…')})")
+    if now_s > 0:
+        parts.append(f"{progress.num_output_tokens / now_s:.0f} tokens/s")
+    return f"{now_s:.0f} s  " + ", ".join(parts)
+
+
+def summary_of(progress: BatchProgress) -> dict[str, Any]:
+    kept = asdict(progress)
+    return {name: kept[name] for name in kept if name not in ("num_running", "num_waiting", "last_refusal")}
+
+
+def described(progress: BatchProgress, args: BatchArgs) -> str:
+    before = f", {progress.num_before} of them before" if progress.num_before else ""
+    ended = progress.num_before + progress.num_answered + progress.num_failed
+    return (
+        f"{ended} of {progress.num_requests} requests have a line in {args.output_file}{before}; "
+        f"{progress.num_prompt_tokens:,} tokens in, {progress.num_output_tokens:,} out, "
+        f"{progress.num_retries} retries"
+    )
