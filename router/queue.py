@@ -15,8 +15,8 @@ before: then they are aside. A worker that dies leaves thousands of them, so tha
 Shares (`fair_shares`) are separate for each priority: what a client was served at another priority is not counted. A
 client's counter is kept from when its first request enters until its last one has left.
 
-An answer that another router has begun goes before what its client has asked since, and only all together keep it out:
-its client waits in the middle of a stream.
+An answer that another router has begun goes before what its client has asked since, and its bound is half as large
+again: its client waits in the middle of a stream. No more than that, for a client may say so of anything.
 
 The bound applies to the tokens that go before a request: others of a lower priority (a higher number) do not keep it
 out, and another client's queue counts only as far as it is served before it. All together may be twice as much.
@@ -339,11 +339,13 @@ class RequestQueue:
         num_waiting_tokens = self.num_tokens - self._num_patient_tokens
         if num_waiting_tokens + num_tokens <= self._max_tokens:
             return  # whatever goes before it
-        num_before = 0 if request.is_resumed else self.num_tokens_before(priority, fairness_id)
-        is_full = num_before and num_before + num_tokens > self._max_tokens
+        num_before, may_be_before = self.num_tokens_before(priority, fairness_id), self._max_tokens
+        if request.is_resumed:
+            may_be_before += self._max_tokens // 2
+        is_full = num_before and num_before + num_tokens > may_be_before
         if is_full or (num_waiting_tokens and num_waiting_tokens + num_tokens > 2 * self._max_tokens):
             held = num_before if is_full else num_waiting_tokens
-            bound = self._max_tokens if is_full else 2 * self._max_tokens
+            bound = may_be_before if is_full else 2 * self._max_tokens
             room_s = self.pace.queued_s(held + num_tokens - bound)
             raise Overloaded(
                 f"the queue holds {held} tokens of at most {bound}; retry later",

@@ -148,21 +148,24 @@ async def test_what_another_router_began_goes_before_what_its_client_asked_since
     assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
 
 
-async def test_what_another_router_began_is_kept_out_only_by_a_queue_that_is_twice_full() -> None:
+async def test_a_queue_full_of_new_requests_does_not_keep_out_what_another_router_began() -> None:
     room = Room(0)
     tasks = [asyncio.create_task(room.wait(50)) for _ in range(2)]
     await settle()
     with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
         await room.wait(1)
-    tasks.append(asyncio.create_task(room.wait(100, is_resumed=True)))
+    tasks.append(asyncio.create_task(room.wait(50, is_resumed=True)))
     await settle()
     assert not tasks[-1].done()
-    with pytest.raises(Overloaded, match="holds 200 tokens of at most 200") as full:
+    with pytest.raises(Overloaded, match="holds 150 tokens of at most 150") as full:
         await room.wait(1, is_resumed=True)
     assert full.value.retry_after_s
-    for task in tasks:
+    other = asyncio.create_task(room.wait(50, "b"))  # whoever says so of all its requests keeps nobody else out
+    await settle()
+    assert not other.done()
+    for task in (*tasks, other):
         task.cancel()
-    await asyncio.wait(tasks)
+    await asyncio.wait([*tasks, other])
     assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
 
 
