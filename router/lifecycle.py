@@ -143,6 +143,8 @@ class Lifecycle:
                 self._refuse_if_late()
         self._entered_s = time.monotonic()
         self.account.entered()
+        if self._state.num_resumed:
+            self._cluster.metrics.resumed()
         self._share = self._cluster.queue.enter(self._asked.sampling_params.priority, self._asked.fairness_id)
         try:
             actions = self._state.start()

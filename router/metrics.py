@@ -77,6 +77,7 @@ class RouterMetrics:
         self._good = self._counter("requests_good", "Requests answered within the objectives.")
         self._retries = self._counter("retries", "Attempts after the first of a request.")
         self._migrations = self._counter("migrations", "Answers that went on at another worker after they had begun.")
+        self._resumptions = self._counter("resumptions", "Answers that another router had begun, asked for again here.")
 
     # -- what happens -------------------------------------------------------------------------------------------
 
@@ -95,6 +96,10 @@ class RouterMetrics:
         self._retries.inc()
         if has_begun:
             self._migrations.inc()
+
+    def resumed(self) -> None:
+        """An answer is accepted that another router had begun, and lost."""
+        self._resumptions.inc()
 
     def answered(self, last: pb.GenerateResponse) -> None:
         """A request has ended well, or one answer of several; `last` is its last message."""

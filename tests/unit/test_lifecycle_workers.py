@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from lifecycle_bench import Asked, Bench, ScriptedSession, load, settle
+from lifecycle_bench import METRICS, Asked, Bench, ScriptedSession, load, settle
 
 from protos import tandem_worker_pb2 as pb
 from router.request_events import WorkerKey
@@ -72,6 +72,8 @@ async def test_an_answer_that_has_begun_waits_for_a_worker_of_its_kind_to_be_the
 
 async def test_a_stream_of_another_router_does_not_wait_behind_what_its_client_has_asked_since() -> None:
     bench = Bench()
+    num_resumed = METRICS.registry.get_sample_value("tandem:resumptions_total", {"model_name": "m"})
+    assert num_resumed is not None
     bench.tell(bench.decode, compat_digest="a kind")
     bench.decode.set_load(load(0))
     new = bench.request("new")
@@ -86,6 +88,8 @@ async def test_a_stream_of_another_router_does_not_wait_behind_what_its_client_h
         assert [command.generate.request_id for command in bench.d.sent] == sent
     await resumed.leave()
     await new.leave()
+    after = METRICS.registry.get_sample_value("tandem:resumptions_total", {"model_name": "m"})
+    assert after == num_resumed + 1
 
 
 @pytest.mark.parametrize("worker_wait_s", [0.0, 0.05])
