@@ -49,7 +49,9 @@ class Style(ABC):
         self._head = head
 
     def note(self, choice: int, message: GenerateResponse) -> None:
-        """The next one of `choice` has come, and is about to be told."""
+        """The next one of `choice` has come, and is about to be told, if it tells anything."""
+        if message.token_ids:
+            self._last_token_ids[choice] = message.token_ids[-1]
         self._thought_tokens.setdefault(choice, ThoughtTokens()).accept(message)
 
     def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
@@ -86,8 +88,6 @@ class Style(ABC):
         return whole
 
     def _whole_choice(self, choice: int, answer: Answer, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        if answer.token_ids:
-            self._last_token_ids[choice] = answer.token_ids[-1]
         said = self._said(choice, answer, logprobs)
         end = self._end(choice, answer.finish_reason, answer.stop_reason)
         ids = {"token_ids": answer.token_ids} if self._tells_token_ids else {}
@@ -125,8 +125,6 @@ class Style(ABC):
 
     def piece(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """New text, or the end of one choice. `logprobs`: what is told of them with it."""
-        if message.token_ids:
-            self._last_token_ids[choice] = message.token_ids[-1]
         said = self._newly_said(choice, message, logprobs)
         end: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
         if message.finish_reason:
