@@ -6,8 +6,10 @@ body, headers ──> Run ── messages() ──> of all prompts, as they come
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request
 
@@ -25,7 +27,7 @@ from gateway.headers import (
 from gateway.requests import MAX_CHOICES, CompletionRequest
 from gateway.streams import until_leaving
 from protos.tandem_inference_pb2 import GenerateResponse
-from rpc.errors import InvalidRequest
+from rpc.errors import InvalidRequest, RequestExists
 from rpc.merge import merged
 from tandem.client import AsyncClient
 
@@ -78,18 +80,19 @@ class Run:
         ids = [self.request_id]
         if len(self.prompts) > 1:
             ids = [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
-        streams = [
-            self._client.stream(
+        streams = []
+        for prompt, request_id in zip(self.prompts, ids, strict=True):
+            ask = partial(
+                self._client.stream,
                 prompt,
-                request_id=request_id,
                 model=self._body.model or "",
                 timeout_s=self._timeout_s,
                 n=self.n,
                 trace_headers=self._trace_headers,
                 **self.sampling,
             )
-            for prompt, request_id in zip(self.prompts, ids, strict=True)
-        ]
+            other_id = f"{request_id}-{secrets.token_hex(4)}"
+            streams.append(_under_free_name(ask(request_id=request_id), partial(ask, request_id=other_id)))
         return until_leaving(self._by_choice(streams), self._leaving)
 
     def failed(self, error: Exception) -> Refusal:
@@ -126,3 +129,23 @@ class Run:
         if self._num_ids_told > MAX_PROMPT_TOKEN_IDS:
             bound = f"may be had of {MAX_PROMPT_TOKEN_IDS} prompts' tokens in all choices, is asked of more"
             raise InvalidRequest([("return_token_ids", bound)])
+
+
+async def _under_free_name(
+    stream: AsyncGenerator[GenerateResponse, None], again: Callable[[], AsyncGenerator[GenerateResponse, None]]
+) -> AsyncGenerator[GenerateResponse, None]:
+    """`stream`, or what `again` asks under another name, where a request of its name is under way. HTTP's clients give
+    one to all that they ask for one purpose, and to what they ask again; a router needs one for each."""
+    has_begun = False
+    try:
+        async with aclosing(stream):
+            async for message in stream:
+                has_begun = True
+                yield message
+        return
+    except RequestExists:
+        if has_begun:
+            raise
+    async with aclosing(again()) as other:
+        async for message in other:
+            yield message

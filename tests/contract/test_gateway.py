@@ -17,7 +17,15 @@ from gateway.args import GatewayArgs
 from gateway.errors import KINDS
 from gateway.process import run_gateway
 from protos import tandem_inference_pb2 as pb
-from rpc.errors import STATUS_CODES, Draining, InternalError, InvalidRequest, Overloaded, TandemError
+from rpc.errors import (
+    STATUS_CODES,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RequestExists,
+    TandemError,
+)
 
 # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -273,6 +281,40 @@ async def test_what_ended_an_answer(
     assert [choice["stop_reason"] for choice in whole] == [expected]
     *before, end = [event["choices"][0]["stop_reason"] for event in events]
     assert (before, end) == ([None] * token_ids.count(5), expected)
+
+
+@pytest.mark.parametrize("is_in_body", [False, True])
+async def test_requests_of_one_name_run_beside_each_other(is_in_body: bool) -> None:
+    # As of a service that hands on the id of what it was asked, with all that it asks for that.
+    running: set[str] = set()
+    are_two = asyncio.Event()
+
+    async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        if request.request_id in running:
+            raise RequestExists("running")
+        running.add(request.request_id)
+        if len(running) == 2:
+            are_two.set()
+        await are_two.wait()
+        yield tokens(0, 1, text="a")
+        yield last(1)
+
+    body = {"prompt": "a"} | ({"request_id": "mine"} if is_in_body else {})
+    headers = {} if is_in_body else {"x-request-id": "mine"}
+    async with gateway() as (router, http):
+        router.script = script
+        answers = await asyncio.gather(*(http.post("/v1/completions", json=body, headers=headers) for _ in "12"))
+    told = [(answer.status_code, answer.headers["x-request-id"], answer.json()["id"]) for answer in answers]
+    assert told == [(200, "mine", "cmpl-mine")] * 2
+    assert re.fullmatch("mine mine-[0-9a-f]{8}", " ".join(sorted(running)))
+
+
+async def test_a_name_that_stays_in_use_is_refused() -> None:
+    async with gateway() as (router, http):
+        router.script = failing(RequestExists("running"))
+        refused = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_exists")
+    assert len(router.requests) == 2
 
 
 async def test_what_is_refused_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
