@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 from gateway.answers import models_of
 from gateway.asked import Asked, Body
 from gateway.choices import Choices
-from gateway.errors import NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_any
+from gateway.errors import ENCODED, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_any
 from gateway.headers import (
     ANSWERED_ID_HEADER,
     REQUEST_ID_HEADER,
@@ -248,6 +248,8 @@ class Gateway:
         )
 
     async def _read(self, request: Request) -> bytes:
+        if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+            raise Refusal(ENCODED, f"content-encoding: a body is read as it comes, and cannot be {encoding[:40]!r}")
         data = bytearray()
         async for chunk in request.stream():
             data += chunk

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -162,8 +163,8 @@ class Body(Known):
     @classmethod
     def read(cls, body: bytes) -> Self:
         """Raises `ValidationError`."""
-        with _uncollected():
-            return cls.model_validate_json(body)
+        with _uncollected():  # and without the mark that editors of some systems put before UTF-8
+            return cls.model_validate_json(body.removeprefix(BOM_UTF8))
 
 
 class Asked(Body, ABC):

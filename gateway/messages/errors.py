@@ -16,6 +16,7 @@ _TYPES = {
     405: "invalid_request_error",
     409: "conflict_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",

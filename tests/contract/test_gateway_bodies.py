@@ -5,7 +5,9 @@ Over real connections on both sides; the router's answers are scripted."""
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import re
 from typing import Any
 
 import pytest
@@ -326,6 +328,24 @@ async def test_no_such_effort(route: str, body: dict[str, Any], field: str) -> N
     message = answer.json()["error"]["message"]
     assert message.startswith(f"{field}: ")
     assert "'none', 'minimal', 'low'" in message or "it may be" in message
+
+
+async def test_a_body_that_begins_with_a_byte_order_mark() -> None:
+    async with gateway() as (_, http):
+        answer = await http.post("/v1/completions", content=b'\xef\xbb\xbf{"prompt": "a b"}')
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "a b ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])
+async def test_a_compressed_body_is_refused_by_its_header(path: str) -> None:
+    async with gateway() as (router, http):
+        body, told = gzip.compress(b'{"prompt": "a b"}'), {"content-encoding": "gzip"}
+        refused = await http.post(path, content=body, headers=told)
+        plain = await http.post("/v1/completions", json={"prompt": "a"}, headers={"content-encoding": "identity"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (415, "invalid_request_error")
+    assert re.search("content-encoding: .*'gzip'", error["message"])
+    assert (plain.status_code, len(router.requests)) == (200, 1)
 
 
 @pytest.mark.parametrize(("data", "status"), [(b'{"prompt": "a', 400), (b"", 400), (b"x" * 5000, 413), (b"\xff", 400)])
