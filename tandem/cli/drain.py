@@ -55,7 +55,8 @@ def drain(worker_id: str, wait: bool, is_json: bool, address: str, api_key: str,
         if record.role == pb.ROLE_DECODE and not _has_other_decode_worker(status, worker_id):
             click.echo(
                 f"{worker_id}: no other decode worker takes requests: until one does, new ones are refused, and "
-                "answers that are not finished after its --drain-grace-s end with an error.",
+                "answers that are not finished after its --drain-grace-s wait, and end with an error after the "
+                "router's --worker-wait-s.",
                 err=True,
             )
         told = ""
