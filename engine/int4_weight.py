@@ -10,6 +10,7 @@ rounds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,10 @@ class Int4Weight:
 
     def __len__(self) -> int:
         return len(self.packed)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.packed, self.scale, self.offset
 
     @property
     def num_inputs(self) -> int:
@@ -89,29 +94,25 @@ class Int4Weight:
     @staticmethod
     def joined(weights: Sequence[Int4Weight], join: Join) -> Int4Weight:
         """As one, of outputs of all."""
-        packed, scale, offset = (
-            join([getattr(each, name) for each in weights]) for name in ("packed", "scale", "offset")
-        )
+        packed, scale, offset = (join([*each]) for each in zip(*(weight.tensors for weight in weights), strict=True))
         return Int4Weight(packed, scale, offset, weights[0].dtype)
 
     def part(self, axis: int, part: range) -> Int4Weight:
-        """A copy of those outputs (axis 0) or inputs (axis 1). Raises `ValueError` where a group would be cut."""
-        size = self.group_size
-        tensors = (self.packed, self.scale, self.offset)
+        """A copy of those outputs (axis 0) or inputs (axis 1). Where a group is cut, its pieces are groups of the same
+        scale. Raises `ValueError` where their size would be no multiple of INT4_GRAIN."""
         if axis == 0:
-            cut = [each[part.start : part.stop] for each in tensors]
-        elif size == self.num_inputs and len(part) % INT4_GRAIN == 0:
-            cut = [self.packed[:, part.start // 2 : part.stop // 2], self.scale, self.offset]
-        elif part.start % size or len(part) % size:
-            at = part.stop if part.start % size == 0 else part.start
+            packed, scale, offset = (each[part.start : part.stop].clone() for each in self.tensors)
+            return Int4Weight(packed, scale, offset, self.dtype)
+        size = math.gcd(self.group_size, part.start, len(part))
+        if size != self.group_size and size % INT4_GRAIN:
+            at = part.stop if part.start % self.group_size == 0 else part.start
             raise ValueError(
-                f"tensor_parallel_size cuts a weight at input {at}, where {size} share a scale; give quantization none"
+                f"tensor_parallel_size cuts a weight at input {at}, where {self.group_size} share a scale; give "
+                "quantization none"
             )
-        else:
-            groups = slice(part.start // size, part.stop // size)
-            cut = [self.packed[:, part.start // 2 : part.stop // 2], self.scale[:, groups], self.offset[:, groups]]
-        packed, scale, offset = (each.clone(memory_format=torch.contiguous_format) for each in cut)
-        return Int4Weight(packed, scale, offset, self.dtype)
+        groups = torch.arange(part.start, part.stop, size, device=self.scale.device) // self.group_size
+        packed = self.packed[:, part.start // 2 : part.stop // 2].clone(memory_format=torch.contiguous_format)
+        return Int4Weight(packed, self.scale[:, groups], self.offset[:, groups], self.dtype)
 
 
 def quantize_int4(weight_NK: torch.Tensor, group_size: int = INT4_GROUP_SIZE) -> Int4Weight:

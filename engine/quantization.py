@@ -10,8 +10,8 @@ Products of layers alone: embeddings, norms and the logits' product keep the mod
              GPU kernels multiply few rows by weights alone in 8 bits
     int4     weights alone, with a scale and an offset for each group of inputs (engine/int4_weight.py), on any device
     stored   each weight as it is in the checkpoint: one of these, or 8 bits with a scale for each group of inputs
-             (weights alone), or plain where the checkpoint has left it so; a mixture's experts, in whatever 8 bits,
-             weights alone (engine/models/expert_products.py), and in 4 on a CPU alone
+             (weights alone), or plain where the checkpoint has left it so; a mixture's experts, in whatever 8 or 4
+             bits, weights alone (engine/models/expert_products.py)
 
 What is stored depends on the weights and nothing else, so that two engines with equal weights compute with equal ones.
 
@@ -74,8 +74,6 @@ def resolve_quantization(
     why = _why_widened(stored, device=device, capability=capability, dtype=dtype, model=model, has_kernels=has_kernels)
     if why:
         report(f"weights in {stored.name} are widened to {dtype}: {why}")
-    elif device != "cpu" and model.has_experts and "int4" in stored.quantizations:
-        report(f"experts in int4 are widened to {dtype}: no kernel here multiplies with them as they are")
     return "none" if why else AS_STORED
 
 

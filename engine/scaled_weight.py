@@ -35,6 +35,11 @@ class ScaledWeight:
         return len(self.weight)
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers as bytes: not every device can copy 8-bit floats."""
+        return self.weight.view(torch.uint8), self.scale
+
+    @property
     def has_groups(self) -> bool:
         return self.scale.shape[1] > 1
 

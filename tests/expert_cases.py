@@ -1,4 +1,4 @@
-"""Experts' weights in 8 bits, rows of a token for each, and their products in float64."""
+"""Experts' weights in 8 and in 4 bits, rows of a token for each, and their products in float64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from engine.int4_weight import Int4Weight
 from engine.models.expert_products import ScaledStack
 
 UNIT = {torch.float32: 2**-20, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -25,6 +26,23 @@ def stack_of(
     num_groups = -(-shape[2] // group_size) if group_size else 1
     scale = torch.logspace(-4, -2, shape[0] * shape[1] * num_groups).view(*shape[:2], num_groups)
     return ScaledStack(stored.to(device), scale.flip(0, 1).contiguous().to(device), group_size or shape[2], dtype)
+
+
+def int4_weight_of(
+    num_outputs: int,
+    num_inputs: int,
+    group_size: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Int4Weight:
+    """Whose groups differ in size by thousands."""
+    generator = torch.Generator().manual_seed(num_inputs)
+    integers = torch.randint(16, (num_outputs, num_inputs), generator=generator)
+    shape = num_outputs, num_inputs // group_size
+    size = torch.logspace(-3, 0, num_outputs * shape[1]).view(shape).flip(0)
+    scale, offset = (size * torch.rand(2, *shape, generator=generator)).to(scale_dtype).float()
+    return Int4Weight.of_integers(integers.to(device), scale.to(device), -8 * offset.to(device), dtype)
 
 
 def ends_of(counts: list[int], device: str = "cpu") -> torch.Tensor:

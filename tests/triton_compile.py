@@ -50,6 +50,7 @@ from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_exp
 from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
 from engine.kernels.gpu.gpu_kind import H200
 from engine.kernels.gpu.int4 import ScaledInt4, int4_config, int4_product, widen_int4
+from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
@@ -251,10 +252,10 @@ def compile_float8_products(num_rows: int) -> None:
     scaled_product(x, weight, torch.ones(6144), None)
 
 
-def int4_weight(group_size: int, has_words: bool) -> ScaledInt4:
-    """Of q, k and v, too. `has_words`: of scales and offsets in one."""
-    scale = torch.zeros(6144, 4096 // group_size, dtype=torch.int32 if has_words else torch.float32)
-    packed = torch.zeros(6144, 2048, dtype=torch.uint8)
+def int4_weight(group_size: int, has_words: bool, num_outputs: int = 6144, num_inputs: int = 4096) -> ScaledInt4:
+    """By default of q, k and v, too. `has_words`: of scales and offsets in one."""
+    scale = torch.zeros(num_outputs, num_inputs // group_size, dtype=torch.int32 if has_words else torch.float32)
+    packed = torch.zeros(num_outputs, num_inputs // 2, dtype=torch.uint8)
     return ScaledInt4(packed, scale, None if has_words else scale.clone(), torch.bfloat16)
 
 
@@ -334,6 +335,27 @@ def compile_experts(experts: Experts, num_tokens: int, dtype: torch.dtype) -> No
         weight = torch.zeros(1, size_n, size_k, dtype=experts.form)  # one will do
         stack = ScaledStack(weight, torch.ones(1, size_n, num_groups), experts.group_size, dtype)
         expert_product(torch.zeros(num_rows, size_k, dtype=dtype), stack, tiles, config)
+
+
+def compile_int4_experts(
+    num_tokens: int,
+    group_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    has_words: bool = False,
+    intermediate_size: int = 768,
+) -> None:
+    """Both products of a layer's experts, by default Qwen3-30B-A3B's. `has_words`: see `int4_weight`."""
+    global case
+    num_rows, num_experts, hidden_size, name = num_tokens * 8, 128, 2048, case
+    config = expert_config(kind, num_rows, num_experts, dtype.itemsize)
+    tiles = torch.zeros(1, 3, dtype=torch.int32)
+    for product, (size_n, size_k) in {
+        "gate_up": (2 * intermediate_size, hidden_size),
+        "down": (hidden_size, intermediate_size),
+    }.items():
+        case = f"{name}, {product}"
+        weight = int4_weight(group_size, has_words, size_n, size_k)  # of one expert, which will do
+        int4_expert_product(torch.zeros(num_rows, size_k, dtype=dtype), weight, 1, tiles, config)
 
 
 GPT_OSS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
@@ -459,6 +481,13 @@ def other_cases() -> dict[str, Callable[[], None]]:
             cases[name] = partial(compile_experts, experts, num_tokens, torch.bfloat16)
     for dtype in (torch.float16, torch.float32):
         cases[f"DeepSeek-V2-Lite, {name_of(dtype)}"] = partial(compile_experts, EXPERTS["DeepSeek-V2-Lite"], 1, dtype)
+    for num_tokens in (1, 200, 500, 4096):
+        for group_size, has_words in ((INT4_GROUP_SIZE, True), (128, False)):
+            name = f"Qwen3-30B-A3B, {num_tokens} token{'s' * (num_tokens > 1)}, int4 {group_size}"
+            cases[name] = partial(compile_int4_experts, num_tokens, group_size, has_words=has_words)
+    cases["a rank's, 4096 tokens, int4 64"] = partial(compile_int4_experts, 4096, 64, intermediate_size=192)
+    for dtype in (torch.float16, torch.float32):
+        cases[f"Qwen3-30B-A3B, int4 {name_of(dtype)}"] = partial(compile_int4_experts, 1, INT4_GROUP_SIZE, dtype)
     for model, num_experts in GPT_OSS.items():
         for num_tokens in (1, 200, 1000, 4096):
             name = f"{model}, {num_tokens} token{'s' * (num_tokens > 1)}"

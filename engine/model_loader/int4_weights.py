@@ -67,7 +67,7 @@ class Int4Weights(SafetensorsWeights):
         self._packing, self._is_symmetric = stored.packing, stored.is_symmetric
         self._names = NAMES_OF.get(stored.packing, GPTQ_AND_AWQ_NAMES)
         self._keeps = quantization in (AS_STORED, "int4")
-        self._num_widened = 0  # of those that would be kept
+        self._widened: set[str] = set()  # of those that would be kept; some are asked for more than once
         for suffix in (*NOT_NEEDED, ".weight_shape"):
             super().ignore(suffix)
 
@@ -77,8 +77,7 @@ class Int4Weights(SafetensorsWeights):
         weight = self._unpack(name, shape)
         if self._keeps and isinstance(weight, Int4Weight) and weight.group_size % INT4_GRAIN == 0:
             return weight
-        self._num_widened += self._keeps
-        return dequantized(weight)
+        return self._dequantized(name, weight)
 
     def has(self, name: str) -> bool:
         return super().has(name) or super().has(_beside(name, self._names.integers))
@@ -96,16 +95,22 @@ class Int4Weights(SafetensorsWeights):
             if is_beside and not self._handle_of[name].get_tensor(name).any():
                 self._left.discard(name)
         super().check_all_taken()
-        if self._num_widened:
+        if self._widened:
             report(
-                f"{self._num_widened} weights in 4 bits are widened: inputs that share a scale are not neighbours "
-                f"(desc_act, actorder), or no multiple of {INT4_GRAIN}"
+                f"{len(self._widened)} weights in 4 bits are widened: inputs that share a scale are not neighbours "
+                f"(desc_act, actorder), or no multiple of {INT4_GRAIN}, or they are of latents, or of experts that are "
+                "not all alike"
             )
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if super().has(name) or not self.has(name) or len(shape) != 2:
             return super()._read(name, shape)
-        return dequantized(self._unpack(name, (shape[0], shape[1])))
+        return self._dequantized(name, self._unpack(name, (shape[0], shape[1])))
+
+    def _dequantized(self, name: str, weight: Weight) -> torch.Tensor:
+        if self._keeps:
+            self._widened.add(name)
+        return dequantized(weight)
 
     def _unpack(self, name: str, shape: tuple[int, int]) -> Weight:
         """Raises `ValueError` where a tensor does not fit."""

@@ -1,8 +1,9 @@
 """The feed-forwards of a mixture's experts, for rows that are sorted by expert.
 
     plain    weights in the model's dtype: one grouped product of all experts (`torch.nn.functional.grouped_mm`)
-    scaled   weights in 8 bits, as the checkpoint has them. Here one expert after the other, which reads back how many
-             rows each has: a reference, and what engine/kernels/gpu/experts.py computes in one launch for all
+    scaled   weights in 8 or 4 bits, as the checkpoint has them. Here one expert after the other, which reads back how
+             many rows each has: a reference, and what engine/kernels/gpu/ computes in one launch for all (experts.py,
+             int4_experts.py)
 
 Neither knows who chose the experts, nor what becomes of a token's several rows.
 
@@ -16,10 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from engine.int4_weight import Int4Weight
 from engine.model_loader.weights import Weights
 from engine.models.experts_config import EXPERT_GRAIN, ExpertsConfig, reads_groups_back
 from engine.scaled_weight import ScaledWeight
@@ -64,38 +67,61 @@ class ScaledStack:
     dtype: torch.dtype
     """Of the model."""
 
-    @staticmethod
-    def of(weights: Iterable[Weight], num_experts: int) -> ScaledStack | None:
-        """None where one is plain, or in another form than the first. They are asked for one after the other."""
-        stack: ScaledStack | None = None
-        for e, weight in enumerate(weights):
-            if not isinstance(weight, ScaledWeight):
-                return None
-            stack = stack or ScaledStack._with_room(weight, num_experts)
-            if (weight.weight.dtype, weight.group_size) != (stack.weight.dtype, stack.group_size):
-                return None
-            # As bytes: not every device can copy 8-bit floats.
-            stack.weight[e].view(torch.uint8).copy_(weight.weight.view(torch.uint8))
-            stack.scale[e] = weight.scale
-        return stack
-
-    @staticmethod
-    def _with_room(first: ScaledWeight, num_experts: int) -> ScaledStack:
-        as_bytes = torch.empty(num_experts, *first.weight.shape, dtype=torch.uint8, device=first.weight.device)
-        scale = first.scale.new_empty(num_experts, *first.scale.shape)
-        return ScaledStack(as_bytes.view(first.weight.dtype), scale, first.group_size, first.dtype)
-
     def of_expert(self, e: int) -> ScaledWeight:
+        """Not a copy."""
         return ScaledWeight(self.weight[e], self.scale[e], self.group_size, self.dtype)
 
 
-class ScaledExperts(ExpertProducts):
+@dataclass(frozen=True, slots=True)
+class Int4Stack:
+    """One weight of every expert, each an `Int4Weight`, all of the same form."""
+
+    weight: Int4Weight
+    """All of them, one below the other, as one of E * N outputs."""
+    num_experts: int
+
+    def of_expert(self, e: int) -> Int4Weight:
+        """Not a copy."""
+        size = len(self.weight) // self.num_experts
+        packed, scale, offset = (each[e * size : (e + 1) * size] for each in self.weight.tensors)
+        return Int4Weight(packed, scale, offset, self.weight.dtype)
+
+
+Stack = TypeVar("Stack", ScaledStack, Int4Stack)
+
+
+def stack_of(weights: Iterable[Weight], num_experts: int) -> ScaledStack | Int4Stack | None:
+    """None where one is plain, or in another form than the first. They are asked for one after the other."""
+    stack: ScaledStack | Int4Stack | None = None
+    for e, weight in enumerate(weights):
+        if isinstance(weight, torch.Tensor):
+            return None
+        stack = stack or _with_room(weight, num_experts)
+        room = stack.of_expert(e)
+        if weight.form != room.form:
+            return None
+        for to, tensor in zip(room.tensors, weight.tensors, strict=True):
+            to.copy_(tensor)
+    return stack
+
+
+def _with_room(first: ScaledWeight | Int4Weight, num_experts: int) -> ScaledStack | Int4Stack:
+    """For as many weights like `first`, with any numbers."""
+    if isinstance(first, Int4Weight):
+        packed, scale, offset = (each.new_empty(num_experts * len(each), each.shape[1]) for each in first.tensors)
+        return Int4Stack(Int4Weight(packed, scale, offset, first.dtype), num_experts)
+    as_bytes, scale = (each.new_empty(num_experts, *each.shape) for each in first.tensors)
+    return ScaledStack(as_bytes.view(first.weight.dtype), scale, first.group_size, first.dtype)
+
+
+class ScaledExperts(ExpertProducts, Generic[Stack]):
     """Weights alone: what is multiplied with them keeps its dtype."""
 
     reads_back = True
 
-    def __init__(self, gate_up: ScaledStack, down: ScaledStack) -> None:
-        self.gate_up, self.down = gate_up, down
+    def __init__(self, gate_up: Stack, down: Stack) -> None:
+        self.gate_up: Stack = gate_up
+        self.down: Stack = down
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         bounds = [0, *ends_E.tolist()]
@@ -103,7 +129,7 @@ class ScaledExperts(ExpertProducts):
         return _multiplied(F.silu(gate) * up, self.down, bounds)
 
 
-def _multiplied(x_RK: torch.Tensor, stack: ScaledStack, bounds: list[int]) -> torch.Tensor:
+def _multiplied(x_RK: torch.Tensor, stack: ScaledStack | Int4Stack, bounds: list[int]) -> torch.Tensor:
     """Each expert's weight is widened for its rows, and let go."""
     parts = [
         F.linear(x_RK[start:end], stack.of_expert(e).dequantized())
@@ -139,10 +165,10 @@ class ExpertWeights:
     config: ExpertsConfig
     hidden_size: int
 
-    def take_scaled(self) -> tuple[ScaledStack, ScaledStack] | None:
-        """(gate and up, down) as they are stored; None where they are not all in 8 bits, and alike."""
-        gate_up = ScaledStack.of(self._gate_up(), self.config.num_experts)
-        down = None if gate_up is None else ScaledStack.of(self._down(), self.config.num_experts)
+    def take_stacked(self) -> tuple[ScaledStack | Int4Stack, ScaledStack | Int4Stack] | None:
+        """(gate and up, down) as they are stored; None where all experts' are not in fewer bits, and alike."""
+        gate_up = stack_of(self._gate_up(), self.config.num_experts)
+        down = None if gate_up is None else stack_of(self._down(), self.config.num_experts)
         return None if gate_up is None or down is None else (gate_up, down)
 
     def take_each(self) -> Iterator[ExpertWeight]:

@@ -29,8 +29,10 @@ from engine.models.expert_products import (
     ExpertProducts,
     ExpertWeight,
     ExpertWeights,
+    Int4Stack,
     PlainExperts,
     ScaledExperts,
+    ScaledStack,
     SumOfExperts,
     sum_of_experts,
 )
@@ -58,9 +60,11 @@ class Parts:
     """Of latent attention."""
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
     each_expert: Callable[[Iterator[ExpertWeight]], ExpertProducts] | None = None
-    """Of experts whose weights are kept one by one, as stored; None: all are stacked, as one of the two around this."""
-    scaled_experts: type[ScaledExperts] = ScaledExperts
-    """Experts whose weights are in 8 bits."""
+    """Of experts whose weights are kept one by one, as stored; None: all are stacked, as one of those around this."""
+    scaled_experts: Callable[[ScaledStack, ScaledStack], ExpertProducts] = ScaledExperts
+    """Of (gate and up, down), in 8 bits."""
+    int4_experts: Callable[[Int4Stack, Int4Stack], ExpertProducts] = ScaledExperts
+    """The same in 4 bits (engine/int4_weight.py)."""
     four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
     """Of (gate and up, down), in MXFP4. None: such weights are widened when they are loaded."""
     sum_of_experts: SumOfExperts = sum_of_experts
@@ -116,12 +120,16 @@ class PartsFactory:
         return adapters.adapt_gated(gated_linear, self.parts.linear, {gate: outputs, up: outputs}, inputs)
 
     def experts(self, name: str, config: ExpertsConfig, hidden_size: int) -> ExpertProducts:
-        """As stored where each is kept for itself; else in 8 bits where the weights of all are, and alike."""
+        """As stored where each is kept for itself; else in 8 or 4 bits where the weights of all are, and alike."""
         weights = ExpertWeights(self.weights, name, config, hidden_size)
         if self.parts.each_expert is not None:
             return self.parts.each_expert(weights.take_each())
-        stacks = weights.take_scaled()
-        return self.parts.plain_experts(*weights.take_plain()) if stacks is None else self.parts.scaled_experts(*stacks)
+        match weights.take_stacked():
+            case (ScaledStack() as gate_up, ScaledStack() as down):
+                return self.parts.scaled_experts(gate_up, down)
+            case (Int4Stack() as gate_up, Int4Stack() as down):
+                return self.parts.int4_experts(gate_up, down)
+        return self.parts.plain_experts(*weights.take_plain())
 
     def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
         """`eps`: where it is not the model's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,20 @@ def test_weights_stay_in_4_bits_where_their_groups_are_of_neighbours(
     whole = kept.scale.double().repeat_interleave(kept.group_size, 1)
     offset = kept.offset.double().repeat_interleave(kept.group_size, 1)
     assert torch.equal((kept.integers().double() * whole + offset).float(), expected)
+
+
+@pytest.mark.parametrize("quantization", ["none", "stored"])
+def test_it_is_said_what_of_4_bits_is_widened_though_it_could_be_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quantization: str
+) -> None:
+    """Once of each weight, however often it is asked for."""
+    expected = one_tensor(tmp_path, "gptq")
+    weights = weights_of(tmp_path, quantization=quantization)
+    for _ in range(2):
+        assert torch.equal(weights.take(NAME, SHAPE), expected)
+    weights.check_all_taken()
+    said = "tandem: 1 weights in 4 bits are widened: .* or of experts that are not all alike"
+    assert bool(re.search(said, capsys.readouterr().err)) == (quantization == "stored")
 
 
 def test_plain_weights_among_them_are_read_as_they_are(tmp_path: Path) -> None:
@@ -230,19 +245,22 @@ def test_weights_of_one_form_are_joined_and_others_widened() -> None:
         assert torch.equal(wide, torch.cat([one.dequantized(), expected]))
 
 
-@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("axis", "part"), [(0, range(2, 5)), (1, range(32, 96)), (1, range(64, 128))])
 def test_parts_are_those_of_what_they_stand_for(axis: int, part: range, group_size: int) -> None:
+    """A group that is cut becomes smaller ones."""
     weight = a_weight(group_size=group_size)
     own = part_of(weight, axis, part)
     assert isinstance(own, Int4Weight)
+    assert all(tensor.is_contiguous() for tensor in own.tensors)
+    assert not {tensor.data_ptr() for tensor in own.tensors} & {tensor.data_ptr() for tensor in weight.tensors}
     assert torch.equal(own.dequantized(), weight.dequantized().narrow(axis, part.start, len(part)))
 
 
 @pytest.mark.parametrize(
-    ("group_size", "part", "at"), [(64, range(32, 96), 32), (32, range(0, 40), 40), (128, range(0, 40), 40)]
+    ("group_size", "part", "at"), [(64, range(16, 112), 16), (32, range(0, 40), 40), (128, range(0, 40), 40)]
 )
-def test_a_group_is_not_cut(group_size: int, part: range, at: int) -> None:
+def test_a_group_is_not_cut_into_what_no_kernel_takes(group_size: int, part: range, at: int) -> None:
     with pytest.raises(ValueError, match=f"a weight at input {at}, where {group_size} share a scale; give "):
         part_of(a_weight(group_size=group_size), 1, part)
 

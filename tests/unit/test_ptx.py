@@ -161,7 +161,7 @@ SOME = {
 """Whose tests are run so, and which of them."""
 ALL = (
     "digest", "copy_rows", "fused", "attention", "product", "quantized", "lora", "draw", "experts", "latents",
-    "unfolded", "one_row", "int4",
+    "unfolded", "one_row", "int4", "int4_experts",
 )  # fmt: skip
 
 

@@ -259,6 +259,7 @@ def test_each_product_is_in_what_its_weight_is_stored_in() -> None:
 
 PLAIN, INT8, FP8 = (StoredWeights(quantizations=each) for each in ((), ("int8",), ("fp8",)))
 BLOCKS = StoredWeights(quantizations=("fp8",), block=(128, 128))
+INT4 = StoredWeights(quantizations=("int4",), packing="gptq", group_size=128)
 
 
 def resolved(asked: str, stored: StoredWeights = PLAIN, **changes: Any) -> str:
@@ -285,7 +286,7 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
     assert resolved("auto", PLAIN, capability=None) == "none"
     assert resolved("auto", INT8, capability=None, has_kernels=True) == "stored", "the CPU kernels take it"
     assert resolved("auto", FP8, has_kernels=False) == "stored", "torch's own product takes it"
-    for stored in (INT8, FP8, BLOCKS, both):
+    for stored in (INT8, FP8, BLOCKS, both, INT4):
         assert resolved("auto", stored, model=DEEPSEEK) == "stored"
     assert capsys.readouterr().err == ""
 
@@ -319,6 +320,10 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
         (
             FP8, {"model": DEEPSEEK, "has_kernels": False},
             "fp8 are widened .*: without Triton's kernels each step would widen them anew",
+        ),
+        (
+            INT4, {"model": DEEPSEEK, "has_kernels": False},
+            "int4 are widened .*: without Triton's kernels each step would widen them anew",
         ),
         (BLOCKS, {"model": DEEPSEEK, "capability": None}, "blocks of 128x128 are widened .*: a CPU computes faster so"),
         (BLOCKS, {"model": DEEPSEEK, "capability": (8, 0)}, "8.9 or later, and this one has 8.0$"),

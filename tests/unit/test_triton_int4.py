@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from expert_cases import UNIT, randn
+from expert_cases import UNIT, int4_weight_of, randn
 from gpu_kinds import GPU_KINDS
 from triton_device import DEVICE, ROUNDS_AS_A_GPU  # before the kernels
 
@@ -35,13 +35,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def weight_of(
     num_outputs: int, num_inputs: int, group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype = torch.float32
 ) -> Int4Weight:
-    """Whose groups differ in size by thousands."""
-    generator = torch.Generator().manual_seed(num_inputs)
-    integers = torch.randint(16, (num_outputs, num_inputs), generator=generator)
-    shape = num_outputs, num_inputs // group_size
-    size = torch.logspace(-3, 0, num_outputs * shape[1]).view(shape).flip(0)
-    scale, offset = (size * torch.rand(2, *shape, generator=generator)).to(scale_dtype).float()
-    return Int4Weight.of_integers(integers.to(DEVICE), scale.to(DEVICE), -8 * offset.to(DEVICE), dtype)
+    return int4_weight_of(num_outputs, num_inputs, group_size, dtype, scale_dtype, DEVICE)
 
 
 def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -116,46 +116,35 @@ def _numbers(pairs, scale, offset, lower, upper):
     return tl.fma(low, scale, offset), tl.fma(high, scale, offset)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _int4_kernel(
+@triton.jit
+def int4_tile(
     x_ptr,
+    rows_T,
+    is_row_T,
     packed_ptr,
     scale_ptr,
     offset_ptr,
-    bias_ptr,
-    out_ptr,
-    num_rows,
+    weights_N,
+    first,
+    end,
     one,
     lower,
     upper,  # numbers that the compiler does not know
-    SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
-    PIECE_K: tl.constexpr,  # a multiple of BLOCK_K
     GROUP_SIZE: tl.constexpr,
     PART_K: tl.constexpr,  # inputs of a tile that share a scale
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of rows, tile of outputs, piece of inputs): into its piece of `out` [pieces, T, N]. The product is
-    computed transposed, as in eight_bits.py."""
+    """[N, T] float32: outputs `weights_N` [N, 1] int64, all of them there, of these rows, summed up over tiles of
+    inputs from `first` to `end`. The product is computed transposed, as in eight_bits.py."""
     NUM_GROUPS: tl.constexpr = SIZE_K // GROUP_SIZE
+    BLOCK_N: tl.constexpr = weights_N.shape[0]
     PARTS: tl.constexpr = BLOCK_K // PART_K
     BLOCK_B: tl.constexpr = BLOCK_K // 2
-    piece = tl.program_id(2)
-    rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    outs_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row_T = rows_T < num_rows
     ins_K, bytes_B, parts_P = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_B), tl.arange(0, PARTS)
-    # Outputs beyond the last are computed from the last one: weights need no mask.
-    weights_N = tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64)
     x_ptrs = x_ptr + rows_T[None, :].to(tl.int64) * SIZE_K + ins_K[:, None]
     byte_ptrs = packed_ptr + weights_N * (SIZE_K // 2) + bytes_B[None, :]
-    acc_NT = tl.zeros([BLOCK_N, BLOCK_T], dtype=tl.float32)
-    first, end = 0, tl.cdiv(SIZE_K, BLOCK_K)
-    if PIECE_K < SIZE_K:
-        first = piece * (PIECE_K // BLOCK_K)
-        end = tl.minimum(first + PIECE_K // BLOCK_K, end)
+    acc_NT = tl.zeros([BLOCK_N, rows_T.shape[0]], dtype=tl.float32)
     for tile in range(first, end):
         groups_P = tile * PARTS + parts_P
         if PART_K != GROUP_SIZE:  # where they are no neighbours to the compiler
@@ -177,6 +166,44 @@ def _int4_kernel(
         # Not added up by the tensor cores themselves: a tile's sum has to be there before the next weight is widened,
         # into registers that they would still read otherwise (see product_tile in eight_bits.py).
         acc_NT += tl.dot(weight_NK, x_KT, input_precision="ieee") * one
+    return acc_NT
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _int4_kernel(
+    x_ptr,
+    packed_ptr,
+    scale_ptr,
+    offset_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    one,
+    lower,
+    upper,  # numbers that the compiler does not know
+    SIZE_N: tl.constexpr,
+    SIZE_K: tl.constexpr,
+    PIECE_K: tl.constexpr,  # a multiple of BLOCK_K
+    GROUP_SIZE: tl.constexpr,
+    PART_K: tl.constexpr,  # inputs of a tile that share a scale
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (tile of rows, tile of outputs, piece of inputs): into its piece of `out` [pieces, T, N]."""
+    piece = tl.program_id(2)
+    rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    outs_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Outputs beyond the last are computed from the last one: weights need no mask.
+    weights_N = tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64)
+    first, end = 0, tl.cdiv(SIZE_K, BLOCK_K)
+    if PIECE_K < SIZE_K:
+        first = piece * (PIECE_K // BLOCK_K)
+        end = tl.minimum(first + PIECE_K // BLOCK_K, end)
+    acc_NT = int4_tile(
+        x_ptr, rows_T, rows_T < num_rows, packed_ptr, scale_ptr, offset_ptr, weights_N, first, end, one, lower, upper,
+        SIZE_K, GROUP_SIZE, PART_K, BLOCK_K,
+    )  # fmt: skip
     store_tile(acc_NT, bias_ptr, out_ptr, piece, num_rows, rows_T, outs_N, SIZE_N)
 
 

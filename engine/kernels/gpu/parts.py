@@ -15,10 +15,11 @@ from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_exp
 from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.int4 import ScaledInt4, int4_config, int4_product, widen_int4
+from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.layers import GatedLinear, Linear, RMSNorm
-from engine.models.expert_products import ExpertProducts, ScaledExperts, ScaledStack
+from engine.models.expert_products import ExpertProducts, Int4Stack, ScaledExperts, ScaledStack
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
 from engine.quantization import (
@@ -115,7 +116,7 @@ class TritonInt4Linear(Int4Linear):
         return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
-class TritonScaledExperts(ScaledExperts):
+class TritonScaledExperts(ScaledExperts[ScaledStack]):
     reads_back = False
 
     def __init__(self, gate_up: ScaledStack, down: ScaledStack) -> None:
@@ -128,6 +129,22 @@ class TritonScaledExperts(ScaledExperts):
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
         gate_up = expert_product(x_RD.contiguous(), self.gate_up, tiles_G3, config)
         return expert_product(silu_multiply(gate_up), self.down, tiles_G3, config)
+
+
+class TritonInt4Experts(ExpertProducts):
+    reads_back = False
+
+    def __init__(self, gate_up: Int4Stack, down: Int4Stack) -> None:
+        # As of layers, what was given is not kept: its scales take more bytes.
+        self._gate_up, self._down = ScaledInt4.of(gate_up.weight), ScaledInt4.of(down.weight)
+        self._kind = gpu_kind(self._gate_up.packed.device)
+
+    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        num_rows, num_experts = len(x_RD), len(ends_E)
+        config = expert_config(self._kind, num_rows, num_experts, x_RD.itemsize)
+        tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
+        gate_up = int4_expert_product(x_RD.contiguous(), self._gate_up, num_experts, tiles_G3, config)
+        return int4_expert_product(silu_multiply(gate_up), self._down, num_experts, tiles_G3, config)
 
 
 class TritonFourBitExperts(ExpertProducts):
@@ -151,6 +168,7 @@ TRITON_PARTS = Parts(
     lm_head=TritonLinear,
     rms_norm=TritonRMSNorm,
     scaled_experts=TritonScaledExperts,
+    int4_experts=TritonInt4Experts,
     four_bit_experts=TritonFourBitExperts,
     choose_experts=choose_experts,
     sum_of_experts=sum_of_experts,
