@@ -5,8 +5,8 @@
     python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
 
     floors ─> kernels, model, answers ─> attention ─> flash ─> digests ─> steps ─> offload ─> push ─> servers
-    ─> products ─> deepseek ─> gpt-oss ─> steps in 8 bits ─> batch_invariant (each a module of gpu_parts/); by name:
-    vllm, other launch configurations
+    ─> products ─> deepseek ─> gpt-oss ─> int4-experts ─> steps in 8 bits ─> batch_invariant (each a module of
+    gpu_parts/); by name: vllm, other launch configurations
 
 Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
 others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
@@ -41,6 +41,7 @@ from benchmarks.gpu_parts import (
     flash,
     floors,
     gpt_oss,
+    int4_experts,
     invariant,
     kernels,
     model,
@@ -72,6 +73,7 @@ PARTS = (
     Part(name="products", about="of a decoding step, alone", measure=products.measure, limit_s=90),
     Part(name="deepseek", about="attention to latents and experts, alone", measure=deepseek.measure, limit_s=90),
     Part(name="gpt-oss", about="experts in MXFP4, alone", measure=gpt_oss.measure, limit_s=60),
+    Part(name="int4-experts", about="experts in int4, alone", measure=int4_experts.measure, limit_s=60),
     Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
     Part(name="steps-int4", about="the same engine with int4 weights", measure=steps.measure_int4, limit_s=90),
     Part(name="steps-fp8", about="the same engine with weights and KV in fp8", measure=steps.measure_fp8, limit_s=90),

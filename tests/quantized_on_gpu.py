@@ -9,6 +9,7 @@ import torch
 from deepseek_cases import GREEDY
 from engine_steps import logits_of
 from handover import alone, handed_over
+from int4_checkpoints import INT4_FORMS, in_int4
 from many_endings import CONFIG, prompt_of
 from pretend_gpu.engines import make_engine
 from quantized_checkpoints import (
@@ -22,7 +23,7 @@ from quantized_checkpoints import (
 )
 
 from engine.llm_engine import LLMEngine
-from engine.models.expert_products import ScaledExperts
+from engine.models.expert_products import PlainExperts, ScaledExperts
 from engine.running.model_runner import ModelRunner
 
 WIDE = CONFIG | {"hidden_size": 64}
@@ -78,6 +79,33 @@ def check_int4_checkpoint(folder: Path, **settings: Any) -> None:
         assert torch.equal(made.attention.qkv(one_by_one).T.cpu(), expected)
     prompt = prompt_of(16)
     assert handed_over(prefill, decode, prompt, GREEDY) == alone(one, prompt, GREEDY)
+
+
+def check_int4_experts(folder: Path, config: dict[str, Any], form: str, *, is_kept: bool) -> None:
+    """All experts of a layer are in 4 bits on the device, or widened where their groups are none that kernels take, and
+    logits are those of the weights widened: of prompts, and of steps that decode, which are recorded."""
+    tensors = deepseek_tensors(config, torch.bfloat16)
+    of_experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    stored, _ = in_int4(of_experts, INT4_FORMS[form])
+    config = config | {"quantization_config": INT4_FORMS[form].quantization_config}
+    save_checkpoint(folder, config, {name: x for name, x in tensors.items() if name not in of_experts} | stored)
+    settings: dict[str, Any] = {"load_format": "auto", "dtype": "bfloat16", "attention_backend": "triton"}
+    settings |= {"max_num_batched_tokens": 32, "max_num_seqs": 4, "num_kv_blocks": 32}
+    kept = make_engine(folder, config, **settings)
+    assert kept.config.model.quantization == "stored"
+    assert kept.config.device.uses_graphs
+    experts = runner_of(kept)._model._layers._layers[2].feed_forward._experts._products  # type: ignore[attr-defined]
+    if is_kept:
+        inner = config["n_routed_experts"] * config["moe_intermediate_size"]
+        held = experts._gate_up.packed, experts._down.packed
+        assert [(each.dtype, len(each)) for each in held] == [(torch.uint8, 2 * inner), (torch.uint8, inner)]
+        assert {each.device.type for each in held} == {"cuda"}
+    else:
+        assert isinstance(experts, PlainExperts)
+    widened = make_engine(folder, config, quantization="none", enforce_eager=True, **settings)
+    for ours, theirs in zip(logits_of(runner_of(kept)), logits_of(runner_of(widened)), strict=True):
+        expected = theirs.cpu().double()
+        assert (ours.cpu().double() - expected).norm() < 0.02 * expected.norm()
 
 
 def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *, error: float) -> None:

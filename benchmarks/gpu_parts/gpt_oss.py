@@ -6,7 +6,7 @@ all, and a prompt multiplies each with many rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 import torch
@@ -23,30 +23,46 @@ from engine.models.four_bit_experts import BIAS, GROUP, ClampedGate, FourBitStac
 FEW_ROWS = 32
 """Of an expert: up to here its weights take longer to read than to multiply."""
 
+MakeExperts = Callable[[FourBitSizes, torch.dtype, Setting], ExpertProducts]
+
 
 def measure(setting: Setting) -> Iterator[Row]:
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(why_not)
     for num_tokens in setting.sizes.four_bits.nums_tokens:
-        yield expert_row(setting, setting.sizes.four_bits, num_tokens)
+        yield expert_row(setting, setting.sizes.four_bits, num_tokens, "MXFP4", 1 / 2 + 1 / GROUP, random_experts)
 
 
-def expert_row(setting: Setting, sizes: FourBitSizes, num_tokens: int) -> Row:
-    """All experts of a layer: gate and up, their gate, down."""
+def expert_row(
+    setting: Setting, sizes: FourBitSizes, num_tokens: int, form: str, item_bytes: float, make: MakeExperts
+) -> Row:
+    """All experts of a layer: gate and up, their gate, down. `item_bytes`: of a weight in that form."""
     num_rows, num_experts = num_tokens * sizes.experts_per_token, sizes.num_experts
-    counts = [num_rows // num_experts + (e < num_rows % num_experts) for e in range(num_experts)]
-    ends_E = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=setting.device)
-    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32  # which Triton's interpreter does compute
-    x_RD = torch.randn(num_rows, sizes.hidden_size, device=setting.device).to(dtype)
+    dtype = dtype_of(setting)
+    x_RD, ends_E = random_rows(sizes, num_tokens, dtype, setting)
     num_numbers = 3 * sizes.hidden_size * sizes.expert_size
-    num_bytes = min(num_rows, num_experts) * (num_numbers // 2 + num_numbers // GROUP)
-    all_experts = [random_experts(sizes, dtype, setting) for _ in range(num_sets(num_bytes, cache_bytes(x_RD.device)))]
+    num_bytes = int(min(num_rows, num_experts) * num_numbers * item_bytes)
+    all_experts = [make(sizes, dtype, setting) for _ in range(num_sets(num_bytes, cache_bytes(x_RD.device)))]
     seconds = timed([lambda experts=experts: experts(x_RD, ends_E) for experts in all_experts], setting)
-    what = f"experts in MXFP4, {num_experts} of {sizes.expert_size}, {num_tokens} tokens"
+    what = f"experts in {form}, {num_experts} of {sizes.expert_size}, {num_tokens} tokens"
     if num_rows <= num_experts * FEW_ROWS:
         return rate_of_bytes(what, num_bytes, seconds, setting)
     return rate_of_operations(what, num_rows * 2 * num_numbers, seconds, PREFILL_TARGET, setting)
+
+
+def dtype_of(setting: Setting) -> torch.dtype:
+    return torch.bfloat16 if setting.device == "cuda" else torch.float32  # which Triton's interpreter does compute
+
+
+def random_rows(
+    sizes: FourBitSizes, num_tokens: int, dtype: torch.dtype, setting: Setting
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows sorted by expert, where each expert's end), as many of each expert."""
+    num_rows, num_experts = num_tokens * sizes.experts_per_token, sizes.num_experts
+    counts = [num_rows // num_experts + (e < num_rows % num_experts) for e in range(num_experts)]
+    ends_E = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=setting.device)
+    return torch.randn(num_rows, sizes.hidden_size, device=setting.device).to(dtype), ends_E
 
 
 def random_experts(sizes: FourBitSizes, dtype: torch.dtype, setting: Setting) -> ExpertProducts:

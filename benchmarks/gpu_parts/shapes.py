@@ -147,7 +147,7 @@ def expert_flop(sizes: LatentSizes) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FourBitSizes:
-    """Experts in MXFP4, of one layer."""
+    """Experts in MXFP4, or in int4, of one layer."""
 
     num_experts: int
     hidden_size: int
@@ -188,6 +188,7 @@ class Sizes:
     push_layers: int
     latents: LatentSizes
     four_bits: FourBitSizes
+    int4_experts: FourBitSizes
 
 
 FULL = Sizes(
@@ -216,6 +217,9 @@ FULL = Sizes(
     four_bits=FourBitSizes(
         num_experts=128, hidden_size=2880, expert_size=2880, experts_per_token=4, nums_tokens=(1, 64, 8192)
     ),
+    int4_experts=FourBitSizes(
+        num_experts=128, hidden_size=2048, expert_size=768, experts_per_token=8, nums_tokens=(1, 64, 8192)
+    ),
 )  # fmt: skip
 TINY = Sizes(
     model=ModelShape(TOY),
@@ -240,6 +244,7 @@ TINY = Sizes(
         num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, expert_tokens=(3,),
     ),
     four_bits=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
+    int4_experts=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import torch
 from deepseek_cases import GREEDY, V3
 from gpu_kinds import GPU_KINDS
 from handover import alone, bytes_of, handed_over
+from int4_checkpoints import WIDENED
 from lora_folders import CONFIG as LORA_CONFIG
 from lora_folders import write_adapter
 from many_endings import CONFIG, answers_of, prompt_of
@@ -29,7 +30,7 @@ from pretend_gpu.engines import make_engine
 from pretend_gpu.flash import launched
 from pretend_gpu.triton import triton_interprets
 from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
-from quantized_on_gpu import WIDE, check_checkpoint, check_experts, check_int4_checkpoint
+from quantized_on_gpu import WIDE, check_checkpoint, check_experts, check_int4_checkpoint, check_int4_experts
 from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 from triton_device import DEVICE
 
@@ -237,6 +238,19 @@ def test_experts_in_8_bits_stay_as_they_are(
     check_experts(tmp_path, EXPERTS | {"v_head_dim": 12}, form, dtype, error=error)
 
 
+@pytest.mark.parametrize(
+    "form", ["gptq", "gptq, v2", "awq", "packed, zero points", "packed, channels", "gptq, by activations"]
+)
+def test_experts_in_4_bits_stay_as_they_are(
+    gpu: PretendGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Or it is said how many do not: of two layers three weights of 8 experts."""
+    check_int4_experts(tmp_path, EXPERTS, form, is_kept=form not in WIDENED)
+    said = capsys.readouterr().err
+    assert ("48 weights in 4 bits are widened" in said) == (form in WIDENED)
+    assert "experts in int4" not in said
+
+
 @pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
 def test_steps_with_experts_in_8_bits_are_recorded_where_those_of_plain_ones_are_not(
     tmp_path: Path, capability: tuple[int, int]
@@ -332,8 +346,8 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
     done = launches_compiled(tmp_path, capability, str(shared_bytes))
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
-    engines = "llama", "qwen", "int8", "int4", "fp8", "blocks", "deepseek", "experts in blocks", "adapters"
-    for name in (*engines, "batch invariant", "batch invariant deepseek"):
+    engines = "llama", "qwen", "int8", "int4", "fp8", "blocks", "deepseek", "experts in blocks", "experts in int4"
+    for name in (*engines, "adapters", "batch invariant", "batch invariant deepseek"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
@@ -342,5 +356,5 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
         "_latent_prefill_kernel", "_latent_project_kernel", "_unfolded_kernel", "_bounds_kernel", "_race_kernel",
         "_one_row_kernel", "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",
         "_expert_row_product_kernel", "_sum_kernel", "_sum_pieces_kernel", "_choose_kernel", "_pieces_kernel",
-        "_reduce_pieces_kernel", "_int4_kernel", "_widen_int4_kernel",
+        "_reduce_pieces_kernel", "_int4_kernel", "_widen_int4_kernel", "_int4_expert_kernel",
     }  # fmt: skip

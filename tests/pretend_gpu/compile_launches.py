@@ -62,6 +62,18 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "experts in int4": (
+        QWEN
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "moe_intermediate_size": 192,
+            "num_experts": 32,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64},
+        },
+        {},
+    ),
     "batch invariant": (QWEN, {"batch_invariant": True, "kv_cache_dtype": "fp8"}),
     "batch invariant deepseek": (DEEPSEEK, {"batch_invariant": True}),
     "adapters": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),

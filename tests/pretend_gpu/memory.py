@@ -164,8 +164,8 @@ def _basic(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, list[
         elif isinstance(item, slice):
             start, stop, step = item.indices(x.shape[axis])
             x, axis = torch.ops.aten.slice(x, axis, start, max(start, stop), step), axis + 1
-        elif isinstance(item, torch.Tensor):
-            tensors += [None] * (axis - len(tensors)) + [item]
+        elif isinstance(item, (torch.Tensor, tuple)):
+            tensors += [None] * (axis - len(tensors)) + [torch.as_tensor(item, device=x.device)]
             axis += 1
         else:
             x = x.select(axis, int(item))

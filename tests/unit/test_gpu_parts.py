@@ -26,6 +26,7 @@ from benchmarks.gpu_parts import (
     flash,
     floors,
     gpt_oss,
+    int4_experts,
     invariant,
     offload,
     products,
@@ -202,6 +203,12 @@ def test_latents_and_experts(setting: Setting) -> None:
 def test_experts_in_four_bits(setting: Setting) -> None:
     [row] = gpt_oss.measure(replace(setting, known={floors.COPY: 10.0}))
     assert (row.what, row.unit, row.limit) == ("experts in MXFP4, 4 of 32, 3 tokens", "GB/s", 10.0)
+    assert row.value
+    error, row = int4_experts.measure(replace(setting, known={floors.COPY: 10.0}))
+    assert (error.what, error.is_check, error.is_met) == ("error of experts in int4", True, True)
+    assert error.value is not None
+    assert error.value < 1e-5, "in float32, where the order of sums is all that differs"
+    assert (row.what, row.unit, row.limit) == ("experts in int4, 4 of 32, 3 tokens", "GB/s", 10.0)
     assert row.value
 
 

@@ -28,6 +28,8 @@ from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.experts import expert_config, expert_product, tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
+from engine.kernels.gpu.int4 import ScaledInt4
+from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.models.expert_products import ScaledStack
@@ -162,6 +164,22 @@ def test_weights_of_far_experts_are_read() -> None:
     stack = ScaledStack(weight, scale, num_inputs, torch.float16)
     y = expert_product(x.half(), stack, tiles_of(ends, 2, config.block_t), config)
     assert_same(y, (x.double() @ near.double().T / 2).half())
+
+
+def test_weights_in_4_bits_of_far_experts_are_read() -> None:
+    num_experts, num_outputs, num_inputs = FAR // (64 * 2048) + 2, 64, 4096
+    config = expert_config(gpu_kind(DEVICE), 2, num_experts, 2)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-9, 9, (2, num_inputs), generator=generator).half().to(DEVICE)
+    near = torch.randint(16, (num_outputs, num_inputs), generator=generator).to(DEVICE)
+    packed = untouched(num_experts * num_outputs, num_inputs // 2, dtype=torch.uint8)
+    scale, offset = (untouched(num_experts * num_outputs, 1, dtype=torch.float32) for _ in range(2))
+    packed[-num_outputs:], scale[-num_outputs:], offset[-num_outputs:] = near[:, ::2] | near[:, 1::2] << 4, 0.5, -4
+    ends = torch.zeros(num_experts, dtype=torch.int32, device=DEVICE)
+    ends[-1] = 2
+    weight = ScaledInt4(packed, scale, offset, torch.float16)
+    y = int4_expert_product(x, weight, num_experts, tiles_of(ends, 2, config.block_t), config)
+    assert_same(y, (x.double() @ (near.double() / 2 - 4).T).half())
 
 
 def test_rows_are_copied_from_far_to_far() -> None:
