@@ -76,6 +76,7 @@ PARTS = (
     Part(name="int4-experts", about="experts in int4, alone", measure=int4_experts.measure, limit_s=60),
     Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
     Part(name="steps-int4", about="the same engine with int4 weights", measure=steps.measure_int4, limit_s=90),
+    Part(name="steps-mixture", about="of an engine with experts in int4", measure=steps.measure_mixture, limit_s=90),
     Part(name="steps-fp8", about="the same engine with weights and KV in fp8", measure=steps.measure_fp8, limit_s=90),
     Part(name="invariant", about="batch_invariant: bits, products, attention", measure=invariant.measure, limit_s=120),
     Part(

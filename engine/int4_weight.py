@@ -112,7 +112,7 @@ class Int4Weight:
             )
         groups = torch.arange(part.start, part.stop, size, device=self.scale.device) // self.group_size
         packed = self.packed[:, part.start // 2 : part.stop // 2].clone(memory_format=torch.contiguous_format)
-        return Int4Weight(packed, self.scale[:, groups], self.offset[:, groups], self.dtype)
+        return Int4Weight(packed, self.scale.index_select(1, groups), self.offset.index_select(1, groups), self.dtype)
 
 
 def quantize_int4(weight_NK: torch.Tensor, group_size: int = INT4_GROUP_SIZE) -> Int4Weight:

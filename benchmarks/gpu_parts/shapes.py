@@ -19,6 +19,19 @@ TOY: Mapping[str, Any] = {
     **LLAMA_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 2048,
 }  # fmt: skip
+QWEN_30B: Mapping[str, Any] = {
+    **LLAMA_8B, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 12, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+}  # fmt: skip
+"""A quarter of Qwen3-30B-A3B's 48 layers."""
+TOY_MIXTURE: Mapping[str, Any] = {
+    **QWEN_30B, **TOY, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16,
+    "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2,
+    "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+}  # fmt: skip
 ITEM_BYTES = 2
 """bfloat16"""
 INT4_BYTES = 0.5 + 4 / 32
@@ -36,7 +49,7 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        return int(self.config["hidden_size"]) // int(self.config["num_attention_heads"])
+        return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
 
     @property
     def num_layers(self) -> int:
@@ -84,6 +97,20 @@ class ModelShape:
         c = self.config
         attention = c["num_hidden_layers"] * attention_flop(c["num_attention_heads"], self.head_dim, num_tokens)
         return float(2 * num_tokens * self.num_in_layers + 2 * self.num_in_logits + attention)
+
+
+@dataclass(frozen=True)
+class MixtureShape(ModelShape):
+    """Of a Qwen3-MoE. Its `intermediate_size` is that of a token's experts together: so a token is counted as that of a
+    dense model."""
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """With all experts that one of `batch` tokens has, if all are chosen equally often."""
+        c = self.config
+        share = c["num_experts_per_tok"] / c["num_experts"]
+        num_of_token = c["num_hidden_layers"] * 3 * c["hidden_size"] * c["intermediate_size"]
+        num_more = ((1 - (1 - share) ** batch) / share - 1) * num_of_token
+        return super().decode_bytes(batch, context) + int(self.layer_item_bytes * num_more)
 
 
 def attention_flop(num_heads: int, head_dim: int, num_tokens: int) -> int:
@@ -189,6 +216,7 @@ class Sizes:
     latents: LatentSizes
     four_bits: FourBitSizes
     int4_experts: FourBitSizes
+    mixture: MixtureShape
 
 
 FULL = Sizes(
@@ -220,6 +248,7 @@ FULL = Sizes(
     int4_experts=FourBitSizes(
         num_experts=128, hidden_size=2048, expert_size=768, experts_per_token=8, nums_tokens=(1, 64, 8192)
     ),
+    mixture=MixtureShape(QWEN_30B, layer_item_bytes=0.5 + 4 / 128),
 )  # fmt: skip
 TINY = Sizes(
     model=ModelShape(TOY),
@@ -245,6 +274,7 @@ TINY = Sizes(
     ),
     four_bits=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
     int4_experts=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
+    mixture=MixtureShape(TOY_MIXTURE, layer_item_bytes=INT4_BYTES),
 )  # fmt: skip
 
 

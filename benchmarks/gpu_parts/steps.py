@@ -62,6 +62,12 @@ def measure_int4(setting: Setting) -> Iterator[Row]:
     return measure_with(setting, sizes, "int4: ", quantization="int4")
 
 
+def measure_mixture(setting: Setting) -> Iterator[Row]:
+    """Of a mixture of experts that its checkpoint has in int4."""
+    sizes = replace(setting.sizes, model=setting.sizes.mixture)
+    return measure_with(setting, sizes, "int4 experts: ")
+
+
 def measure_fp8(setting: Setting) -> Iterator[Row]:
     """Weights of layers and KV in fp8. Prompts stand beside the same limit, of products in bfloat16."""
     if setting.device != "cuda":
@@ -105,7 +111,7 @@ def measure_with(setting: Setting, sizes: Sizes, label: str = "", **settings: An
     with TemporaryDirectory() as name:
         engine = open_engine(write_model(Path(name), sizes.model.config), setting, **settings)
         steps_ms: list[float] = []
-        rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting))
+        rows = chain(decode_rows(engine, setting, sizes, steps_ms), prefill_rows(engine, setting, sizes))
         for row in chain(rows, () if label else sampling_rows(engine, setting)):
             yield replace(row, what=label + row.what)
         if not label:
@@ -182,14 +188,14 @@ def prefill_limit_ms(sizes: Sizes, num_prompts: int, length: int, tflop_s: float
     return None if tflop_s is None else num_prompts * sizes.model.prefill_flop(length) / tflop_s / 1e9
 
 
-def prefill_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
-    for num_prompts, length, target in setting.sizes.prefill_steps:
+def prefill_rows(engine: LLMEngine, setting: Setting, sizes: Sizes) -> Iterator[Row]:
+    for num_prompts, length, target in sizes.prefill_steps:
         prefill_seconds(engine, num_prompts, length, setting.device)  # compiles
         times_s = [prefill_seconds(engine, num_prompts, length, setting.device) for _ in range(NUM_PREFILLS)]
         value_ms = 1e3 * statistics.median(times_s)
         yield Row(
             what=f"prefill, {num_prompts} x {length}", value=value_ms, unit="ms", target=target,
-            limit=prefill_limit_ms(setting.sizes, num_prompts, length, setting.known.get(floors.PRODUCTS)),
+            limit=prefill_limit_ms(sizes, num_prompts, length, setting.known.get(floors.PRODUCTS)),
             note=f"{1e3 * num_prompts * length / value_ms:,.0f} tokens/s",
         )  # fmt: skip
 

@@ -38,7 +38,16 @@ from benchmarks.gpu_parts import (
 )
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import FULL, INT4_BYTES, TOY, attention_bytes, expert_numbers, write_model
+from benchmarks.gpu_parts.shapes import (
+    FULL,
+    INT4_BYTES,
+    QWEN_30B,
+    TOY,
+    ModelShape,
+    attention_bytes,
+    expert_numbers,
+    write_model,
+)
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
 from engine.int4_weight import INT4_GROUP_SIZE
 from engine.kernels.gpu import why_no_triton
@@ -263,6 +272,24 @@ def test_steps_in_fewer_bits_stand_beside_their_bytes(setting: Setting, monkeypa
     assert rows["int4: decode step, 1 x 8"].limit == pytest.approx((eight.decode_bytes(1, 8) - num_fewer) / 100e6)
     with pytest.raises(NotRun, match="it needs a GPU"):
         list(steps.measure_fp8(known))
+
+
+def test_steps_of_a_mixture_stand_beside_the_bytes_of_the_experts_that_are_chosen(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "NUM_STEPS", 2)
+    known = replace(setting, known={floors.COPY: 100.0, floors.PRODUCTS: 1.0})
+    rows = {row.what: row for row in steps.measure_mixture(known)}
+    shape = known.sizes.mixture
+    assert rows["int4 experts: decode step, 1 x 8"].limit == pytest.approx(shape.decode_bytes(1, 8) / 100e6)
+    assert rows["int4 experts: prefill, 2 x 64"].value
+    # Two of four experts for a token, of three products of 64 x 64 in two layers; all but 1/16 for four tokens.
+    experts = 4 * 3 * 64 * 64 * 2 * 0.625
+    num_bytes = [shape.decode_bytes(batch, 8) - batch * shape.kv_bytes(8) for batch in (1, 4)]
+    assert num_bytes[1] - num_bytes[0] == experts * (15 / 16 - 1 / 2)
+    # Qwen3-30B-A3B has 30.5 billion weights, of which a token meets 3.3, and 0.3 are embeddings.
+    whole = ModelShape({**QWEN_30B, "num_hidden_layers": 48})
+    assert whole.num_in_layers + whole.num_in_logits == pytest.approx(3.04e9, rel=0.01)
 
 
 def test_what_is_pushed_arrives_and_a_receiver_that_lies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
