@@ -94,7 +94,7 @@ def check_int4_experts(folder: Path, config: dict[str, Any], form: str, *, is_ke
     kept = make_engine(folder, config, **settings)
     assert kept.config.model.quantization == "stored"
     assert kept.config.device.uses_graphs
-    experts = runner_of(kept)._model._layers._layers[2].feed_forward._experts._products  # type: ignore[attr-defined]
+    experts = experts_of(kept)
     if is_kept:
         inner = config["n_routed_experts"] * config["moe_intermediate_size"]
         held = experts._gate_up.packed, experts._down.packed
@@ -119,8 +119,7 @@ def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *
     kept = make_engine(folder, config, **settings)
     assert kept.config.model.quantization == "stored"
     assert kept.config.device.uses_graphs
-    layers = runner_of(kept)._model._layers._layers  # type: ignore[attr-defined]
-    experts = layers[2].feed_forward._products
+    experts = experts_of(kept)
     assert isinstance(experts, ScaledExperts)
     for e in range(config["n_routed_experts"]):
         gate, up, down = (
@@ -132,6 +131,11 @@ def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *
     for ours, theirs in zip(logits_of(runner_of(kept)), logits_of(runner_of(widened)), strict=True):
         expected = theirs.cpu().double()
         assert 0 < (ours.cpu().double() - expected).norm() < error * expected.norm()
+
+
+def experts_of(engine: LLMEngine) -> Any:
+    """Of the third layer."""
+    return runner_of(engine)._model._layers._layers[2].feed_forward._experts._products  # type: ignore[attr-defined]
 
 
 def runner_of(engine: LLMEngine) -> ModelRunner:

@@ -67,9 +67,11 @@ def told_one_by_one(engine: LLMEngine) -> Told:
     return {name: told for each in PROMPTS for name, told in told_by(engine, [each]).items()}
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 MODELS = [
     pytest.param(CONFIG, {}, id="llama"),
     pytest.param(QWEN3_MOE, {}, id="experts"),
+    pytest.param(QWEN3_MOE | {"quantization_config": GPTQ}, {}, id="experts in int4"),
     pytest.param(LATENTS, {}, id="latents"),
     pytest.param(CONFIG, {"quantization": "int8"}, id="int8"),
     pytest.param(CONFIG, {"quantization": "int4"}, id="int4"),
