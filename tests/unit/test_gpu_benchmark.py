@@ -171,7 +171,7 @@ def test_kernels_tests_that_fail_are_counted_and_the_first_illegal_access_is_nam
 
 
 def test_kernels_tests_that_hang_are_ended_and_what_failed_before_is_told(kernels_rows: Any) -> None:
-    (row,) = kernels_rows(hangs=True, limit_s=6.0)
+    (row,) = kernels_rows(hangs=True, limit_s=12.0)  # pytest itself takes seconds to begin, on a busy machine
     assert (row.value, row.is_wrong) == (1, True)
     assert row.note == f"out of time after 75% of the tests; {LOST}"
 
