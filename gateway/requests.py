@@ -63,9 +63,11 @@ def _is_token_ids(value: list[Any]) -> bool:
 
 
 def _response_format(value: Any) -> StructuredOutputsParams | None:
-    """OpenAI's words for it. A schema is kept to, strict or not."""
+    """OpenAI's words for it, and vLLM's one more type. A schema is kept to, strict or not."""
     if value is None:
         return None
+    if isinstance(value, dict) and value.get("type") == "structural_tag":
+        return StructuredOutputsParams(structural_tag={name: said for name, said in value.items() if said is not None})
     asked = ResponseFormat.model_validate(value)
     if asked.json_schema is not None and asked.type == "json_schema":
         return StructuredOutputsParams(json=asked.json_schema.schema_)
@@ -104,7 +106,7 @@ class JsonSchema(Known):
 
 
 class ResponseFormat(Known):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
 
 

@@ -15,6 +15,7 @@ from router.served_model import Texts
 from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.reasoning import AnswerReader, reasoning_of
+from router.text.structured_outputs import with_tokens
 from router.text.tool_calls import CallIds
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.prompt import TokenizedPrompt, tokenize_prompt
@@ -61,6 +62,8 @@ class PreparedRequest:
             has_form=bool(form),
             is_within=prompt.is_within_thought,
         )
+        self._shown: tuple[str, ...] = ()
+        """Tokens that stand in the form that the answers have."""
         self.grammar = self._around(form)
         self._params = resolve_sampling(validated.sampling_params, model, len(prompt.token_ids))
         self._stop_token_ids = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else model.eos_token_ids)}
@@ -96,7 +99,7 @@ class PreparedRequest:
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """Of one answer."""
-        told_apart_by = (*self._validated.asked_tools.words, *self._reasoning.words)
+        shown = (*self._validated.asked_tools.words, *self._reasoning.words, *self._shown)
         return IncrementalDetokenizer(
             self._tokenizer,
             prompt_token_ids=self._prompt_token_ids,
@@ -104,7 +107,7 @@ class PreparedRequest:
             stop_token_ids=self._stop_token_ids,
             include_stop_str_in_output=self._params.include_stop_str_in_output,
             skip_special_tokens=self._params.skip_special_tokens,
-            shown_token_ids=self._tokenizer.hidden_ids(told_apart_by),
+            shown_token_ids=self._tokenizer.hidden_ids(shown),
             min_tokens=self._params.min_tokens,
         )
 
@@ -119,6 +122,11 @@ class PreparedRequest:
         asked, added_ids = self._validated.asked_tools, self._tokenizer.added_ids
         if asked.holds:
             form = asked.grammar(added_ids(asked.words)).text
+        elif form and (
+            held := with_tokens(self._validated.sampling_params.structured_outputs, self._tokenizer.added_in)
+        ):
+            form, tokens = held
+            self._shown = tuple(tokens)
         return self._reasoning.grammar(form, tokens=added_ids(self._reasoning.words), is_calls=asked.holds)
 
     async def _resumption(

@@ -13,7 +13,7 @@ from tandem.checks import is_list
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of the first five. Raises `ValueError` naming the field.
+    """Exactly one of the first six. Raises `ValueError` naming the field.
 
     Whether a schema, regex or grammar can be read is the router's to say, or `SamplingParams`' where there is none.
     """
@@ -28,12 +28,13 @@ class StructuredOutputsParams:
     """One of these texts."""
     grammar: str | None = None
     """Lark's, as llguidance reads it, or EBNF as llama.cpp and XGrammar do: `root ::= "yes" | "no"`."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Text with tags in it whose contents have a form, as vLLM and XGrammar have it, or JSON of that."""
 
     # vLLM's that may be given, and ask for what is done anyway.
     disable_any_whitespace: InitVar[bool | None] = None
     disable_additional_properties: InitVar[bool | None] = None
     whitespace_pattern: InitVar[str | None] = None
-    structural_tag: InitVar[str | None] = None
 
     def __post_init__(self, *done_anyway: object) -> None:
         for name, value in zip(_DONE_ANYWAY, done_anyway, strict=True):
@@ -64,7 +65,7 @@ class StructuredOutputsParams:
                 if not is_list(value) or not all(isinstance(text, str) for text in value):
                     raise ValueError(f"must be a list of texts, is {value!r:.80}")
                 return pb.StructuredOutputs(choice=pb.Choices(texts=value))
-            if name == "json" and not isinstance(value, str):
+            if name in ("json", "structural_tag") and not isinstance(value, str):
                 value = json_text.dumps(value)
             if name in ("regex", "grammar") and not isinstance(value, str):
                 raise ValueError(f"must be a text, is {value!r:.80}")
@@ -73,5 +74,5 @@ class StructuredOutputsParams:
             raise ValueError(f"{name}: {error}") from error
 
 
-_DONE_ANYWAY = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "structural_tag")
+_DONE_ANYWAY = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 _NAMES = ", ".join(entry.name for entry in fields(StructuredOutputsParams))

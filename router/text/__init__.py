@@ -7,6 +7,8 @@
     tool_formats          which way of writing calls a template teaches
     calls                 those ways
     structured_outputs    forms that answers are held to, as grammars
+    structural_tags       of these, text with tags in it
+    schemas               of these, JSON
     words                 words in a text that comes in pieces
     token_bytes           what each token stands for
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from protos import tandem_inference_pb2 as pb
-from router.text.calls.text_values import no_number
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
+from router.text.schemas import ON_ONE_LINE, schema_of
+from router.text.structural_tags import StructuralTag
 
 MAX_BYTES = 65_536
 """Of a schema, a regex, a grammar, or all choices together."""
@@ -29,14 +29,10 @@ MAX_BYTES_OF_ALL = 4 * MAX_BYTES
 MAX_CHOICES = 1024
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
 """As the engine's: what cannot begin there is refused here."""
-ON_ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-"""As Python's json writes. Free to choose, small models wander about in line breaks and indents, sometimes for ever. A
-schema may say otherwise in its "x-guidance"."""
 MAX_REASON_CHARS = 400
-BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 """Where one begins: no line of Lark's does so."""
-KINDS = "json, json_object, regex, choice and grammar"
+KINDS = "json, json_object, regex, choice, grammar and structural_tag"
 
 
 class _Bytes:
@@ -76,13 +72,34 @@ def grammar_of(asked: pb.StructuredOutputs) -> str:
     the process: see router/validation/grammar_checker.py."""
     if (problem := problem_of(asked)) is not None:
         raise ValueError(problem)
-    grammar = _grammar_text(asked)
+    kind = asked.WhichOneof("kind")
+    tag = _structural_tag(asked.structural_tag) if kind == "structural_tag" else None
+    grammar = _grammar_text(asked) if tag is None else tag.grammar
     matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # that nothing at all fits is found here, not before
     if matcher.is_error():
-        raise ValueError(f"{asked.WhichOneof('kind')}: {_in_words(matcher.get_error())}")
+        reason = matcher.get_error()
+        raise ValueError(f"{kind}: {_in_words(reason if tag is None else tag.problem(reason))}")
     return grammar
+
+
+def with_tokens(
+    asked: pb.StructuredOutputs, added_in: Callable[[Iterable[str]], Mapping[str, int]]
+) -> tuple[str, Mapping[str, int]] | None:
+    """The grammar of what `grammar_of` has found right, for a model with words that are tokens by themselves, and these
+    words of it. `added_in`: those within texts (`Tokenizer.added_in`). None: it has none."""
+    if asked.WhichOneof("kind") != "structural_tag":
+        return None
+    tokens = added_in(_structural_tag(asked.structural_tag).texts)
+    return (_structural_tag(asked.structural_tag, tokens).grammar, tokens) if tokens else None
+
+
+def _structural_tag(text: str, tokens: Mapping[str, int] = MappingProxyType({})) -> StructuralTag:
+    try:
+        return StructuralTag(text, tokens)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"structural_tag: {str(error)[:MAX_REASON_CHARS]}") from error
 
 
 @lru_cache(maxsize=1)
@@ -101,34 +118,6 @@ def _grammar_text(asked: pb.StructuredOutputs) -> str:
     if kind == "choice":
         return grammar_from("choice", json.dumps(list(asked.choice.texts)))
     return _lark_grammar(asked.grammar)
-
-
-def schema_of(text: str) -> dict[str, Any]:
-    """A JSON schema. Raises `ValueError`."""
-    try:
-        schema = json.loads(text, parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"json: is not JSON: {error}") from error
-    if schema is False:
-        raise ValueError("json: no text fits it")
-    check_bounds(schema)
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
-        raise ValueError(f"json: must be a schema, an object, is a {type(schema).__name__}")
-    return schema
-
-
-def check_bounds(schema: Any) -> None:
-    """Of integers beyond 64 bits, which would be taken for the nearest within. Raises `ValueError`."""
-    stack = [schema]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            for name in BOUNDS & item.keys():
-                if isinstance(item[name], int) and abs(item[name]) >= 1 << 63:
-                    raise ValueError(f"json: {name} must be within 64 bits, is {str(item[name])[:40]}")
-        stack.extend(item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
 
 
 def _schema_grammar(schema: Any) -> str:

@@ -184,6 +184,11 @@ class Tokenizer:
         """Ids of those of `texts` that are one token, added to those that other texts are cut into, special or not."""
         return {text: self._added[text] for text in texts if text in self._added}
 
+    def added_in(self, texts: Iterable[str]) -> dict[str, int]:
+        """Ids of all such tokens that stand within one of `texts`."""
+        joined = "\0".join(texts)
+        return {word: token_id for word, token_id in self._added.items() if word and word in joined}
+
     def hidden_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Of those of `texts` that are tokens which `skip_special_tokens` leaves out."""
         return self.special_token_ids.intersection(map(self._backend.token_to_id, texts))

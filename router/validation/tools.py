@@ -15,7 +15,7 @@ from router.model_info import ModelInfo
 from router.text.calls.call_format import FORM, GrammarLines, Tool
 from router.text.calls.text_values import Schema, no_number
 from router.text.chat_template import ChatMessage
-from router.text.structured_outputs import check_bounds, schema_of
+from router.text.schemas import check_bounds, schema_of
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS, calls_grammar
 from router.validation.sampling import Violations

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from router.text.calls.free_text import pattern, text_without
 from router.text.calls.text_values import Schema
-from router.text.structured_outputs import ON_ONE_LINE
+from router.text.schemas import ON_ONE_LINE
 
 FORM = -1
 """That an answer may have instead of calls."""
@@ -157,16 +157,25 @@ class GrammarLines:
 
     def text_until(self, end: str, bounds: tuple[int, int | None], *, without: Sequence[str]) -> str:
         """A text of so many characters, at least and at most, in which none of the words `without` is; and `end`."""
-        position = min((at for word in self._tokens if (at := end.find(word)) >= 0), default=len(end))
-        plain, rest = pattern(end[:position]), end[position:]  # a lexeme has no tokens in it
+        plain, rest = self.split(end)  # a lexeme has no tokens in it
+        plain = pattern(plain)
         said = f"/{text_without(without)}{plain}/"
         least, most = bounds
         if bounds != (0, None):
             said += f" & /(?s:.{{{least},{'' if most is None else most}}}){plain}/"
-        if said not in self._terminals:
-            self._terminals[said] = self.add(f"TEXT_{len(self._terminals)}", said)
-        name = self._terminals[said]
+        name = self.terminal(said)
         return f"{name} {self.literal(rest)}" if rest else name
+
+    def terminal(self, said: str, *, place: int | None = None) -> str:
+        """The name of a lexeme, or of a part of others."""
+        if said not in self._terminals:
+            self._terminals[said] = self.add(f"TEXT_{len(self._terminals)}", said, place=place)
+        return self._terminals[said]
+
+    def split(self, text: str) -> tuple[str, str]:
+        """What is before the first of the words in `text`, and the rest."""
+        position = min((at for word in self._tokens if (at := text.find(word)) >= 0), default=len(text))
+        return text[:position], text[position:]
 
     @property
     def text(self) -> str:

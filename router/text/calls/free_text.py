@@ -1,25 +1,114 @@
-"""A regex of texts in which certain words are not, as grammars have it.
+"""Regexes of texts in which certain words are not, or with which one of them is there for the first time, as grammars
+have it.
 
 A grammar could say "not any text with the word in it", and would have to prove in every state whether anything can
 follow: milliseconds for a token. So it is said what may come, state by state: how much of a word has been said.
 
     ([^<] | < a word's beginning, again < …, and a character that does not go on with it)*, < a word's beginning or not
+
+The states and what leads from each to which are Aho and Corasick's; they become a regex one after the other, the
+longest beginnings first, as what is said behind each (Arden's rule: x = ax | b is a*b).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
+
+MAX_CHARS = 32_768
+"""Of a regex. Words that go on with each other in many ways would make one without end."""
+
+_Target = tuple[str, str]
+"""Where a state leads: a state, a word that is there, or the text's end behind certain characters."""
+_STATE, _WORD, _END = "state", "word", "end"
+_ROOT = (_STATE, "")
 
 
 def text_without(words: Sequence[str]) -> str:
-    """`words`, of two characters and more, begin with the same one, which is nowhere else in them."""
-    first = words[0][0]
-    assert all(word[0] == first and first not in word[1:] and len(word) > 1 for word in words)
-    rests = [word[1:] for word in words]
-    again, past = _again(rests, first), _past(rests, first)
-    said = f"(?:[^{_in_class(first)}]|{pattern(first)}(?:{again})*(?:{past}))*"
-    return f"{said}(?:{pattern(first)}(?:{again})*{_begun(rests)})?"
+    """Any text in which none of `words` is. Raises `ValueError`, as `FreeText` does."""
+    free = FreeText([word for word in words if not any(other in word for other in words if other != word)])
+    return free.said + free.ending_with("")
+
+
+class FreeText:
+    """A text up to the first of `words`, or to its end. None of them may be within another, and `ends` are what the
+    text may have to end with where no word is: beginnings of words. Raises `ValueError` where they cannot be told
+    apart, or not cheaply."""
+
+    def __init__(self, words: Sequence[str], ends: Sequence[str] = ("",)) -> None:
+        for number, word in enumerate(words):
+            for other in (*words[:number], *words[number + 1 :]):
+                if word in other:
+                    raise ValueError(f"{word!r:.80} is within {other!r:.80}, which could never be said")
+        self._words = words
+        self._ends = ends
+        self._states = {word[:length] for word in words for length in range(len(word))}
+
+    @property
+    def said(self) -> str:
+        """Of a regex: what comes before what the others give."""
+        return f"{self._grouped(self._solved.get(_ROOT, []))}*"
+
+    def up_to(self, word: str) -> str:
+        """Behind `said`: up to the end of `word`, which is there for the first time, and no other one is."""
+        return self._grouped(self._solved[_WORD, word])
+
+    def ending_with(self, end: str) -> str:
+        """Behind `said`: to the text's end, which is `end`, and none of the words is there. Empty: any end is."""
+        return self._grouped(self._solved.get((_END, end), []))
+
+    @cached_property
+    def _solved(self) -> dict[_Target, list[str]]:
+        """Of the state in which nothing of a word has been said: what leads where."""
+        leads = {begun: self._leads_from(begun) for begun in self._states | {""}}
+        for begun in sorted(self._states - {""}, key=lambda begun: (-len(begun), begun)):
+            onward = leads.pop(begun)
+            again = onward.pop((_STATE, begun), [])
+            for other in leads.values():
+                before = other.pop((_STATE, begun), None)
+                if before is None:
+                    continue
+                head = self._grouped(before) + (f"{self._grouped(again)}*" if again else "")
+                for target, pieces in onward.items():
+                    other.setdefault(target, []).append(head + self._grouped(pieces))
+            if sum(len(piece) for other in leads.values() for pieces in other.values() for piece in pieces) > MAX_CHARS:
+                raise ValueError("the words that free text ends with go on with each other in too many ways")
+        return leads[""]
+
+    def _leads_from(self, begun: str) -> dict[_Target, list[str]]:
+        """A character at a time."""
+        leads: dict[_Target, list[str]] = {}
+        others = []
+        for char in dict.fromkeys("".join(self._words)):
+            target = self._target(begun + char)
+            if target != _ROOT:
+                leads.setdefault(target, []).append(pattern(char))
+                others.append(_in_class(char))
+        leads.setdefault(_ROOT, []).append(f"[^{''.join(others)}]" if others else "(?s:.)")
+        for end in self._ends:
+            if begun.endswith(end):
+                leads[_END, end] = [""]
+        return leads
+
+    def _target(self, said: str) -> _Target:
+        """The most of a word that is at its end."""
+        for start in range(len(said)):
+            if (rest := said[start:]) in self._words:
+                return _WORD, rest
+            if rest in self._states:
+                return _STATE, rest
+        return _ROOT
+
+    @staticmethod
+    def _grouped(pieces: Sequence[str]) -> str:
+        """One of them."""
+        some = [piece for piece in pieces if piece]
+        if not some:
+            return ""
+        is_class = len(some) == 1 and re.fullmatch(r"\[\^?(?:\\.|[^\]\\])+\]|\\.|[^\\]|\(\?s:\.\)", some[0], re.DOTALL)
+        said = some[0] if is_class else f"(?:{'|'.join(some)})"
+        return f"{said}?" if len(some) < len(pieces) else said
 
 
 def pattern(text: str) -> str:
@@ -27,37 +116,5 @@ def pattern(text: str) -> str:
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
-def _following(rests: Sequence[str]) -> dict[str, list[str]]:
-    """What is left of each, by its next character. Of a whole word, nothing: it may not be said."""
-    chars = dict.fromkeys(rest[0] for rest in rests if rest)
-    return {char: [rest[1:] for rest in rests if rest[:1] == char] for char in chars}
-
-
-def _again(rests: Sequence[str], first: str) -> str:
-    """From here to the beginning of another word."""
-    if "" in rests:
-        return ""
-    going_on = [
-        f"{pattern(char)}(?:{said})" for char, left in _following(rests).items() if (said := _again(left, first))
-    ]
-    return "|".join([pattern(first), *going_on])
-
-
-def _past(rests: Sequence[str], first: str) -> str:
-    """From here to what is no word."""
-    if "" in rests:
-        return ""
-    following = _following(rests)
-    others = f"[^{''.join(_in_class(char) for char in (first, *following))}]"
-    going_on = [f"{pattern(char)}(?:{said})" for char, left in following.items() if (said := _past(left, first))]
-    return "|".join([others, *going_on])
-
-
-def _begun(rests: Sequence[str]) -> str:
-    """Any part of a word, but not all of one."""
-    going_on = [f"{pattern(char)}{_begun(left)}" for char, left in _following(rests).items() if "" not in left]
-    return f"(?:{'|'.join(going_on)})?" if going_on else ""
-
-
 def _in_class(char: str) -> str:
-    return f"\\{char}" if char in "\\]^-[/" else "\\n" if char == "\n" else char
+    return f"\\{char}" if char in "\\]^-[/&~" else "\\n" if char == "\n" else char

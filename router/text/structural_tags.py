@@ -1,0 +1,376 @@
+"""Structural tags, vLLM's and XGrammar's: free text in which certain words begin what is held to a form, as a grammar.
+
+    {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [
+        {"begin": "<f=now>", "content": {"type": "json_schema", "json_schema": {...}}, "end": "</f>"}]}}
+
+    text ── a trigger ──> the rest of a tag's begin ──> its content ──> its end ──> text …
+
+and of old, where all contents are JSON: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
+
+Text ends with the first of the words that may follow it, so whoever reads the answer sees the same. What is given is
+told by its place in the JSON. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from llguidance import grammar_from
+
+from router.text.calls.call_format import GrammarLines
+from router.text.calls.free_text import FreeText, pattern
+from router.text.calls.text_values import no_number
+from router.text.schemas import ON_ONE_LINE, check_bounds
+
+MAX_TRIGGERS = 32
+MAX_TAGS = 128
+"""Of one format, as of other things that formats are made of."""
+MAX_WORD_BYTES = 256
+"""Of what free text goes up to."""
+MAX_BEGIN_BYTES = 4096
+MAX_DEPTH = 16
+"""Of formats within each other."""
+MAX_SHOWN_CHARS = 80
+
+Behind = tuple[str, ...] | None
+"""What follows a format: one of these texts. None of them: nothing does. None: what is not known here."""
+OVER: Behind = ()
+_AT = re.compile(r"at (\d+)\(\d+\): (.*)", re.DOTALL)
+
+
+class _Free(NamedTuple):
+    """A text up to one of some words, in the grammar."""
+
+    text: FreeText
+    said: str
+    """The rule of what comes before."""
+
+
+class StructuralTag:
+    """What one says. Raises `ValueError` naming the field, and saying why no answer can be held to it.
+
+    `tokens`: ids of the words among its `texts` that are tokens by themselves (`GrammarLines`).
+    """
+
+    def __init__(self, text: str, tokens: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._lines = GrammarLines(tokens)
+        self._fields: list[str] = []
+        """Of the schemas and regexes, by their places in the grammar."""
+        self._num_rules = 0
+        self.texts: list[str] = []
+        """That stand in the answer as they are, or must not. Some may be, or have, words that are tokens."""
+        self._is_old, asked = _read(text)
+        self._free: dict[tuple[tuple[str, ...], tuple[str, ...]], _Free] = {}
+        self._formats: dict[str, Callable[[dict[str, Any], str, Behind, int], str]] = {
+            "triggered_tags": self._triggered_tags,
+            "tags_with_separator": self._tags_with_separator,
+            "tag": self._tag,
+            "sequence": self._sequence,
+            "or": self._or,
+            "json_schema": self._json_schema,
+            "regex": self._regex,
+            "const_string": self._const_string,
+            "any_text": self._any_text,
+        }
+        self._lines.begin_with(self._format(asked, "" if self._is_old else "format", OVER, 0))
+
+    @property
+    def grammar(self) -> str:
+        """As llguidance reads it."""
+        return grammar_from("lark", self._lines.text)
+
+    def problem(self, reason: str) -> str:
+        """Of what llguidance says of the grammar, with the field that it is about."""
+        match = _AT.search(reason)
+        place = self._lines.place_of(int(match[1])) if match is not None else None
+        if match is None or place is None:
+            return reason
+        said = match[2].removeprefix("failed to compile JSON schema: ").partition("\n   1 |")[0]
+        return f"{self._fields[place]}: {said}"
+
+    # -- formats: each gives what may come, with what is behind it -------------------------------------------------
+
+    def _format(self, value: Any, at: str, behind: Behind, depth: int) -> str:
+        asked = _object(value, at)
+        kind = asked.get("type", "tag" if "begin" in asked else None)
+        if not isinstance(kind, str) or kind not in self._formats:
+            raise ValueError(f"{at}.type must be one of {', '.join(self._formats)}, is {_shown(kind)}")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{at}: formats may be within each other {MAX_DEPTH} deep")
+        return self._formats[kind](asked, at, behind, depth)
+
+    def _triggered_tags(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        name = "structures" if self._is_old else "tags"
+        _check_names(asked, at, ("triggers", name, "at_least_one", "stop_after_first", "excludes"))
+        at_triggers, at_tags = _within(at, "triggers"), _within(at, name)
+        triggers = [
+            self._text(trigger, f"{at_triggers}[{number}]", MAX_WORD_BYTES)
+            for number, trigger in enumerate(_list(asked.get("triggers"), at_triggers, MAX_TRIGGERS))
+        ]
+        for number, trigger in enumerate(triggers):
+            if other := next((other for other in triggers[:number] if trigger in other or other in trigger), None):
+                raise ValueError(f"{at_triggers}[{number}] is {_shown(trigger)}, and another one {_shown(other)}: "
+                                 "one of them is within the other, which could never be said")  # fmt: skip
+        tags = _list(asked.get(name), at_tags, MAX_TAGS)
+        is_at_least_one, is_one = (_flag(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
+        if behind is None and not (is_at_least_one and is_one):
+            raise ValueError(f"{at}: {_NO_END.format('triggered_tags')}, or with at_least_one and stop_after_first")
+        begun: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        first, by_token = [], []
+        for number, tag in enumerate(tags):
+            begin, body = self._parts(tag, f"{at_tags}[{number}]", depth)
+            trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), "")
+            if not trigger:
+                raise ValueError(f"{at_tags}[{number}].begin must begin with one of {at_triggers}, is {_shown(begin)}")
+            first.append(f"{self._lines.literal(begin)} {body}")
+            plain, rest = self._lines.split(begin)
+            if rest and len(plain) < len(trigger):
+                by_token.append((plain, f"{self._lines.literal(rest)} {body}"))
+                begun[trigger].append("")
+            else:
+                begun[trigger].append(f"{self._lines.literal(begin[len(trigger) :])} {body}")
+        for number, trigger in enumerate(triggers):
+            if not begun[trigger]:
+                raise ValueError(f"{at_triggers}[{number}] is {_shown(trigger)}, which no tag begins with")
+        if is_at_least_one and is_one:
+            return self._closed(_one_of(first), behind)
+        assert behind is not None
+        words = (*triggers, *behind, *self._excluded(asked, at))
+        said = [
+            f"{self._up_to(words, trigger, at)} {_one_of(bodies)}"
+            for trigger in triggers
+            if (bodies := list(filter(None, begun[trigger])))
+        ]
+        said += [f"{self._ending_with(words, plain, at)} {body}" for plain, body in by_token]
+        over = self._text_over(words, behind, at)
+        if is_one:
+            return _one_of([over, f"{_one_of(said)} {self._closed('', behind)}"])
+        return f"{_one_of(first) if is_at_least_one else ''} {_one_of(said)}* {over}"
+
+    def _tags_with_separator(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        _check_names(asked, at, ("tags", "separator", "at_least_one", "stop_after_first"))
+        tags = _list(asked.get("tags"), f"{at}.tags", MAX_TAGS)
+        separator = self._text(asked.get("separator", ""), f"{at}.separator", MAX_BEGIN_BYTES, may_be_empty=True)
+        is_at_least_one, is_one = (_flag(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
+        first, later = [], []
+        for number, tag in enumerate(tags):
+            begin, body = self._parts(tag, f"{at}.tags[{number}]", depth)
+            first.append(f"{self._lines.literal(begin)} {body}")
+            # One text: else what the separator shares with what is behind would be taken for that.
+            later.append(f"{self._lines.literal(separator + begin)} {body}")
+        said = _one_of(first) if is_one else f"({_one_of(first)} {_one_of(later)}*)"
+        return self._closed(said if is_at_least_one else f"{said}?", behind)
+
+    def _tag(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        begin, body = self._parts(asked, at, depth, behind)
+        return f"{self._lines.literal(begin)} {body}"
+
+    def _sequence(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        _check_names(asked, at, ("elements",))
+        elements = _list(asked.get("elements"), f"{at}.elements", MAX_TAGS)
+        last = len(elements) - 1
+        return " ".join(
+            self._format(element, f"{at}.elements[{number}]", behind if number == last else None, depth + 1)
+            for number, element in enumerate(elements)
+        )
+
+    def _or(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        _check_names(asked, at, ("elements",))
+        elements = _list(asked.get("elements"), f"{at}.elements", MAX_TAGS)
+        return _one_of(
+            [
+                self._format(element, f"{at}.elements[{number}]", behind, depth + 1)
+                for number, element in enumerate(elements)
+            ]
+        )
+
+    def _json_schema(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        _check_names(asked, at, ("json_schema", "style"))
+        field = _within(at.removesuffix(".content"), "schema") if self._is_old else f"{at}.json_schema"
+        if asked.get("style", "json") != "json":
+            raise ValueError(f"{at}.style must be json, is {_shown(asked['style'])}")
+        schema = asked.get("json_schema")
+        if not isinstance(schema, dict | bool) or schema is False:
+            raise ValueError(f"{field} must be a schema that some text fits, is {_shown(schema)}")
+        try:
+            check_bounds(schema)
+        except ValueError as error:
+            raise ValueError(f"{field}: {str(error).removeprefix('json: ')}") from error
+        known = {} if schema is True else schema
+        further = known.get("x-guidance")
+        options = {**ON_ONE_LINE, **(further if isinstance(further, dict) else {})}
+        return self._closed(self._rule(f"%json {json.dumps({**known, 'x-guidance': options})}", field), behind)
+
+    def _regex(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        _check_names(asked, at, ("pattern",))
+        field = f"{at}.pattern"
+        (of_regex,) = json.loads(grammar_from("regex", _text(asked.get("pattern"), field, MAX_BEGIN_BYTES)))["grammars"]
+        said = of_regex["lark_grammar"].removeprefix("start: /").removesuffix("/")
+        text = self._lines.terminal(f"/{said}/", place=self._place(field))
+        rules = []
+        for end in behind or ("",):
+            # One lexeme: else what the regex and the end share would be the regex's.
+            plain, rest = self._lines.split(end)
+            lexeme = self._lines.terminal(f"{text} /{pattern(plain)}/") if plain else text
+            rules.append(f"{lexeme} {self._lines.literal(rest)}")
+        return _one_of(rules)
+
+    def _const_string(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        _check_names(asked, at, ("value",))
+        return self._closed(self._lines.literal(self._text(asked.get("value"), f"{at}.value", MAX_BEGIN_BYTES)), behind)
+
+    def _any_text(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
+        _check_names(asked, at, ("excludes",))
+        if behind is None:
+            raise ValueError(f"{at}: {_NO_END.format('any_text')}")
+        return self._text_over((*behind, *self._excluded(asked, at)), behind, at)
+
+    def _excluded(self, asked: dict[str, Any], at: str) -> list[str]:
+        """Words that free text has not."""
+        given, field = asked.get("excludes") or [], _within(at, "excludes")
+        if not given:
+            return []
+        many = _list(given, field, MAX_TRIGGERS)
+        return [self._text(word, f"{field}[{number}]", MAX_WORD_BYTES) for number, word in enumerate(many)]
+
+    # -- what they are made of -------------------------------------------------------------------------------------
+
+    def _parts(self, value: Any, at: str, depth: int, behind: Behind = None) -> tuple[str, str]:
+        """A tag's begin, and the rule of the rest of it, with what is `behind`."""
+        tag = _object(value, at)
+        content = {"type": "json_schema", "json_schema": tag.get("schema")} if self._is_old else tag.get("content")
+        _check_names(tag, at, ("begin", "schema" if self._is_old else "content", "end"))
+        if tag.get("type", "tag") != "tag":
+            raise ValueError(f"{at}.type must be tag, is {_shown(tag['type'])}")
+        begin = self._text(tag.get("begin"), f"{at}.begin", MAX_BEGIN_BYTES, may_be_empty=True)
+        given = tag.get("end")
+        many = _list(given, f"{at}.end", MAX_TRIGGERS) if isinstance(given, list) else [given]
+        ends = [self._text(end, f"{at}.end", MAX_WORD_BYTES, may_be_empty=len(many) == 1) for end in many]
+        if ends == [""]:
+            return begin, self._rule(self._format(content, f"{at}.content", behind, depth + 1))
+        said = self._format(content, f"{at}.content", tuple(dict.fromkeys(ends)), depth + 1)
+        return begin, self._rule(self._closed(said, behind))
+
+    def _rule(self, said: str, field: str | None = None) -> str:
+        """The name of a rule of its own. `field`: what is said of it is said of that."""
+        self._num_rules += 1
+        place = None if field is None else self._place(field)
+        return self._lines.add(f"rule_{self._num_rules}", said or '""', place=place)
+
+    def _place(self, field: str) -> int:
+        self._fields.append(field)
+        return len(self._fields) - 1
+
+    def _closed(self, said: str, behind: Behind) -> str:
+        return f"{said} {_one_of([self._lines.literal(end) for end in behind])}" if behind else said
+
+    def _text_over(self, words: tuple[str, ...], behind: tuple[str, ...], at: str) -> str:
+        """Text with none of `words`, and what is behind it, of which these are some."""
+        return _one_of([self._up_to(words, end, at) for end in behind] or [self._ending_with(words, "", at)])
+
+    def _up_to(self, words: tuple[str, ...], word: str, at: str) -> str:
+        """Text with none of `words`, and one of them."""
+        plain, rest = self._lines.split(word)
+        if rest:
+            return f"{self._ending_with(words, plain, at)} {self._lines.literal(rest)}"
+        free = self._free_text(words, at)
+        return self._lines.terminal(f"{free.said} /{free.text.up_to(word)}/")
+
+    def _ending_with(self, words: tuple[str, ...], end: str, at: str) -> str:
+        free = self._free_text(words, at, end)
+        rest = free.text.ending_with(end)
+        return self._lines.terminal(f"{free.said} /{rest}/" if rest else free.said)
+
+    def _free_text(self, words: tuple[str, ...], at: str, end: str = "") -> _Free:
+        key = (words, (end,))
+        if key not in self._free:
+            try:
+                text = FreeText(words, (end,))
+                self._free[key] = _Free(text, self._lines.terminal(f"/{text.said}/"))
+            except ValueError as error:
+                raise ValueError(f"{at or 'triggers'}: {error}") from error
+        return self._free[key]
+
+    def _text(self, value: Any, at: str, most: int, *, may_be_empty: bool = False) -> str:
+        said = _text(value, at, most, may_be_empty=may_be_empty)
+        self.texts.append(said)
+        return said
+
+
+_NO_END = "{} must be the content of a tag, or the last there is: nothing says where the text ends"
+
+
+def _read(text: str) -> tuple[bool, Any]:
+    """Whether it is of the old form, and the format that it asks for."""
+    try:
+        asked = json.loads(text, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(asked, dict):
+        raise ValueError(f"must be an object, is {_shown(asked)}")
+    if asked.get("type", "structural_tag") != "structural_tag":
+        raise ValueError(f"type must be structural_tag, is {_shown(asked['type'])}")
+    is_old = "structures" in asked
+    _check_names(asked, "", ("structures", "triggers") if is_old else ("format",))
+    if is_old:
+        return True, {**asked, "type": "triggered_tags"}
+    if "format" not in asked:
+        raise ValueError("must have a format, or, as of old, structures and triggers")
+    return False, asked["format"]
+
+
+def _one_of(said: Sequence[str]) -> str:
+    return said[0] if len(said) == 1 and said[0].isidentifier() else f"({' | '.join(dict.fromkeys(said))})"
+
+
+def _within(at: str, name: str) -> str:
+    return f"{at}.{name}" if at else name
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)[:MAX_SHOWN_CHARS]
+
+
+def _check_names(asked: Mapping[str, Any], at: str, names: Sequence[str]) -> None:
+    for name in asked:
+        if name not in (*names, "type"):
+            raise ValueError(f"{_within(at, name[:MAX_SHOWN_CHARS])} is not known; there are type, {', '.join(names)}")
+
+
+def _object(value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{at} must be an object, is {_shown(value)}")
+    return value
+
+
+def _list(value: Any, at: str, most: int) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{at} must be a list, is {_shown(value)}")
+    if not 1 <= len(value) <= most:
+        raise ValueError(f"{at} must have 1 to {most} entries, has {len(value)}")
+    return value
+
+
+def _flag(asked: Mapping[str, Any], at: str, name: str) -> bool:
+    value = asked.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{_within(at, name)} must be true or false, is {_shown(value)}")
+    return value
+
+
+def _text(value: Any, at: str, most: int, *, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{at} must be a text, is {_shown(value)}")
+    if not value and not may_be_empty:
+        raise ValueError(f"{at} must not be empty")
+    try:
+        num_bytes = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{at} must be text, has half of a character") from error
+    if num_bytes > most:
+        raise ValueError(f"{at} must have at most {most} bytes, has {num_bytes}")
+    return value
