@@ -57,6 +57,7 @@ _IS_HERE = {
     "random_seed": "seed",
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
+    "structural_tag": 'structured_outputs: {"structural_tag": ...}',
 }
 """Words of vLLM's of old and of other servers, and what says the same."""
 _TELLS_NO_VALUE = (

@@ -65,6 +65,8 @@ class StructuredOutputsParams:
                 if not is_list(value) or not all(isinstance(text, str) for text in value):
                     raise ValueError(f"must be a list of texts, is {value!r:.80}")
                 return pb.StructuredOutputs(choice=pb.Choices(texts=value))
+            if name == "structural_tag" and not isinstance(value, str | Mapping):
+                raise ValueError(f"must be JSON or an object, is {value!r:.80}")
             if name in ("json", "structural_tag") and not isinstance(value, str):
                 value = json_text.dumps(value)
             if name in ("regex", "grammar") and not isinstance(value, str):

@@ -22,16 +22,14 @@ from typing import Any, NamedTuple
 from llguidance import grammar_from
 
 from router.text.calls.call_format import GrammarLines
-from router.text.calls.free_text import FreeText, pattern
+from router.text.calls.free_text import MAX_WORD_CHARS, MAX_WORDS, FreeText, pattern
 from router.text.calls.text_values import no_number
 from router.text.schemas import ON_ONE_LINE, check_bounds
 
-MAX_TRIGGERS = 32
 MAX_TAGS = 128
 """Of one format, as of other things that formats are made of."""
-MAX_WORD_BYTES = 256
-"""Of what free text goes up to."""
-MAX_BEGIN_BYTES = 4096
+MAX_WORD_BYTES = 4096
+"""Of a text that has to come as it is. What free text ends at is bounded further (`calls.free_text`)."""
 MAX_DEPTH = 16
 """Of formats within each other."""
 MAX_SHOWN_CHARS = 80
@@ -108,8 +106,8 @@ class StructuralTag:
         _check_names(asked, at, ("triggers", name, "at_least_one", "stop_after_first", "excludes"))
         at_triggers, at_tags = _within(at, "triggers"), _within(at, name)
         triggers = [
-            self._text(trigger, f"{at_triggers}[{number}]", MAX_WORD_BYTES)
-            for number, trigger in enumerate(_list(asked.get("triggers"), at_triggers, MAX_TRIGGERS))
+            self._text(trigger, f"{at_triggers}[{number}]", MAX_WORD_CHARS)
+            for number, trigger in enumerate(_list(asked.get("triggers"), at_triggers, MAX_WORDS))
         ]
         for number, trigger in enumerate(triggers):
             if other := next((other for other in triggers[:number] if trigger in other or other in trigger), None):
@@ -154,7 +152,7 @@ class StructuralTag:
     def _tags_with_separator(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("tags", "separator", "at_least_one", "stop_after_first"))
         tags = _list(asked.get("tags"), f"{at}.tags", MAX_TAGS)
-        separator = self._text(asked.get("separator", ""), f"{at}.separator", MAX_BEGIN_BYTES, may_be_empty=True)
+        separator = self._text(asked.get("separator", ""), f"{at}.separator", MAX_WORD_BYTES, may_be_empty=True)
         is_at_least_one, is_one = (_flag(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
         first, later = [], []
         for number, tag in enumerate(tags):
@@ -208,7 +206,7 @@ class StructuralTag:
     def _regex(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("pattern",))
         field = f"{at}.pattern"
-        (of_regex,) = json.loads(grammar_from("regex", _text(asked.get("pattern"), field, MAX_BEGIN_BYTES)))["grammars"]
+        (of_regex,) = json.loads(grammar_from("regex", _text(asked.get("pattern"), field, MAX_WORD_BYTES)))["grammars"]
         said = of_regex["lark_grammar"].removeprefix("start: /").removesuffix("/")
         text = self._lines.terminal(f"/{said}/", place=self._place(field))
         rules = []
@@ -221,7 +219,7 @@ class StructuralTag:
 
     def _const_string(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("value",))
-        return self._closed(self._lines.literal(self._text(asked.get("value"), f"{at}.value", MAX_BEGIN_BYTES)), behind)
+        return self._closed(self._lines.literal(self._text(asked.get("value"), f"{at}.value", MAX_WORD_BYTES)), behind)
 
     def _any_text(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("excludes",))
@@ -234,7 +232,7 @@ class StructuralTag:
         given, field = asked.get("excludes") or [], _within(at, "excludes")
         if not given:
             return []
-        many = _list(given, field, MAX_TRIGGERS)
+        many = _list(given, field, MAX_WORDS)
         return [self._text(word, f"{field}[{number}]", MAX_WORD_BYTES) for number, word in enumerate(many)]
 
     # -- what they are made of -------------------------------------------------------------------------------------
@@ -246,9 +244,9 @@ class StructuralTag:
         _check_names(tag, at, ("begin", "schema" if self._is_old else "content", "end"))
         if tag.get("type", "tag") != "tag":
             raise ValueError(f"{at}.type must be tag, is {_shown(tag['type'])}")
-        begin = self._text(tag.get("begin"), f"{at}.begin", MAX_BEGIN_BYTES, may_be_empty=True)
+        begin = self._text(tag.get("begin"), f"{at}.begin", MAX_WORD_BYTES, may_be_empty=True)
         given = tag.get("end")
-        many = _list(given, f"{at}.end", MAX_TRIGGERS) if isinstance(given, list) else [given]
+        many = _list(given, f"{at}.end", MAX_WORDS) if isinstance(given, list) else [given]
         ends = [self._text(end, f"{at}.end", MAX_WORD_BYTES, may_be_empty=len(many) == 1) for end in many]
         if ends == [""]:
             return begin, self._rule(self._format(content, f"{at}.content", behind, depth + 1))

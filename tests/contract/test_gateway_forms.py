@@ -23,6 +23,16 @@ FORMS: list[tuple[dict[str, Any], pb.StructuredOutputs | None]] = [
     ({"structured_outputs": {"grammar": 'start: "a"'}}, pb.StructuredOutputs(grammar='start: "a"')),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, pb.StructuredOutputs(regex="a")),
     ({"structured_outputs": None}, None),
+    ({"structured_outputs": {"structural_tag": '{"a": 1}'}}, pb.StructuredOutputs(structural_tag='{"a": 1}')),
+    ({"structured_outputs": {"structural_tag": {"a": 1}}}, pb.StructuredOutputs(structural_tag='{"a": 1}')),
+    (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}, "json_schema": None}},
+        pb.StructuredOutputs(structural_tag='{"type": "structural_tag", "format": {"type": "any_text"}}'),
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
+        pb.StructuredOutputs(structural_tag='{"type": "structural_tag", "structures": [], "triggers": []}'),
+    ),
 ]  # fmt: skip
 
 
@@ -70,6 +80,13 @@ BAD_FORMS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"prompt": "a", "structured_outputs": {"choice": [1]}}, "structured_outputs", "choice: "),
     ({"prompt": "a", "structured_outputs": {"regex": 5}}, "structured_outputs", "regex: "),
+    ({"prompt": "a", "structured_outputs": {"structural_tag": 5}}, "structured_outputs", "structural_tag: must be"),
+    (
+        {"prompt": "a", "response_format": {"type": "structural_tag"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "cannot be combined with structured_outputs",
+    ),
+    ({"prompt": "a", "structural_tag": "{}"}, "structural_tag", 'structured_outputs: {"structural_tag": ...}'),
     ({"prompt": "a", "guided_json": {}}, "guided_json", 'here it is structured_outputs: {"json": ...}'),
 ]
 

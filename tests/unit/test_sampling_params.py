@@ -141,7 +141,7 @@ def test_fields_may_be_assigned_and_are_checked_together() -> None:
 def test_forms_may_say_that_they_want_nothing_else() -> None:
     plain = StructuredOutputsParams(regex="a")
     assert StructuredOutputsParams(regex="a", whitespace_pattern=None, disable_any_whitespace=False) == plain
-    assert StructuredOutputsParams.of({"regex": "a", "structural_tag": None}) == plain
+    assert StructuredOutputsParams.of({"regex": "a", "whitespace_pattern": None}) == plain
     with pytest.raises(ValueError, match="whitespace_pattern is not supported"):
         StructuredOutputsParams(regex="a", whitespace_pattern=" ?")
 

@@ -65,7 +65,7 @@ def asked(**kind: Any) -> pb.StructuredOutputs:
     [
         (
             {"structured_outputs": asked()},
-            {"structured_outputs": "must be one of json, json_object, regex, choice and"},
+            {"structured_outputs": "must be one of json, json_object, regex, choice, grammar and"},
         ),
         (
             {"structured_outputs": asked(json_object=False)},
@@ -230,13 +230,14 @@ async def test_from_the_client_to_the_engine(checker: GrammarChecker) -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({}, "must be exactly one of json, json_object, regex, choice, grammar, is none"),
+        ({}, "must be exactly one of json, json_object, regex, choice, grammar, structural_tag, is none"),
         ({"regex": "a", "choice": ["a"]}, "is regex and choice"),
         ({"choice": "abc"}, "choice: must be a list of texts, is a text"),
         ({"choice": ["a", 3]}, r"choice: must be a list of texts, is \['a', 3\]"),
         ({"regex": 1}, "regex: must be a text, is 1"),
         ({"json": {"a": {1, 2}}}, "json: "),
         ({"grammar": 5}, "grammar: must be a text, is 5"),
+        ({"structural_tag": {"a": {1, 2}}}, "structural_tag: "),
     ],
 )
 def test_what_a_caller_gets_wrong(fields: dict[str, Any], complaint: str) -> None:

@@ -16,8 +16,14 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 
-MAX_CHARS = 32_768
-"""Of a regex. Words that go on with each other in many ways would make one without end."""
+MAX_WORDS = 6
+"""For each more, llguidance follows the text once more, in more states: with seven it takes half of the work that it
+may do for a token (49 thousand of them), with eight to twelve all of it."""
+MAX_WORD_CHARS = 64
+"""Each is a level deeper, of which regexes may have 250."""
+MAX_CHARS = 100_000
+"""Of a regex. Words that go on with each other in many ways, as four do that begin with different characters, would
+make one without end."""
 
 _Target = tuple[str, str]
 """Where a state leads: a state, a word that is there, or the text's end behind certain characters."""
@@ -37,7 +43,11 @@ class FreeText:
     apart, or not cheaply."""
 
     def __init__(self, words: Sequence[str], ends: Sequence[str] = ("",)) -> None:
+        if len(words) > MAX_WORDS:
+            raise ValueError(f"free text may end at {MAX_WORDS} words (or be without them), not at {len(words)}")
         for number, word in enumerate(words):
+            if len(word) > MAX_WORD_CHARS:
+                raise ValueError(f"{word!r:.40} must have at most {MAX_WORD_CHARS} characters, has {len(word)}")
             for other in (*words[:number], *words[number + 1 :]):
                 if word in other:
                     raise ValueError(f"{word!r:.80} is within {other!r:.80}, which could never be said")
@@ -73,7 +83,9 @@ class FreeText:
                 for target, pieces in onward.items():
                     other.setdefault(target, []).append(head + self._grouped(pieces))
             if sum(len(piece) for other in leads.values() for pieces in other.values() for piece in pieces) > MAX_CHARS:
-                raise ValueError("the words that free text ends with go on with each other in too many ways")
+                raise ValueError(
+                    "the words that free text ends at take too much to tell apart; let them begin with one character"
+                )
         return leads[""]
 
     def _leads_from(self, begun: str) -> dict[_Target, list[str]]:

@@ -1,0 +1,368 @@
+"""Text with tags in it: what fits, what does not, what is refused; against a reader of such texts that is not ours."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from grammar_cases import EOS, text_of, tokenizer, write_model
+from tool_call_cases import is_in
+
+from engine.scheduling.grammar import Grammars
+from protos import tandem_inference_pb2 as pb
+from router.text.reasoning import reasoning_of
+from router.text.structured_outputs import grammar_of, with_tokens
+from router.text.tokenizer import Tokenizer
+from router.validation.grammar_checker import GrammarChecker
+from router.validation.request import compile_grammar
+from rpc.errors import InvalidRequest
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+OF_CITY = {"type": "json_schema", "json_schema": CITY}
+TAGS: list[dict[str, Any]] = [
+    {"begin": "<f=weather>", "content": OF_CITY, "end": "</f>"},
+    {"begin": "<f=now>", "content": {"type": "json_schema", "json_schema": {"enum": [1, 23]}}, "end": "</f>"},
+]
+OLD = {
+    "type": "structural_tag",
+    "structures": [{"begin": tag["begin"], "schema": tag["content"]["json_schema"], "end": "</f>"} for tag in TAGS],
+    "triggers": ["<f="],
+}
+TRIGGERED: dict[str, Any] = {"type": "triggered_tags", "triggers": ["<f="], "tags": TAGS}
+WEATHER, NOW = '<f=weather>{"city": "Oslo"}</f>', "<f=now>23</f>"
+
+
+def asked(form: dict[str, Any]) -> pb.StructuredOutputs:
+    is_whole = not form or "format" in form or "structures" in form
+    given = form if is_whole else {"type": "structural_tag", "format": form}
+    return pb.StructuredOutputs(structural_tag=json.dumps(given))
+
+
+def tag(begin: str, content: dict[str, Any], end: Any) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+ANY = {"type": "any_text"}
+YES = {"type": "const_string", "value": "yes"}
+SEPARATED = {"type": "tags_with_separator", "separator": "\n", "tags": TAGS}
+LISTED = tag("<calls>", SEPARATED, "\n</calls>")
+THINKING = {"type": "sequence", "elements": [tag("<think>", ANY, "</think>"), TRIGGERED]}
+FITS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "old": (
+        OLD,
+        ["", "hi", "a < b, <f", "<<f", WEATHER, f"It is {NOW}, <f{WEATHER}{NOW} it is.", "</f>"],
+        ["<f=", "a <f=x", "<f=now>", "<f=now>5</f>", "<f=now>23", '<f=weather>{"city": 5}</f>', f"{NOW}<f=a"],
+    ),
+    "triggered": (TRIGGERED, ["", "hi <f", NOW, f"a{NOW}<{WEATHER}c"], ["<f=", "<f=now>5</f>", "<f=now>23</f"]),
+    "at least one": (
+        {**TRIGGERED, "at_least_one": True},
+        [NOW, f"{WEATHER} and {NOW}, too"],
+        ["", "hi", f" {NOW}", f"{NOW}<f="],
+    ),
+    "stop after first": (
+        {**TRIGGERED, "stop_after_first": True}, ["", "hi", NOW, f"a{NOW}"], [f"{NOW} ", f"{NOW}{NOW}"],
+    ),
+    "exactly one": (
+        {**TRIGGERED, "at_least_one": True, "stop_after_first": True}, [NOW, WEATHER], ["", f"a{NOW}", f"{NOW}{NOW}"],
+    ),
+    "several triggers": (
+        {
+            "type": "triggered_tags", "triggers": ["<f=", "[g", "```json\n"],
+            "tags": [*TAGS, tag("[g]", YES, ""), tag("```json\n", OF_CITY, "\n```")],
+        },
+        ["[ g", "[[g]yes", f"`[g]yes```{NOW}````json\n" '{"city": "a"}\n```.', "```js", "```\njson"],
+        ["[g", "[g]no", "```json\n{}\n```", "```json\na", "[g]ye"],
+    ),
+    "without a word": ({**TRIGGERED, "excludes": ["no\n"]}, ["no", "n\n", f"no{NOW}"], ["no\n", f"{NOW}no\n"]),
+    "tag": (tag("<a>", YES, "</a>"), ["<a>yes</a>"], ["", "<a>yes", "yes", "<a>yes</a> "]),
+    "one of two ends": (
+        tag("<a>", ANY, ["</a>", "\n\n"]), ["<a>b\n</a>", "<a>\n\n", "<a></a>"], ["<a>\n\n</a>", "<a>"],
+    ),
+    "text in a tag": (
+        tag("<a>", ANY, "</a>"), ["<a></a>", "<a></</a>", "<a>é\n</a>"], ["<a></a></a>", "<a>", "<a></a>b"],
+    ),
+    "tags in a tag": (
+        tag("<a>", TRIGGERED, "</a>"), ["<a></a>", f"<a>b{NOW}c</a>", f"<a>{NOW}{WEATHER}</</a>"],
+        [f"<a></a>{NOW}</a>", "<a><f=</a>", f"<a>{NOW}"],
+    ),
+    "the first tag in a tag": (
+        tag("<a>", {**TRIGGERED, "stop_after_first": True}, "</a>"), ["<a>b</a>", f"<a>b{NOW}</a>"], [f"<a>{NOW}c</a>"],
+    ),
+    "separated": (SEPARATED, ["", NOW, f"{NOW}\n{WEATHER}\n{NOW}"], ["\n", f"{NOW}\n", f"{NOW}{NOW}", "a"]),
+    "separated, some": ({**SEPARATED, "at_least_one": True}, [NOW, f"{NOW}\n{NOW}"], [""]),
+    "separated, one": ({**SEPARATED, "stop_after_first": True}, ["", NOW], [f"{NOW}\n{NOW}"]),
+    "separated in a tag": (
+        LISTED, ["<calls>\n</calls>", f"<calls>{NOW}\n{WEATHER}\n</calls>"], [f"<calls>{NOW}</calls>", "<calls>"],
+    ),
+    "regex": ({"type": "regex", "pattern": "[a/]+\n?"}, ["a/", "aa\n"], ["", "b"]),
+    "regex in a tag": (
+        tag("<", {"type": "regex", "pattern": "a|b.*"}, ">a"), ["<a>a", "<b>>a", "<b>ab>a"], ["<a", "<c>a", "<b>ab"],
+    ),
+    "or": (
+        {"type": "or", "elements": [YES, OF_CITY, tag("<", ANY, ">")]},
+        ["yes", '{"city": ""}', "<a>"], ["", "no", "yes<a>"],
+    ),
+    "thinking": (THINKING, ["<think>a</think>", f"<think>{NOW}</think>\n{NOW}b"], ["<think>a", "</think>", "a"]),
+    "any text": (ANY, ["", "a\n<é"], []),
+    "anything but": ({**ANY, "excludes": ["ab", "<"]}, ["", "aab"[:2], "ba"], ["ab", "<", "xaab"]),
+    "json": (OF_CITY, ['{"city": "a"}'], ["", '{"city":"a"}', "{}"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FITS))
+def test_what_fits_and_what_does_not(name: str) -> None:
+    form, right, wrong = FITS[name]
+    grammar = grammar_of(asked(form))
+    assert [text for text in right if not is_in(grammar, text)] == []
+    assert [text for text in wrong if is_in(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    "char", ["\n", "\t", "\r", "/", "\\", '"', "é", "[", "^", "-", "&", "~", "#", " ", "☃", "\x07"]
+)
+def test_words_may_have_any_characters(char: str) -> None:
+    form = {"type": "triggered_tags", "triggers": [f"<{char}{char}"], "tags": [tag(f"<{char}{char}>", ANY, f"{char};")]}
+    grammar = grammar_of(asked(form))
+    assert is_in(grammar, f"<{char}.<{char}{char}>a{char}.{char};<{char}")
+    assert not is_in(grammar, f"a<{char}{char}.")
+
+
+def test_the_two_forms_are_one() -> None:
+    assert grammar_of(asked(OLD)) == grammar_of(asked(TRIGGERED))
+
+
+MANY = [{"begin": f"<f={number}>", "content": ANY, "end": "</f>"} for number in range(129)]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "must have a format, or, as of old, structures and triggers"),
+    ({"format": []}, "format must be an object, is []"),
+    ({"format": ANY, "triggers": ["a"]}, "triggers is not known; there are type, format"),
+    ({"structures": [], "triggers": ["a"]}, "structures must have 1 to 128 entries, has 0"),
+    ({"structures": OLD["structures"]}, "triggers must be a list, is null"),
+    ({**OLD, "triggers": ["<g="]}, 'structures[0].begin must begin with one of triggers, is "<f=weather>"'),
+    ({**OLD, "structures": [{"begin": "<f=", "schema": {"type": "objekt"}, "end": ""}]},
+     "structures[0].schema: Invalid type: objekt"),
+    ({"type": "xml", "format": ANY}, 'type must be structural_tag, is "xml"'),
+    ({"type": "token_triggered_tags"}, "format.type must be one of triggered_tags, tags_with_separator, tag, sequence, "
+     'or, json_schema, regex, const_string, any_text, is "token_triggered_tags"'),
+    ({**TRIGGERED, "triggers": []}, "format.triggers must have 1 to 6 entries, has 0"),
+    ({**TRIGGERED, "triggers": [f"<{x}" for x in "abcdefg"]}, "format.triggers must have 1 to 6 entries, has"),
+    ({**TRIGGERED, "triggers": ["<f=", ""]}, "format.triggers[1] must not be empty"),
+    ({**TRIGGERED, "triggers": ["<f=", 5]}, "format.triggers[1] must be a text, is 5"),
+    ({**TRIGGERED, "triggers": ["é" * 33]}, "format.triggers[0] must have at most 64 bytes, has 66"),
+    ({**TRIGGERED, "triggers": ["<f=", "\ud800"]}, "format.triggers[1] must be text, has half of a character"),
+    ({**TRIGGERED, "triggers": ["<f=", "<f=now"]}, "format.triggers[1] is \"<f=now\", and another one \"<f=\": one of"),
+    ({**TRIGGERED, "triggers": ["<f=", "<g="]}, 'format.triggers[1] is "<g=", which no tag begins with'),
+    ({**TRIGGERED, "tags": [*TAGS, tag("<g>", ANY, "</g>")]}, "format.tags[2].begin must begin with one of"),
+    ({**TRIGGERED, "tags": [tag("", ANY, "</g>")]}, "format.tags[0].begin must begin with one of"),
+    ({**TRIGGERED, "tags": MANY}, "format.tags must have 1 to 128 entries, has 129"),
+    ({**TRIGGERED, "at_least_one": 1}, "format.at_least_one must be true or false, is 1"),
+    ({**TRIGGERED, "stop_words": []}, "format.stop_words is not known; there are type, triggers, tags, at_least_one"),
+    ({**TRIGGERED, "tags": [{**TAGS[0], "type": "any_text"}]}, 'format.tags[0].type must be tag, is "any_text"'),
+    ({**TRIGGERED, "tags": [tag("<f=", ANY, "")]}, "format.tags[0].content: any_text must be the content of a tag, or"),
+    ({**TRIGGERED, "tags": [tag("<f=" + "a" * 4096, YES, "")]}, "format.tags[0].begin must have at most 4096 bytes"),
+    (tag("<a>", ANY, "a" * 65), "format.content: 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa must have at most 64 char"),
+    (tag("<a>", ANY, ["</a>", ""]), "format.end must not be empty"),
+    (tag("<a>", {**TRIGGERED, "excludes": ["</"]}, "</a>"), "format.content: '</' is within '</a>', which could never"),
+    (tag("<a>", {"type": "json_schema"}, ""), "format.content.json_schema must be a schema that some text fits, is"),
+    ({"type": "json_schema", "json_schema": {"maximum": 1 << 63}}, "format.json_schema: maximum must be within 64"),
+    ({"type": "json_schema", "json_schema": {"uniqueItems": True}}, "format.json_schema: Unimplemented keys"),
+    ({"type": "json_schema", "json_schema": {}, "style": "xml"}, 'format.style must be json, is "xml"'),
+    ({"type": "regex", "pattern": "(a"}, "unclosed group"),
+    (tag("<", {"type": "regex", "pattern": "a)|(b"}, ">"), "format.content.pattern: invalid regex"),
+    ({"type": "sequence", "elements": [ANY, YES]}, "format.elements[0]: any_text must be the content of"),
+    ({"type": "sequence", "elements": [TRIGGERED, YES]}, "format.elements[0]: triggered_tags must be the c"),
+    ({"type": "sequence", "elements": []}, "format.elements must have 1 to 128 entries, has 0"),
+    ({"type": "const_string", "value": ""}, "format.value must not be empty"),
+]  # fmt: skip
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker()
+    yield checker
+    await checker.close()
+
+
+async def refused(form: pb.StructuredOutputs, checker: GrammarChecker) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await compile_grammar(pb.SamplingParams(structured_outputs=form), checker)
+    [violation] = caught.value.violations
+    assert violation.field == "sampling_params.structured_outputs"
+    assert len(violation.description) < 500
+    return violation.description
+
+
+async def test_what_is_wrong_is_refused_by_name(checker: GrammarChecker) -> None:
+    for form, why in WRONG:
+        assert (await refused(asked(form), checker)).startswith("structural_tag: ")
+        assert why in await refused(asked(form), checker), form
+    for text, why in (("{", "is not JSON: "), ("[]", "must be an object, is []"), ('{"format": NaN}', "is not JSON: ")):
+        assert why in await refused(pb.StructuredOutputs(structural_tag=text), checker)
+    child = checker._child
+    assert child is not None
+    assert child.returncode is None, "none of these ends the process that compiles"
+
+
+async def test_what_takes_too_long_is_refused_and_the_next_one_compiled(checker: GrammarChecker) -> None:
+    deep: dict[str, Any] = YES
+    for _ in range(17):
+        deep = tag("<", deep, ">")
+    assert "formats may be within each other 16 deep" in await refused(asked(deep), checker)
+    text = '{"format": ' + '{"type": "or", "elements": [' * 2000 + json.dumps(YES) + "]}" * 2000 + "}"
+    assert await refused(pb.StructuredOutputs(structural_tag=text), checker)
+    bomb = {"type": "regex", "pattern": "((a{1000}){1000}){1000}"}
+    assert "takes more than 0.25 s to compile" in await refused(asked(tag("<", bomb, ">")), checker)
+    schema = {"type": "integer", "allOf": [{"multipleOf": number} for number in (101, 103, 107, 109)]}
+    heavy = {**TRIGGERED, "tags": [tag("<f=", {"type": "json_schema", "json_schema": schema}, "")]}
+    assert "to compile; make it simpler" in await refused(asked(heavy), checker)
+    fine = await compile_grammar(pb.SamplingParams(structured_outputs=asked(TRIGGERED)), checker)
+    assert is_in(fine, f"a{NOW}")
+
+
+# -- token by token ----------------------------------------------------------------------------------------------------
+
+VOCABULARY = 300
+WALKED = {
+    "triggered": TRIGGERED, "at least one": {**TRIGGERED, "at_least_one": True}, "thinking": THINKING, "listed": LISTED,
+    "in a tag": tag("<a>", TRIGGERED, "\n</a>"),
+}  # fmt: skip
+
+
+MEANT = ["<f=now>", "<f=weather>", "</think>", "\n</calls>", "\n</a>", "</f>", '"}', "<f", "a"]
+
+
+def has_form(name: str, text: str) -> bool:
+    """Told apart by a search for what begins and what ends."""
+    if name == "thinking":
+        head, found, text = text.partition("</think>")
+        return bool(found) and head.startswith("<think>") and has_form("triggered", text)
+    if name == "listed":
+        inner = re.fullmatch(r"<calls>(.*)\n</calls>", text, re.DOTALL)
+        return inner is not None and all(has_form("at least one", each) for each in inner[1].split("\n") if inner[1])
+    if name == "in a tag":
+        inner = re.fullmatch(r"<a>(.*)\n</a>", text, re.DOTALL)
+        return inner is not None and "\n</a>" not in inner[1] and has_form("triggered", inner[1])
+    if name == "at least one":
+        return text.startswith("<f=") and has_form("triggered", text)
+    while "<f=" in text:
+        text = text[text.index("<f=") :]
+        begin = next((each["begin"] for each in TAGS if text.startswith(each["begin"])), None)
+        if begin is None:
+            return False
+        value, end = json.JSONDecoder().raw_decode(text, len(begin))
+        if value not in (1, 23) if begin == "<f=now>" else (list(value) != ["city"] or len(value["city"]) > 6):
+            return False
+        if not text.startswith("</f>", end):
+            return False
+        text = text[end + len("</f>") :]
+    return True
+
+
+def words(kind: str) -> tokenizers.Tokenizer:
+    """The same vocabulary, in which some words are tokens by themselves: hidden ones, or not."""
+    made = tokenizer()
+    if kind != "spelled":
+        added = [
+            tokenizers.AddedToken(word, normalized=False) for word in ("<f=", "</f>", "</think>", "<calls>", "</a>")
+        ]
+        (made.add_special_tokens if kind == "special" else made.add_tokens)(added)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["spelled", "added", "special"])
+@pytest.mark.parametrize("name", list(WALKED))
+def test_whatever_is_drawn_has_the_form(name: str, kind: str, tmp_path: Path) -> None:
+    """Walks that like to begin a tag; and the masks depend on the tokens alone, however they were come by."""
+    made, form = words(kind), asked(WALKED[name])
+    folder = write_model(tmp_path / "model")
+    made.save(str(folder / "tokenizer.json"))
+    reader = Tokenizer(made)
+    held = with_tokens(form, reader.added_in)
+    assert (held is None) == (kind == "spelled")
+    grammar = grammar_of(form) if held is None else held[0]
+    state_of = Grammars(folder, vocab_size=VOCABULARY, eos_token_ids=frozenset({EOS}))
+    num_tags = num_by_token = 0
+    for seed in range(12):
+        rng, answer, state = random.Random(seed), list[int](), state_of.state(grammar)
+        meant: list[int] = []
+        while True:
+            allowed = state.allowed(answer)
+            assert allowed is not None, state.error
+            other = state_of.state(grammar).allowed(answer) if len(answer) % 16 == 0 else allowed
+            assert np.array_equal(other, allowed)
+            ids = np.flatnonzero(allowed).tolist()
+            if EOS in ids and len(answer) > 40:
+                break
+            if not meant and rng.random() < 0.5:
+                meant = list(made.encode(rng.choice(MEANT)).ids)
+            if meant and meant[0] not in ids:
+                meant = []
+            token_id = meant.pop(0) if meant else rng.choice(ids)
+            if token_id == EOS:
+                break
+            answer.append(token_id)
+            assert len(answer) < 600
+        text = made.decode(answer, skip_special_tokens=False)
+        assert has_form(name, text), text
+        num_tags += text.count("</f>")
+        num_by_token += sum(token_id == made.token_to_id("<f=") for token_id in answer)
+    assert num_tags > 0
+    assert (num_by_token > 0) == (kind != "spelled")
+
+
+@pytest.mark.parametrize("name", [name for name in FITS if FITS[name][1]])
+def test_what_fits_may_be_said_in_the_tokens_of_a_real_model(name: str, model_folder: Path) -> None:
+    """As its tokenizer cuts the text, one after the other, to an end."""
+    state_of = Grammars(model_folder, vocab_size=49_152, eos_token_ids=frozenset({2}))
+    reader = Tokenizer.from_folder(model_folder)
+    grammar = grammar_of(asked(FITS[name][0]))
+    for text in FITS[name][1][-2:]:
+        state, answer = state_of.state(grammar), list[int]()
+        for token_id in [*reader.encode(text, add_special_tokens=False), 2]:
+            allowed = state.allowed(answer)
+            assert allowed is not None, state.error
+            assert allowed[token_id], (reader.decode(answer), token_id)
+            answer.append(token_id)
+
+
+@pytest.mark.parametrize(
+    "triggers",
+    [
+        ["<function=", "<tool_call>", "<parameter=", "<thinking>", "<answer>", "<invoke="],
+        ["Thought:", "Action:", "Observation:", "Final Answer:"],
+        ["a" * 63 + "b"],
+    ],
+)
+def test_as_many_triggers_as_there_may_be_can_be_followed(triggers: list[str], model_folder: Path) -> None:
+    tags = [tag(f"{trigger}>", ANY, "\n") for trigger in triggers]
+    grammar = grammar_of(asked({"type": "triggered_tags", "triggers": triggers, "tags": tags}))
+    reader = Tokenizer.from_folder(model_folder)
+    state = Grammars(model_folder, vocab_size=49_152, eos_token_ids=frozenset({2})).state(grammar)
+    answer: list[int] = []
+    for token_id in [each for trigger in triggers for char in f"<{trigger}>a\n" for each in reader.encode(char)]:
+        allowed = state.allowed(answer)
+        assert allowed is not None, state.error
+        assert allowed[token_id]
+        answer.append(token_id)
+
+
+def test_it_stands_behind_what_is_thought() -> None:
+    form = reasoning_of("qwen3", "<think>", has_form=True).grammar(grammar_of(asked(TRIGGERED)))
+    assert is_in(form, f"So <f=x</think>\n\nIt is {NOW}.")
+    assert not is_in(form, "So</think>\n\nIt is <f=x")
+
+
+def test_texts_of_tokens_are_as_they_are() -> None:
+    assert text_of(tokenizer().encode(NOW).ids) == NOW
