@@ -345,6 +345,24 @@ def test_each_of_several_answers_has_the_form_and_the_tokens_of_its_seed(llm: LL
     assert at_rest(llm)
 
 
+def test_a_tag_in_a_text(llm: LLM) -> None:
+    """Begun by a word of the text, and by the token that such a word is."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    for word, begin in (("<", "<function=f>"), ("<file_sep>", "<file_sep>f>")):
+        content = {"type": "json_schema", "json_schema": schema}
+        tag = {"begin": begin, "content": content, "end": "</function>"}
+        asked = {"type": "triggered_tags", "triggers": [word], "tags": [tag], "stop_after_first": True}
+        form = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": asked})
+        bias = {llm.get_tokenizer().encode(word, add_special_tokens=False)[0]: 100.0}
+        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=form, logit_bias=bias)
+        [output] = llm.generate(["Call it:"], params)
+        assert re.fullmatch(rf'{begin}\{{"n": [12]\}}</function>', output.outputs[0].text), output.outputs[0].text
+        assert output.outputs[0].finish_reason == "stop"
+    with pytest.raises(ValueError, match="structured_outputs: structural_tag: type must be structural_tag"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag='{"type": "json"}'))
+    assert at_rest(llm)
+
+
 def test_nothing_is_kept_of_what_was_cached_and_evicted(llm: LLM) -> None:
     """A worker tells routers; an offline engine would gather it for as long as it lives."""
     llm.generate([list(range(100, 140))], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +80,69 @@ def test_no_bad_word(cluster: RunningCluster, http: httpx.Client, beginning: str
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
     refused = http.post("/v1/completions", json={**body, "bad_words": [" "]}).json()["error"]
     assert refused["param"] == "bad_words[0]"
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TAG = {"begin": "<function=weather>", "content": {"type": "json_schema", "json_schema": PLACE}, "end": "</function>"}
+TAGGED: dict[str, Any] = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<function="],
+        "tags": [TAG],
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+}
+CALL = re.compile(r"<function=weather>(\{.*\})</function>")
+
+
+@pytest.mark.parametrize("beginning", ["Oslo", "Once upon a time " * 40], ids=["one worker", "two"])
+def test_a_tag_in_a_text(cluster: RunningCluster, http: httpx.Client, beginning: str) -> None:
+    """In vLLM's words and in OpenAI's, of a completion and of a chat: the same answer."""
+    sampling: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 3}
+    with Client(cluster.address) as client:
+        expected = client.generate(beginning, structured_outputs={"structural_tag": TAGGED}, **sampling)
+        of_chat = client.generate(MESSAGES, structured_outputs={"structural_tag": TAGGED}, **sampling)
+        in_text = {}
+        for word in ("<", "<file_sep>"):  # the latter is a token by itself, which is left out of other texts
+            old = {"structures": [{"begin": word, "schema": PLACE, "end": ">"}], "triggers": [word]}
+            # Free text, which would go on: made to begin the tag by a bias.
+            bias = {client.tokenize(word).token_ids[0]: 100.0}
+            in_text[word] = client.generate(
+                "It is", structured_outputs={"structural_tag": old}, logit_bias=bias, stop=["}>"], max_tokens=60
+            )
+            assert in_text[word].token_ids[0] in bias
+    assert (expected.timings.mode == inference_pb.MODE_DISAGGREGATED) == (len(beginning) > 100)
+    for answer in (expected, of_chat):
+        found = CALL.fullmatch(answer.text)
+        assert found is not None, answer.text
+        assert answer.finish_reason == "stop"
+        value = json.loads(found[1])
+        assert value["city"] in ("Oslo", "Rome")
+        assert value["days"] in range(1, 10)
+    for word, answer in in_text.items():
+        assert json.loads(answer.text.removeprefix(word) + "}").keys() == {"city", "days"}
+    for form in ({"structured_outputs": {"structural_tag": json.dumps(TAGGED)}}, {"response_format": TAGGED}):
+        body = {"prompt": beginning, **sampling, **form}
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected.text
+        chat = http.post("/v1/chat/completions", json={"messages": MESSAGES, **sampling, **form}).json()
+        assert chat["choices"][0]["message"]["content"] == of_chat.text
+
+
+def test_a_tag_that_is_wrong(http: httpx.Client) -> None:
+    wrong = {"type": "structural_tag", "format": {**TAGGED["format"], "triggers": ["<tool="]}}
+    said = 'structural_tag: format.tags[0].begin must begin with one of format.triggers, is "<function=weather>"'
+    for field, form in (("structured_outputs", {"structural_tag": wrong}), ("response_format", wrong)):
+        refused = http.post("/v1/completions", json={"prompt": "a", field: form})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, field)
+        assert error["message"] == f"{field}: {said}"
 
 
 def test_a_prompt_and_its_tokens(cluster: RunningCluster, http: httpx.Client) -> None:
