@@ -22,10 +22,13 @@ from typing import Any, NamedTuple
 from llguidance import grammar_from
 
 from router.text.calls.call_format import GrammarLines
-from router.text.calls.free_text import MAX_WORD_CHARS, MAX_WORDS, FreeText, pattern
+from router.text.calls.free_text import MAX_WORD_CHARS, FreeText, pattern
 from router.text.calls.text_values import no_number
 from router.text.schemas import ON_ONE_LINE, check_bounds
 
+MAX_WORDS = 6
+"""That free text ends at, or is without. Each is a lexeme with all of the text before it: llguidance follows the text
+once more for each. With eight to twelve of them it would be out of fuel for one token, of 49 thousand."""
 MAX_TAGS = 128
 """Of one format, as of other things that formats are made of."""
 MAX_WORD_BYTES = 4096
@@ -286,6 +289,9 @@ class StructuralTag:
     def _free_text(self, words: tuple[str, ...], at: str, end: str = "") -> _Free:
         key = (words, (end,))
         if key not in self._free:
+            if len(words) > MAX_WORDS:
+                why = f"free text may end at {MAX_WORDS} words (or be without them), not at {len(words)}"
+                raise ValueError(f"{at or 'triggers'}: {why}")
             try:
                 text = FreeText(words, (end,))
                 self._free[key] = _Free(text, self._lines.terminal(f"/{text.said}/"))

@@ -56,7 +56,6 @@ def test_any_words_in_any_text(words: list[str], text: str) -> None:
     [
         (["ab", "xaby"], "'ab' is within 'xaby'"),
         (["ab", "ab"], "is within"),
-        ([f"<{letter}" for letter in "abcdefg"], "may end at 6 words .*, not at 7"),
         (["a" * 65], "at most 64 characters, has 65"),
         (["Thought:", "Action:", "Observation:", "Final Answer:", "Question:"], "let them begin with one char"),
     ],

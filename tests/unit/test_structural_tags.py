@@ -173,6 +173,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**TRIGGERED, "tags": [tag("<f=", ANY, "")]}, "format.tags[0].content: any_text must be the content of a tag, or"),
     ({**TRIGGERED, "tags": [tag("<f=" + "a" * 4096, YES, "")]}, "format.tags[0].begin must have at most 4096 bytes"),
     (tag("<a>", ANY, "a" * 65), "format.content: 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa must have at most 64 char"),
+    ({**TRIGGERED, "excludes": list("abcdex")}, "format: free text may end at 6 words (or be without them), not at 7"),
     (tag("<a>", ANY, ["</a>", ""]), "format.end must not be empty"),
     (tag("<a>", {**TRIGGERED, "excludes": ["</"]}, "</a>"), "format.content: '</' is within '</a>', which could never"),
     (tag("<a>", {"type": "json_schema"}, ""), "format.content.json_schema must be a schema that some text fits, is"),
@@ -236,7 +237,7 @@ async def test_what_takes_too_long_is_refused_and_the_next_one_compiled(checker:
 VOCABULARY = 300
 WALKED = {
     "triggered": TRIGGERED, "at least one": {**TRIGGERED, "at_least_one": True}, "thinking": THINKING, "listed": LISTED,
-    "in a tag": tag("<a>", TRIGGERED, "\n</a>"),
+    "in a tag": tag("<a>", TRIGGERED, "\n</a>"), "short trigger": {**TRIGGERED, "triggers": ["<f"]},
 }  # fmt: skip
 
 

@@ -16,9 +16,6 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 
-MAX_WORDS = 6
-"""For each more, llguidance follows the text once more, in more states: with seven it takes half of the work that it
-may do for a token (49 thousand of them), with eight to twelve all of it."""
 MAX_WORD_CHARS = 64
 """Each is a level deeper, of which regexes may have 250."""
 MAX_CHARS = 100_000
@@ -43,8 +40,6 @@ class FreeText:
     apart, or not cheaply."""
 
     def __init__(self, words: Sequence[str], ends: Sequence[str] = ("",)) -> None:
-        if len(words) > MAX_WORDS:
-            raise ValueError(f"free text may end at {MAX_WORDS} words (or be without them), not at {len(words)}")
         for number, word in enumerate(words):
             if len(word) > MAX_WORD_CHARS:
                 raise ValueError(f"{word!r:.40} must have at most {MAX_WORD_CHARS} characters, has {len(word)}")
