@@ -35,7 +35,11 @@ MAX_WORD_BYTES = 4096
 """Of a text that has to come as it is. What free text ends at is bounded further (`calls.free_text`)."""
 MAX_DEPTH = 16
 """Of formats within each other."""
+MAX_GRAMMAR_CHARS = 262_144
+"""It goes to a worker with each answer."""
 MAX_SHOWN_CHARS = 80
+_OWN = {"json_schema", "schema", "pattern"}
+"""Fields of which nothing stands in the answer as it is."""
 
 Behind = tuple[str, ...] | None
 """What follows a format: one of these texts. None of them: nothing does. None: what is not known here."""
@@ -54,7 +58,7 @@ class _Free(NamedTuple):
 class StructuralTag:
     """What one says. Raises `ValueError` naming the field, and saying why no answer can be held to it.
 
-    `tokens`: ids of the words among its `texts` that are tokens by themselves (`GrammarLines`).
+    `tokens`: ids of the words within its `texts_of` that are tokens by themselves (`GrammarLines`).
     """
 
     def __init__(self, text: str, tokens: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -62,8 +66,6 @@ class StructuralTag:
         self._fields: list[str] = []
         """Of the schemas and regexes, by their places in the grammar."""
         self._num_rules = 0
-        self.texts: list[str] = []
-        """That stand in the answer as they are, or must not. Some may be, or have, words that are tokens."""
         self._is_old, asked = _read(text)
         self._free: dict[tuple[tuple[str, ...], tuple[str, ...]], _Free] = {}
         self._formats: dict[str, Callable[[dict[str, Any], str, Behind, int], str]] = {
@@ -78,6 +80,9 @@ class StructuralTag:
             "any_text": self._any_text,
         }
         self._lines.begin_with(self._format(asked, "" if self._is_old else "format", OVER, 0))
+        # With tokens there are a few more: it was found right without.
+        if (num_chars := len(self._lines.text)) > MAX_GRAMMAR_CHARS and not tokens:
+            raise ValueError(f"makes a grammar of {num_chars} characters, may make one of {MAX_GRAMMAR_CHARS}")
 
     @property
     def grammar(self) -> str:
@@ -109,7 +114,7 @@ class StructuralTag:
         _check_names(asked, at, ("triggers", name, "at_least_one", "stop_after_first", "excludes"))
         at_triggers, at_tags = _within(at, "triggers"), _within(at, name)
         triggers = [
-            self._text(trigger, f"{at_triggers}[{number}]", MAX_WORD_CHARS)
+            _text(trigger, f"{at_triggers}[{number}]", MAX_WORD_CHARS)
             for number, trigger in enumerate(_list(asked.get("triggers"), at_triggers, MAX_WORDS))
         ]
         for number, trigger in enumerate(triggers):
@@ -155,7 +160,7 @@ class StructuralTag:
     def _tags_with_separator(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("tags", "separator", "at_least_one", "stop_after_first"))
         tags = _list(asked.get("tags"), f"{at}.tags", MAX_TAGS)
-        separator = self._text(asked.get("separator", ""), f"{at}.separator", MAX_WORD_BYTES, may_be_empty=True)
+        separator = _text(asked.get("separator", ""), f"{at}.separator", MAX_WORD_BYTES, may_be_empty=True)
         is_at_least_one, is_one = (_flag(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
         first, later = [], []
         for number, tag in enumerate(tags):
@@ -222,7 +227,7 @@ class StructuralTag:
 
     def _const_string(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("value",))
-        return self._closed(self._lines.literal(self._text(asked.get("value"), f"{at}.value", MAX_WORD_BYTES)), behind)
+        return self._closed(self._lines.literal(_text(asked.get("value"), f"{at}.value", MAX_WORD_BYTES)), behind)
 
     def _any_text(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("excludes",))
@@ -236,7 +241,7 @@ class StructuralTag:
         if not given:
             return []
         many = _list(given, field, MAX_WORDS)
-        return [self._text(word, f"{field}[{number}]", MAX_WORD_BYTES) for number, word in enumerate(many)]
+        return [_text(word, f"{field}[{number}]", MAX_WORD_BYTES) for number, word in enumerate(many)]
 
     # -- what they are made of -------------------------------------------------------------------------------------
 
@@ -247,10 +252,10 @@ class StructuralTag:
         _check_names(tag, at, ("begin", "schema" if self._is_old else "content", "end"))
         if tag.get("type", "tag") != "tag":
             raise ValueError(f"{at}.type must be tag, is {_shown(tag['type'])}")
-        begin = self._text(tag.get("begin"), f"{at}.begin", MAX_WORD_BYTES, may_be_empty=True)
+        begin = _text(tag.get("begin"), f"{at}.begin", MAX_WORD_BYTES, may_be_empty=True)
         given = tag.get("end")
         many = _list(given, f"{at}.end", MAX_WORDS) if isinstance(given, list) else [given]
-        ends = [self._text(end, f"{at}.end", MAX_WORD_BYTES, may_be_empty=len(many) == 1) for end in many]
+        ends = [_text(end, f"{at}.end", MAX_WORD_BYTES, may_be_empty=len(many) == 1) for end in many]
         if ends == [""]:
             return begin, self._rule(self._format(content, f"{at}.content", behind, depth + 1))
         said = self._format(content, f"{at}.content", tuple(dict.fromkeys(ends)), depth + 1)
@@ -299,10 +304,19 @@ class StructuralTag:
                 raise ValueError(f"{at or 'triggers'}: {error}") from error
         return self._free[key]
 
-    def _text(self, value: Any, at: str, most: int, *, may_be_empty: bool = False) -> str:
-        said = _text(value, at, most, may_be_empty=may_be_empty)
-        self.texts.append(said)
-        return said
+
+def texts_of(text: str) -> list[str]:
+    """Of a structural tag that was found right: what stands in its answers as it is, or must not."""
+    texts, stack = [], [json.loads(text)]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, dict):
+            stack.extend(value for name, value in item.items() if name not in _OWN)
+        elif isinstance(item, list):
+            stack.extend(item)
+    return texts
 
 
 _NO_END = "{} must be the content of a tag, or the last there is: nothing says where the text ends"

@@ -20,7 +20,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from protos import tandem_inference_pb2 as pb
 from router.text.schemas import ON_ONE_LINE, schema_of
-from router.text.structural_tags import StructuralTag
+from router.text.structural_tags import StructuralTag, texts_of
 
 MAX_BYTES = 65_536
 """Of a schema, a regex, a grammar, or all choices together."""
@@ -91,7 +91,7 @@ def with_tokens(
     words of it. `added_in`: those within texts (`Tokenizer.added_in`). None: it has none."""
     if asked.WhichOneof("kind") != "structural_tag":
         return None
-    tokens = added_in(_structural_tag(asked.structural_tag).texts)
+    tokens = added_in(texts_of(asked.structural_tag))
     return (_structural_tag(asked.structural_tag, tokens).grammar, tokens) if tokens else None
 
 

@@ -17,7 +17,7 @@ from gateway.responses.request import ResponseRequest
 from tandem.client import AsyncClient
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-VALUES = {"json_object", "json_schema", "regex", "choice", "grammar"}
+VALUES = {"json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"}
 """Of fields, not fields themselves."""
 
 

@@ -223,6 +223,10 @@ async def test_what_takes_too_long_is_refused_and_the_next_one_compiled(checker:
     assert "formats may be within each other 16 deep" in await refused(asked(deep), checker)
     text = '{"format": ' + '{"type": "or", "elements": [' * 2000 + json.dumps(YES) + "]}" * 2000 + "}"
     assert await refused(pb.StructuredOutputs(structural_tag=text), checker)
+    ends = [
+        {"type": "or", "elements": [tag(f"{n}", ANY, [f"A{n}{'x' * 40}", f"B{n}{'y' * 40}", "<"])]} for n in range(40)
+    ]
+    assert "makes a grammar of " in await refused(asked({"type": "or", "elements": ends}), checker)
     bomb = {"type": "regex", "pattern": "((a{1000}){1000}){1000}"}
     assert "takes more than 0.25 s to compile" in await refused(asked(tag("<", bomb, ">")), checker)
     schema = {"type": "integer", "allOf": [{"multipleOf": number} for number in (101, 103, 107, 109)]}
