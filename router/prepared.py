@@ -7,6 +7,7 @@ ValidatedRequest ──> tokens ──> length checked ──> form compiled ─
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from functools import partial
 
 from router.asked_answer import AskedAnswer, names_at_workers, params_of_sequence
@@ -15,7 +16,7 @@ from router.served_model import Texts
 from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.reasoning import AnswerReader, reasoning_of
-from router.text.structured_outputs import with_tokens
+from router.text.structured_outputs import texts_in
 from router.text.tool_calls import CallIds
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.prompt import TokenizedPrompt, tokenize_prompt
@@ -39,17 +40,25 @@ async def prepare(
     )
     check_prompt_length(validated, len(prompt.token_ids), model)
     pool.require_decode_worker()
-    form = await compile_grammar(validated.sampling_params, grammars, validated.asked_tools)
-    return PreparedRequest(validated, model, texts, prompt, form)
+    tokens = texts.tokenizer.added_in(texts_in(validated.sampling_params.structured_outputs))
+    form = await compile_grammar(validated.sampling_params, grammars, validated.asked_tools, tokens)
+    return PreparedRequest(validated, model, texts, prompt, form, tokens)
 
 
 class PreparedRequest:
     """What the answers to one prompt have in common, and each of them made of that."""
 
     def __init__(
-        self, validated: ValidatedRequest, model: ModelInfo, texts: Texts, prompt: TokenizedPrompt, form: str = ""
+        self,
+        validated: ValidatedRequest,
+        model: ModelInfo,
+        texts: Texts,
+        prompt: TokenizedPrompt,
+        form: str = "",
+        tokens: Iterable[str] = (),
     ) -> None:
-        """`form`: what answers are held to, or their calls of tools, as it was compiled. Empty: nothing."""
+        """`form`: what answers are held to, or their calls of tools, as it was compiled. Empty: nothing. `tokens`:
+        words of it that the model has as tokens."""
         self._validated = validated
         self._names = names_at_workers(validated.request_id, validated.num_sequences)
         self._open = validated.open_sequences
@@ -62,8 +71,7 @@ class PreparedRequest:
             has_form=bool(form),
             is_within=prompt.is_within_thought,
         )
-        self._shown: tuple[str, ...] = ()
-        """Tokens that stand in the form that the answers have."""
+        self._tokens = tuple(tokens)
         self.grammar = self._around(form)
         self._params = resolve_sampling(validated.sampling_params, model, len(prompt.token_ids))
         self._stop_token_ids = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else model.eos_token_ids)}
@@ -99,7 +107,7 @@ class PreparedRequest:
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """Of one answer."""
-        shown = (*self._validated.asked_tools.words, *self._reasoning.words, *self._shown)
+        shown = (*self._validated.asked_tools.words, *self._reasoning.words, *self._tokens)
         return IncrementalDetokenizer(
             self._tokenizer,
             prompt_token_ids=self._prompt_token_ids,
@@ -117,16 +125,11 @@ class PreparedRequest:
         return self._reasoning.reader(self._validated.asked_tools.reader(id_of, has_form=bool(self.grammar)))
 
     def _around(self, form: str) -> str:
-        """The grammar of all that an answer says whose calls, or content, `form` holds. Empty: no form. `form` was
+        """The grammar of all that an answer says whose calls, or content, `form` holds. Empty: no form. Calls were
         checked as text: of tokens by number nothing is known there."""
         asked, added_ids = self._validated.asked_tools, self._tokenizer.added_ids
         if asked.holds:
             form = asked.grammar(added_ids(asked.words)).text
-        elif form and (
-            held := with_tokens(self._validated.sampling_params.structured_outputs, self._tokenizer.added_in)
-        ):
-            form, tokens = held
-            self._shown = tuple(tokens)
         return self._reasoning.grammar(form, tokens=added_ids(self._reasoning.words), is_calls=asked.holds)
 
     async def _resumption(

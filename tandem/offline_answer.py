@@ -12,7 +12,7 @@ from engine.outputs import RequestOutput as StepOutput
 from router.asked_answer import names_at_workers
 from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer
-from router.text.structured_outputs import with_tokens
+from router.text.structured_outputs import grammar_of, texts_in
 from router.text.tokenizer import Tokenizer
 from tandem.lora_request import LoRARequest
 from tandem.prompts import ReadPrompt
@@ -152,10 +152,10 @@ class OfflineAnswer:
         self.prompt = prompt
         words = bad_words_token_ids(params.bad_words or (), tokenizer.encode_plain)
         self.engine_params = params.for_engine(drawn_seed, index, bad_words_token_ids=words)
-        form = params.structured_outputs
-        held = None if form is None else with_tokens(form.to_proto(), tokenizer.added_in)
-        if held is not None:
-            self.engine_params = replace(self.engine_params, grammar=held[0])
+        form = None if params.structured_outputs is None else params.structured_outputs.to_proto()
+        tokens = {} if form is None else tokenizer.added_in(texts_in(form))
+        if form is not None and tokens:
+            self.engine_params = replace(self.engine_params, grammar=grammar_of(form, tokens))
         if index:  # the first one tells them
             self.engine_params = replace(self.engine_params, prompt_logprobs=None)
         self.others: list[OfflineAnswer] = []
@@ -181,7 +181,7 @@ class OfflineAnswer:
             stop=params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
-            shown_token_ids=frozenset() if held is None else tokenizer.hidden_ids(held[1]),
+            shown_token_ids=tokenizer.hidden_ids(tokens),
             min_tokens=params.min_tokens,
         )
 

@@ -306,7 +306,8 @@ class StructuralTag:
 
 
 def texts_of(text: str) -> list[str]:
-    """Of a structural tag that was found right: what stands in its answers as it is, or must not."""
+    """Of a structural tag: what stands in its answers as it is, or must not. Raises `ValueError` and `RecursionError`
+    where it is no JSON."""
     texts, stack = [], [json.loads(text)]
     while stack:
         item = stack.pop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -67,9 +67,13 @@ def problem_of(asked: pb.StructuredOutputs, n: int = 1) -> str | None:
     return None
 
 
-def grammar_of(asked: pb.StructuredOutputs) -> str:
+def grammar_of(asked: pb.StructuredOutputs, tokens: Mapping[str, int] = MappingProxyType({})) -> str:
     """Raises `ValueError` saying why no answer can be held to it. What comes from strangers may take for ever, or end
-    the process: see router/validation/grammar_checker.py."""
+    the process: see router/validation/grammar_checker.py.
+
+    `tokens`: ids of the words within its `texts_in` that are tokens by themselves, which llguidance would have a model
+    spell. It is checked as text, and then said with them.
+    """
     if (problem := problem_of(asked)) is not None:
         raise ValueError(problem)
     kind = asked.WhichOneof("kind")
@@ -81,18 +85,18 @@ def grammar_of(asked: pb.StructuredOutputs) -> str:
     if matcher.is_error():
         reason = matcher.get_error()
         raise ValueError(f"{kind}: {_in_words(reason if tag is None else tag.problem(reason))}")
-    return grammar
+    return _structural_tag(asked.structural_tag, tokens).grammar if tag is not None and tokens else grammar
 
 
-def with_tokens(
-    asked: pb.StructuredOutputs, added_in: Callable[[Iterable[str]], Mapping[str, int]]
-) -> tuple[str, Mapping[str, int]] | None:
-    """The grammar of what `grammar_of` has found right, for a model with words that are tokens by themselves, and these
-    words of it. `added_in`: those within texts (`Tokenizer.added_in`). None: it has none."""
+def texts_in(asked: pb.StructuredOutputs) -> list[str]:
+    """What stands in its answers as it is, where words in that may be tokens. It need not be right: `grammar_of` says
+    so."""
     if asked.WhichOneof("kind") != "structural_tag":
-        return None
-    tokens = added_in(texts_of(asked.structural_tag))
-    return (_structural_tag(asked.structural_tag, tokens).grammar, tokens) if tokens else None
+        return []
+    try:
+        return texts_of(asked.structural_tag)
+    except (ValueError, RecursionError):
+        return []
 
 
 def _structural_tag(text: str, tokens: Mapping[str, int] = MappingProxyType({})) -> StructuralTag:

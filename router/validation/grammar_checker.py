@@ -3,8 +3,8 @@ a token, but not what reading a grammar may take, and one that nests deeply enou
 
     Router                                     child: python -m router.validation.grammar_checker
     (first) <──────────────────────────ready──┐
-    check(asked) ──length, StructuredOutputs──> compile, on a stack half as large as a worker's thread has
-          <──────length, {"grammar" | "error", "cpu_s"}──┘  └─ too long, too large, too deep: ended, and begun anew
+    check(asked) ──StructuredOutputs, tokens──> compile, on a stack half as large as a worker's thread has
+          <──────────{"grammar" | "error", "cpu_s"}──┘  └─ too long, too large, too deep: ended, and begun anew
 
 Owns the child, which is started with the first grammar and ends with the router: its input ends then, and while it
 computes, its own limit of processor time ends it. One grammar at a time, so many may wait; the next is refused. What
@@ -25,6 +25,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from protos import tandem_inference_pb2 as pb
@@ -71,9 +73,9 @@ class GrammarChecker:
         self._num_waiting = 0
         self._is_closed = False
 
-    async def check(self, asked: pb.StructuredOutputs, n: int) -> str:
-        """The grammar that workers go by, for `n` answers. Raises `ValueError` saying why there is none, `Overloaded`
-        where too many wait, and `Draining` once closed."""
+    async def check(self, asked: pb.StructuredOutputs, n: int, tokens: Mapping[str, int] = MappingProxyType({})) -> str:
+        """The grammar that workers go by, for `n` answers. `tokens`: as `grammar_of` has them. Raises `ValueError`
+        saying why there is none, `Overloaded` where too many wait, and `Draining` once closed."""
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled; retry later", retry_after_s=1.0)
         self._num_waiting += 1
@@ -82,7 +84,8 @@ class GrammarChecker:
                 if self._asking is not None:
                     await asyncio.wait([self._asking])
                 self._refuse_if_closed()
-                self._asking = asking = asyncio.create_task(self._ask(asked.SerializeToString()))
+                request = _framed(asked.SerializeToString()) + _framed(_text(tokens))
+                self._asking = asking = asyncio.create_task(self._ask(request))
                 asking.add_done_callback(_note_end)
                 await asyncio.wait([asking])
         finally:
@@ -120,7 +123,7 @@ class GrammarChecker:
         assert child.stdin is not None
         try:
             async with asyncio.timeout(MAX_WALL_S):
-                child.stdin.write(_framed(request))
+                child.stdin.write(request)
                 await child.stdin.drain()
                 answer: dict[str, Any] = json.loads(await _read_frame(child))
                 return answer
@@ -183,6 +186,10 @@ async def _read_frame(child: asyncio.subprocess.Process) -> bytes:
     return await child.stdout.readexactly(size)
 
 
+def _text(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(value)).encode()
+
+
 def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
@@ -204,18 +211,19 @@ def _answer_all() -> None:
     stdout.flush()
     while header := stdin.read(4):
         asked = pb.StructuredOutputs.FromString(stdin.read(int.from_bytes(header, "big")))
+        tokens = json.loads(stdin.read(int.from_bytes(stdin.read(4), "big")))
         began_s = time.process_time(), time.perf_counter()
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # so much processor time later the kernel ends this process
         answer: dict[str, Any]
         try:
-            grammar = grammar_of(asked)
+            grammar = grammar_of(asked, tokens)
             # The lesser: one counts other processes, too, the other is coarse on some machines.
             cpu_s = min(time.process_time() - began_s[0], time.perf_counter() - began_s[1])
             answer = {"grammar": grammar, "cpu_s": cpu_s}
         except ValueError as error:
             answer = {"error": str(error)}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        stdout.write(_framed(json.dumps(answer).encode()))
+        stdout.write(_framed(_text(answer)))
         stdout.flush()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.message import Message
@@ -152,15 +153,21 @@ def _check_truncation(request: pb.GenerateRequest, model: ModelInfo, violations:
         violations.append(("truncate_prompt_tokens", bound))
 
 
-async def compile_grammar(params: pb.SamplingParams, checker: GrammarChecker, asked: AskedTools = NO_TOOLS) -> str:
-    """What workers go by for structured_outputs; empty where none are asked for. Leaves this process.
+async def compile_grammar(
+    params: pb.SamplingParams,
+    checker: GrammarChecker,
+    asked: AskedTools = NO_TOOLS,
+    tokens: Mapping[str, int] = MappingProxyType({}),
+) -> str:
+    """What workers go by for structured_outputs; empty where none are asked for. `tokens`: as `grammar_of` has them.
+    Leaves this process.
 
     Raises `InvalidRequest` with the reason that no answer can be held to it: also to what `asked` tools make of it.
     """
     if not params.HasField("structured_outputs"):
         return ""
     try:
-        return await checker.check(params.structured_outputs, max(1, params.n))
+        return await checker.check(params.structured_outputs, max(1, params.n), tokens)
     except ValueError as error:
         if asked.parser:
             raise InvalidRequest([asked.problem_of_form(str(error))]) from error
