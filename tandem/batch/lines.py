@@ -3,8 +3,9 @@
     {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}                      input
     {"id": "batch_req_…", "custom_id": "1", "response": {"status_code", "request_id", "body"}, "error": null}  output
 
-Both are read line by line: a file may be larger than the memory. Of the output a last line without an end was being
-written when its run was killed, and is none.
+Both are read line by line: a file may be larger than the memory. Of the output the beginning of a line, at its end,
+was being written when its run was killed, and is none. Both must be regular files: a pipe can be read once, and the
+input is read twice.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_LINE_BYTES = 64 << 20
 """Of either file. A gateway takes no such body, by default."""
 MAX_ID_CHARS = 512
+_OUTPUT_BEGIN = b'{"id":"batch_req_'
+"""Of each line of an output."""
 
 
 class BatchError(Exception):
@@ -48,29 +51,51 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 def read_done(path: Path) -> tuple[set[str], int]:
     """The ids of an output's lines, and how many bytes these have: a last line without an end is none. Raises
-    `BatchError` where a line is none of ours: nothing is to be written behind what is something else."""
+    `BatchError` where a line is none of ours: nothing is to be written behind what is something else, nor taken from
+    it."""
     done: set[str] = set()
     whole = 0
     for number, line in _lines(path):
-        if not line.endswith(b"\n"):
-            break
-        custom_id = _object(path, number, line).get("custom_id")
-        if not isinstance(custom_id, str):
+        if line.endswith(b"\n"):
+            fields = _object(path, number, line)
+            custom_id = fields.get("custom_id")
+            is_ours = isinstance(custom_id, str) and "response" in fields
+        else:
+            is_ours = line.startswith(_OUTPUT_BEGIN[: len(line)])
+        if not is_ours:
             raise BatchError(f"{path}:{number}: is no line of an output: name another file with --output-file")
-        done.add(custom_id)
-        whole += len(line)
+        if line.endswith(b"\n"):
+            done.add(str(custom_id))
+            whole += len(line)
     return done, whole
 
 
+def check_regular(path: Path) -> None:
+    """Before it is opened: that of a pipe waits until somebody has it open, too. Raises `BatchError`."""
+    if path.exists() and not path.is_file():
+        raise BatchError(f"{path}: must be a regular file")
+
+
 def result_line(custom_id: str, status_code: int, request_id: str, body: Any) -> bytes:
-    """One line of the output. What a server says of an error stands in its `body`."""
+    """One line of the output. What a server says of an error stands in its `body`. Raises `ValueError` and
+    `RecursionError` where that cannot be JSON."""
     response = {"status_code": status_code, "request_id": request_id, "body": body}
-    line = {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None}
-    return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+    return _output_line(custom_id, request_id, response, None)
+
+
+def error_line(custom_id: str, request_id: str, code: str, message: str) -> bytes:
+    """One line of the output, for what has no response."""
+    return _output_line(custom_id, request_id, None, {"code": code, "message": message})
+
+
+def _output_line(custom_id: str, request_id: str, response: Any, error: Any) -> bytes:
+    line = {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """With their numbers."""
+    check_regular(path)
     try:
         with path.open("rb") as file:
             number = 0
@@ -107,11 +132,22 @@ def _checked(path: Path, number: int, line: bytes) -> BatchRequest:
         problem = f"body must be an object, is {_short(body)}"
     elif body.get("stream"):
         problem = "body.stream must be false: an answer is one line"
+    else:
+        problem = _why_no_json(body)
     if problem:
         raise BatchError(f"{path}:{number}: {problem}")
     assert isinstance(custom_id, str)
     assert isinstance(body, dict)
     return BatchRequest(custom_id, str(url), body)
+
+
+def _why_no_json(body: dict[str, Any]) -> str:
+    """Python reads NaN, and numbers that are too large."""
+    try:
+        json.dumps(body, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        return f"body must be JSON: {error}"
+    return ""
 
 
 def _short(value: Any) -> str:

@@ -8,42 +8,57 @@
 Owns the output while it runs: a lock keeps a second run out. A run that ends early, however it does, has lost nothing:
 the same one again goes on with what is missing. A server that is there, and has no room, is waited for; one that cannot
 be reached for `retry_s` ends the run.
+
+Each of those that ask has a connection, and a client, of its own: a pool looks at all its connections for each request,
+so that a thousand of them would hardly ask at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import random
 import secrets
 import ssl
 import time
-from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from tandem.batch.lines import BatchError, BatchRequest, read_done, read_requests, result_line
+from rpc.keys import check_keys
+from tandem.batch import lines
+from tandem.batch.lines import (
+    BatchError,
+    BatchRequest,
+    check_regular,
+    error_line,
+    read_done,
+    read_requests,
+    result_line,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     import httpx2
 
-FOR_NOW = (429, 502, 503)
-"""What a server says that has no room, or is not there."""
+FULL = 429
+AWAY = (502, 503)
+"""What is said where the server is not there."""
 NOT_LET_IN = (401, 403)
 """It is the run's key that is wrong, and no line's fault."""
 CONNECT_TIMEOUT_S = 10.0
+CONNECTS_S = 2 * CONNECT_TIMEOUT_S
+"""A try that is older has a connection: to the host, and through TLS."""
 ANSWER_MARGIN_S = 30.0
 """Beyond a request's own deadline, for a server that does not know it, or has gone without a word."""
 FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0
 """Between two tries, where the server does not say how long."""
 MAX_RETRY_AFTER_S = 300.0
-
-
+TOO_LARGE = f"the answer is larger than {lines.MAX_LINE_BYTES >> 20} MiB, and was not kept"
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
@@ -69,8 +84,21 @@ class BatchArgs:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"--base-url must begin with http:// or https://, is {self.base_url!r}")
-        if self.output_file.exists() and self.input_file.exists() and self.output_file.samefile(self.input_file):
+        try:
+            host, _ = urlsplit(self.base_url).hostname, urlsplit(self.base_url).port
+        except ValueError as error:
+            raise ValueError(f"--base-url: {error}") from error
+        if not host:
+            raise ValueError(f"--base-url must name a host, is {self.base_url!r}")
+        if self.api_key:
+            check_keys("--api-key", [self.api_key])
+        if _are_one(self.input_file, self.output_file):
             raise ValueError("--output-file must be another file than --input-file")
+
+
+def _are_one(one: Path, other: Path) -> bool:
+    """Also where neither is there yet."""
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
 
 
 @dataclass(slots=True)
@@ -101,21 +129,24 @@ async def answer_all(args: BatchArgs, progress: BatchProgress) -> None:
     """Returns when the output has a line for every request. Raises `BatchError`, `ServerAway`, `OSError`."""
     with _opened(args.output_file) as output:
         done, num_bytes = read_done(args.output_file)
-        os.ftruncate(output, num_bytes)
-        os.lseek(output, num_bytes, os.SEEK_SET)
         for request in read_requests(args.input_file):  # all of it is checked before anything is asked
             progress.num_requests += 1
             progress.num_before += request.custom_id in done
-        async with _open_client(args) as client:
-            if progress.num_left:
-                await _refuse_if_away(client, args)
-                await _Run(args, client, output, progress).run(done)
+        os.ftruncate(output, num_bytes)
+        os.lseek(output, num_bytes, os.SEEK_SET)
+        if progress.num_left:
+            open_client = _client_maker(args)
+            await _refuse_if_away(open_client, args)
+            await _Run(args, open_client, output, progress).run(done)
+        if progress.num_left:
+            raise BatchError(f"{args.input_file}: has changed since it was checked; run the same command again")
         os.fsync(output)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """A file descriptor to write through, of a file that is made if it is not there. Locked."""
+    check_regular(path)
     try:
         output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -130,50 +161,69 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(output)
 
 
-@asynccontextmanager
-async def _open_client(args: BatchArgs) -> AsyncIterator[httpx2.AsyncClient]:
+def _client_maker(args: BatchArgs) -> Callable[[], httpx2.AsyncClient]:
+    """Of clients for one request at a time each; the caller closes them."""
     import httpx2
 
-    timeout = httpx2.Timeout(args.request_timeout_s + ANSWER_MARGIN_S, connect=CONNECT_TIMEOUT_S, pool=None)
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {"x-request-timeout-ms": str(round(1000 * args.request_timeout_s))}
+    timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    headers = {"content-type": "application/json", "x-request-timeout-ms": str(round(1000 * args.request_timeout_s))}
     if args.api_key:
         headers["authorization"] = f"Bearer {args.api_key}"
     try:
-        trusted = ssl.create_default_context(cafile=args.ssl_ca_certs) if args.ssl_ca_certs else True
+        trusted = (
+            ssl.create_default_context(cafile=args.ssl_ca_certs)
+            if args.ssl_ca_certs
+            else httpx2.create_ssl_context(trust_env=False)
+        )
     except (OSError, ssl.SSLError) as error:
         raise BatchError(f"--ssl-ca-certs {args.ssl_ca_certs}: {error}") from error
-    async with httpx2.AsyncClient(
-        base_url=args.base_url.removesuffix("/").removesuffix("/v1"), timeout=timeout, limits=limits, headers=headers,
-        verify=trusted, trust_env=False,
-    ) as client:  # fmt: skip
-        yield client
+    base_url = args.base_url.removesuffix("/").removesuffix("/v1")
+    return lambda: httpx2.AsyncClient(
+        base_url=base_url, timeout=timeout, headers=headers, verify=trusted, trust_env=False
+    )
 
 
-async def _refuse_if_away(client: httpx2.AsyncClient, args: BatchArgs) -> None:
+async def _refuse_if_away(open_client: Callable[[], httpx2.AsyncClient], args: BatchArgs) -> None:
     """Whoever has just typed an address wants to know now. It may be busy."""
     import httpx2
 
     try:
-        response = await client.get("/v1/models", timeout=CONNECT_TIMEOUT_S)
+        async with open_client() as client, asyncio.timeout(CONNECT_TIMEOUT_S):
+            response = await client.get("/v1/models")
         if response.status_code in NOT_LET_IN:
             raise _not_let_in(args)
-    except httpx2.TransportError as error:
+        if response.is_redirect:
+            where = response.headers.get("location", "elsewhere")
+            raise ServerAway(f"{args.base_url} refers to {where}: name the server itself with --base-url")
+    except (httpx2.RequestError, TimeoutError) as error:
         why = str(error) or type(error).__name__
         raise ServerAway(
             f"no server answers at {args.base_url} ({why}). Start one with `tandem up`, or name another with --base-url"
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """For good."""
+
+    status_code: int
+    request_id: str
+    text: bytes
+    is_whole: bool
+    """No longer than a line may be."""
+
+
 @dataclass
 class _Run:
     args: BatchArgs
-    client: httpx2.AsyncClient
+    open_client: Callable[[], httpx2.AsyncClient]
     output: int
     """A file descriptor, at its end."""
     progress: BatchProgress
-    heard_s: float = field(default_factory=time.monotonic)
-    """When the server last said anything but that it is not there."""
+    away_since_s: float | None = None
+    """Of the first time that it was not there, since it last said anything else."""
+    tries_s: dict[str, float] = field(default_factory=dict)
+    """When those that are under way began, by their id, in order."""
 
     async def run(self, done: set[str]) -> None:
         left = (request for request in read_requests(self.args.input_file) if request.custom_id not in done)
@@ -185,44 +235,79 @@ class _Run:
             raise errors.exceptions[0] from None
 
     async def _ask_on(self, left: Iterator[BatchRequest]) -> None:
-        for request in left:
-            self.progress.num_running += 1
-            try:
-                status, request_id, body = await self._answer(request)
-            finally:
-                self.progress.num_running -= 1
-            _write(self.output, result_line(request.custom_id, status, request_id, body))
-            self._count(status, body)
+        async with self.open_client() as client:
+            for request in left:
+                self.progress.num_running += 1
+                try:
+                    answer = await self._answer(client, request)
+                finally:
+                    self.progress.num_running -= 1
+                self._keep(request, answer)
 
-    async def _answer(self, request: BatchRequest) -> tuple[int, str, Any]:
-        """Status, the request's id and the body, once they are for good."""
+    async def _answer(self, client: httpx2.AsyncClient, request: BatchRequest) -> _Answer:
+        """What is said of it, once that is for good."""
         import httpx2
 
         body = request.body
         if self.args.priority and "priority" not in body:
             body = {**body, "priority": self.args.priority}
+        content = json.dumps(body, separators=(",", ":")).encode()
         wait_s = FIRST_WAIT_S
         while True:
             request_id = secrets.token_hex(12)
             try:
-                response = await self.client.post(request.url, json=body, headers={"x-request-id": request_id})
-                if response.status_code in NOT_LET_IN:
+                response, answer = await self._try(client, request.url, content, request_id)
+                if answer.status_code in NOT_LET_IN:
                     raise _not_let_in(self.args)
-                if response.status_code not in FOR_NOW:
-                    self.heard_s = time.monotonic()
-                    return response.status_code, response.headers.get("x-request-id", request_id), _read(response)
-                if response.status_code == 429:
-                    self.heard_s = time.monotonic()
-                why, told_s = f"{response.status_code}: {_message(_read(response))}", _retry_after_s(response)
-            except httpx2.TransportError as error:
+                if answer.status_code not in AWAY:
+                    self.away_since_s = None
+                    if answer.status_code != FULL:
+                        return answer
+                else:
+                    self._is_away()
+                why, told_s = f"{answer.status_code}: {_message(_read(answer))}", _retry_after_s(response)
+            except TimeoutError:
+                self._is_away()
+                why, told_s = f"no answer within {self.args.request_timeout_s:g} s", None
+            except httpx2.RequestError as error:
+                self._is_away()
                 why, told_s = str(error) or type(error).__name__, None
             self._refuse_if_gone(why)
             await self._wait(why, wait_s if told_s is None else told_s)
             wait_s = min(2 * wait_s, LAST_WAIT_S)
 
+    async def _try(
+        self, client: httpx2.AsyncClient, url: str, content: bytes, request_id: str
+    ) -> tuple[httpx2.Response, _Answer]:
+        self.tries_s[request_id] = time.monotonic()
+        try:
+            async with (
+                asyncio.timeout(self.args.request_timeout_s + ANSWER_MARGIN_S),
+                client.stream("POST", url, content=content, headers={"x-request-id": request_id}) as response,
+            ):
+                text = bytearray()
+                async for piece in response.aiter_bytes():
+                    text += piece
+                    if len(text) > lines.MAX_LINE_BYTES:
+                        break
+                given_id = response.headers.get("x-request-id", request_id)
+                is_whole = len(text) <= lines.MAX_LINE_BYTES
+                return response, _Answer(response.status_code, given_id, bytes(text), is_whole)
+        finally:
+            del self.tries_s[request_id]
+
+    def _is_away(self) -> None:
+        if self.away_since_s is None:
+            self.away_since_s = time.monotonic()
+
     def _refuse_if_gone(self, why: str) -> None:
-        away_s = time.monotonic() - self.heard_s
-        if away_s > self.args.retry_s and self.progress.num_running == self.progress.num_waiting + 1:
+        """Not while anybody has a connection: it may yet be answered."""
+        if self.away_since_s is None:
+            return
+        now_s = time.monotonic()
+        away_s = now_s - self.away_since_s
+        longest_s = now_s - next(iter(self.tries_s.values()), now_s)
+        if away_s > self.args.retry_s and longest_s <= CONNECTS_S:
             raise ServerAway(
                 f"{self.args.base_url} has not answered for {away_s:.0f} s ({why}); the same command goes on with the "
                 f"{self.progress.num_left} requests that are left"
@@ -238,17 +323,29 @@ class _Run:
         finally:
             self.progress.num_waiting -= 1
 
-    def _count(self, status: int, body: Any) -> None:
-        progress = self.progress
-        if status == 200:
+    def _keep(self, request: BatchRequest, answer: _Answer) -> None:
+        """Write it down, and count it."""
+        progress, body = self.progress, _read(answer)
+        line = _line(request, answer, body)
+        _write(self.output, line or error_line(request.custom_id, answer.request_id, "answer_too_large", TOO_LARGE))
+        if answer.status_code == 200 and line:
             progress.num_answered += 1
         else:
             progress.num_failed += 1
-            progress.last_failure = f"{status}: {_message(body)}"
+            progress.last_failure = f"{answer.status_code}: {_message(body) if line else TOO_LARGE}"
         usage = body.get("usage") if isinstance(body, dict) else None
         if isinstance(usage, dict):
             progress.num_prompt_tokens += _number(usage, "prompt_tokens", "input_tokens")
             progress.num_output_tokens += _number(usage, "completion_tokens", "output_tokens")
+
+
+def _line(request: BatchRequest, answer: _Answer, body: Any) -> bytes:
+    """Of the output; empty where it would be longer than the next run reads."""
+    try:
+        line = result_line(request.custom_id, answer.status_code, answer.request_id, body)
+    except (ValueError, RecursionError):  # Python reads as JSON what is none, and what it cannot write
+        line = result_line(request.custom_id, answer.status_code, answer.request_id, _text(answer))
+    return line if answer.is_whole and len(line) <= lines.MAX_LINE_BYTES else b""
 
 
 def _not_let_in(args: BatchArgs) -> ServerAway:
@@ -267,12 +364,16 @@ def _write(output: int, line: bytes) -> None:
         raise
 
 
-def _read(response: httpx2.Response) -> Any:
+def _read(answer: _Answer) -> Any:
     """What came, as JSON where it is some."""
     try:
-        return response.json()
+        return json.loads(answer.text)
     except (ValueError, RecursionError):
-        return response.text
+        return _text(answer)
+
+
+def _text(answer: _Answer) -> str:
+    return answer.text.decode(errors="replace")
 
 
 def _message(body: Any) -> str:
@@ -284,7 +385,7 @@ def _message(body: Any) -> str:
 
 def _retry_after_s(response: httpx2.Response) -> float | None:
     try:
-        return min(max(float(response.headers["retry-after"]), 0.1), MAX_RETRY_AFTER_S)
+        return min(max(0.1, float(response.headers["retry-after"])), MAX_RETRY_AFTER_S)
     except (KeyError, ValueError):  # none, or a date
         return None
 

@@ -83,10 +83,11 @@ def run_batch(is_json: bool, **options: Any) -> None:
 
 
 async def _run(args: BatchArgs, progress: BatchProgress) -> None:
-    start_s = asyncio.get_running_loop().time()
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
 
-    def line() -> str:
-        return progress_line(progress, asyncio.get_running_loop().time() - start_s)
+    def line() -> str:  # in the terminal's thread, which has no loop
+        return progress_line(progress, loop.time() - start_s)
 
     async with live_line(line):
         await answer_all(args, progress)

@@ -12,10 +12,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from click.testing import CliRunner, Result
 
@@ -47,6 +49,9 @@ class Scripted(ThreadingHTTPServer):
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         """Path, body and headers of each."""
         self.models: Reply = (200, {}, {"data": []})
+        self.drips = False
+        """Answers byte by byte, ten of them a second."""
+        self.is_over = threading.Event()
 
     @property
     def url(self) -> str:
@@ -83,7 +88,13 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "content-length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.server.drips and self.command == "POST":
+            for place in range(len(data)):
+                self.wfile.write(data[place : place + 1])
+                if self.server.is_over.wait(0.1):
+                    break
+        else:
+            self.wfile.write(data)
 
 
 @pytest.fixture
@@ -92,6 +103,7 @@ def server() -> Iterator[Scripted]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
+    server.is_over.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -143,6 +155,8 @@ def results(folder: Path) -> dict[str, Any]:
         ({"url": "/v1/embeddings"}, "url must be one of /v1/chat/completions, /v1/completions, /v1/responses, is"),
         ({"url": ["x"]}, "url must be one of"),
         ({"body": None}, "body must be an object, is null"),
+        ({"body": {"prompt": float("nan")}}, "body must be JSON: "),
+        ('{"custom_id":"2","method":"POST","url":"/v1/completions","body":{"x":1e999}}', "body must be JSON: "),
         ({"body": {"stream": True}}, "body.stream must be false: an answer is one line"),
     ],
 )
@@ -188,6 +202,62 @@ def test_a_file_that_is_something_else_is_left_alone(server: Scripted, tmp_path:
     assert server.asked == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["one line without an end", '{"name": 1}', json.dumps(line_of("9")) + "\n", json.dumps(line_of("9"))],
+)
+def test_nothing_is_taken_from_a_file_that_is_something_else(server: Scripted, tmp_path: Path, text: str) -> None:
+    """Not even its last line; and a file of requests is no output, as where the two were swapped."""
+    write(tmp_path / "in", line_of("1"))
+    (tmp_path / "out").write_text(text)
+    result = batch(server, tmp_path)
+    assert (result.exit_code, (tmp_path / "out").read_text()) == (1, text)
+    assert f"Error: {tmp_path / 'out'}:1: is no line of an output" in result.stderr
+    assert server.asked == []
+
+
+def test_a_wrong_input_leaves_the_output_as_it_is(server: Scripted, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("{")
+    cut = result_line("1", 200, "a", {})[:30]
+    (tmp_path / "out").write_bytes(cut)
+    assert batch(server, tmp_path).exit_code == 1
+    assert (tmp_path / "out").read_bytes() == cut
+
+
+def test_what_is_no_file_is_refused(server: Scripted, tmp_path: Path) -> None:
+    """The input is read twice, the output before it is written: a pipe would be empty, or waited for without end."""
+    write(tmp_path / "in", line_of("1"))
+    os.mkfifo(tmp_path / "pipe")
+    for given, out, named in (("pipe", "out", "pipe"), ("in", "pipe", "pipe"), ("in", "/dev/null", "/dev/null")):
+        files = ["-i", str(tmp_path / given), "-o", str(tmp_path / out)]
+        result = CliRunner().invoke(main, ["run-batch", *files, "--base-url", server.url])
+        assert (result.exit_code, result.stderr.splitlines()[-1]) == (
+            1, f"Error: {tmp_path / named}: must be a regular file",
+        )  # fmt: skip
+    assert server.asked == []
+
+
+def test_one_file_that_is_not_there_yet_is_not_both(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["run-batch", "-i", str(tmp_path / "x"), "-o", str(tmp_path / "x")])
+    assert result.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_input_that_has_lost_lines_since_it_was_checked_is_said(server: Scripted, tmp_path: Path) -> None:
+    write(tmp_path / "in", *(line_of(str(number)) for number in range(500)))
+    num_bytes = sum(map(len, (tmp_path / "in").read_bytes().splitlines(keepends=True)[:400]))
+
+    def script(prompt: str, _: int) -> Reply:
+        os.truncate(tmp_path / "in", num_bytes)
+        return ok(prompt)
+
+    server.script = script
+    result = batch(server, tmp_path)
+    assert result.exit_code == 1
+    assert len(results(tmp_path)) == 400
+    assert f"Error: {tmp_path / 'in'}: has changed since it was checked" in result.stderr
+
+
 def test_files_that_cannot_be_opened_are_named(server: Scripted, tmp_path: Path) -> None:
     result = batch(server, tmp_path)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (
@@ -226,6 +296,59 @@ def test_each_request_has_one_line_and_is_asked_as_it_stands(server: Scripted, t
         assert each["response"]["status_code"] == 200
         assert each["response"]["body"]["choices"] == [{"text": f"to {name}"}]
         assert each["error"] is None
+
+
+def test_half_a_character_is_sent_as_it_came(server: Scripted, tmp_path: Path) -> None:
+    """What a server says of it is for the server to say."""
+    write(tmp_path / "in", line_of("\ud800"))
+    assert batch(server, tmp_path).exit_code == 0
+    assert results(tmp_path).keys() == {"\ud800"}
+
+
+def test_whatever_a_server_answers_is_a_line_that_the_next_run_can_read(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 50_000)
+    bodies = {"nan": '{"x": NaN}', "inf": "[1e999]", "deep": "[" * 5000 + "]" * 5000, "html": "<p>", "é": '"é"'}
+    large = {"huge": "x" * 60_000, "escaped": "\0" * 20_000}
+    server.script = lambda prompt, _: (200, {}, (bodies | large)[prompt])
+    write(tmp_path / "in", *(line_of(name) for name in bodies | large))
+    result = batch(server, tmp_path)
+    assert result.exit_code == 1
+    assert "2 requests were refused" in result.stderr
+
+    def no_constant(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    for line in (tmp_path / "out").read_text().splitlines():
+        each = json.loads(line, parse_constant=no_constant)
+        if each["custom_id"] in large:
+            assert each["response"] is None
+            assert each["error"]["code"] == "answer_too_large"
+        else:
+            assert each["response"]["body"] in (bodies[each["custom_id"]], "é")
+    server.asked.clear()
+    assert batch(server, tmp_path).exit_code == 0
+    assert server.asked == []
+
+
+def test_an_answer_that_cannot_be_decoded_is_asked_for_again(server: Scripted, tmp_path: Path) -> None:
+    server.script = lambda _, before: ok("x") if before else (200, {"content-encoding": "gzip"}, "not so")
+    write(tmp_path / "in", line_of("a"))
+    assert batch(server, tmp_path).exit_code == 0
+    assert server.num_asked == {"a": 2}
+
+
+def test_an_answer_that_comes_drop_by_drop_has_a_deadline_too(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "ANSWER_MARGIN_S", 0.2)
+    server.drips = True
+    server.script = lambda prompt, _: ok(prompt)
+    write(tmp_path / "in", line_of("a"))
+    result = batch(server, tmp_path, "--request-timeout-s", "1", "--retry-s", "0")
+    assert result.exit_code == 1
+    assert "no answer within 1 s" in result.stderr
 
 
 def test_without_a_priority_a_server_that_knows_none_is_sent_none(server: Scripted, tmp_path: Path) -> None:
@@ -270,7 +393,7 @@ def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_
 def test_the_same_command_goes_on_with_what_is_missing(server: Scripted, tmp_path: Path) -> None:
     write(tmp_path / "in", *(line_of(name) for name in "abcd"))
     (tmp_path / "out").write_bytes(
-        result_line("b", 200, "1", {}) + result_line("d", 400, "2", {}) + b'{"custom_id": "c'
+        result_line("b", 200, "1", {}) + result_line("d", 400, "2", {}) + result_line("c", 200, "3", {})[:50]
     )
     result = batch(server, tmp_path)
     assert result.exit_code == 0, result.stderr
@@ -337,6 +460,51 @@ def test_a_server_that_went_away_is_waited_for_but_not_for_ever(server: Scripted
     assert results(tmp_path).keys() == {"full", "a", "b"}
 
 
+def test_a_long_silence_before_it_went_does_not_count(server: Scripted, tmp_path: Path) -> None:
+    """All that it holds may take longer than it is waited for when it is away."""
+
+    def script(prompt: str, before: int) -> Reply:
+        if not before:
+            together.wait(30)
+            server.is_over.wait(0.5)
+            return None
+        return ok(prompt)
+
+    together = threading.Barrier(2)
+    server.script = script
+    write(tmp_path / "in", line_of("a"), line_of("b"))
+    result = batch(server, tmp_path, "--retry-s", "0.4")
+    assert result.exit_code == 0, result.stderr
+    assert results(tmp_path).keys() == {"a", "b"}
+
+
+def test_one_that_does_not_even_take_connections_is_away(server: Scripted, tmp_path: Path) -> None:
+    """Somebody tries at any moment, then, and nobody waits for an answer."""
+
+    async def silent(_: Any) -> Any:
+        await asyncio.sleep(0.2)
+        raise httpx2.ConnectTimeout("")
+
+    args = run.BatchArgs(
+        input_file=tmp_path / "in", output_file=tmp_path / "out", base_url=server.url, max_concurrency=50, retry_s=1.0
+    )
+    write(tmp_path / "in", *(line_of(str(number)) for number in range(50)))
+    transport = httpx2.MockTransport(silent)
+    running = run._Run(
+        args,
+        lambda: httpx2.AsyncClient(base_url=server.url, transport=transport),
+        -1,
+        run.BatchProgress(num_requests=50),
+    )
+
+    async def tried() -> None:
+        with pytest.raises(run.ServerAway, match="has not answered for"):
+            async with asyncio.timeout(20):
+                await running.run(set())
+
+    asyncio.run(tried())
+
+
 def test_two_runs_do_not_write_to_one_output(server: Scripted, tmp_path: Path) -> None:
     write(tmp_path / "in", line_of("a"))
     second: list[Result] = []
@@ -398,6 +566,41 @@ def test_a_full_disk_takes_a_line_or_nothing_of_it(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"whole\nthird\n"
 
 
+def test_on_a_terminal_the_line_follows(server: Scripted, tmp_path: Path) -> None:
+    """It is drawn by a thread of its own."""
+    ours, theirs = os.openpty()
+    is_seen = threading.Event()
+    said = bytearray()
+
+    def read() -> None:
+        with suppress(OSError):  # its end
+            while piece := os.read(ours, 4096):
+                said.extend(piece)
+                if b"0/1 ended, 1 running" in said:
+                    is_seen.set()
+
+    def script(prompt: str, _: int) -> Reply:
+        assert is_seen.wait(30)
+        return ok(prompt)
+
+    server.script = script
+    write(tmp_path / "in", line_of("a"))
+    command = [
+        sys.executable, "-m", "tandem", "run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"),
+        "--base-url", server.url, "--request-timeout-s", "60",
+    ]  # fmt: skip
+    reader = threading.Thread(target=read)
+    reader.start()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        assert process.wait(60) == 0, said.decode()
+    reader.join(30)
+    os.close(ours)
+    assert is_seen.is_set()
+    assert b"Traceback" not in said
+
+
 def test_how_it_goes_is_a_line() -> None:
     progress = run.BatchProgress(
         num_requests=10, num_before=2, num_answered=3, num_failed=1, num_running=4, num_waiting=1,
@@ -413,6 +616,11 @@ def test_how_it_goes_is_a_line() -> None:
     ("flags", "problem"),
     [
         (["--base-url", "127.0.0.1:8000"], "--base-url must begin with http:// or https://, is '127.0.0.1:8000'"),
+        (["--base-url", "http://[::1"], "--base-url: "),
+        (["--base-url", "http://127.0.0.1:99999"], "--base-url: "),
+        (["--base-url", "http:///v1"], "--base-url must name a host, is 'http:///v1'"),
+        (["--api-key", "ключ"], "--api-key must be of visible ASCII characters"),
+        (["--api-key", "a\nb"], "--api-key must be of visible ASCII characters"),
         (["--max-concurrency", "0"], "'--max-concurrency': 0 is not in the range 1<=x<=4096."),
         (["--retry-s", "nan"], "'--retry-s': nan is not a number"),
     ],
