@@ -52,9 +52,9 @@ class Absence:
         return asked.began_s - DYING_S <= self.gone_s <= asked.ended_s
 
     def may_have_said_so(self, asked: Asked) -> bool:
-        """Whether it may have told the request that its grace is over."""
+        """Whether it may have told the request that its grace is over. One that has gone before says nothing then."""
         over_s = self.since_s + self.grace_s
-        return self.was_told and asked.began_s <= over_s <= asked.ended_s
+        return self.was_told and asked.began_s <= over_s <= min(asked.ended_s, self.gone_s)
 
 
 @dataclass(frozen=True, slots=True)

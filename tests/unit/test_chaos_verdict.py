@@ -161,6 +161,8 @@ def test_what_a_gateway_s_death_excuses(
 
 
 LEFT_AT_90, LEFT_AT_99, LEFT_AT_102 = (Absence(since_s, since_s + 6, 5.0) for since_s in (90.0, 99.0, 102.0))
+LEFT_EARLY = Absence(97.0, 98.0, 5.0)
+"""It had nothing to finish: when its grace would have been over another one was there."""
 
 
 @pytest.mark.parametrize(
@@ -171,8 +173,10 @@ LEFT_AT_90, LEFT_AT_99, LEFT_AT_102 = (Absence(since_s, since_s + 6, 5.0) for si
         (Ending.UNAVAILABLE, Way.GRPC, [], Absences(gateway=[LEFT_AT_102]), 1),
         (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateway=[LEFT_AT_102]), 0),
         (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateway=[LEFT_AT_90]), 1),
+        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateway=[LEFT_EARLY]), 1),
         (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateway=[LEFT_AT_102]), 0),
         (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateway=[LEFT_AT_90]), 1),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateway=[LEFT_EARLY]), 1),
         (Ending.GIVEN_UP, Way.CHATS, [1], Absences(router=[LEFT_AT_102]), 1),
         (Ending.GIVEN_UP, Way.CHATS, [1], killed(gateway_s=[105.0]), 1),
         (Ending.GIVEN_UP, Way.GRPC, [1], Absences(gateway=[LEFT_AT_102]), 1),
