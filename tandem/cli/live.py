@@ -14,7 +14,7 @@ REFRESHES_PER_S = 4
 @asynccontextmanager
 async def live_line(line: Callable[[], str]) -> AsyncIterator[None]:
     """Shows `line()`, drawn again as it changes; where stderr is no terminal, once, at the end."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr and sys.stderr.isatty()):  # closed before the program began: None
         try:
             yield
         finally:

@@ -601,6 +601,14 @@ def test_on_a_terminal_the_line_follows(server: Scripted, tmp_path: Path) -> Non
     assert b"Traceback" not in said
 
 
+def test_nobody_has_to_watch(server: Scripted, tmp_path: Path) -> None:
+    write(tmp_path / "in", line_of("a"))
+    files = ("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--base-url", server.url)
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "tandem", "run-batch", *files]
+    assert subprocess.run(command, check=False, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+    assert results(tmp_path).keys() == {"a"}
+
+
 def test_how_it_goes_is_a_line() -> None:
     progress = run.BatchProgress(
         num_requests=10, num_before=2, num_answered=3, num_failed=1, num_running=4, num_waiting=1,
