@@ -432,6 +432,17 @@ def test_a_key_that_is_wrong_is_no_line_s_fault(server: Scripted, tmp_path: Path
         server.models, server.script = (200, {}, {}), lambda *_: no(403, "not you")
 
 
+def test_a_server_that_refers_to_another_is_asked_nothing(server: Scripted, tmp_path: Path) -> None:
+    """As http does to https: else each line would be refused for good."""
+    write(tmp_path / "in", line_of("a"))
+    server.models = (301, {"location": "https://elsewhere/v1/models"}, "")
+    result = batch(server, tmp_path)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
+        1, f"Error: {server.url} refers to https://elsewhere/v1/models: name the server itself with --base-url",
+    )  # fmt: skip
+    assert server.asked == []
+
+
 def test_a_server_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
     write(tmp_path / "in", line_of("a"))
     away = Scripted()
