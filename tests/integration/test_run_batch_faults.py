@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,12 @@ def kill(cluster: RunningCluster, name: str) -> None:
     wait_until(lambda: (now := cluster.services().get(name)) is not None and now.pid != before.pid, 30, "it is back")
 
 
+def listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as tried:
+        return tried.connect_ex((host, int(port))) == 0
+
+
 def test_one_line_for_each_whatever_dies(few_layers: Path, tmp_path: Path) -> None:
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("".join(json.dumps(request) + "\n" for request in requests()))
@@ -54,6 +61,8 @@ def test_one_line_for_each_whatever_dies(few_layers: Path, tmp_path: Path) -> No
             first.kill()
         num_before = num_lines(out)
         assert 6 < num_before < NUM_REQUESTS
+        # Who begins while nobody is there is told so at once.
+        wait_until(lambda: listens(cluster.http_address), 30, "the gateway is back")
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as second:
             wait_until(lambda: num_lines(out) > num_before + 2, 60, "the rest is asked")
             kill(cluster, "router")
