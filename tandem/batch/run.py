@@ -328,7 +328,7 @@ class _Run:
         progress, body = self.progress, _read(answer)
         line = _line(request, answer, body)
         _write(self.output, line or error_line(request.custom_id, answer.request_id, "answer_too_large", TOO_LARGE))
-        if answer.status_code == 200 and line:
+        if answer.status_code == 200 and line and isinstance(body, dict):
             progress.num_answered += 1
         else:
             progress.num_failed += 1
@@ -353,15 +353,16 @@ def _not_let_in(args: BatchArgs) -> ServerAway:
 
 
 def _write(output: int, line: bytes) -> None:
-    """All of it, or none: a disk that is full takes a part, behind which nothing else may stand."""
+    """All of it, or none: a disk that is full takes a part, behind which nothing else may stand. Raises
+    `BatchError`."""
     start = os.lseek(output, 0, os.SEEK_CUR)
     try:
         while line:
             line = line[os.write(output, line) :]
-    except OSError:
+    except OSError as error:
         os.ftruncate(output, start)
         os.lseek(output, start, os.SEEK_SET)
-        raise
+        raise BatchError(f"the output cannot be written: {error.strerror}; the same command goes on") from error
 
 
 def _read(answer: _Answer) -> Any:

@@ -77,8 +77,7 @@ def run_batch(is_json: bool, **options: Any) -> None:
     click.echo(json.dumps(summary_of(progress)) if is_json else described(progress, args))
     if progress.num_failed:
         raise click.ClickException(
-            f"{progress.num_failed} requests were refused; their lines have another status_code than 200, the last: "
-            f"{progress.last_failure}"
+            f"{progress.num_failed} requests have no answer, and their lines say why; the last: {progress.last_failure}"
         )
 
 

@@ -315,7 +315,7 @@ def test_whatever_a_server_answers_is_a_line_that_the_next_run_can_read(
     write(tmp_path / "in", *(line_of(name) for name in bodies | large))
     result = batch(server, tmp_path)
     assert result.exit_code == 1
-    assert "2 requests were refused" in result.stderr
+    assert "6 requests have no answer" in result.stderr
 
     def no_constant(text: str) -> None:
         raise AssertionError(f"{text} is no JSON")
@@ -371,15 +371,16 @@ def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_
             case "proxy":
                 return (502, {}, "<html>Bad Gateway</html>") if before < 1 else ok("at last")
             case _:
-                return no(int(prompt), "not so") if prompt != "599" else (599, {}, "no JSON")
+                return no(int(prompt), "not so") if prompt not in no_json else (int(prompt), {}, "no JSON")
 
     server.script = script
-    for_good = ("400", "404", "413", "500", "504", "599")
+    no_json = ("200", "599")
+    for_good = ("400", "404", "413", "500", "504", *no_json)
     for_now = {"full": 4, "away": 3, "cut": 3, "proxy": 2}
     write(tmp_path / "in", *(line_of(name) for name in (*for_now, *for_good)))
     result = batch(server, tmp_path)
     assert result.exit_code == 1
-    assert "6 requests were refused; their lines have another status_code than 200, the last: " in result.stderr
+    assert "7 requests have no answer, and their lines say why; the last: " in result.stderr
     assert server.num_asked == {**for_now, **dict.fromkeys(for_good, 1)}
     found = {name: each["response"] for name, each in results(tmp_path).items()}
     for name in for_now:
@@ -387,7 +388,7 @@ def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_
     for name in for_good:
         assert found[name]["status_code"] == int(name)
     assert found["400"]["body"] == {"error": {"message": "not so"}}
-    assert found["599"]["body"] == "no JSON"
+    assert found["599"]["body"] == found["200"]["body"] == "no JSON"
 
 
 def test_the_same_command_goes_on_with_what_is_missing(server: Scripted, tmp_path: Path) -> None:
@@ -567,7 +568,7 @@ def test_a_full_disk_takes_a_line_or_nothing_of_it(tmp_path: Path) -> None:
     try:
         run._write(output, b"whole\n")
         resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(BatchError, match="the output cannot be written: File too large"):
             run._write(output, b"another\n")
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         run._write(output, b"third\n")
