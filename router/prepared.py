@@ -40,9 +40,18 @@ async def prepare(
     )
     check_prompt_length(validated, len(prompt.token_ids), model)
     pool.require_decode_worker()
-    tokens = texts.tokenizer.added_in(texts_in(validated.sampling_params.structured_outputs))
+    tokens = await _tokens_in(validated, texts)
     form = await compile_grammar(validated.sampling_params, grammars, validated.asked_tools, tokens)
     return PreparedRequest(validated, model, texts, prompt, form, tokens)
+
+
+async def _tokens_in(validated: ValidatedRequest, texts: Texts) -> dict[str, int]:
+    """Ids of the words that are tokens in what its answers are held to. In a thread: a tokenizer may have thousands to
+    look for, in all that a stranger sends."""
+    asked = validated.sampling_params.structured_outputs
+    if asked.WhichOneof("kind") != "structural_tag":
+        return {}
+    return await asyncio.to_thread(lambda: texts.tokenizer.added_in(texts_in(asked)))
 
 
 class PreparedRequest:

@@ -351,13 +351,19 @@ def _within(at: str, name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)[:MAX_SHOWN_CHARS]
+    return _sent(json.dumps(value, ensure_ascii=False)[:MAX_SHOWN_CHARS])
+
+
+def _sent(text: str) -> str:
+    """`text` as it may be told: JSON may have half of a character, which no message can carry."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _check_names(asked: Mapping[str, Any], at: str, names: Sequence[str]) -> None:
     for name in asked:
         if name not in (*names, "type"):
-            raise ValueError(f"{_within(at, name[:MAX_SHOWN_CHARS])} is not known; there are type, {', '.join(names)}")
+            known = ", ".join(("type", *names))
+            raise ValueError(f"{_within(at, _sent(name[:MAX_SHOWN_CHARS]))} is not known; there are {known}")
 
 
 def _object(value: Any, at: str) -> dict[str, Any]:

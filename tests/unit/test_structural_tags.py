@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ import numpy as np
 import pytest
 import tokenizers
 from grammar_cases import EOS, text_of, tokenizer, write_model
+from lifecycle_bench import Bench
 from tool_call_cases import is_in
+from validation_cases import MODEL
 
 from engine.scheduling.grammar import Grammars
 from protos import tandem_inference_pb2 as pb
+from router.prepared import prepare
+from router.served_model import Texts
 from router.text import structured_outputs
 from router.text.reasoning import reasoning_of
 from router.text.structured_outputs import grammar_of, texts_in
 from router.text.tokenizer import Tokenizer
 from router.validation.grammar_checker import GrammarChecker
-from router.validation.request import compile_grammar
+from router.validation.request import compile_grammar, validate
 from rpc.errors import InvalidRequest
 
 CITY = {
@@ -131,13 +136,16 @@ def test_what_fits_and_what_does_not(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "char", ["\n", "\t", "\r", "/", "\\", '"', "é", "[", "^", "-", "&", "~", "#", " ", "☃", "\x07"]
+    "char", ["\n", "\t", "\r", "/", "\\", '"', "é", "[", "^", "-", "&", "~", "#", " ", "☃", "\x07", "\x7f", "\0"]
 )
 def test_words_may_have_any_characters(char: str) -> None:
     form = {"type": "triggered_tags", "triggers": [f"<{char}{char}"], "tags": [tag(f"<{char}{char}>", ANY, f"{char};")]}
     grammar = grammar_of(asked(form))
     assert is_in(grammar, f"<{char}.<{char}{char}>a{char}.{char};<{char}")
     assert not is_in(grammar, f"a<{char}{char}.")
+    grammar = grammar_of(asked({**SEPARATED, "separator": char}))
+    assert is_in(grammar, f"{NOW}{char}{NOW}")
+    assert not is_in(grammar, f"{NOW}{char}")
 
 
 def test_the_two_forms_are_one() -> None:
@@ -187,6 +195,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"type": "sequence", "elements": [TRIGGERED, YES]}, "format.elements[0]: triggered_tags must be the c"),
     ({"type": "sequence", "elements": []}, "format.elements must have 1 to 128 entries, has 0"),
     ({"type": "const_string", "value": ""}, "format.value must not be empty"),
+    ({"type": "\ud800é"}, 'any_text, is "\\ud800é"'),
+    ({"type": "any_text", "\udfff": 1}, "format.\\udfff is not known; there are type, excludes"),
 ]  # fmt: skip
 
 
@@ -247,6 +257,46 @@ async def test_words_that_are_tokens_are_said_by_number_and_not_in_the_routers_p
     params = pb.SamplingParams(structured_outputs=asked(TRIGGERED))
     assert "<[77]>" in await compile_grammar(params, checker, tokens={"<f=": 77})
     assert "<[" not in await compile_grammar(params, checker)
+
+
+def test_words_are_said_by_number_where_their_tokens_are_no_text(tmp_path: Path) -> None:
+    """An added token that is two line breaks begins no tag by itself: text has it, too."""
+    made = tokenizer()
+    made.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in ("NN", "<t>", "<t><t>")])
+    made.add_special_tokens(["[s]"])
+    form = asked({"type": "triggered_tags", "triggers": ["NN<t>"], "tags": [tag("NN<t><t><t>[s]", YES, ">")]})
+    tokens = Tokenizer(made).added_in(texts_in(form))
+    assert set(tokens) == {"<t>", "<t><t>", "[s]"}
+    grammar = grammar_of(form, tokens)
+    folder = write_model(tmp_path / "model")
+    made.save(str(folder / "tokenizer.json"))
+    text = "aNNbNN<t><t><t>[s]yes>"
+    state = Grammars(folder, vocab_size=VOCABULARY, eos_token_ids=frozenset({EOS})).state(grammar)
+    ids = list(made.encode(text).ids)
+    for number, token_id in enumerate([*ids, EOS]):
+        allowed = state.allowed(ids[:number])
+        assert allowed is not None, state.error
+        assert allowed[token_id], number
+
+
+async def test_words_that_are_tokens_are_looked_for_beside_the_routers_event_loop(checker: GrammarChecker) -> None:
+    """A tokenizer may have thousands of them, and a tag 64 KiB."""
+    looked: list[bool] = []
+
+    class Watched(Tokenizer):
+        def added_in(self, texts: Iterable[str]) -> dict[str, int]:
+            looked.append(threading.current_thread() is threading.main_thread())
+            return super().added_in(texts)
+
+    texts = Texts(MODEL, Watched(words("special")), None)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]))
+    pool = Bench().pool
+    await prepare(validate(request, MODEL), MODEL, texts, checker, pool)
+    assert looked == []
+    request.sampling_params.structured_outputs.CopyFrom(asked(TRIGGERED))
+    prepared = await prepare(validate(request, MODEL), MODEL, texts, checker, pool)
+    assert looked == [False]
+    assert "<[" in prepared.grammar
 
 
 def test_what_is_no_json_has_no_words() -> None:

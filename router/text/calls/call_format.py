@@ -133,7 +133,8 @@ class GrammarLines:
 
     def __init__(self, tokens: Mapping[str, int] = MappingProxyType({})) -> None:
         self._tokens = tokens
-        self._word = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
+        by_length = sorted(tokens, key=len, reverse=True)  # as tokenizers choose among words that begin alike
+        self._word = re.compile(f"({'|'.join(map(re.escape, by_length))})") if tokens else None
         self._terminals: dict[str, str] = {}
         """Names of texts, by what they are."""
         self._lines = ["start: "]
@@ -193,7 +194,7 @@ def json_of(schema: Mapping[str, Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # which llguidance reads no text with
 
 
 def arguments_of(tool: Tool) -> dict[str, Any]:
