@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 ON_ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 """As Python's json writes. Free to choose, small models wander about in line breaks and indents, sometimes for ever. A
 schema may say otherwise in its "x-guidance"."""
+NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Of grammars whose regexes strangers write: llguidance follows what alone may come, and where a lexeme takes for ever
+what was to follow it, as /(ab)*/ before "ab" does, it would never come back."""
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 

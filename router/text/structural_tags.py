@@ -24,7 +24,7 @@ from llguidance import grammar_from
 from router.text.calls.call_format import GrammarLines
 from router.text.calls.free_text import MAX_WORD_CHARS, FreeText, pattern
 from router.text.calls.text_values import no_number
-from router.text.schemas import ON_ONE_LINE, check_bounds
+from router.text.schemas import NO_FORCING, ON_ONE_LINE, check_bounds
 
 MAX_WORDS = 6
 """That free text ends at, or is without. Each is a lexeme with all of the text before it: llguidance follows the text
@@ -66,6 +66,7 @@ class StructuralTag:
         self._fields: list[str] = []
         """Of the schemas and regexes, by their places in the grammar."""
         self._num_rules = 0
+        self._has_regex = False
         self._is_old, asked = _read(text)
         self._free: dict[tuple[tuple[str, ...], tuple[str, ...]], _Free] = {}
         self._formats: dict[str, Callable[[dict[str, Any], str, Behind, int], str]] = {
@@ -87,7 +88,7 @@ class StructuralTag:
     @property
     def grammar(self) -> str:
         """As llguidance reads it."""
-        return grammar_from("lark", self._lines.text)
+        return grammar_from("lark", self._lines.text + (f"{NO_FORCING}\n" if self._has_regex else ""))
 
     def problem(self, reason: str) -> str:
         """Of what llguidance says of the grammar, with the field that it is about."""
@@ -214,6 +215,7 @@ class StructuralTag:
     def _regex(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("pattern",))
         field = f"{at}.pattern"
+        self._has_regex = True
         (of_regex,) = json.loads(grammar_from("regex", _text(asked.get("pattern"), field, MAX_WORD_BYTES)))["grammars"]
         said = of_regex["lark_grammar"].removeprefix("start: /").removesuffix("/")
         text = self._lines.terminal(f"/{said}/", place=self._place(field))

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from protos import tandem_inference_pb2 as pb
-from router.text.schemas import ON_ONE_LINE, schema_of
+from router.text.schemas import NO_FORCING, ON_ONE_LINE, schema_of
 from router.text.structural_tags import StructuralTag, texts_of
 
 MAX_BYTES = 65_536
@@ -137,7 +137,7 @@ def _lark_grammar(text: str) -> str:
     outside = re.sub(r'"(\\.|[^"\\])*"|//.*|/(\\.|[^/\\])+/', "", text)
     if re.search(r"<\[[^\]]*\]>", outside):
         raise ValueError("grammar: token numbers (<[...]>) are not supported: they differ from model to model")
-    return grammar_from("lark", text)
+    return grammar_from("lark", f"{text}\n{NO_FORCING}\n")  # behind what it says of that itself
 
 
 def _lark_of(ebnf: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -441,3 +443,35 @@ def test_it_stands_behind_what_is_thought() -> None:
 
 def test_texts_of_tokens_are_as_they_are() -> None:
     assert text_of(tokenizer().encode(NOW).ids) == NOW
+
+
+@pytest.mark.parametrize("is_thought", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        asked({"type": "sequence", "elements": [{"type": "regex", "pattern": "(ab)*"}, {**YES, "value": "ab"}]}),
+        pb.StructuredOutputs(grammar='start: T "ab"\nT: /(ab)*/\n%llguidance {"no_forcing": false}'),
+        pb.StructuredOutputs(grammar='root ::= "ab" root2\nroot2 ::= "ab" root2 | "ab" "ab" root2'),
+    ],
+)
+def test_a_form_that_never_ends_holds_nobody_up(form: pb.StructuredOutputs, is_thought: bool, tmp_path: Path) -> None:
+    """What alone may come is followed as far as it goes: in a process of its own, which is ended if that is for ever."""
+    try:
+        grammar = grammar_of(form)
+    except ValueError as error:
+        assert "no text fits it" in str(error)
+        return
+    if is_thought:
+        grammar = reasoning_of("qwen3", "<think>", has_form=True).grammar(grammar)
+    folder = write_model(tmp_path / "model")
+    ids = list(tokenizer().encode("</think>abababab" if is_thought else "abababab").ids)
+    code = (
+        "import sys, json; from engine.scheduling.grammar import Grammars\n"
+        "folder, grammar, ids = json.loads(sys.stdin.read())\n"
+        "state = Grammars(folder, vocab_size=300, eos_token_ids=frozenset({1})).state(grammar)\n"
+        "for length in range(len(ids)):\n"
+        "    assert state.allowed(ids[:length])[ids[length]]\n"
+        "    state.propose(ids[:length], lambda forced: [], 4)\n"
+    )
+    given = json.dumps([str(folder), grammar, ids])
+    subprocess.run([sys.executable, "-c", code], input=given, text=True, timeout=60, check=True)
