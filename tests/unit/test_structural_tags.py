@@ -455,12 +455,8 @@ def test_texts_of_tokens_are_as_they_are() -> None:
     ],
 )
 def test_a_form_that_never_ends_holds_nobody_up(form: pb.StructuredOutputs, is_thought: bool, tmp_path: Path) -> None:
-    """What alone may come is followed as far as it goes: in a process of its own, which is ended if that is for ever."""
-    try:
-        grammar = grammar_of(form)
-    except ValueError as error:
-        assert "no text fits it" in str(error)
-        return
+    """Followed in a process of its own, which is ended where that is for ever."""
+    grammar = grammar_of(form)
     if is_thought:
         grammar = reasoning_of("qwen3", "<think>", has_form=True).grammar(grammar)
     folder = write_model(tmp_path / "model")
