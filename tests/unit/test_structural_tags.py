@@ -242,8 +242,6 @@ async def test_what_takes_too_long_is_refused_and_the_next_one_compiled(checker:
     with pytest.raises(ValueError, match="makes a grammar of "):
         grammar_of(asked({"type": "or", "elements": ends}))
     assert await refused(asked({"type": "or", "elements": ends}), checker), "maybe for its time, on a busy machine"
-    bomb = {"type": "regex", "pattern": "((a{1000}){1000}){1000}"}
-    assert "takes more than 0.25 s to compile" in await refused(asked(tag("<", bomb, ">")), checker)
     schema = {"type": "integer", "allOf": [{"multipleOf": number} for number in (101, 103, 107, 109)]}
     heavy = {**TRIGGERED, "tags": [tag("<f=", {"type": "json_schema", "json_schema": schema}, "")]}
     assert "to compile; make it simpler" in await refused(asked(heavy), checker)
