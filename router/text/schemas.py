@@ -16,6 +16,9 @@ schema may say otherwise in its "x-guidance"."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 """Of grammars whose regexes strangers write: llguidance follows what alone may come, and where a lexeme takes for ever
 what was to follow it, as /(ab)*/ before "ab" does, it would never come back."""
+OPTIONS = ("whitespace_flexible", "coerce_one_of", "lenient")
+"""That a schema may have in its "x-guidance", true or false. Separators and white space are regexes there, which could
+take for ever what JSON has behind them, as those do that NO_FORCING is for."""
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 
@@ -33,6 +36,19 @@ def schema_of(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError(f"json: must be a schema, an object, is a {type(schema).__name__}")
     return schema
+
+
+def guided(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that says what is ours to choose. Raises `ValueError`."""
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise ValueError(f"x-guidance must be an object, is a {type(own).__name__}")
+    for name, value in own.items():
+        if name not in OPTIONS:
+            raise ValueError(f"x-guidance.{name[:40]} is not supported; there are {', '.join(OPTIONS)}")
+        if not isinstance(value, bool):
+            raise ValueError(f"x-guidance.{name} must be true or false, is {json.dumps(value)[:40]}")
+    return {**schema, "x-guidance": {**ON_ONE_LINE, **own}}
 
 
 def check_bounds(schema: Any) -> None:

@@ -24,7 +24,7 @@ from llguidance import grammar_from
 from router.text.calls.call_format import GrammarLines
 from router.text.calls.free_text import MAX_WORD_CHARS, FreeText, pattern
 from router.text.calls.text_values import no_number
-from router.text.schemas import NO_FORCING, ON_ONE_LINE, check_bounds
+from router.text.schemas import NO_FORCING, check_bounds, guided
 
 MAX_WORDS = 6
 """That free text ends at, or is without. Each is a lexeme with all of the text before it: llguidance follows the text
@@ -205,12 +205,10 @@ class StructuralTag:
             raise ValueError(f"{field} must be a schema that some text fits, is {_shown(schema)}")
         try:
             check_bounds(schema)
+            said = guided({} if schema is True else schema)
         except ValueError as error:
             raise ValueError(f"{field}: {str(error).removeprefix('json: ')}") from error
-        known = {} if schema is True else schema
-        further = known.get("x-guidance")
-        options = {**ON_ONE_LINE, **(further if isinstance(further, dict) else {})}
-        return self._closed(self._rule(f"%json {json.dumps({**known, 'x-guidance': options})}", field), behind)
+        return self._closed(self._rule(f"%json {json.dumps(said)}", field), behind)
 
     def _regex(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         _check_names(asked, at, ("pattern",))

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from protos import tandem_inference_pb2 as pb
-from router.text.schemas import NO_FORCING, ON_ONE_LINE, schema_of
+from router.text.schemas import NO_FORCING, guided, schema_of
 from router.text.structural_tags import StructuralTag, texts_of
 
 MAX_BYTES = 65_536
@@ -124,9 +124,9 @@ def _grammar_text(asked: pb.StructuredOutputs) -> str:
     return _lark_grammar(asked.grammar)
 
 
-def _schema_grammar(schema: Any) -> str:
+def _schema_grammar(schema: dict[str, Any]) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=ON_ONE_LINE)
+        return LLMatcher.grammar_from_json_schema(json.dumps(guided(schema)))
     except ValueError as error:
         raise ValueError(f"json: {str(error)[:MAX_REASON_CHARS]}") from error
 

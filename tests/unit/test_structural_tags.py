@@ -443,22 +443,37 @@ def test_texts_of_tokens_are_as_they_are() -> None:
     assert text_of(tokenizer().encode(NOW).ids) == NOW
 
 
+ENDLESS = {
+    "type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": "(:)*"},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("is_thought", [False, True])
 @pytest.mark.parametrize(
-    "form",
+    ("form", "said"),
     [
-        asked({"type": "sequence", "elements": [{"type": "regex", "pattern": "(ab)*"}, {**YES, "value": "ab"}]}),
-        pb.StructuredOutputs(grammar='start: T "ab"\nT: /(ab)*/\n%llguidance {"no_forcing": false}'),
-        pb.StructuredOutputs(grammar='root ::= "ab" root2\nroot2 ::= "ab" root2 | "ab" "ab" root2'),
+        (
+            asked({"type": "sequence", "elements": [{"type": "regex", "pattern": "(ab)*"}, {**YES, "value": "ab"}]}),
+            "abababab",
+        ),
+        (
+            pb.StructuredOutputs(grammar='start: T "ab"\nT: /(ab)*/\n%llguidance {"no_forcing": false}'),
+            "abababab",
+        ),
+        (pb.StructuredOutputs(grammar='root ::= "ab" root2\nroot2 ::= "ab" root2 | "ab" "ab" root2'), "abababab"),
+        (pb.StructuredOutputs(grammar=f"start: %json {json.dumps(ENDLESS)}"), '{"a":::::'),
     ],
 )
-def test_a_form_that_never_ends_holds_nobody_up(form: pb.StructuredOutputs, is_thought: bool, tmp_path: Path) -> None:
+def test_a_form_that_never_ends_holds_nobody_up(
+    form: pb.StructuredOutputs, said: str, is_thought: bool, tmp_path: Path
+) -> None:
     """Followed in a process of its own, which is ended where that is for ever."""
     grammar = grammar_of(form)
     if is_thought:
         grammar = reasoning_of("qwen3", "<think>", has_form=True).grammar(grammar)
     folder = write_model(tmp_path / "model")
-    ids = list(tokenizer().encode("</think>abababab" if is_thought else "abababab").ids)
+    ids = list(tokenizer().encode(f"</think>{said}" if is_thought else said).ids)
     code = (
         "import sys, json; from engine.scheduling.grammar import Grammars\n"
         "folder, grammar, ids = json.loads(sys.stdin.read())\n"

@@ -128,6 +128,13 @@ def test_a_model_without_an_end_is_refused() -> None:
         ({"json": '{"$ref": "#"}'}, "json: no text fits it"),
         ({"json": "false"}, "json: no text fits it"),
         ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "json: "),
+        (
+            {"json": '{"x-guidance": {"whitespace_pattern": ":*"}}'},
+            "json: x-guidance.whitespace_pattern is not",
+        ),
+        ({"json": '{"x-guidance": {"key_separator": "1*"}}'}, "json: x-guidance.key_separator is not supported; there"),
+        ({"json": '{"x-guidance": {"lenient": "a"}}'}, 'json: x-guidance.lenient must be true or false, is "a"'),
+        ({"json": '{"x-guidance": null}'}, "json: x-guidance must be an object, is a NoneType"),
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "(?=a)b"}, "look-ahead and look-behind"),
         ({"regex": "(" * 30_000 + ")" * 30_000}, "regex: "),
