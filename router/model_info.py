@@ -51,6 +51,15 @@ class ModelInfo:
     traits: ModelTraits = field(default_factory=ModelTraits)
     """By what workers of this model are known."""
 
+    @property
+    def knows_workers(self) -> bool:
+        """Whether any has said what it serves, and with which adapters."""
+        return self.block_size > 0
+
+    def has_name(self, name: str) -> bool:
+        """Whether a request may call it, or one of its adapters, so. Empty: it calls it nothing."""
+        return name in ("", self.served_model_name, *self.aliases, *self.lora_names)
+
     @classmethod
     def from_folder(
         cls, folder: str | Path, *, served_model_name: str = "", defaults: GenerationDefaults | None = None

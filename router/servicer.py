@@ -109,8 +109,9 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         if self._is_draining:
             raise Draining("this router is leaving; ask another", retry_after_s=1.0)
         model = self._model.now()
-        if not model.max_model_len:
-            self._cluster.pool.require_decode_worker()  # only a worker knows how long a prompt may be
+        if not model.max_model_len or not (model.knows_workers or model.has_name(request.model)):
+            # Only a worker knows how long a prompt may be, and which adapters there are.
+            self._cluster.pool.require_decode_worker()
         validated = validate(request, model)
         if not self._takes_priorities:
             validated.sampling_params.ClearField("priority")

@@ -226,7 +226,7 @@ def _check_request_id(request_id: str, violations: Violations) -> None:
 
 def check_model(name: str, model: ModelInfo, violations: Violations) -> None:
     """Whether a request may ask for `name`."""
-    if name not in ("", model.served_model_name, *model.aliases, *model.lora_names):
+    if not model.has_name(name):
         aliases = f", by another name {_some(model.aliases)}" if model.aliases else ""
         adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
         known = f"{model.served_model_name!r}{aliases}{adapters}"

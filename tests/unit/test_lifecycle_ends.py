@@ -20,6 +20,7 @@ from router.request_events import WorkerKey
 from router.served_model import Texts
 from router.servicer import InferenceServicer
 from router.text.tokenizer import Tokenizer
+from rpc.errors import InvalidRequest, NoWorker, TandemError
 
 
 async def test_who_leaves_while_it_waits_is_not_taken_for_hours_of_waiting() -> None:
@@ -71,12 +72,7 @@ class Context:
     def invocation_metadata(self) -> None: ...
 
 
-async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.LogCaptureFixture) -> None:
-    """When it is closed, and not when its generators are found by the garbage collector: until then others of its id
-    are refused, and a router that drains waits."""
-    caplog.set_level("INFO")
-    bench = Bench()
-    tokenizer = Tokenizer(grammar_cases.tokenizer())
+def servicer_of(bench: Bench) -> InferenceServicer:
     model = ModelInfo(
         served_model_name="m",
         max_model_len=2048,
@@ -85,8 +81,39 @@ async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.Log
         has_chat_template=False,
         defaults=GenerationDefaults(),
     )
+    texts = Texts(model, Tokenizer(grammar_cases.tokenizer()), None)
+    return InferenceServicer(texts=texts, cluster=bench.cluster, max_request_bytes=10_000)
+
+
+async def refusal_of(servicer: InferenceServicer, model: str) -> TandemError:
+    request = inference_pb.GenerateRequest(model=model, token_ids=inference_pb.TokenIds(ids=[1, 2, 3]))
+    with pytest.raises(TandemError) as refused:
+        await anext(aiter(servicer.Generate(request, cast(Any, Context()))))
+    return refused.value
+
+
+async def test_an_adapter_that_no_worker_has_told_of_yet_may_be_asked_for_again() -> None:
+    """As where a router has just been started again: it may be there, for all that it knows."""
+    bench = Bench()
+    bench.take_away(bench.decode)
+    servicer = servicer_of(bench)
+    assert isinstance(await refusal_of(servicer, "sql"), NoWorker)
+    assert isinstance(await refusal_of(servicer, "m"), NoWorker)
+    other = bench.add("other", pb.Role.ROLE_DECODE, 2048)
+    other.record.model.vocab_size = 100
+    assert isinstance(await refusal_of(servicer, "sql"), InvalidRequest)
+    bench.take_away(other)
+    assert isinstance(await refusal_of(servicer, "sql"), InvalidRequest), "as those that were there last have said"
+    await servicer.close()
+
+
+async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.LogCaptureFixture) -> None:
+    """When it is closed, and not when its generators are found by the garbage collector: until then others of its id
+    are refused, and a router that drains waits."""
+    caplog.set_level("INFO")
+    bench = Bench()
     bench.decode.record.model.vocab_size = 100
-    servicer = InferenceServicer(texts=Texts(model, tokenizer, None), cluster=bench.cluster, max_request_bytes=10_000)
+    servicer = servicer_of(bench)
     request = inference_pb.GenerateRequest(request_id="r", token_ids=inference_pb.TokenIds(ids=[1, 2, 3]))
     answer = cast(AsyncGenerator[inference_pb.GenerateResponse, None], servicer.Generate(request, cast(Any, Context())))
     first = asyncio.ensure_future(anext(answer))
