@@ -1,4 +1,4 @@
-"""`tandem run-batch` over real connections, to a server that does what a test says; and what its files may be."""
+"""`tandem run-batch` over real connections: every request is answered once, whatever its server says."""
 
 from __future__ import annotations
 
@@ -11,263 +11,32 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from batch_server import Reply, Scripted, batch, line_of, no, ok, results, running, write
 from click.testing import CliRunner, Result
 
 from tandem.batch import lines, run
-from tandem.batch.lines import BatchError, read_done, read_requests, result_line
+from tandem.batch.lines import BatchError, result_line
 from tandem.cli import main
 from tandem.cli.run_batch import progress_line
-
-Reply = tuple[int, dict[str, str], Any] | None
-"""Status, headers and body; None: the connection is cut."""
-
-
-def ok(text: str) -> Reply:
-    return 200, {}, {"choices": [{"text": text}], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
-
-
-def no(status: int, message: str, **headers: str) -> Reply:
-    return status, {name.replace("_", "-"): value for name, value in headers.items()}, {"error": {"message": message}}
-
-
-class Scripted(ThreadingHTTPServer):
-    """Answers each request as `script` says, which is given its prompt and how often it was asked before."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.script: Callable[[str, int], Reply] = lambda prompt, _: ok(f"to {prompt}")
-        self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
-        """Path, body and headers of each."""
-        self.models: Reply = (200, {}, {"data": []})
-        self.drips = False
-        """Answers byte by byte, ten of them a second."""
-        self.is_over = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    @property
-    def num_asked(self) -> Counter[str]:
-        return Counter(body["prompt"] for _, body, _ in self.asked)
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Scripted
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self._reply(self.server.models)
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        before = self.server.num_asked[body["prompt"]]
-        self.server.asked.append((self.path, body, dict(self.headers)))
-        self._reply(self.server.script(body["prompt"], before))
-
-    def _reply(self, reply: Reply) -> None:
-        if reply is None:
-            self.close_connection = True
-            return
-        status, headers, body = reply
-        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {**headers, "content-length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.server.drips and self.command == "POST":
-            for place in range(len(data)):
-                self.wfile.write(data[place : place + 1])
-                if self.server.is_over.wait(0.1):
-                    break
-        else:
-            self.wfile.write(data)
 
 
 @pytest.fixture
 def server() -> Iterator[Scripted]:
-    server = Scripted()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.is_over.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with running() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(run, "LAST_WAIT_S", 0.02)
-
-
-def line_of(custom_id: str, **body: Any) -> dict[str, Any]:
-    body = {"prompt": custom_id, **body}
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
-
-
-def write(path: Path, *requests: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    return path
-
-
-def batch(server: Scripted, folder: Path, *flags: str) -> Result:
-    files = ("-i", str(folder / "in"), "-o", str(folder / "out"))
-    return CliRunner().invoke(main, ["run-batch", *files, "--base-url", server.url, *flags])
-
-
-def results(folder: Path) -> dict[str, Any]:
-    """By id. Each has one line."""
-    read = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
-    found = {each["custom_id"]: each for each in read}
-    assert len(found) == len(read)
-    return found
-
-
-# -- files -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "must be a JSON object, is list"),
-        ({"custom_id": 7}, "custom_id must be a string of 1 to 512 characters, is 7"),
-        ({"custom_id": ""}, 'custom_id must be a string of 1 to 512 characters, is ""'),
-        ({"custom_id": "x" * 513}, "custom_id must be a string of 1 to 512 characters"),
-        ({"custom_id": "1"}, "custom_id '1' is that of line 1, too"),
-        ({"method": "GET"}, 'method must be "POST", is "GET"'),
-        ({"url": "/v1/embeddings"}, "url must be one of /v1/chat/completions, /v1/completions, /v1/responses, is"),
-        ({"url": ["x"]}, "url must be one of"),
-        ({"body": None}, "body must be an object, is null"),
-        ({"body": {"prompt": float("nan")}}, "body must be JSON: "),
-        ('{"custom_id":"2","method":"POST","url":"/v1/completions","body":{"x":1e999}}', "body must be JSON: "),
-        ({"body": {"stream": True}}, "body.stream must be false: an answer is one line"),
-    ],
-)
-def test_a_wrong_line_is_named_before_anything_is_asked(
-    server: Scripted, tmp_path: Path, line: Any, problem: str
-) -> None:
-    text = line if isinstance(line, str) else json.dumps(line_of("2") | line)
-    (tmp_path / "in").write_text(f"{json.dumps(line_of('1'))}\n\n{text}\n")
-    result = batch(server, tmp_path)
-    assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].startswith(f"Error: {tmp_path / 'in'}:3: ")
-    assert problem in result.stderr
-    assert server.asked == []
-
-
-def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
-    path = tmp_path / "in"
-    path.write_bytes(b"x" * (3 << 20))
-    with pytest.raises(BatchError, match=r"in:1: must be at most 1 MiB long"):
-        list(read_requests(path))
-
-
-def test_a_last_line_that_was_being_written_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    whole = result_line("1", 200, "a", {"text": "\u2028\n"}) + result_line("2", 400, "b", "no")
-    for cut in (1, 20):
-        path.write_bytes(whole + result_line("3", 200, "c", {})[:cut])
-        assert read_done(path) == ({"1", "2"}, len(whole))
-
-
-def test_a_file_that_is_something_else_is_left_alone(server: Scripted, tmp_path: Path) -> None:
-    write(tmp_path / "in", line_of("1"))
-    for text in ("a letter\n", '{"name": 1}\n', "[1]\n"):
-        (tmp_path / "out").write_text(text)
-        result = batch(server, tmp_path)
-        assert (result.exit_code, (tmp_path / "out").read_text()) == (1, text)
-    (tmp_path / "out").unlink()
-    result = CliRunner().invoke(main, ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "in")])
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
-        2, "Error: --output-file must be another file than --input-file",
-    )  # fmt: skip
-    assert server.asked == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["one line without an end", '{"name": 1}', json.dumps(line_of("9")) + "\n", json.dumps(line_of("9"))],
-)
-def test_nothing_is_taken_from_a_file_that_is_something_else(server: Scripted, tmp_path: Path, text: str) -> None:
-    """Not even its last line; and a file of requests is no output, as where the two were swapped."""
-    write(tmp_path / "in", line_of("1"))
-    (tmp_path / "out").write_text(text)
-    result = batch(server, tmp_path)
-    assert (result.exit_code, (tmp_path / "out").read_text()) == (1, text)
-    assert f"Error: {tmp_path / 'out'}:1: is no line of an output" in result.stderr
-    assert server.asked == []
-
-
-def test_a_wrong_input_leaves_the_output_as_it_is(server: Scripted, tmp_path: Path) -> None:
-    (tmp_path / "in").write_text("{")
-    cut = result_line("1", 200, "a", {})[:30]
-    (tmp_path / "out").write_bytes(cut)
-    assert batch(server, tmp_path).exit_code == 1
-    assert (tmp_path / "out").read_bytes() == cut
-
-
-def test_what_is_no_file_is_refused(server: Scripted, tmp_path: Path) -> None:
-    """The input is read twice, the output before it is written: a pipe would be empty, or waited for without end."""
-    write(tmp_path / "in", line_of("1"))
-    os.mkfifo(tmp_path / "pipe")
-    for given, out, named in (("pipe", "out", "pipe"), ("in", "pipe", "pipe"), ("in", "/dev/null", "/dev/null")):
-        files = ["-i", str(tmp_path / given), "-o", str(tmp_path / out)]
-        result = CliRunner().invoke(main, ["run-batch", *files, "--base-url", server.url])
-        assert (result.exit_code, result.stderr.splitlines()[-1]) == (
-            1, f"Error: {tmp_path / named}: must be a regular file",
-        )  # fmt: skip
-    assert server.asked == []
-
-
-def test_one_file_that_is_not_there_yet_is_not_both(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["run-batch", "-i", str(tmp_path / "x"), "-o", str(tmp_path / "x")])
-    assert result.exit_code == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_input_that_has_lost_lines_since_it_was_checked_is_said(server: Scripted, tmp_path: Path) -> None:
-    write(tmp_path / "in", *(line_of(str(number)) for number in range(500)))
-    num_bytes = sum(map(len, (tmp_path / "in").read_bytes().splitlines(keepends=True)[:400]))
-
-    def script(prompt: str, _: int) -> Reply:
-        os.truncate(tmp_path / "in", num_bytes)
-        return ok(prompt)
-
-    server.script = script
-    result = batch(server, tmp_path)
-    assert result.exit_code == 1
-    assert len(results(tmp_path)) == 400
-    assert f"Error: {tmp_path / 'in'}: has changed since it was checked" in result.stderr
-
-
-def test_files_that_cannot_be_opened_are_named(server: Scripted, tmp_path: Path) -> None:
-    result = batch(server, tmp_path)
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
-        1, f"Error: {tmp_path / 'in'}: No such file or directory",
-    )  # fmt: skip
-    result = CliRunner().invoke(main, ["run-batch", "-i", str(tmp_path / "in"), "-o", "/nowhere/out"])
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: /nowhere/out: No such file or directory")
-
-
-# -- answers -----------------------------------------------------------------------------------------------------
 
 
 def test_each_request_has_one_line_and_is_asked_as_it_stands(server: Scripted, tmp_path: Path) -> None:
