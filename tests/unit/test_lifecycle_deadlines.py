@@ -1,0 +1,95 @@
+"""Requests with a deadline: who is refused at the door, and who goes on while there is time. No network."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from lifecycle_bench import PROMPT, Asked, Bench, load, settle
+
+from router.forecast import PROMPT_OVERHEAD_TOKENS
+from router.validation.resumption import Resumption
+from rpc.errors import DeadlinePassed, Overloaded
+
+
+async def test_who_sends_many_is_refused_for_its_deadline_and_others_are_not() -> None:
+    bench = Bench()
+    bench.decode.set_load(load(0))
+    now_s = asyncio.get_running_loop().time()
+    asked = [Asked(bench.lifecycle(f"flood-{number}", fairness_id="a").run()) for number in range(5)]
+    await settle()
+    bench.queue.pace._seconds_per_token.add(1.0, len(PROMPT), 1.0)  # a second for each prompt that goes before
+    refused = Asked(bench.lifecycle("more", fairness_id="a", deadline_s=now_s + 4).run())
+    other = Asked(bench.lifecycle("other", fairness_id="b", deadline_s=now_s + 4).run())
+    await settle()
+    assert isinstance(refused.task.exception(), Overloaded)
+    assert not other.task.done()
+    for each in [*asked, other]:
+        await each.leave()
+    assert bench.queue.num_clients == 0
+
+
+async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once() -> None:
+    """Two seconds a prompt, as the router has seen: the third in a row has little chance within six."""
+    bench = Bench()
+    bench.decode.set_load(load(300))  # room for all: what is ahead is to be computed, not to be waited for
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    for _ in range(20):
+        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    asked = []
+    for name in ("first", "second", "third"):
+        asked.append(bench.request(name, deadline_s=now_s + 6))
+        await settle()
+    error = asked[2].task.exception()
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s is not None
+    assert 1 < error.retry_after_s < 4
+    assert forecast.num_running == 2
+    for waiting in asked[:2]:
+        assert not waiting.task.done()
+        await waiting.leave()
+    assert forecast.num_running == 0
+
+
+@pytest.mark.parametrize("token_ids", [[], [5]])
+async def test_a_deadline_that_has_passed_is_called_so(token_ids: list[int]) -> None:
+    passed_s = asyncio.get_running_loop().time() - 1
+    asked = Asked(Bench().lifecycle("r", deadline_s=passed_s, resumption=Resumption(token_ids=token_ids)).run())
+    await settle()
+    assert isinstance(asked.task.exception(), DeadlinePassed)
+
+
+async def test_a_stream_of_another_router_goes_on_as_long_as_there_is_time() -> None:
+    bench = Bench()
+    bench.tell(bench.decode, compat_digest="a kind")
+    bench.decode.set_load(load(300))
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    for _ in range(20):
+        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    first = bench.request("first")
+    await settle()
+    new = bench.request("new", deadline_s=now_s + 2)
+    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    resumed = Asked(bench.lifecycle("resumed", deadline_s=now_s + 2, resumption=resumption).run())
+    await settle()
+    assert isinstance(new.task.exception(), Overloaded)
+    assert not resumed.task.done()
+    for waiting in (first, resumed):
+        await waiting.leave()
+
+
+async def test_many_answers_are_thought_to_take_longer_than_one() -> None:
+    bench = Bench()
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    forecast.num_running = 1
+    forecast.answering(now_s - 8)
+    forecast.emitted(80, now_s)  # 0.1 s a token: 8 of them take a second, alone
+    forecast.ended(80, now_s, is_complete=True)
+    one = bench.lifecycle("one", deadline_s=now_s + 3)
+    asked = Asked(one.run())
+    await settle()
+    assert not asked.task.done()
+    many = Asked(bench.lifecycle("many", deadline_s=now_s + 3, num_answers=60).run())
+    await settle()
+    assert isinstance(many.task.exception(), Overloaded)
+    await asked.leave()
