@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.sampling_params import SamplingParams
 from engine.scheduling.grammar import Grammars
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.thinking import Thinking
 
 
 class InputProcessor:
@@ -52,6 +53,7 @@ class InputProcessor:
             lora_name=lora_name,
             lora_id=self._lora_id(lora_name),
             grammar=None if params.grammar is None else self._grammars.state(params.grammar),
+            thinking=Thinking(budget, len(prompt_token_ids)) if (budget := params.thinking_budget) else None,
             # Where an answer has begun, they came with its first token.
             prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],
             arrived_s=time.monotonic(),
@@ -72,6 +74,8 @@ class InputProcessor:
         self._check_known("logit_bias", params.logit_bias)
         for word in params.bad_words_token_ids:
             self._check_known("bad_words_token_ids", word)
+        if (budget := params.thinking_budget) is not None:
+            self._check_known("thinking_budget", (budget.end_token_id, *budget.begin_token_ids))
         if len({word[0] for word in params.bad_words_token_ids if len(word) == 1}) >= self._model.vocab_size:
             raise ValueError("bad_words_token_ids must leave a token that may be sampled")
         ends = self._model.eos_token_ids | params.stop_token_ids

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from engine.scheduling.thinking import ThinkingBudget
+
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 4096
@@ -59,6 +61,9 @@ class SamplingParams:
     grammar: str | None = None
     """What the answer's text must be: structured outputs, in llguidance's words (`engine.scheduling.grammar`). None:
     any text."""
+    thinking_budget: ThinkingBudget | None = None
+    """How many tokens the answer may think, and what ends a thought (`engine.scheduling.thinking`). None: it may think
+    for as long as it likes."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
@@ -91,6 +96,10 @@ class SamplingParams:
         check(
             not self.bad_words_token_ids or (self.grammar is None and not self.allowed_token_ids),
             "bad_words cannot be combined with structured outputs or allowed_token_ids: no token might be left",
+        )
+        check(
+            self.thinking_budget is None or not self.allowed_token_ids,
+            "thinking_token_budget cannot be combined with allowed_token_ids: what ends a thought might not be allowed",
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""How much a model is to think, as clients say it, in variables of its chat template. Pure.
+"""How much a model is to think, as clients say it: in tokens, and in variables of its chat template. Pure.
 
 vLLM's way of it (vllm-project/vllm#43401): the word itself, for templates that know such words (gpt-oss', Qwen's), and
 whether it thinks at all, for those that know that alone. What a template does not know it leaves alone.
@@ -6,9 +6,13 @@ whether it thinks at all, for those that know that alone. What a template does n
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Budget = Annotated[int, Field(ge=-1, lt=1 << 31)]
+"""Tokens that may be thought, in vLLM's words. -1: as many as the model likes."""
 
 
 def thinking_variables(is_thinking: bool) -> dict[str, Any]:

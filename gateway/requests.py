@@ -28,7 +28,7 @@ from gateway.asked import (
     check_is_one_form,
     only,
 )
-from gateway.effort import Effort, effort_variables
+from gateway.effort import Budget, Effort, effort_variables
 from gateway.names import name_in_body
 from gateway.texts import role_of, text_of, text_or_parts
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
@@ -118,6 +118,7 @@ class AskedForChoices(Asked):
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     """Choices to each prompt."""
     prompt_logprobs: NumAlternatives | None = None
+    thinking_token_budget: Budget | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -135,7 +136,6 @@ class AskedForChoices(Asked):
     return_token_offsets: only(False) = None  # type: ignore[valid-type]
     routed_experts_prompt_start: only(0) = None  # type: ignore[valid-type]
     stream_interval: only(1, instead="use the workers' flag --stream-interval") = None  # type: ignore[valid-type]
-    thinking_token_budget: only(-1) = None  # type: ignore[valid-type]
     truncation_side: only("left") = None  # type: ignore[valid-type]
     vllm_xargs: only({}) = None  # type: ignore[valid-type]
     watermarking: only(False) = None  # type: ignore[valid-type]
@@ -150,6 +150,8 @@ class AskedForChoices(Asked):
             sampling["structured_outputs"] = self.response_format
         if self.prompt_logprobs is not None:
             sampling["prompt_logprobs"] = self.prompt_logprobs
+        if self.thinking_token_budget is not None:
+            sampling["thinking_token_budget"] = self.thinking_token_budget
         sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         sampling["with_prompt_token_ids"] = bool(self.return_token_ids)
         return sampling

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos import tandem_inference_pb2 as pb
+from protos.tandem_worker_pb2 import ThinkingBudget
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import AnswerReader
 from router.validation.resumption import NOTHING, Resumption
@@ -27,6 +28,8 @@ class AskedAnswer:
     """What it is held to, in llguidance's words; empty: nothing."""
     bad_words: Sequence[Sequence[int]] = ()
     """What it does not have, in tokens."""
+    thinking_budget: ThinkingBudget | None = None
+    """For how long it may think, in tokens. None: for as long as it likes."""
     cache_salt: str = ""
     lora_name: str = ""
     fairness_id: str = ""

@@ -21,6 +21,8 @@ class Needs:
     """Only workers that sample no others may have it."""
     has_bad_words: bool = False
     """Only workers that sample none of them may have it."""
+    has_thinking_budget: bool = False
+    """Only workers that end its thoughts may have it."""
     lora_name: str = ""
     """Only workers that have this adapter may have it. Empty: it asks for none."""
 
@@ -32,6 +34,7 @@ class Needs:
             and (not self.has_cache_salt or record.takes_cache_salts)
             and (not self.has_allowed_token_ids or record.takes_allowed_token_ids)
             and (not self.has_bad_words or record.takes_bad_words)
+            and (not self.has_thinking_budget or record.takes_thinking_budgets)
             and (not self.lora_name or self.lora_name in record.model.lora_names)
         )
 
@@ -42,6 +45,7 @@ class Needs:
             ("cache_salt", self.has_cache_salt),
             ("allowed_token_ids", self.has_allowed_token_ids),
             ("bad_words", self.has_bad_words),
+            ("thinking_token_budget", self.has_thinking_budget),
         ]
         asked = " and ".join(field for field, is_asked in fields if is_asked)
         kind = " of the kind that began this answer" if self.compat_digest else ""

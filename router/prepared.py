@@ -23,6 +23,7 @@ from router.validation.prompt import TokenizedPrompt, tokenize_prompt
 from router.validation.request import ValidatedRequest, check_prompt_length, compile_grammar
 from router.validation.resumption import NOTHING, Resumption, kind_name, resumption_of
 from router.validation.sampling import resolve_sampling
+from router.validation.thinking import thinking_budget_of
 from router.worker_pool import WorkerPool
 from rpc.errors import NoWorker
 
@@ -86,6 +87,7 @@ class PreparedRequest:
         self._stop_token_ids = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else model.eos_token_ids)}
         self._stops = StopStrings(self._params.stop)  # thousands of states: one for all answers
         self._call_ids = CallIds(prompt.token_ids, is_short=validated.asked_tools.has_short_ids)
+        self._thinking_budget = thinking_budget_of(validated, self._reasoning, texts.tokenizer)
         self._bad_words = bad_words_token_ids(self._params.bad_words, texts.tokenizer.encode_plain)
 
     async def answer(
@@ -103,6 +105,7 @@ class PreparedRequest:
             sampling_params=params,
             grammar=self.grammar,
             bad_words=self._bad_words,
+            thinking_budget=self._thinking_budget,
             cache_salt=self._validated.cache_salt,
             lora_name=self._validated.lora_name,
             fairness_id=self._validated.fairness_id,

@@ -16,7 +16,7 @@ from router.request_events import WorkerKey, WorkerLost
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
 
-_ROUTERS_OWN = ("stop", "n", "structured_outputs", "priority", "bad_words")
+_ROUTERS_OWN = ("stop", "n", "structured_outputs", "priority", "bad_words", "thinking_token_budget")
 """Sampling parameters that are no business of workers: texts and turns."""
 
 
@@ -35,6 +35,7 @@ class WorkerCommands:
             cache_salt=asked.cache_salt,
             lora_name=asked.lora_name,
             bad_words=[pb.BadWord(token_ids=word) for word in asked.bad_words],
+            thinking_budget=asked.thinking_budget,
         )
         for field in _ROUTERS_OWN:
             self._request.sampling_params.ClearField(field)
@@ -51,6 +52,7 @@ class WorkerCommands:
             has_cache_salt=bool(self._request.cache_salt),
             has_allowed_token_ids=bool(self._request.sampling_params.allowed_token_ids),
             has_bad_words=bool(self._request.bad_words),
+            has_thinking_budget=self._request.HasField("thinking_budget"),
             lora_name=self._request.lora_name,
         )
 

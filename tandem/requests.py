@@ -54,6 +54,8 @@ class Sampling(TypedDict, total=False):
     """No other is sampled."""
     bad_words: Sequence[str]
     """Texts that the answer does not have."""
+    thinking_token_budget: int
+    """Of a chat's answer: what it may think. -1: as much as it likes."""
     logit_bias: Mapping[int, float]
     logprobs: int
     prompt_logprobs: int

@@ -8,6 +8,7 @@ from typing import Any
 from engine.llm_engine import LLMEngine
 from engine.outputs import FinishReason, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduling.thinking import ThinkingBudget
 
 Answers = dict[str, tuple[list[int], FinishReason | None]]
 
@@ -19,6 +20,15 @@ CONFIG: dict[str, Any] = {
 """So few tokens that every answer soon meets its end-of-sequence token, or a stop token."""
 BAD_WORDS = ((9,), *((token_id, token_id) for token_id in range(CONFIG["vocab_size"])))
 """One token never, and none twice in a row."""
+
+
+BUDGETS = {
+    2: ThinkingBudget(num_tokens=3, end_token_id=7, has_begun=True),
+    5: ThinkingBudget(num_tokens=2, end_token_id=7, begin_token_ids=(11,), has_begun=True, may_repeat=True),
+    6: ThinkingBudget(num_tokens=0, end_token_id=7, begin_token_ids=(12,), may_repeat=True),
+    7: ThinkingBudget(num_tokens=9, end_token_id=7, has_begun=True),
+}
+"""One thought and several, cut at once and later."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -33,7 +43,7 @@ def params_of(number: int) -> SamplingParams:
         max_tokens=1 + number * 5 % 40, min_tokens=number % 2, ignore_eos=number % 5 == 0,
         stop_token_ids=frozenset({5, 17}) if number % 2 else frozenset(), logprobs=(None, 0, 3)[number % 3],
         allowed_token_ids=frozenset(range(1, 60, 2) if number % 8 in (3, 4) else ()),
-        bad_words_token_ids=BAD_WORDS if number % 8 in (0, 1) else (),
+        bad_words_token_ids=BAD_WORDS if number % 8 in (0, 1) else (), thinking_budget=BUDGETS.get(number % 8),
         prompt_logprobs=(2, None, None, None, 0, None, None)[number % 7], **(penalties if number % 3 else {}),
     )  # fmt: skip
 
@@ -56,6 +66,7 @@ def answers_of(engine: LLMEngine, numbers: range) -> Answers:
             answers[output.request_id] = tokens + output.token_ids, output.finish_reason
         assert engine.audit()[1] == []
     check_bad_words(answers)
+    check_thoughts(answers)
     ledger, _ = engine.audit()
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks
     return answers
@@ -66,6 +77,30 @@ def check_bad_words(answers: Answers) -> None:
         if params_of(int(number)).bad_words_token_ids:
             assert 9 not in tokens
             assert all(before != after for before, after in itertools.pairwise(tokens)), tokens
+
+
+def check_thoughts(answers: Answers) -> None:
+    """None is longer than it may be, and what ends it comes where it must."""
+    for number, (tokens, _) in answers.items():
+        if (budget := params_of(int(number)).thinking_budget) is not None:
+            for position, token_id in enumerate(tokens):
+                assert is_free(budget, tokens[:position]) or token_id == budget.end_token_id, (budget, tokens)
+
+
+def is_free(budget: ThinkingBudget, answer: list[int]) -> bool:
+    """Whether any token may follow `answer`: the budget's rules in other words."""
+    begin, within, num_thought, recent = list(budget.begin_token_ids), budget.has_begun, 0, []
+    for position, token_id in enumerate(answer):
+        recent.append(token_id)
+        if within and token_id == budget.end_token_id:
+            within, recent = False, []
+            if not budget.may_repeat:
+                return True
+        elif within:
+            num_thought += 1
+        elif begin and recent[-len(begin) :] == begin and (budget.may_repeat or position < len(begin) + 2):
+            within = True
+    return not within or num_thought < budget.num_tokens
 
 
 def check_told(output: RequestOutput) -> None:

@@ -11,6 +11,7 @@ from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_ledger import BlockLedger, HostLedger
+from engine.scheduling.thinking import ThinkingBudget
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 
@@ -69,6 +70,17 @@ def sampling_params_of(request: pb.EngineRequest) -> SamplingParams:
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         grammar=request.grammar or None,
+        thinking_budget=_thinking_budget_of(request.thinking_budget) if request.HasField("thinking_budget") else None,
+    )
+
+
+def _thinking_budget_of(budget: pb.ThinkingBudget) -> ThinkingBudget:
+    return ThinkingBudget(
+        num_tokens=budget.num_tokens,
+        end_token_id=budget.end_token_id,
+        begin_token_ids=tuple(budget.begin_token_ids),
+        has_begun=budget.has_begun,
+        may_repeat=budget.may_repeat,
     )
 
 

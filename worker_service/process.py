@@ -362,6 +362,7 @@ class WorkerProcess:
             takes_cache_salts=True,
             takes_allowed_token_ids=True,
             takes_bad_words=True,
+            takes_thinking_budgets=True,
             transport=self._args.transport,
             traits=self._traits,
             rival_address=self._registration.rival_address,

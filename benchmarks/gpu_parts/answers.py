@@ -29,6 +29,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams
 from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.thinking import ThinkingBudget
 
 ADAPTERS = {"small": 4, "large": 16}
 """By name, their ranks."""
@@ -143,6 +144,7 @@ def sampled(plan: Plan) -> list[Request]:
         {"temperature": 0, "allowed_token_ids": frozenset(range(5, 500, 3))},
         {"temperature": 0, "min_tokens": plan.num_greedy // 2, "stop_token_ids": frozenset(range(0, 1000, 16))},
         {"temperature": 0, "bad_words_token_ids": (*((n,) for n in range(0, 900, 5)), (3, 8), (901, 902, 903))},
+        {"temperature": 0, "thinking_budget": ThinkingBudget(num_tokens=5, end_token_id=7, has_begun=True)},
         {"temperature": 0, "presence_penalty": -1.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
         {"temperature": 0, "logprobs": 5},
         {"temperature": 0.8},

@@ -9,7 +9,7 @@ Shapes: S rows, R rows that ask, V vocabulary, N tokens of all these rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -34,16 +34,24 @@ def add_bias(logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> None:
 
 def forbid(logits_SV: torch.Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> None:
     """In place: minus infinity for what may not come next. A row that may have nothing becomes NaN; and NaN stays NaN
-    under a mask: it means that the model's numbers are none, wherever it is."""
-    _forbid_each(logits_SV, seqs, eos_token_ids)
-    _forbid_others(logits_SV, seqs)
-    _forbid_ungrammatical(logits_SV, seqs)
+    under a mask: it means that the model's numbers are none, wherever it is.
+
+    Where a thought has used up its budget, what ends it is all that may come, whatever else is asked for; but where a
+    grammar has something else come first, such as the rest of a character."""
+    forced = {row: token_id for row, seq in enumerate(seqs) if (token_id := seq.forced_token_id) is not None}
+    _forbid_each(logits_SV, seqs, eos_token_ids, forced)
+    _forbid_others(logits_SV, seqs, forced)
+    _forbid_ungrammatical(logits_SV, seqs, forced)
 
 
-def _forbid_each(logits_SV: torch.Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> None:
+def _forbid_each(
+    logits_SV: torch.Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int], forced: Mapping[int, int]
+) -> None:
     """Ends, before `min_tokens`, and ends of `bad_words_token_ids`."""
     forbidden: list[tuple[int, Collection[int]]] = []
     for row, seq in enumerate(seqs):
+        if row in forced:
+            continue
         params = seq.sampling_params
         if seq.num_output_tokens < params.min_tokens:
             forbidden.append((row, eos_token_ids | params.stop_token_ids))
@@ -61,18 +69,21 @@ def _ends_of_bad_words(seq: Sequence) -> list[int]:
     return [word[-1] for word in words if word[:-1] == before[len(before) - len(word) + 1 :]]
 
 
-def _forbid_others(logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> None:
-    """All but `allowed_token_ids`."""
-    rows = [row for row, seq in enumerate(seqs) if seq.sampling_params.allowed_token_ids]
-    if not rows:
+def _forbid_others(logits_SV: torch.Tensor, seqs: Seq[Sequence], forced: Mapping[int, int]) -> None:
+    """All but `allowed_token_ids`, or the token that is forced."""
+    allowed_of: dict[int, Collection[int]] = {}
+    for row, seq in enumerate(seqs):
+        allowed = {forced[row]} if row in forced else seq.sampling_params.allowed_token_ids
+        if allowed and seq.grammar is None:
+            allowed_of[row] = allowed
+    if not allowed_of:
         return
-    forbidden_RV = torch.ones(len(rows), logits_SV.shape[1], dtype=torch.bool, device=logits_SV.device)
-    allowed = [(i, seqs[row].sampling_params.allowed_token_ids) for i, row in enumerate(rows)]
-    forbidden_RV.view(-1).index_fill_(0, _places(allowed, forbidden_RV), False)
-    _mask(logits_SV, rows, forbidden_RV)
+    forbidden_RV = torch.ones(len(allowed_of), logits_SV.shape[1], dtype=torch.bool, device=logits_SV.device)
+    forbidden_RV.view(-1).index_fill_(0, _places(enumerate(allowed_of.values()), forbidden_RV), False)
+    _mask(logits_SV, list(allowed_of), forbidden_RV)
 
 
-def _forbid_ungrammatical(logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> None:
+def _forbid_ungrammatical(logits_SV: torch.Tensor, seqs: Seq[Sequence], forced: Mapping[int, int]) -> None:
     rows: list[int] = []
     masks: list[NDArray[np.bool_]] = []
     failed: list[int] = []
@@ -81,9 +92,12 @@ def _forbid_ungrammatical(logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> None:
             allowed_V = seq.grammar.allowed(seq.token_ids[seq.num_prompt_tokens :], seq.num_drafts)
             if allowed_V is None:
                 failed.append(row)
-            else:
-                rows.append(row)
-                masks.append(allowed_V)
+                continue
+            if row in forced and allowed_V[forced[row]]:
+                allowed_V = np.zeros_like(allowed_V)
+                allowed_V[forced[row]] = True
+            rows.append(row)
+            masks.append(allowed_V)
     if rows:
         _mask(logits_SV, rows, to_device(~np.stack(masks), logits_SV.device))
     if failed:

@@ -12,7 +12,8 @@ Per row, in this order:
     there.
  4. `min_tokens`: until the answer has so many, end-of-sequence (also under `ignore_eos`) and stop tokens get -inf.
  5. `allowed_token_ids`: all others get -inf. A grammar: so do tokens that cannot come next
-    (`engine.scheduling.grammar`). `bad_words_token_ids`: so do tokens that would end one of them.
+    (`engine.scheduling.grammar`). `bad_words_token_ids`: so do tokens that would end one of them. A `thinking_budget`
+    that is used up takes the place of 4 and 5: all but what ends the thought (`engine.scheduling.thinking`) get -inf.
  6. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
     temperature, and of the tokens
  7. `min_p` keeps those at least `min_p` times as probable as the most probable one,

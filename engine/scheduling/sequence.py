@@ -24,6 +24,7 @@ from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling.grammar import GrammarState
 from engine.scheduling.speculation import DraftHistory
+from engine.scheduling.thinking import Thinking
 
 INVALID_TOKEN = -1
 """Sampled for a sequence whose logits hold a NaN: it fails, and its neighbours go on."""
@@ -81,6 +82,8 @@ class Sequence:
     """How guessing what comes next went so far."""
     grammar: GrammarState | None = None
     """What may come next, where the request has a grammar: follows the tokens, and only the sampler asks it."""
+    thinking: Thinking | None = None
+    """How much of its budget is thought, where the request has one: follows the tokens, too."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens from the second on, as far as they are computed. None: nobody asks, or has been told."""
     arrived_s: float = 0.0
@@ -105,7 +108,18 @@ class Sequence:
     @property
     def needs_known_tokens(self) -> bool:
         """Its next token cannot be sampled before the host knows the one before."""
-        return self.grammar is not None or self.sampling_params.has_phrases
+        return (
+            self.grammar is not None
+            or self.sampling_params.has_phrases
+            or (self.thinking is not None and self.thinking.hangs_on_last(self.token_ids))
+        )
+
+    @property
+    def forced_token_id(self) -> int | None:
+        """What alone may come next, as it has thought for as long as it may. None: it may go on as it likes."""
+        if self.thinking is None or self.token_ids[-1] == PENDING_TOKEN:
+            return None
+        return self.thinking.forced(self.token_ids, self.num_drafts)
 
     def output(
         self,

@@ -73,8 +73,8 @@ class ToolChoice(WithoutNulls):
 
 class Thinking(WithoutNulls):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Anthropic's clients must say it, and it is a target of theirs. Here max_tokens alone bounds a thought."""
+    budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    """Anthropic's clients must say it. Of a model whose thoughts nobody tells apart it bounds nothing."""
     display: only("summarized") = None  # type: ignore[valid-type]
     """Thoughts are told as they are."""
 
@@ -164,7 +164,11 @@ class AskedOfMessages(Asked):
                 sampling["parallel_tool_calls"] = not chosen.disable_parallel_tool_use
         if self.messages[-1].role == "assistant":
             sampling["continue_final_message"] = True
-        variables = self.thinking.template_kwargs() if self.thinking is not None else {}
+        variables: dict[str, Any] = {}
+        if self.thinking is not None:
+            variables = self.thinking.template_kwargs()
+            if self.thinking.type == "enabled" and self.thinking.budget_tokens is not None:
+                sampling["thinking_token_budget"] = self.thinking.budget_tokens
         if self.output_config is not None and self.output_config.effort is not None:
             variables["reasoning_effort"] = self.output_config.effort
         if variables := variables | (self.chat_template_kwargs or {}):
@@ -177,7 +181,8 @@ class AskedOfMessages(Asked):
 
     @property
     def _words(self) -> dict[str, str]:
-        return {} if self._format is None else {"structured_outputs": "output_config.format"}
+        words = {"thinking_token_budget": "thinking.budget_tokens"}
+        return words if self._format is None else {**words, "structured_outputs": "output_config.format"}
 
     def _name_of(self, field: str) -> str:
         if field in ("chat", "chat.messages"):

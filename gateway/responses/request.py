@@ -26,7 +26,7 @@ from gateway.asked import (
     check_is_one_form,
     only,
 )
-from gateway.effort import Effort, effort_variables
+from gateway.effort import Budget, Effort, effort_variables
 from gateway.placed import PlacedMessage, place_of
 from gateway.responses.input import Input, messages_of, says_something
 from gateway.tools import tool_choice_of
@@ -139,6 +139,7 @@ class ResponseRequest(Asked):
     client_metadata: Any = None
     """What Codex tells OpenAI of itself: of no effect here."""
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Budget | None = None
 
     # known, and refused unless they ask for what is done anyway
     store: only(False, instead=_NOTHING_KEPT) = None  # type: ignore[valid-type]
@@ -182,6 +183,8 @@ class ResponseRequest(Asked):
             sampling["max_tokens"] = self.max_output_tokens
         if self._held_to is not None:
             sampling["structured_outputs"] = self._held_to
+        if self.thinking_token_budget is not None:
+            sampling["thinking_token_budget"] = self.thinking_token_budget
         if self.wants_logprobs:
             sampling["logprobs"] = self.top_logprobs or 0
         if self.tools:

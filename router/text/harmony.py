@@ -40,6 +40,7 @@ from router.text.calls.harmony import (
 )
 from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.said import Said
+from router.text.thoughts import Thoughts
 from router.text.tool_calls import Told, ToolCallParser
 from router.text.words import first_of, num_held
 
@@ -90,6 +91,12 @@ class Harmony:
         else:
             lines.begin_with("@form")
         return json.dumps({"grammars": [{"lark_grammar": lines.text}, {**held, "name": "form"}]})
+
+    @property
+    def thoughts(self) -> Thoughts:
+        """How they begin and end."""
+        has_begun = bool(self.opened) and header_of(self.opened).channel == ANALYSIS
+        return Thoughts(CHANNEL + ANALYSIS + MESSAGE, END, has_begun=has_begun, may_repeat=True)
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from router.text.calls.free_text import pattern, text_without
 from router.text.calls.harmony import CHANNEL
 from router.text.harmony import Harmony, HarmonyParser, header_at_end_of
 from router.text.said import Said
+from router.text.thoughts import Thoughts
 from router.text.tool_calls import Told, ToolCallParser
 from router.text.tool_formats import without_comments
 from router.text.words import first_of, num_held
@@ -104,6 +105,13 @@ class Reasoning:
         lines = f"start: THOUGHT {f'({added}) ' if added else ''}GAP @form\n"
         lines += f"THOUGHT: /{text_without(ends)}{spelled}/\nGAP: /\\n{{0,2}}/\n"
         return json.dumps({"grammars": [{"lark_grammar": lines}, {**held, "name": "form"}]})
+
+    @property
+    def thoughts(self) -> Thoughts | None:
+        """How they begin and end. None: it has none."""
+        if self.marks is None:
+            return None
+        return Thoughts(self.marks.begins[0], self.marks.ends[0], has_begun=self.is_open, may_repeat=False)
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from router.text.structured_outputs import problem_of
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.prompt import FIELD_OF_PROMPT, ChatPrompt, Prompt, check_prompt, too_long
 from router.validation.resumption import BegunAnswer, begun_answers
-from router.validation.sampling import Violations, check_sampling
+from router.validation.sampling import Violations, check_sampling, has_thinking_budget
 from router.validation.tools import NO_TOOLS, AskedTools
 from rpc.errors import InvalidRequest
 
@@ -129,6 +129,9 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     if formed is not None:  # whoever brought tools has not heard of structured_outputs
         wrongs = [(field, said.replace("structured_outputs", "tools that hold the answer")) for field, said in wrongs]
     violations += wrongs
+    if has_thinking_budget(params) and not isinstance(prompt, ChatPrompt):
+        said = "is for chats: of another prompt's answers nobody knows what is thought"
+        violations.append(("sampling_params.thinking_token_budget", said))
     begun = begun_answers(request, model, violations)
     if violations:
         raise InvalidRequest(violations)

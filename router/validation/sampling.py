@@ -39,6 +39,11 @@ def check_sampling(params: pb.SamplingParams, model: ModelInfo, violations: Viol
     _check_structured_outputs(params, model, violations)
 
 
+def has_thinking_budget(params: pb.SamplingParams) -> bool:
+    """Whether they bound what is thought. -1 does not."""
+    return params.HasField("thinking_token_budget") and params.thinking_token_budget >= 0
+
+
 def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tokens: int) -> pb.SamplingParams:
     """`params` with every field set: by the request, else the model's generation_config, else the proto's default.
 
@@ -95,6 +100,7 @@ def _check_numbers(params: pb.SamplingParams, violations: Violations) -> None:
         ("n", 1 <= params.n <= MAX_N, f"in [1, {MAX_N}]"),
         ("logprobs", params.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
         ("prompt_logprobs", params.prompt_logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+        ("thinking_token_budget", params.thinking_token_budget >= -1, "-1 or more"),
     )
     for name, is_ok, bound in bounds:
         if params.HasField(name) and not is_ok:
@@ -152,6 +158,10 @@ def _check_allowed(params: pb.SamplingParams, model: ModelInfo, violations: Viol
     if allowed and params.min_tokens and model.eos_token_ids.union(params.stop_token_ids).issuperset(allowed):
         bound = f"must hold an id that does not end the answer, which min_tokens={params.min_tokens} asks for"
         violations.append((field, bound))
+    if allowed and has_thinking_budget(params):
+        violations.append(
+            (field, "cannot be combined with thinking_token_budget: what ends a thought might not be in it")
+        )
     if allowed and params.HasField("structured_outputs"):
         violations.append(
             (field, "cannot be combined with structured_outputs: no token might be left that may come next")

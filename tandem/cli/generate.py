@@ -90,6 +90,12 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     metavar="JSON",
     help="Variables for the model's chat template, such as '{\"enable_thinking\": false}'. Implies --chat.",
 )
+@click.option(
+    "--thinking-token-budget",
+    type=int,
+    metavar="N",
+    help="Tokens that the answer may reason for at most. Default: as many as the model likes. Implies --chat.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Continue to --max-tokens even if the model ends its answer.")
 @click.option(
     "--timeout-s",
@@ -120,7 +126,8 @@ def generate(
     """
     text = _text_of(_stdin(), "PROMPT: what stdin gives") if prompt == "-" else prompt
     sampling = _sampling_of(prompt, **options)
-    is_chat = is_chat or system is not None or "tools" in sampling or "chat_template_kwargs" in sampling
+    of_chats = {"tools", "chat_template_kwargs", "thinking_token_budget"}
+    is_chat = is_chat or system is not None or not of_chats.isdisjoint(sampling)
     if not is_chat and not text:
         raise click.UsageError("PROMPT: must not be empty")
     asked = _as_chat(text, system) if is_chat else text

@@ -318,6 +318,17 @@ async def test_workers_that_would_say_bad_words_get_no_requests_without() -> Non
     await asked.leave()
 
 
+async def test_workers_that_would_think_for_ever_get_no_requests_with_a_budget() -> None:
+    bench, budget = Bench(), pb.ThinkingBudget(num_tokens=3, end_token_id=7, has_begun=True)
+    with pytest.raises(NoWorker, match="no decode worker that takes thinking_token_budget is available"):
+        await Asked(bench.lifecycle("a", thinking_budget=budget).run()).task
+    bench.tell(bench.decode, takes_thinking_budgets=True)
+    asked = Asked(bench.lifecycle("b", thinking_budget=budget).run())
+    await settle()
+    assert bench.d.sent[-1].generate.thinking_budget == budget
+    await asked.leave()
+
+
 async def test_workers_without_an_adapter_get_none_of_its_requests() -> None:
     bench = Bench(with_prefill=True)
     looked_up: list[str] = []

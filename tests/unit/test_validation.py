@@ -94,6 +94,12 @@ NAN, INF = float("nan"), float("inf")
         ({"logit_bias": {1000: 1.0}}, "logit_bias", "ids must be below the vocabulary's size 1000, is 1000 at 0"),
         ({"logprobs": 21}, "logprobs", "must be in [0, 20], is 21"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "must be in [0, 20], is 21"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget", "must be -1 or more, is -2"),
+        (
+            {"thinking_token_budget": 0},
+            "thinking_token_budget",
+            "is for chats: of another prompt's answers nobody knows what is thought",
+        ),
     ],
 )
 def test_sampling_parameters_out_of_bounds(params: dict[str, Any], field: str, description: str) -> None:

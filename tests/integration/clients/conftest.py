@@ -3,6 +3,8 @@ stops one of their processes, which is for test_migration.py and test_cli.py."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,13 +31,20 @@ def collector() -> Iterator[Collector]:
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, few_layers: Path, collector: Collector
 ) -> Iterator[RunningCluster]:
-    """For forms, counts and errors, and for what is said twice: whatever the tokens are."""
+    """For forms, counts and errors, and for what is said twice: whatever the tokens are. The words around a thought are
+    tokens, as of models that think: two that nobody else needs."""
     folder = tmp_path_factory.mktemp("few-layers-cluster")
+    model = folder / few_layers.name
+    shutil.copytree(few_layers, model, copy_function=os.link)
+    tokenizer = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").unlink()
+    tokenizer = tokenizer.replace("<repo_name>", "<think>").replace("<file_sep>", "</think>")
+    (model / "tokenizer.json").write_text(tokenizer)
     (folder / "template").write_text(TEMPLATE.read_text().rstrip("\n") + THINKING)
     flags = (*LITTLE_ROOM, "--chat-template", str(folder / "template"), "--metrics-port", "0")
     traced = ("--otlp-traces-endpoint", collector.endpoint)
     env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
-    with run_cluster(folder / "log", "--model", str(few_layers), *FLAGS, *flags, *traced, env=env) as running:
+    with run_cluster(folder / "log", "--model", str(model), *FLAGS, *flags, *traced, env=env) as running:
         yield running
 
 

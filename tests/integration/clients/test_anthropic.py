@@ -140,6 +140,42 @@ def test_thinking_is_the_templates_switch(messages: Any, model: str) -> None:
     assert messages.create(**{**asked, "messages": said}).content
 
 
+def test_a_thought_ends_with_its_budget(client: openai.OpenAI, messages: Any, model: str) -> None:
+    """And the answer begins: the same in both APIs, whole and streamed, whichever worker computes it."""
+    asked: dict[str, Any] = {"model": model, "messages": ASKING, "max_tokens": 12, "extra_body": {"temperature": 0}}
+    budget: Any = {"type": "enabled", "budget_tokens": 5}
+    whole = messages.create(**asked, thinking=budget)
+    with messages.stream(**asked, thinking=budget) as stream:
+        streamed = stream.get_final_message()
+    thought, text = whole.content
+    assert (thought.type, text.type) == ("thinking", "text")
+    assert [block.type for block in streamed.content] == ["thinking", "text"]
+    assert (streamed.content[0].thinking, streamed.content[1].text) == (thought.thinking, text.text)
+    assert whole.usage.to_dict()["output_tokens_details"] == {"thinking_tokens": 5}
+
+    def chat(num_tokens: int, **more: Any) -> Any:
+        of_vllm = {"thinking_token_budget": num_tokens, "chat_template_kwargs": {"enable_thinking": True}, **more}
+        return client.chat.completions.create(
+            model=model, messages=ASKING, max_tokens=12, temperature=0, n=2, extra_body=of_vllm
+        )
+
+    for choice in chat(5).choices:
+        assert (choice.message.reasoning, choice.message.content) == (thought.thinking, text.text)
+    assert chat(4).usage.completion_tokens_details.reasoning_tokens == 2 * 4
+    at_once = chat(0)
+    assert not at_once.choices[0].message.reasoning
+    assert at_once.choices[0].message.content
+    held = chat(3, structured_outputs={"choice": ["yes", "no"]}).choices[0].message
+    assert held.content in ("yes", "no")
+    assert held.reasoning
+    endless = client.chat.completions.create(
+        model=model, messages=ASKING, max_tokens=12, temperature=0, extra_body={"chat_template_kwargs": {
+            "enable_thinking": True}, "thinking_token_budget": -1})  # fmt: skip
+    assert not endless.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget: is for chats"):
+        client.completions.create(model=model, prompt="a", max_tokens=2, extra_body={"thinking_token_budget": 3})
+
+
 def test_errors_are_those_that_the_client_knows(messages: Any, model: str) -> None:
     with pytest.raises(anthropic.NotFoundError) as unknown:
         messages.create(model="claude", messages=ASKING, max_tokens=4)

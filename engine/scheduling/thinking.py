@@ -1,0 +1,111 @@
+"""How long an answer may think before it has to answer: a budget of tokens, and the token that ends a thought.
+
+    SamplingParams.thinking_budget ──> Thinking of one sequence ──forced(its answer so far)──> the token that must come
+
+    OUTSIDE ── begin_token_ids ──> WITHIN ── end_token_id ──> OUTSIDE, or OVER if one thought is all there is
+                                      └─ budget is used up: end_token_id is all that may come
+
+What must come is a function of the answer's tokens alone: a sequence that is preempted, handed over or goes on
+elsewhere needs nothing but them. Each is looked at once; drafts, which may be wrong, are not remembered. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+MAX_BEGIN_TOKENS = 16
+NUM_FIRST_TOKENS = 3
+"""Where there is one thought, it begins within so many of an answer's tokens, if at all: white space may come first. A
+model that begins to think later quotes the word."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkingBudget:
+    """Raises `ValueError` naming the field and its bound."""
+
+    num_tokens: int
+    """Of all thoughts of an answer together, without the tokens that begin and end them."""
+    end_token_id: int
+    """Ends a thought."""
+    begin_token_ids: tuple[int, ...] = ()
+    """Begin one, one behind the other. The first of them is not among the others."""
+    has_begun: bool = False
+    """The prompt has begun the first one."""
+    may_repeat: bool = False
+    """An answer may have several."""
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 0:
+            raise ValueError(f"thinking_budget.num_tokens must be at least 0, is {self.num_tokens}")
+        if not self.begin_token_ids and not self.has_begun:
+            raise ValueError("thinking_budget.begin_token_ids must not be empty where the prompt has begun nothing")
+        if len(self.begin_token_ids) > MAX_BEGIN_TOKENS:
+            bound = f"may hold {MAX_BEGIN_TOKENS} ids, has {len(self.begin_token_ids)}"
+            raise ValueError(f"thinking_budget.begin_token_ids {bound}")
+        if self.begin_token_ids[:1] and self.begin_token_ids[0] in self.begin_token_ids[1:]:
+            raise ValueError("thinking_budget.begin_token_ids must not have its first id again")
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where in its answer a model is."""
+
+    is_within: bool
+    num_seen: int = 0
+    """Tokens of the answer."""
+    num_thought: int = 0
+    num_begun: int = 0
+    """Of `begin_token_ids`, the last tokens seen."""
+    is_over: bool = False
+    """Nothing will be thought any more."""
+
+    def take(self, token_ids: Iterable[int], budget: ThinkingBudget) -> None:
+        begin = budget.begin_token_ids
+        for token_id in token_ids:
+            if self.is_over:
+                return
+            self.num_seen += 1
+            if self.is_within:
+                self.is_within = token_id != budget.end_token_id
+                self.num_thought += self.is_within
+                self.is_over = not self.is_within and not budget.may_repeat
+            elif begin:
+                goes_on = token_id == begin[self.num_begun]
+                self.num_begun = self.num_begun + 1 if goes_on else int(token_id == begin[0])
+                if self.num_begun == len(begin):
+                    self.is_within, self.num_begun = True, 0
+                elif not budget.may_repeat:
+                    self.is_over = self.num_seen - self.num_begun >= NUM_FIRST_TOKENS
+
+
+class Thinking:
+    """Of one sequence: follows its answer, which `num_prompt_tokens` stand before in `token_ids`."""
+
+    def __init__(self, budget: ThinkingBudget, num_prompt_tokens: int) -> None:
+        self._budget = budget
+        self._num_prompt_tokens = num_prompt_tokens
+        self._place = _Place(is_within=budget.has_begun)
+
+    def forced(self, token_ids: Seq[int], num_drafts: int = 0) -> int | None:
+        """The token that must come after `token_ids`, the last `num_drafts` of which are drafts. None: any may."""
+        num_known = len(token_ids) - num_drafts
+        self._follow(token_ids, num_known)
+        place = self._place
+        if num_drafts and not place.is_over:
+            place = replace(place)
+            place.take(token_ids[num_known:], self._budget)
+        is_used_up = place.is_within and place.num_thought >= self._budget.num_tokens
+        return self._budget.end_token_id if is_used_up else None
+
+    def hangs_on_last(self, token_ids: Seq[int]) -> bool:
+        """Whether what may come after `token_ids` hangs on what the last of them is, which nobody knows yet."""
+        self._follow(token_ids, len(token_ids) - 1)
+        place = self._place
+        return not place.is_over and place.num_thought + place.is_within >= self._budget.num_tokens
+
+    def _follow(self, token_ids: Seq[int], num_known: int) -> None:
+        place = self._place
+        if not place.is_over:
+            place.take(token_ids[self._num_prompt_tokens + place.num_seen : num_known], self._budget)

@@ -1,0 +1,36 @@
+"""For how long an answer may think: a request's budget, in the model's tokens."""
+
+from __future__ import annotations
+
+from protos.tandem_worker_pb2 import ThinkingBudget
+from router.text.harmony import Harmony
+from router.text.reasoning import Reasoning
+from router.text.tokenizer import Tokenizer
+from router.validation.request import ValidatedRequest
+from router.validation.sampling import has_thinking_budget
+from rpc.errors import InvalidRequest
+
+
+def thinking_budget_of(
+    validated: ValidatedRequest, reasoning: Reasoning | Harmony, tokenizer: Tokenizer
+) -> ThinkingBudget | None:
+    """None: it may think for as long as it likes, or does not. Raises `InvalidRequest` where that has no bound."""
+    params, thoughts = validated.sampling_params, reasoning.thoughts
+    if not has_thinking_budget(params) or thoughts is None:
+        return None
+    end_token_ids = _token_ids(thoughts.end, tokenizer)
+    if len(end_token_ids) != 1:
+        cannot = f"cannot be used: this model ends its thoughts with {thoughts.end!r}, which is not one token"
+        raise InvalidRequest([("sampling_params.thinking_token_budget", cannot)])
+    return ThinkingBudget(
+        num_tokens=params.thinking_token_budget,
+        end_token_id=end_token_ids[0],
+        begin_token_ids=_token_ids(thoughts.begin, tokenizer),
+        has_begun=thoughts.has_begun,
+        may_repeat=thoughts.may_repeat,
+    )
+
+
+def _token_ids(word: str, tokenizer: Tokenizer) -> list[int]:
+    added = tokenizer.added_ids([word])
+    return [added[word]] if word in added else tokenizer.encode_plain(word)
