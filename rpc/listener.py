@@ -36,7 +36,9 @@ class Listener(socket.socket):
 
     def __init__(self, family: socket.AddressFamily, last_words: bytes = TOO_MANY) -> None:
         """`last_words`: to a client that is turned away."""
-        super().__init__(family, socket.SOCK_STREAM)
+        # Named, as the loop asks for it, and writes of who is accepted would wait for each other's acknowledgements (40
+        # ms) otherwise: the head of an answer, its body, and each token of a stream.
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._last_words = last_words
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The lowest free number is taken: who gets one of the last has all others before it.

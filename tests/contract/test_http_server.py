@@ -248,3 +248,18 @@ async def test_a_server_that_ends_waits_for_the_rest_of_a_request_only_while_it_
     assert len(application.bodies[-1]) > 1
     silent_writer.close()
     slow_writer.close()
+
+
+async def test_an_answer_does_not_wait_for_its_head_to_be_acknowledged() -> None:
+    """Nor a token of a stream for the one before: 40 ms, where a client has nothing to say itself."""
+    server = HttpServer(Application())
+    host, _, port = server.start("127.0.0.1:0", flag="--listen").rpartition(":")
+    async with asyncio.timeout(TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(HEAD + b"content-length: 0\r\n\r\n")
+        await reader.readuntil(b"ok")
+        (connection,) = server._server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        await server.close()
