@@ -102,8 +102,10 @@ class Thinking:
     def hangs_on_last(self, token_ids: Seq[int]) -> bool:
         """Whether what may come after `token_ids` hangs on what the last of them is, which nobody knows yet."""
         self._follow(token_ids, len(token_ids) - 1)
-        place = self._place
-        return not place.is_over and place.num_thought + place.is_within >= self._budget.num_tokens
+        place, budget = self._place, self._budget
+        if place.is_over or place.num_thought + place.is_within < budget.num_tokens:
+            return False
+        return place.is_within or place.num_begun + 1 == len(budget.begin_token_ids)
 
     def _follow(self, token_ids: Seq[int], num_known: int) -> None:
         place = self._place

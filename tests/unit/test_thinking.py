@@ -74,6 +74,13 @@ def test_only_near_its_end_a_thought_keeps_steps_apart() -> None:
     assert sequence([8, 8, PENDING_TOKEN], budget).forced_token_id is None
 
 
+def test_an_answer_that_may_think_again_keeps_steps_apart_where_it_may_begin_to() -> None:
+    budget = ThinkingBudget(num_tokens=1, end_token_id=END, begin_token_ids=BEGIN, has_begun=True, may_repeat=True)
+    answer = [8, END, 8, 8, *BEGIN]
+    waits = [sequence([*answer[:n], PENDING_TOKEN], budget).needs_known_tokens for n in range(len(answer) + 1)]
+    assert waits == [True, True, False, False, False, False, True, True]
+
+
 @pytest.mark.parametrize(
     "params",
     [
