@@ -39,7 +39,7 @@ from router.text.tokenizer import Tokenizer
 from router.tokenizer_servicer import TokenizerServicer
 from router.worker_pool import WorkerPool
 from rpc.entrypoint import announce
-from rpc.http import HttpServer, show_metrics
+from rpc.http import HttpServer, show_metrics, tell_of_process
 from rpc.otlp_endpoint import create_tracing
 from rpc.server import Server
 from rpc.tracing import Tracing
@@ -138,6 +138,7 @@ class Router:
             is_registry_reachable=lambda: self._directory.is_reachable,
         )
         self._metrics.registry.register(gauges)
+        tell_of_process(self._metrics.registry)
         self._metrics_listen = args.metrics_listen
         self._metrics_server: HttpServer | None = None
 

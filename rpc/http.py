@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Generator
 from typing import Any
 
@@ -25,8 +24,7 @@ from prometheus_client import (
 )
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rpc.listener import TOO_MANY, Listener
-from rpc.server import CannotListen, split_address
+from rpc.listener import open_listener
 from rpc.tls import ServerTLS
 
 disable_created_metrics()  # type: ignore[no-untyped-call] # one more series for each counter and histogram
@@ -200,7 +198,7 @@ class HttpServer:
 
         Raises `CannotListen`, which names the flag.
         """
-        listener = _listen(address, flag, has_tls=self._config.is_ssl)
+        listener = open_listener(address, flag, has_tls=self._config.is_ssl)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -222,7 +220,6 @@ def show_metrics(registry: CollectorRegistry, listen: str) -> HttpServer | None:
     """Serve `registry` at `listen`, unless that is empty. The caller closes the server. Raises `CannotListen`."""
     if not listen:
         return None
-    tell_of_process(registry)
     server = HttpServer(metrics_app(registry))
     address = server.start(listen, flag=METRICS_FLAG)
     _log.info("metrics", extra={"url": f"http://{address}/metrics"})
@@ -248,19 +245,3 @@ def metrics_app(registry: CollectorRegistry) -> Any:
         await app({**scope, "headers": [*headers, (b"accept", b"text/plain;version=0.0.4")]}, receive, send)
 
     return plain_text
-
-
-def _listen(address: str, flag: str, *, has_tls: bool) -> socket.socket:
-    host, port = split_address(address)
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = Listener(family, b"" if has_tls else TOO_MANY)  # over TLS nothing can be said without a handshake
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise CannotListen(f"cannot listen on {address}: {error.strerror}; take another port with {flag}") from error
-    listener.setblocking(False)
-    return listener

@@ -15,6 +15,8 @@ import socket
 import time
 from typing import Any
 
+from rpc.server import CannotListen, split_address
+
 _log = logging.getLogger(__name__)
 
 KEPT_BACK = 64
@@ -69,3 +71,21 @@ class Listener(socket.socket):
         if now_s - self._told_s >= TOLD_EVERY_S:
             self._told_s = now_s
             _log.error("too many open files: further connections are turned away; raise ulimit -n")
+
+
+def open_listener(address: str, flag: str, *, has_tls: bool = False) -> Listener:
+    """Listening on `address` (port 0: a free one), which came from `flag`. Raises `CannotListen`, which names the
+    flag."""
+    host, port = split_address(address)
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = Listener(family, b"" if has_tls else TOO_MANY)  # over TLS nothing can be said without a handshake
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise CannotListen(f"cannot listen on {address}: {error.strerror}; take another port with {flag}") from error
+    listener.setblocking(False)
+    return listener

@@ -40,7 +40,7 @@ from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KV_PING_TIMEOUT_MS
 from rpc.entrypoint import announce
-from rpc.http import HttpServer, show_metrics
+from rpc.http import HttpServer, show_metrics, tell_of_process
 from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
@@ -222,6 +222,7 @@ class WorkerProcess:
             counters=lambda: self.service.counters,
             num_sessions=lambda: self.host.num_sessions,
         )
+        tell_of_process(self._metrics.registry)
         self._metrics_server = show_metrics(self._metrics.registry, self._args.metrics_listen)
 
     def _register(self) -> None:
