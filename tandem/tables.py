@@ -37,6 +37,21 @@ def router_line(status: ClusterStatus, address: str) -> str:
     )
 
 
+def seen_by_all(statuses: Sequence[ClusterStatus]) -> ClusterStatus:
+    """What several routers see of the workers, as one: each worker once, and every remark that one of them makes. Their
+    own queues stay apart (`router_line`)."""
+    first, *others = statuses
+    seen = ClusterStatus()
+    seen.CopyFrom(first)
+    for other in others:
+        known = {worker.record.worker_id for worker in seen.workers}
+        seen.workers.extend(worker for worker in other.workers if worker.record.worker_id not in known)
+        for name in ("unreachable", "unused", "ejected", "of_another_kind", "not_connected", "apart"):
+            remarks = getattr(seen, name)
+            remarks.extend([remark for remark in getattr(other, name) if remark not in remarks])
+    return seen
+
+
 def status_table(status: ClusterStatus) -> Table:
     """One row per worker, prefill workers first."""
     workers = sorted(status.workers, key=lambda w: (w.record.role, w.record.worker_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from protos.tandem_worker_pb2 import ClusterStatus, Role, WorkerStatus
 from tandem.answer import short_name
-from tandem.tables import router_line, why_set_back
+from tandem.tables import why_set_back
 
 BAR_WIDTH = 16
 
@@ -61,13 +62,13 @@ def _process(worker: WorkerStatus) -> tuple[str, str]:
     return worker.record.worker_id, worker.record.incarnation
 
 
-def view(before: Look | None, now: Look, address: str) -> RenderableType:
-    """The whole screen."""
+def view(before: Look | None, now: Look, heads: Sequence[str]) -> RenderableType:
+    """The whole screen. `heads`: a line of each router."""
     status, rates = now.status, rates_of(before, now)
     total_prompt = sum(rate.prompt_tokens_per_s for rate in rates.values())
     total_generated = sum(rate.generation_tokens_per_s for rate in rates.values())
     lines: list[RenderableType] = [
-        Text(router_line(status, address)),
+        *map(Text, heads),
         Text(f"prompt {total_prompt:,.0f} tokens/s computed, generated {total_generated:,.0f} tokens/s", style="bold"),
         Text(""),
         _workers(status, rates),

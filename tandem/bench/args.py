@@ -32,7 +32,10 @@ class BenchArgs:
 
     backend: str = _flag("grpc", f"{', '.join(BACKENDS)}: a Tandem router, or any server with OpenAI's HTTP API.")
     address: str = _flag(
-        DEFAULT_ADDRESS, "HOST:PORT of the router, for --backend grpc.", env="TANDEM_ROUTER", also="--router"
+        DEFAULT_ADDRESS,
+        "HOST:PORT of the router, or ipv4:HOST:PORT,HOST:PORT of several, for --backend grpc.",
+        env="TANDEM_ROUTER",
+        also="--router",
     )
     base_url: str = _flag("http://127.0.0.1:8000", "URL of the HTTP server, with or without /v1.")
     endpoint: str = _flag("", "Path of HTTP requests, if it is not OpenAI's.")

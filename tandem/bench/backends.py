@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unauthenticated
+from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 from tandem.bench.openai_stream import OpenAIStream, ServerError
 from tandem.bench.outcome import Usage
@@ -195,9 +196,10 @@ async def _not_answered(response: Any) -> NotAnswered:
 async def open_grpc(
     address: str, sending: Sending, vocab_size: int, *, api_key: str, tls: ClientTLS | None
 ) -> AsyncIterator[tuple[Backend, str]]:
-    """The router at `address`, which may ask for `api_key`, and the model that it serves. Prompts have token ids below
-    `vocab_size`. Raises `ServerGone`."""
-    async with AsyncClient(address, api_key=api_key, tls=tls) as client:
+    """The router at `address`, or several, in turn. They may ask for `api_key`. And the model that they serve. Prompts
+    have token ids below `vocab_size`. Raises `ServerGone`."""
+    are_several = len(addresses_of(address)) > 1
+    async with AsyncClient(address, api_key=api_key, tls=tls, is_spread=are_several) as client:
         try:
             info = await client.model_info()
         except Unauthenticated as error:

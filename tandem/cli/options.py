@@ -38,7 +38,7 @@ router_option = click.option(
     show_envvar=True,
     metavar="HOST:PORT",
     callback=_read_by(checked_address),
-    help="The router to talk to.",
+    help="The router to talk to. Several: ipv4:HOST:PORT,HOST:PORT, as `tandem up` prints them.",
 )
 
 key_option = click.option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import click
 
@@ -11,8 +12,8 @@ from rpc.tls import ClientTLS
 from tandem.answer import message_to_dict
 from tandem.cli.errors import readable_errors
 from tandem.cli.options import examples, json_option, key_option, router_option, tls_option
-from tandem.client import Client
-from tandem.tables import audit_problems, audit_table, print_table, router_line, status_table
+from tandem.cli.routers import Answers, all_routers
+from tandem.tables import audit_problems, audit_table, print_table, router_line, seen_by_all, status_table
 
 
 @click.command(
@@ -26,19 +27,32 @@ from tandem.tables import audit_problems, audit_table, print_table, router_line,
 def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> None:
     """Show the router's queue and every worker: what it runs, its KV pool, its prefix hits.
 
+    A router tells of its own requests alone: if there are several, name them all, as in --router
+    ipv4:127.0.0.1:50051,127.0.0.1:50052.
+
     The pool is shown as free/cached/used of all blocks; a cached block holds a prefix and can be taken at any time.
     """
-    with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
-        answer = client.status()
+    with readable_errors(address), all_routers(address, api_key, tls) as routers:
+        answers = routers.ask(lambda client: client.status())
     if is_json:
-        click.echo(json.dumps(message_to_dict(answer), indent=2))
+        click.echo(json.dumps(_as_json(answers), indent=2))
         return
-    click.echo(router_line(answer, address))
-    print_table(status_table(answer))
-    for line in answer.unreachable:
+    for line in [router_line(answer, each) for each, answer in answers.by_address.items()] + answers.away:
+        click.echo(line)
+    seen = seen_by_all(list(answers.by_address.values()))
+    print_table(status_table(seen))
+    for line in seen.unreachable:
         click.echo(f"unreachable: {line}")
-    for line in answer.unused:
+    for line in seen.unused:
         click.echo(f"not used: {line}")
+
+
+def _as_json(answers: Answers[Any]) -> dict[str, Any]:
+    """Of one router, its answer; of several that were asked, a list of them."""
+    told = [{"address": address, **message_to_dict(answer)} for address, answer in answers.by_address.items()]
+    if len(told) == 1 and not answers.away:
+        return message_to_dict(*answers.by_address.values())
+    return {"routers": told, "away": answers.away}
 
 
 @click.command(
@@ -49,18 +63,20 @@ def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> 
 @key_option
 @tls_option
 def audit(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> None:
-    """Recount every KV block of every worker, by owner. Exits with 1 if the owners do not sum up to the pool.
+    """Recount every KV block of every worker, by owner. Exits with 1 if the owners do not sum up to the pool, or if a
+    router of --router (which may list several) counts as taken what no request of its own needs.
 
     free: no content. cached: a prefix, may be evicted. sequence: a running request's. grant: reserved for an incoming
     transfer. held: kept until an outgoing transfer is acknowledged.
     """
-    with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
-        answer = client.audit()
-    problems = audit_problems(answer)
+    with readable_errors(address), all_routers(address, api_key, tls) as routers:
+        answers = routers.ask(lambda client: client.audit())
+    audits = list(answers.by_address.values())
+    problems = list(dict.fromkeys(problem for audit in audits for problem in audit_problems(audit))) + answers.away
     if is_json:
-        click.echo(json.dumps(message_to_dict(answer) | {"problems": problems}, indent=2))
+        click.echo(json.dumps(_as_json(answers) | {"problems": problems}, indent=2))
     else:
-        print_table(audit_table(answer))
+        print_table(audit_table(max(audits, key=lambda audit: len(audit.workers))))
     for problem in problems:
         click.echo(f"Error: {problem}", err=True)
     if problems:

@@ -12,7 +12,8 @@ from rich.live import Live
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
 from tandem.cli.options import examples, key_option, no_nan, router_option, tls_option
-from tandem.client import Client
+from tandem.cli.routers import all_routers
+from tandem.tables import router_line, seen_by_all
 from tandem.top import Look, view
 
 
@@ -39,7 +40,8 @@ from tandem.top import Look, view
 @key_option
 @tls_option
 def top(interval_s: float, count: int | None, address: str, api_key: str, tls: ClientTLS | None) -> None:
-    """Watch the router's queue and every worker: what it runs, tokens per second, prefix hits, KV in use.
+    """Watch the router's queue and every worker: what it runs, tokens per second, prefix hits, KV in use. Of several
+    routers, --router may list all, as for `tandem status`.
 
     Rates cover the time since the previous update; hits are prompt tokens found in the worker's prefix cache.
     """
@@ -47,16 +49,19 @@ def top(interval_s: float, count: int | None, address: str, api_key: str, tls: C
     before: Look | None = None
     with (
         readable_errors(address),
-        Client(address, api_key=api_key, tls=tls) as client,
+        all_routers(address, api_key, tls) as routers,
         Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live,
     ):
         num_looks = 0
         while True:
-            now, num_looks = Look(client.status(), time.monotonic()), num_looks + 1
+            answers = routers.ask(lambda client: client.status())
+            seen = seen_by_all(list(answers.by_address.values()))
+            now, num_looks = Look(seen, time.monotonic()), num_looks + 1
+            heads = [router_line(answer, each) for each, answer in answers.by_address.items()] + answers.away
             if live is not None:
-                live.update(view(before, now, address), refresh=True)
+                live.update(view(before, now, heads), refresh=True)
             elif count is None or num_looks == count:
-                console.print(view(before, now, address))
+                console.print(view(before, now, heads))
             if num_looks == count:
                 return
             before = now

@@ -37,6 +37,7 @@ from tandem.tables import (
     logprobs_table,
     print_table,
     router_line,
+    seen_by_all,
     status_table,
 )
 
@@ -87,6 +88,18 @@ def test_status_lists_prefill_workers_first_with_their_pools() -> None:
     )
     assert status_table(status).rows[0][-1] == "not connected, of another kind: no new requests, no transfers to d"
     assert rows[1] == ("decode-1", "decode", "10.0.0.2:1", "7", "3", "2", "60/20/20 of 100", "25 %", "draining")
+
+
+def test_several_routers_see_each_worker_once_and_every_remark_is_said() -> None:
+    def seen(*names: str, **remarks: list[str]) -> worker_pb.ClusterStatus:
+        workers = [worker_pb.WorkerStatus(record=worker_pb.WorkerRecord(worker_id=name)) for name in names]
+        return worker_pb.ClusterStatus(workers=workers, **remarks)  # type: ignore[arg-type]
+
+    whole = seen_by_all([seen("a", ejected=["a"]), seen("a", "b", ejected=["b", "a"], unused=["c: another model"])])
+    assert [row[0] for row in status_table(whole).rows] == ["a", "b"]
+    assert [row[-1] for row in status_table(whole).rows] == ["ejected", "ejected"]
+    assert list(whole.ejected) == ["a", "b"]
+    assert list(whole.unused) == ["c: another model"]
 
 
 def test_status_tells_of_the_hosts_memory_where_some_is_used() -> None:
@@ -296,6 +309,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--wrong"], "No such option '--wrong'."),
         (["up", "Qwen/Qwen3-0.6B"], "A model is named with --model"),
         (["status", "--router", "127.0.0.1:99999"], "with a port from 0 to 65535, not '127.0.0.1:99999'"),
+        (["status", "--router", "ipv4:127.0.0.1:1,127.0.0.1:x"], "with a port from 0 to 65535, not '127.0.0.1:x'"),
         (["status", "--router", "http://127.0.0.1:80"], "HOST:PORT, without a scheme such as http://, not 'http://127"),
         (["bench", "--router", "http://127.0.0.1:80"], "--address: an address is HOST:PORT, without a scheme"),
     ],

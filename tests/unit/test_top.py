@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from protos import tandem_worker_pb2 as pb
+from tandem.tables import router_line
 from tandem.top import Look, rates_of, view
 
 
@@ -52,7 +53,7 @@ def test_the_screen_shows_queue_rates_pools_and_remarks() -> None:
         2, worker("decode-1", generated=3000, num_repairs=2), num_queued_requests=4, num_queued_tokens=900,
         ejected=["decode-1"], unreachable=["decode-2 (somewhere): gone"], unused=["other: another model"],
     )  # fmt: skip
-    console.print(view(before, now, "here:1"))
+    console.print(view(before, now, [router_line(now.status, "here:1")]))
     text = console.export_text()
     for part in ("here:1", "4 queued (900 tokens)", "generated 1,500 tokens/s", "1 (77 t)", "50 %", "ejected",
                  "2 blocks repaired", "unreachable: decode-2", "not used: other: another"):  # fmt: skip

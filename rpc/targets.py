@@ -1,0 +1,37 @@
+"""Several servers as one of gRPC's targets, "ipv4:10.0.0.4:50051,10.0.0.5:50051", and back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ipaddress import ip_address
+
+from rpc.server import split_address
+
+_SCHEMES = {4: "ipv4:", 6: "ipv6:"}
+
+
+def target_of(addresses: Sequence[str]) -> str:
+    """What gRPC takes for all `addresses` ("host:port"). Raises `ValueError` for several of which one has a name for
+    its host: gRPC takes one name, and no list of them."""
+    if len(addresses) == 1:
+        return addresses[0]
+    schemes = {_scheme(address) for address in addresses}
+    if len(schemes) != 1 or "" in schemes:
+        raise ValueError(f"several addresses are all of IPv4, or all of IPv6, not {', '.join(addresses)}")
+    return schemes.pop() + ",".join(addresses)
+
+
+def addresses_of(target: str) -> list[str]:
+    """Those that `target` lists. Of any other it is the only one: gRPC asks whoever knows the name."""
+    for scheme in _SCHEMES.values():
+        if target.startswith(scheme):
+            return target.removeprefix(scheme).split(",")
+    return [target]
+
+
+def _scheme(address: str) -> str:
+    """Empty: its host is a name."""
+    try:
+        return _SCHEMES[ip_address(split_address(address)[0].strip("[]")).version]
+    except ValueError:
+        return ""

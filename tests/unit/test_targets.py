@@ -1,0 +1,32 @@
+"""Several routers as one address, and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpc.targets import addresses_of, target_of
+
+
+@pytest.mark.parametrize(
+    ("addresses", "target"),
+    [
+        (["localhost:1"], "localhost:1"),
+        (["10.0.0.4:1", "10.0.0.5:2"], "ipv4:10.0.0.4:1,10.0.0.5:2"),
+        (["[::1]:1", "[fe80::2]:2"], "ipv6:[::1]:1,[fe80::2]:2"),
+    ],
+)
+def test_several_addresses_are_one_and_come_back(addresses: list[str], target: str) -> None:
+    assert target_of(addresses) == target
+    assert addresses_of(target) == addresses
+
+
+@pytest.mark.parametrize("addresses", [["localhost:1", "localhost:2"], ["10.0.0.4:1", "[::1]:1"]])
+def test_a_list_of_names_is_refused(addresses: list[str]) -> None:
+    """gRPC resolves one name, and would take a list of them for one."""
+    with pytest.raises(ValueError, match="all of IPv4, or all of IPv6, not"):
+        target_of(addresses)
+
+
+@pytest.mark.parametrize("target", ["routers.example:50051", "dns:///routers:50051", "unix:/tmp/a,b"])
+def test_what_a_name_server_knows_is_left_to_grpc(target: str) -> None:
+    assert addresses_of(target) == [target]
