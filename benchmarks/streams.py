@@ -2,6 +2,7 @@
 
     python benchmarks/streams.py                      # 64 streams over gRPC, then over HTTP
     python benchmarks/streams.py --streams 256 --stream-interval 8
+    python benchmarks/streams.py --routers 2 --gateways 2      # how they share it
 
 The model is tiny and of random weights, but its vocabulary and tokenizer are the default model's: what is left is what
 any model's tokens cost these processes, on a GPU as well. Processes are measured, not clocks: CPU time by the kernel's
@@ -58,8 +59,9 @@ def cpu_seconds(pid: int) -> float:
 class Streams:
     """So many answers at once, by either way."""
 
-    def __init__(self, cluster: Cluster, num_streams: int) -> None:
+    def __init__(self, cluster: Cluster, client: AsyncClient, num_streams: int) -> None:
         self._cluster = cluster
+        self._client = client
         self._num_streams = num_streams
 
     async def measure(self, way: str, num_tokens: int) -> dict[str, Any]:
@@ -79,15 +81,13 @@ class Streams:
         }
 
     async def _over_grpc(self, num_tokens: int) -> int:
-        async with AsyncClient(self._cluster.router_address) as client:
+        async def read(index: int) -> int:
+            stream = self._client.stream(self._prompt(index), max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+            lengths = [len(message.token_ids) async for message in stream]
+            assert sum(lengths) == num_tokens, f"{sum(lengths)} tokens of {num_tokens}"
+            return len(lengths) - 1  # the last has none
 
-            async def read(index: int) -> int:
-                stream = client.stream(self._prompt(index), max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-                lengths = [len(message.token_ids) async for message in stream]
-                assert sum(lengths) == num_tokens, f"{sum(lengths)} tokens of {num_tokens}"
-                return len(lengths) - 1  # the last has none
-
-            return sum(await asyncio.gather(*map(read, range(self._num_streams))))
+        return sum(await asyncio.gather(*map(read, range(self._num_streams))))
 
     async def _over_http(self, num_tokens: int) -> int:
         limits = httpx2.Limits(max_connections=None)
@@ -107,7 +107,9 @@ class Streams:
         return [1000 + index] * PROMPT_TOKENS
 
 
-async def measure(num_streams: int, num_tokens: int, stream_interval: int) -> list[dict[str, Any]]:
+async def measure(
+    num_streams: int, num_tokens: int, stream_interval: int, num_routers: int, num_gateways: int
+) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         num_blocks = num_streams * (PROMPT_TOKENS + num_tokens) // 16 + 2 * num_streams
         engine = EngineArgs(
@@ -119,10 +121,14 @@ async def measure(num_streams: int, num_tokens: int, stream_interval: int) -> li
             stream_interval=stream_interval,
         )
         args = ClusterArgs(
-            engine=engine, is_aggregated=True, listen="127.0.0.1:0", http_port=0, log_level="warning"
+            engine=engine, is_aggregated=True, listen="127.0.0.1:0", http_port=0, log_level="warning",
+            num_routers=num_routers, num_gateways=num_gateways,
         )  # fmt: skip
-        async with Cluster(args, on_line=lambda *_: None, on_event=lambda _: None) as cluster:
-            streams = Streams(cluster, num_streams)
+        async with (
+            Cluster(args, on_line=lambda *_: None, on_event=lambda _: None) as cluster,
+            AsyncClient(cluster.router_address, is_spread=num_routers > 1) as client,
+        ):
+            streams = Streams(cluster, client, num_streams)
             return [await streams.measure(way, num_tokens) for way in ("grpc", "http")]
 
 
@@ -130,11 +136,13 @@ async def measure(num_streams: int, num_tokens: int, stream_interval: int) -> li
 @click.option("--streams", type=COUNT, default=64, show_default=True, help="At once.")
 @click.option("--tokens", type=click.IntRange(2), default=400, show_default=True, help="Of each answer.")
 @click.option("--stream-interval", type=COUNT, default=1, show_default=True, help="Tokens told at a time.")
+@click.option("--routers", type=COUNT, default=1, show_default=True, help="Number of routers.")
+@click.option("--gateways", type=COUNT, default=1, show_default=True, help="Number of gateways.")
 @click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
-def main(streams: int, tokens: int, stream_interval: int, only_json: bool) -> None:
+def main(streams: int, tokens: int, stream_interval: int, routers: int, gateways: int, only_json: bool) -> None:
     """Measure what a token costs the processes that it passes through."""
     with wrong_usage():
-        found = asyncio.run(measure(streams, tokens, stream_interval))
+        found = asyncio.run(measure(streams, tokens, stream_interval, routers, gateways))
     if not only_json:
         names = tuple(found[0]["us_per_token"])
         headers = ("way", ">tokens/s", ">tokens/message", *(f">{name}, us/token" for name in names))
@@ -148,7 +156,10 @@ def main(streams: int, tokens: int, stream_interval: int, only_json: bool) -> No
             for each in found
         ]
         print_table(Table(headers=headers, rows=rows))
-    asked = {"streams": streams, "tokens": tokens, "stream_interval": stream_interval}
+    asked = {
+        "streams": streams, "tokens": tokens, "stream_interval": stream_interval, "routers": routers,
+        "gateways": gateways,
+    }  # fmt: skip
     print(json.dumps({"benchmark": "streams", **asked, "found": found, **machine()}))
 
 

@@ -84,17 +84,22 @@ def create_app(
     sse_keep_alive_s: float = 0.0,
     leaving: asyncio.Event | None = None,
     tracing: Tracing | None = None,
+    metrics: Metrics | None = None,
+    is_alone: bool = True,
 ) -> FastAPI:
     """The gateway's ASGI application over `client`, which its caller closes, as `tracing`. `api_keys`: one of which is
     asked for, if there are any. `allowed_origins`: whose pages may read the answers in a browser.
     `sse_keep_alive_s`: for how long a stream may be silent; 0: for ever. `leaving`: set when answers that still run
-    are to end, and say why."""
+    are to end, and say why. `metrics`: what is counted into. `is_alone`: nobody else answers at its port, so that what
+    it counts may be asked for there."""
     gateway = Gateway(
         client,
         api_keys=api_keys,
         max_body_bytes=max_body_bytes,
         keep_alive_s=sse_keep_alive_s or None,
         leaving=leaving or asyncio.Event(),
+        metrics=metrics or Metrics(),
+        is_alone=is_alone,
     )
     app = FastAPI(title="Tandem", version=__version__, docs_url=None, redoc_url=None)
     _add_routes(app, gateway)
@@ -187,6 +192,8 @@ class Gateway:
         max_body_bytes: int,
         keep_alive_s: float | None,
         leaving: asyncio.Event,
+        metrics: Metrics,
+        is_alone: bool,
     ) -> None:
         self._client = client
         self._keep_alive_s = keep_alive_s
@@ -194,7 +201,8 @@ class Gateway:
         self._api_keys = api_keys
         self._max_body_bytes = max_body_bytes
         self._started_s = int(time.time())
-        self._metrics = Metrics()
+        self._metrics = metrics
+        self._is_alone = is_alone
         self._running: set[Run] = set()
         """That wait for their answers, or whose streams have not ended."""
 
@@ -313,18 +321,29 @@ class Gateway:
             return _refuse(request, refusal_of(error))
         return Response(status_code=200 if is_serving else 503)
 
-    async def load(self) -> Response:
+    async def load(self, request: Request) -> Response:
         """vLLM's: how many requests are being answered here."""
-        return JSONResponse({"server_load": len(self._running)})
+        return self._of_this_process(request) or JSONResponse({"server_load": len(self._running)})
 
     async def version(self) -> Response:
         return JSONResponse({"version": __version__})
 
-    async def scrape(self) -> Response:
-        return Response(self._metrics.text(), media_type=self._metrics.content_type)
+    async def scrape(self, request: Request) -> Response:
+        shown = Response(self._metrics.text(), media_type=self._metrics.content_type)
+        return self._of_this_process(request) or shown
 
     async def page(self) -> Response:
         return FileResponse(PAGE, media_type="text/html; charset=utf-8")
+
+    def _of_this_process(self, request: Request) -> Response | None:
+        """Why it is not said what it alone knows; None: it may be."""
+        if self._is_alone:
+            return None
+        why = (
+            f"{request.url.path}: several gateways answer at this port, each of which counts its own requests. Each "
+            "shows its metrics at its --metrics-listen (tandem up: --metrics-port)."
+        )
+        return _refuse(request, Refusal(NO_ROUTE, why))
 
     # -- whatever happens ---------------------------------------------------------------------------------------
 

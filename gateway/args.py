@@ -30,6 +30,13 @@ class GatewayArgs(SslArgs):
     listen: str = field(
         default="127.0.0.1:8000", metadata={"help": "HOST:PORT to serve HTTP on. Port 0 takes a free one."}
     )
+    reuse_port: bool = field(
+        default=False,
+        metadata={
+            "help": "Share the port with other gateways that are given this flag (SO_REUSEPORT): Linux shares their "
+            "connections out. /metrics and /load, which tell of one process, are then not there: --metrics-listen."
+        },
+    )
     router: str = field(
         default=DEFAULT_ADDRESS,
         metadata={
@@ -61,16 +68,23 @@ class GatewayArgs(SslArgs):
         least=0,
     )
     drain_grace_s: float = number(30.0, "How long running requests may take to finish after SIGTERM.", least=0)
+    metrics_listen: str = field(
+        default="",
+        metadata={
+            "help": "HOST:PORT to serve this process' Prometheus metrics on, beside /metrics. Default: only there."
+        },
+    )
     otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
     log_level: str = field(default="info", metadata={"help": f"Log level: {', '.join(LOG_LEVELS)}."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self)
-        try:
-            split_address(self.listen)
-        except ValueError as error:
-            raise ValueError(f"listen: {error}") from error
+        for name, address in (("listen", self.listen), ("metrics_listen", self.metrics_listen or self.listen)):
+            try:
+                split_address(address)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         check_endpoint(self.otlp_traces_endpoint)
         if not self.router:
             raise ValueError("router must be the address of a router, is empty")

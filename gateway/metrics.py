@@ -31,22 +31,22 @@ class Outcome:
 
 
 class Metrics:
-    """One per process, with a registry of its own."""
+    """One per process. `registry` is what to show."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        tell_of_process(self._registry)
+        self.registry = CollectorRegistry()
+        tell_of_process(self.registry)
         self._requests = Counter(
             "tandem:gateway_requests", "HTTP requests answered, by route and status.", ["route", "status"],
-            registry=self._registry,
+            registry=self.registry,
         )  # fmt: skip
         self._stream_errors = Counter(
             "tandem:gateway_stream_errors",
             "Streams that failed once they had begun, by route and the status that would have said so. Among the "
             "requests they have status 200.", ["route", "status"],
-            registry=self._registry,
+            registry=self.registry,
         )  # fmt: skip
         for route in STREAMING:
             self._requests.labels(route, "200")
@@ -54,12 +54,12 @@ class Metrics:
                 self._stream_errors.labels(route, str(status))
         self._in_flight = Gauge(
             "tandem:gateway_requests_in_flight", "HTTP requests whose status is not sent yet.", ["route"],
-            registry=self._registry,
+            registry=self.registry,
         )  # fmt: skip
         self._seconds = Histogram(
             "tandem:gateway_seconds_to_status",
             "Until the status is sent; of a stream, with its first token or sign of life.", ["route"],
-            buckets=SECONDS, registry=self._registry,
+            buckets=SECONDS, registry=self.registry,
         )  # fmt: skip
 
     @contextmanager
@@ -77,4 +77,4 @@ class Metrics:
 
     def text(self) -> bytes:
         """As Prometheus reads it."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

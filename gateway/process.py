@@ -13,8 +13,9 @@ import click
 
 from gateway.app import create_app
 from gateway.args import GatewayArgs
+from gateway.metrics import Metrics
 from rpc.entrypoint import announce
-from rpc.http import HttpServer
+from rpc.http import HttpServer, show_metrics
 from rpc.keys import first_key
 from rpc.otlp_endpoint import create_tracing
 from tandem.client import AsyncClient
@@ -41,7 +42,7 @@ async def run_gateway(
     async with AsyncClient(
         args.router, api_key=api_key, tls=args.client_tls, resume_s=args.resume_s, is_spread=True
     ) as client:
-        leaving = asyncio.Event()
+        leaving, metrics = asyncio.Event(), Metrics()
         app = create_app(
             client,
             api_keys=args.api_key,
@@ -50,9 +51,12 @@ async def run_gateway(
             sse_keep_alive_s=args.sse_keep_alive_s,
             leaving=leaving,
             tracing=tracing,
+            metrics=metrics,
+            is_alone=not args.reuse_port,
         )
+        metrics_server = show_metrics(metrics.registry, args.metrics_listen)
         server = HttpServer(app, tls=args.server_tls())
-        address = server.start(args.listen, flag="--listen (tandem up: --http-port)")
+        address = server.start(args.listen, flag="--listen (tandem up: --http-port)", reuse_port=args.reuse_port)
         announce(address)
         _log.info("listening", extra={"address": address, "router": args.router})
         stopping, ending = asyncio.create_task(stop.wait()), asyncio.create_task(server.wait_ended())
@@ -62,5 +66,7 @@ async def run_gateway(
         await server.close(args.drain_grace_s + LAST_WORDS_S)
         giving_up.cancel()
         await ending
+        if metrics_server is not None:
+            await metrics_server.close()
     await asyncio.to_thread(tracing.close)
     return 0

@@ -193,12 +193,13 @@ class HttpServer:
         self._server = _Uvicorn(config)
         self._serving: asyncio.Task[None] | None = None
 
-    def start(self, address: str, *, flag: str) -> str:
-        """Listen on `address` (port 0: a free one), which came from `flag`. Returns where it listens.
+    def start(self, address: str, *, flag: str, reuse_port: bool = False) -> str:
+        """Listen on `address` (port 0: a free one), which came from `flag`. `reuse_port`: others may, too. Returns
+        where it listens.
 
         Raises `CannotListen`, which names the flag.
         """
-        listener = open_listener(address, flag, has_tls=self._config.is_ssl)
+        listener = open_listener(address, flag, has_tls=self._config.is_ssl, reuse_port=reuse_port)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

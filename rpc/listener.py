@@ -3,6 +3,10 @@
 accept ──a file below those kept back──> a connection
    ├─ one of those (near ulimit -n) ──> told so (503), closed
    └─ none at all ──> the loop rests for a second
+
+Where several processes listen at one address (`reuse_port`), Linux gives each connection to one of them, by its
+client's address and port. One socket that all of them inherit would lose no connection that waits at one that dies; but
+whoever is woken first takes nearly all that come while it has little to do, and keeps them once it has much.
 """
 
 from __future__ import annotations
@@ -73,19 +77,46 @@ class Listener(socket.socket):
             _log.error("too many open files: further connections are turned away; raise ulimit -n")
 
 
-def open_listener(address: str, flag: str, *, has_tls: bool = False) -> Listener:
-    """Listening on `address` (port 0: a free one), which came from `flag`. Raises `CannotListen`, which names the
-    flag."""
+def hold_port(address: str, flag: str) -> tuple[socket.socket, str]:
+    """For processes that are to share `address` (port 0: a free one): as long as the socket is open, and even while
+    none of them listens, nobody can take it but who asks to share it, too, and is of the same user. And the address,
+    with its port. Raises `CannotListen` where somebody listens there."""
+    with open_listener(address, flag) as alone:
+        host, port = alone.getsockname()[:2]
+    held = socket.socket(alone.family, socket.SOCK_STREAM)
+    _reuse(held, reuse_port=True)
+    try:
+        held.bind((host, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # until then, for connections that have ended there
+    except OSError as error:  # taken in between
+        held.close()
+        raise _cannot_listen(address, error, flag) from error
+    return held, f"{address.rpartition(':')[0]}:{port}"
+
+
+def open_listener(address: str, flag: str, *, has_tls: bool = False, reuse_port: bool = False) -> Listener:
+    """Listening on `address` (port 0: a free one), which came from `flag`. `reuse_port`: others may, too. Raises
+    `CannotListen`, which names the flag."""
     host, port = split_address(address)
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = Listener(family, b"" if has_tls else TOO_MANY)  # over TLS nothing can be said without a handshake
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reuse(listener, reuse_port=reuse_port)
     try:
         listener.bind((host, port))
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise CannotListen(f"cannot listen on {address}: {error.strerror}; take another port with {flag}") from error
+        raise _cannot_listen(address, error, flag) from error
     listener.setblocking(False)
     return listener
+
+
+def _reuse(unbound: socket.socket, *, reuse_port: bool) -> None:
+    unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+def _cannot_listen(address: str, error: OSError, flag: str) -> CannotListen:
+    return CannotListen(f"cannot listen on {address}: {error.strerror}; take another port with {flag}")

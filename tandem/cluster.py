@@ -1,14 +1,14 @@
-"""A whole Tandem on this machine: Redis, a router, workers and a gateway, each a process of its own.
+"""A whole Tandem on this machine: Redis, routers, workers and gateways, each a process of its own.
 
 Owns the processes (through `tandem.supervision`) and the moment when requests can be served. Does not
 own their settings (`tandem.cluster_args`), nor requests: `tandem.client` talks to `router_address`.
 
-    Cluster(args) ── start() ──> model resolved ─> Redis answers ─> router and workers start together
-                                  ─> router is SERVING and has every worker, the gateway listens ─> ready
-                  ── stop() ───> gateway and router drain (streams finish) ─> workers drain ─> Redis ends
+    Cluster(args) ── start() ──> model resolved ─> Redis answers ─> routers and workers start together
+                                  ─> each router is SERVING and has every worker, gateways listen ─> ready
+                  ── stop() ───> gateways and routers drain (streams finish) ─> workers drain ─> Redis ends
 
-A process that dies is started again, the router on the port it had and Redis on its socket. A worker keeps its id and
-gets a new incarnation, so that nobody believes what its predecessor said.
+A process that dies is started again, a router or gateway on the port it had and Redis on its socket. A worker keeps
+its id and gets a new incarnation, so that nobody believes what its predecessor said.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -30,12 +31,12 @@ from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
 from rpc.channel import open_channel
 from rpc.keys import keyed
-from rpc.server import split_address
+from rpc.listener import hold_port
+from rpc.server import CannotListen, split_address
+from rpc.targets import addresses_of, target_of
 from tandem.client_base import INFERENCE_SERVICE
 from tandem.cluster_args import (
-    GATEWAY,
     REDIS,
-    ROUTER,
     ClusterArgs,
     gateway_spec,
     python_env,
@@ -99,6 +100,8 @@ class Cluster:
         self._advertise = advertise or {}
         self._redis: LocalRedis | None = None
         self._processes: dict[str, SupervisedProcess] = {}
+        self._http_port: socket.socket | None = None
+        """Held for several gateways."""
         self._is_hurried = False
 
     async def __aenter__(self) -> Self:
@@ -116,13 +119,13 @@ class Cluster:
 
     @property
     def router_address(self) -> str:
-        """ "host:port" as the router printed it."""
-        return self._processes[ROUTER].announced
+        """ "host:port" as the router printed it; of several, gRPC's target for all of them."""
+        return target_of([self._processes[name].announced for name in self.args.router_names])
 
     @property
     def http_address(self) -> str:
         """ "host:port" of OpenAI's HTTP API; empty without a gateway."""
-        return self._processes[GATEWAY].announced if GATEWAY in self._processes else ""
+        return next((gateway.announced for gateway in self._of_names(*self.args.gateway_names)), "")
 
     @property
     def pids(self) -> dict[str, int]:
@@ -158,22 +161,37 @@ class Cluster:
             except LocalRedisError as error:
                 raise ClusterError(str(error)) from error
             await self._or_failure(self._supervise(self._redis.spec(REDIS)).wait_running())
-        self._supervise(router_spec(self.args, folder, self.redis_url))
+        for name in self.args.router_names:
+            self._supervise(router_spec(self.args, name, folder, self.redis_url))
         for name in self.args.worker_names:
             self._supervise(worker_spec(self.args, name, folder, self.redis_url, self._advertise.get(name, "")))
-        if self.args.http_port is not None:
-            await self._or_failure(self._processes[ROUTER].wait_running())
-            self._supervise(gateway_spec(self.args, connect_address(self.router_address)))
+        if self.args.gateway_names:
+            for name in self.args.router_names:
+                await self._or_failure(self._processes[name].wait_running())
+            self._start_gateways()
         await self._or_failure(self._wait_ready())
+
+    def _start_gateways(self) -> None:
+        """Several have one port, which is nobody else's from now on."""
+        listen = self.args.http_listen
+        if self.args.num_gateways > 1:
+            try:
+                self._http_port, listen = hold_port(listen, "--http-port")
+            except CannotListen as error:
+                raise ClusterError(str(error)) from error
+        for name in self.args.gateway_names:
+            self._supervise(gateway_spec(self.args, name, listen, target_of(self._reached_at)))
 
     async def stop(self) -> list[str]:
         """Drain and end everything. Returns what did not end as it should; empty if all is well."""
-        workers = [p for name, p in self._processes.items() if name not in (GATEWAY, ROUTER, REDIS)]
-        doors = [*self._of_name(GATEWAY), *self._of_name(ROUTER)]
+        doors = self._of_names(*self.args.gateway_names, *self.args.router_names)
         problems = await self._stop(doors, self.args.drain_grace_s + KILL_MARGIN_S)
-        problems += await self._stop(workers, WORKER_GRACE_S)
-        problems += await self._stop(self._of_name(REDIS), REDIS_GRACE_S)
+        problems += await self._stop(self._of_names(*self.args.worker_names), WORKER_GRACE_S)
+        problems += await self._stop(self._of_names(REDIS), REDIS_GRACE_S)
         self._processes.clear()
+        if self._http_port is not None:
+            self._http_port.close()
+            self._http_port = None
         if self._redis is not None:
             self._redis.remove()
             self._redis = None
@@ -198,8 +216,8 @@ class Cluster:
 
     # -- the processes ------------------------------------------------------------------------------------------
 
-    def _of_name(self, name: str) -> list[SupervisedProcess]:
-        return [self._processes[name]] if name in self._processes else []
+    def _of_names(self, *names: str) -> list[SupervisedProcess]:
+        return [self._processes[name] for name in names if name in self._processes]
 
     async def _stop(self, processes: Iterable[SupervisedProcess], grace_s: float) -> list[str]:
         grace_s = 0.0 if self._is_hurried else grace_s
@@ -232,7 +250,16 @@ class Cluster:
 
     async def _wait_ready(self) -> None:
         await asyncio.gather(*(process.wait_running() for process in self._processes.values()))
-        async with open_channel(connect_address(self.router_address)) as channel:
+        await asyncio.gather(*map(self._wait_has_workers, self._reached_at))
+
+    @property
+    def _reached_at(self) -> list[str]:
+        """The routers' addresses, from here."""
+        return [connect_address(address) for address in addresses_of(self.router_address)]
+
+    async def _wait_has_workers(self, router: str) -> None:
+        """Until the router at this address serves, with every worker."""
+        async with open_channel(router) as channel:
             await _wait_serving(channel)
             stub = tandem_worker_pb2_grpc.ClusterStub(keyed(channel, self.args.a_key))
             wanted = {self.args.worker_id(name) for name in self.args.worker_names}

@@ -21,22 +21,28 @@ from gateway.args import GatewayArgs
 from router.args import RouterArgs
 from router.policy import PolicyConfig
 from rpc.entrypoint import ServiceArgs
+from rpc.server import split_address
+from rpc.targets import target_of
 from rpc.tls import SSL_FIELDS, SslArgs
 from tandem.process_run import ProcessSpec
 from worker_service.args import WorkerArgs
 
 ROUTER = "router"
 GATEWAY = "gateway"
+"""What one is called; several are "router-1", "router-2", …"""
 REDIS = "redis"
 MAX_WORKERS = 64
 """Of a role, on one machine: each is a process that loads the model."""
+MAX_FRONTS = 64
+"""Routers, or gateways, on one machine."""
 SERVICES: tuple[type[SslArgs], ...] = (RouterArgs, WorkerArgs, GatewayArgs)
 """Whose settings a cluster takes, beside those of an engine and of the router's policy."""
 NO_TLS = dict.fromkeys(SSL_FIELDS, "")
 """On one machine there is nobody between the processes; and what the environment says is for others."""
 OWN = {
     **dict.fromkeys(NO_TLS, "on one machine there is nobody between the processes"),
-    "listen": "the router's is the cluster's; the gateway's has `http_port`; workers take free ports",
+    "listen": "the first router's is the cluster's; gateways have `http_port`; workers take free ports",
+    "reuse_port": "where there are several gateways",
     "redis": "`redis_url`, or the cluster's own; in the environment, for it may have a password",
     "metrics_listen": "`metrics_port`, and the ports after it",
     "model": "the engine's, once it is a folder",
@@ -67,10 +73,12 @@ class ClusterArgs:
     num_decode: int = 1
     is_aggregated: bool = False
     """No prefill workers: every decode worker prefills for itself."""
+    num_routers: int = 1
+    num_gateways: int = 1
     listen: str = "127.0.0.1:50051"
-    """The router's address; port 0 takes a free one."""
+    """The router's address; port 0 takes a free one. Further routers take the ports after it, or free ones."""
     http_port: int | None = None
-    """Of OpenAI's HTTP API, on the router's host; 0 takes a free one. None: there is no gateway."""
+    """Of OpenAI's HTTP API, on the router's host, for all gateways; 0 takes a free one. None: there is no gateway."""
     transport: str = "grpc"
     redis_url: str = ""
     """Empty: a Redis of our own."""
@@ -92,8 +100,8 @@ class ClusterArgs:
     good_ttft_ms: float = RouterArgs.good_ttft_ms
     good_tpot_ms: float = RouterArgs.good_tpot_ms
     metrics_port: int | None = None
-    """Where the router shows its metrics, on its host; workers take the ports after it. 0: each a free one. None:
-    nobody does. The gateway's are on its own port."""
+    """Where the router shows its metrics, on its host; further routers, workers and, if there are several, gateways
+    take the ports after it. 0: each a free one. None: nobody does. A single gateway's are on its own port."""
     otlp_traces_endpoint: str = ""
     """Where router and gateway tell of requests. Empty: nowhere."""
     max_queue_tokens: int = RouterArgs.max_queue_tokens
@@ -112,9 +120,12 @@ class ClusterArgs:
             raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
         if self.num_prefill > MAX_WORKERS:
             raise ValueError(f"--prefill must be at most {MAX_WORKERS}, is {self.num_prefill}")
+        for flag, number in (("--routers", self.num_routers), ("--gateways", self.num_gateways)):
+            if not 1 <= number <= MAX_FRONTS:
+                raise ValueError(f"{flag} must be in [1, {MAX_FRONTS}], is {number}")
         for flag, port, num in (
             ("--http-port", self.http_port, 1),
-            ("--metrics-port", self.metrics_port, 1 + len(self.worker_names)),
+            ("--metrics-port", self.metrics_port, len(self._who_show_metrics)),
         ):
             if port is not None and not 0 <= port <= 65536 - num:
                 raise ValueError(f"{flag} must be in [0, {65536 - num}], is {port}")
@@ -126,6 +137,18 @@ class ClusterArgs:
         except ValueError as error:
             field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
             raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
+        self._check_routers()
+        if self.num_gateways > 1 and sys.platform != "linux":
+            raise ValueError("--gateways must be 1 here: only Linux shares the connections of a port out")
+
+    def _check_routers(self) -> None:
+        port = split_address(self.listen)[1]
+        if port and port + self.num_routers > 65536:
+            raise ValueError(f"--listen: {self.num_routers} routers need as many ports, from {port} on")
+        try:
+            target_of([self.router_listen(name) for name in self.router_names])
+        except ValueError as error:
+            raise ValueError(f"--listen: several routers are found by an IP address, not {self.listen!r}") from error
 
     def settings_of(self, service: type[SslArgs]) -> dict[str, Any]:
         """Fields of `service`, one of `SERVICES`, that are handed on."""
@@ -139,6 +162,22 @@ class ClusterArgs:
             *(f"prefill-{i}" for i in range(1, num_prefill + 1)),
             *(f"decode-{i}" for i in range(1, self.num_decode + 1)),
         ]
+
+    @property
+    def router_names(self) -> list[str]:
+        """ "router", or "router-1", "router-2", …"""
+        return _numbered(ROUTER, self.num_routers)
+
+    @property
+    def gateway_names(self) -> list[str]:
+        """Likewise. None without a port for HTTP."""
+        return [] if self.http_port is None else _numbered(GATEWAY, self.num_gateways)
+
+    @property
+    def _who_show_metrics(self) -> list[str]:
+        """In the order of their ports. What a single gateway counts can be asked for at its own port."""
+        several_gateways = self.gateway_names if self.num_gateways > 1 else []
+        return [*self.router_names, *self.worker_names, *several_gateways]
 
     @property
     def gpu_share(self) -> float:
@@ -158,11 +197,25 @@ class ClusterArgs:
         return next(iter(self.api_key), "")
 
     def metrics_listen(self, name: str) -> str:
-        """Where the router or a worker shows its metrics; empty: nowhere."""
-        if self.metrics_port is None:
+        """Where the process `name` shows its metrics; empty: nowhere."""
+        if self.metrics_port is None or name not in self._who_show_metrics:
             return ""
-        offset = [ROUTER, *self.worker_names].index(name) if self.metrics_port else 0
-        return f"{self.listen.rpartition(':')[0]}:{self.metrics_port + offset}"
+        offset = self._who_show_metrics.index(name) if self.metrics_port else 0
+        return f"{self._host}:{self.metrics_port + offset}"
+
+    def router_listen(self, name: str) -> str:
+        """The address of the router `name`, of which port 0 takes a free one."""
+        host, port = split_address(self.listen)
+        return f"{host}:{port + self.router_names.index(name) if port else 0}"
+
+    @property
+    def http_listen(self) -> str:
+        """Of all gateways."""
+        return f"{self._host}:{self.http_port}"
+
+    @property
+    def _host(self) -> str:
+        return split_address(self.listen)[0]
 
     def worker_id(self, name: str) -> str:
         """The id under which the worker `name` registers."""
@@ -172,6 +225,10 @@ class ClusterArgs:
         return f"{os.uname().nodename}-{os.getpid()}-{name}"
 
 
+def _numbered(name: str, number: int) -> list[str]:
+    return [name] if number == 1 else [f"{name}-{i}" for i in range(1, number + 1)]
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -179,33 +236,38 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def router_spec(args: ClusterArgs, folder: Path, redis_url: str) -> ProcessSpec:
-    """The router, which serves the model in `folder` and comes back on the port it had."""
+def router_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str) -> ProcessSpec:
+    """The router `name`, which serves the model in `folder` and comes back on the port it had."""
 
     def command(announced: str) -> list[str]:
         own = {
-            "listen": announced or args.listen,
+            "listen": announced or args.router_listen(name),
             "model": folder,
             "served_model_name": args.served_model_name,
-            "metrics_listen": args.metrics_listen(ROUTER),
+            "metrics_listen": args.metrics_listen(name),
         }
         return _command("router", own, args.settings_of(RouterArgs), vars(args.policy))
 
     env = {**python_env(), "REDIS_URL": redis_url, "TANDEM_API_KEY": " ".join(args.api_key)}
-    return ProcessSpec(name=ROUTER, command=command, ready_pattern=LISTENING, env=env, must_start=True)
+    return ProcessSpec(name=name, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 
-def gateway_spec(args: ClusterArgs, router_address: str) -> ProcessSpec:
-    """OpenAI's HTTP API, which asks the router at `router_address` and comes back on the port it had."""
-    host = args.listen.rpartition(":")[0]
+def gateway_spec(args: ClusterArgs, name: str, listen: str, router: str) -> ProcessSpec:
+    """OpenAI's HTTP API at `listen`, which asks the routers behind the target `router` and comes back on the port it
+    had. Several share that."""
 
     def command(announced: str) -> list[str]:
-        own = {"listen": announced or f"{host}:{args.http_port}", "router": router_address}
+        own = {
+            "listen": announced or listen,
+            "reuse_port": args.num_gateways > 1,
+            "router": router,
+            "metrics_listen": args.metrics_listen(name),
+        }
         return _command("gateway", own, args.settings_of(GatewayArgs))
 
     keys = {"TANDEM_API_KEY": " ".join(args.api_key), "TANDEM_ROUTER_API_KEY": args.a_key}
     env = {**python_env(), **keys}
-    return ProcessSpec(name=GATEWAY, command=command, ready_pattern=LISTENING, env=env, must_start=True)
+    return ProcessSpec(name=name, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 
 def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, advertise: str = "") -> ProcessSpec:

@@ -72,6 +72,8 @@ SETTINGS: Mapping[str, Otherwise] = {
     "trust_remote_code": Otherwise("no code of a checkpoint is ever run", ANY),
 }
 FLAGS: Mapping[str, str] = {
+    "api-server-count": "--gateways, and --routers for what is behind them",
+    "asc": "--gateways, and --routers for what is behind them",
     "chat-template-content-format": "contents are given to templates as texts",
     "disable-log-requests": "--log-level warning",
     "disable-log-stats": "metrics are shown where --metrics-port says",

@@ -22,6 +22,7 @@ from tandem.cluster_args import OWN, SERVICES, ClusterArgs
 from tandem.stderr import tell
 from tandem.vllm_settings import instead_of_flag
 
+NEED_HTTP = {"--http-port": "http_port", "--allowed-origins": "allowed_origins", "--gateways": "num_gateways"}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -71,23 +72,31 @@ class _Up(click.Command):
         "",
         "tandem up --prefill 2 --decode 2 --transport nixl --listen 127.0.0.1:0",
         "tandem up --aggregated --decode 2 --model ~/models/Qwen3-0.6B --max-model-len 4096",
+        "tandem up --decode 4 --routers 2 --gateways 2",
     ),
 )
 @_option("--prefill", "num_prefill", type=int, default=1, help="Number of prefill workers.")
 @_option("--decode", "num_decode", type=int, default=1, help="Number of decode workers.")
 @_option("--aggregated", "is_aggregated", is_flag=True,
          help="Start no prefill workers: each of the --decode workers prefills for itself.")  # fmt: skip
+@_option("--routers", "num_routers", type=int, default=1,
+         help="Number of routers. Requests are spread over them; streams of one that dies continue at another, at "
+              "once.")  # fmt: skip
+@_option("--gateways", "num_gateways", type=int, default=1,
+         help="Number of gateways: processes that serve HTTP on the one --http-port, as vLLM's "
+              "--api-server-count.")  # fmt: skip
 @_option("--listen", default=ClusterArgs.listen, metavar="HOST:PORT",
-         help="Address the router listens on. Port 0 takes a free one.")  # fmt: skip
+         help="Address the router listens on; further routers take the ports after it. Port 0 takes a free "
+              "one.")  # fmt: skip
 @_option("--http-port", type=int, default=8000,
          help="Port for OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
 @_option("--no-http", "has_no_http", is_flag=True, help="Serve no HTTP, only gRPC.")
 @_option("--api-key", cls=Several, multiple=True, default=(),
          help=f"{API_KEY_HELP} The router requires it, too: `tandem status --api-key KEY`.")  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
-         help="Port for the router's Prometheus metrics; workers take the ports after it, in the order of their "
-              "names. 0: free ports, which the logs name. Default: they are not served. The gateway has its own "
-              "/metrics.")  # fmt: skip
+         help="Port for the router's Prometheus metrics; further routers and the workers take the ports after it, in "
+              "the order of their names. 0: free ports, which the logs name. Default: they are not served. A gateway "
+              "has its own /metrics; several take the next ports, since they share one for HTTP.")  # fmt: skip
 @_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
          help="redis://HOST:PORT or unix://PATH. Default: start a Redis, which ends with the cluster.")  # fmt: skip
 @_service_options
@@ -98,7 +107,8 @@ def up(context: click.Context, /, **options: Any) -> None:
     """Start Redis, a router, prefill and decode workers and an HTTP gateway, and keep them running.
 
     Prints one line, `ready grpc=HOST:PORT http=HOST:PORT`, to stdout once requests can be served; everything else goes
-    to stderr. OpenAI's clients take http://HOST:PORT/v1 as their base URL; the chat page is at /.
+    to stderr. Of several routers it has all: `grpc=ipv4:HOST:PORT,HOST:PORT`, which --router of all commands and
+    clients take. OpenAI's clients take http://HOST:PORT/v1 as their base URL; the chat page is at /.
     A process that dies is started again. Ctrl-C, SIGTERM or a closed terminal lets running streams finish and exits
     with 0, or with 1 if a process had to be killed; a second Ctrl-C does not wait. With --num-threads 0 the workers
     share the cores.
@@ -108,8 +118,8 @@ def up(context: click.Context, /, **options: Any) -> None:
         raise click.UsageError("--aggregated starts no prefill workers: leave out --prefill, or --aggregated")
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
-        for flag in ("--http-port", "--allowed-origins"):
-            if _is_given(context, flag.removeprefix("--").replace("-", "_")):
+        for flag, name in NEED_HTTP.items():
+            if _is_given(context, name):
                 raise click.UsageError(f"{flag} needs HTTP: leave it out, or --no-http")
         own["http_port"] = None
     try:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from rpc.http import MAX_HEAD_BYTES, READ_BYTES, HttpServer
+from rpc.listener import hold_port
+from rpc.server import CannotListen
 
 TIMEOUT_S = 20.0
 HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
@@ -263,3 +265,35 @@ async def test_an_answer_does_not_wait_for_its_head_to_be_acknowledged() -> None
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
         await server.close()
+
+
+async def test_several_share_a_port_that_is_nobody_elses() -> None:
+    """As long as it is held, whether one of them listens or not."""
+    held, address = hold_port("127.0.0.1:0", "--http-port")
+    host, _, port = address.rpartition(":")
+    with held:
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, port)
+        with pytest.raises(CannotListen, match="Address already in use; take another port with --http-port"):
+            HttpServer(Application()).start(address, flag="--http-port")
+        applications = Application(), Application()
+        servers = [HttpServer(application) for application in applications]
+        assert {server.start(address, flag="--listen", reuse_port=True) for server in servers} == {address}
+        async with asyncio.timeout(TIMEOUT_S):
+            while not all(application.bodies for application in applications):
+                assert await _asked(host, port)
+            with pytest.raises(CannotListen, match=f"cannot listen on {address}: Address already in use"):
+                hold_port(address, "--http-port")
+            await servers[0].close()
+            num_before = len(applications[1].bodies)
+            assert all([await _asked(host, port) for _ in range(8)])
+            assert len(applications[1].bodies) == num_before + 8
+            await servers[1].close()
+
+
+async def _asked(host: str, port: str) -> bool:
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(HEAD + b"connection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return answer.endswith(b"ok")

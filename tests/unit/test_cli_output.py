@@ -281,6 +281,8 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--aggregated", "--prefill", "2"], "--aggregated starts no prefill workers"),
         (["up", "--no-http", "--http-port", "8001"], "--http-port needs HTTP"),
         (["up", "--no-http", "--allowed-origins", "[]"], "--allowed-origins needs HTTP"),
+        (["up", "--no-http", "--gateways", "2"], "--gateways needs HTTP"),
+        (["up", "--api-server-count", "2"], "Instead: --gateways"),
         (["up", "--max-model-len", "1"], "--max-model-len must be at least 2"),
         (["up", "--load-format", "gguf"], "--load-format gguf needs a .gguf file"),
         (["up", "--seed", "9" * 20], "--seed must be in"),

@@ -49,8 +49,8 @@ TEXTS = {
 def specs(args: ClusterArgs) -> list[tuple[ProcessSpec, click.Command, Sequence[type[Any]]]]:
     """Of every process, with the command that reads its flags, and what it makes of them."""
     return [
-        (router_spec(args, FOLDER, REDIS), router, (RouterArgs, PolicyConfig)),
-        (gateway_spec(args, "127.0.0.1:1"), gateway, (GatewayArgs,)),
+        (router_spec(args, "router", FOLDER, REDIS), router, (RouterArgs, PolicyConfig)),
+        (gateway_spec(args, "gateway", "127.0.0.1:0", "127.0.0.1:1"), gateway, (GatewayArgs,)),
         (worker_spec(args, "prefill-1", FOLDER, REDIS), prefill, (WorkerArgs, EngineArgs)),
         (worker_spec(args, "decode-1", FOLDER, REDIS), decode, (WorkerArgs, EngineArgs)),
     ]
@@ -130,7 +130,7 @@ def test_certificates_in_the_environment_are_not_for_a_local_cluster() -> None:
 
 def test_keys_reach_router_and_gateway_where_nobody_else_reads_them() -> None:
     args = ClusterArgs(api_key=("older", "newer"))
-    specs = [router_spec(args, FOLDER, ""), gateway_spec(args, "127.0.0.1:1")]
+    specs = [router_spec(args, "router", FOLDER, ""), gateway_spec(args, "gateway", "127.0.0.1:0", "127.0.0.1:1")]
     for spec in specs:
         assert spec.env is not None
         assert spec.env["TANDEM_API_KEY"] == "older newer"
@@ -202,6 +202,11 @@ def test_every_setting_of_the_policy_reaches_the_router() -> None:
         ({"lease_ms": 1}, "--lease-ms must be in"),
         ({"max_queue_tokens": 0}, "--max-queue-tokens must be at least 1"),
         ({"allowed_origins": '["https://a/"]'}, "--allowed-origins must be a JSON list of origins"),
+        ({"num_routers": 0}, "--routers must be in [1, 64], is 0"),
+        ({"num_gateways": 65}, "--gateways must be in [1, 64], is 65"),
+        ({"num_routers": 3, "listen": "127.0.0.1:65534"}, "--listen: 3 routers need as many ports, from 65534 on"),
+        ({"num_routers": 2, "listen": "localhost:0"}, "--listen: several routers are found by an IP address"),
+        ({"num_routers": 2, "metrics_port": 65533}, "--metrics-port must be in [0, 65532], is 65533"),
     ],
 )
 def test_a_wrong_setting_names_its_flag(settings: dict[str, Any], message: str) -> None:
@@ -216,3 +221,54 @@ def test_workers_have_names_and_ids_of_their_own() -> None:
     assert ClusterArgs().worker_id("decode-1") == "decode-1"
     shared = ClusterArgs(redis_url="redis://somewhere").worker_id("decode-1")
     assert str(os.getpid()) in shared, "several clusters may share that Redis"
+
+
+@pytest.mark.parametrize("name", ["listen", "metrics_listen"])
+def test_a_gateway_refuses_what_is_no_address(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: an address is HOST:PORT"):
+        GatewayArgs(**{name: "here"})  # type: ignore[arg-type]
+
+
+def flag_of(spec: ProcessSpec, flag: str, announced: str = "") -> str:
+    command = spec.command(announced)
+    return command[command.index(flag) + 1]
+
+
+def test_several_routers_take_ports_that_follow_one_another() -> None:
+    several = ClusterArgs(num_routers=2, listen="127.0.0.1:700", metrics_port=900, num_gateways=2, http_port=0)
+    assert several.router_names == ["router-1", "router-2"]
+    routers = [router_spec(several, name, FOLDER, REDIS) for name in several.router_names]
+    assert [spec.name for spec in routers] == several.router_names
+    assert [flag_of(spec, "--listen") for spec in routers] == ["127.0.0.1:700", "127.0.0.1:701"]
+    assert flag_of(routers[1], "--listen", announced="127.0.0.1:701") == "127.0.0.1:701", "where it was"
+    shown = [several.metrics_listen(name) for name in ("router-1", "router-2", "prefill-1", "decode-1", "gateway-1")]
+    assert shown == [f"127.0.0.1:{port}" for port in range(900, 905)]
+    anywhere = ClusterArgs(num_routers=2, listen="127.0.0.1:0")
+    assert [flag_of(router_spec(anywhere, name, FOLDER, REDIS), "--listen") for name in anywhere.router_names] == [
+        "127.0.0.1:0", "127.0.0.1:0",
+    ]  # fmt: skip
+
+
+def test_one_router_and_one_gateway_are_as_ever() -> None:
+    """Their names, their ports, and whose metrics are where."""
+    args = ClusterArgs(http_port=800, metrics_port=900)
+    assert (args.router_names, args.gateway_names) == (["router"], ["gateway"])
+    assert [args.metrics_listen(name) for name in ("router", "prefill-1", "decode-1")] == [
+        "127.0.0.1:900", "127.0.0.1:901", "127.0.0.1:902",
+    ]  # fmt: skip
+    (name,) = args.gateway_names
+    spec = gateway_spec(args, name, args.http_listen, "127.0.0.1:1")
+    assert (flag_of(spec, "--listen"), flag_of(spec, "--metrics-listen")) == ("127.0.0.1:800", "")
+    assert "--no-reuse-port" in spec.command("")
+    assert ClusterArgs().gateway_names == [], "there is none without a port"
+
+
+def test_several_gateways_share_one_port_and_show_metrics_elsewhere() -> None:
+    args = ClusterArgs(http_port=800, num_gateways=2, metrics_port=900)
+    routers = "ipv4:127.0.0.1:1,127.0.0.1:2"
+    specs = [gateway_spec(args, name, args.http_listen, routers) for name in args.gateway_names]
+    for spec, port in zip(specs, (903, 904), strict=True):
+        assert "--reuse-port" in spec.command("")
+        assert flag_of(spec, "--listen") == "127.0.0.1:800"
+        assert flag_of(spec, "--metrics-listen") == f"127.0.0.1:{port}"
+        assert flag_of(spec, "--router") == "ipv4:127.0.0.1:1,127.0.0.1:2"

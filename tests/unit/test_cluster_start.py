@@ -4,6 +4,7 @@ stopping."""
 from __future__ import annotations
 
 import errno
+import socket
 import sys
 from pathlib import Path
 
@@ -63,6 +64,13 @@ async def test_a_worker_is_there_once_the_router_is_connected_to_it() -> None:
         router.not_connected = ()
         assert await _connected_workers(stub) == {"p", "d"}
     await server.stop(0)
+
+
+def test_a_port_that_somebody_has_is_not_shared_with_several_gateways() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"{port}: Address already in use; take another port with --http-port"):
+            Cluster(ClusterArgs(num_gateways=2, http_port=port))._start_gateways()
 
 
 def test_a_wildcard_address_is_reached_over_loopback() -> None:
