@@ -222,7 +222,11 @@ def test_a_server_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1].startswith(f"Error: no server answers at {away.url} (")
 
 
-def test_a_server_that_went_away_is_waited_for_but_not_for_ever(server: Scripted, tmp_path: Path) -> None:
+def test_a_server_that_went_away_is_waited_for_but_not_for_ever(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "CONNECTS_S", 0.3)
+
     def script(prompt: str, before: int) -> Reply:
         if prompt == "full":
             return no(429, "full") if before < 40 else ok("at last")
@@ -239,6 +243,25 @@ def test_a_server_that_went_away_is_waited_for_but_not_for_ever(server: Scripted
     server.script = lambda prompt, _: ok(prompt)
     assert batch(server, tmp_path).exit_code == 0
     assert results(tmp_path).keys() == {"full", "a", "b"}
+
+
+def test_while_somebody_has_a_connection_the_others_do_not_give_up(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "CONNECTS_S", 0.2)
+    is_answered = threading.Event()
+
+    def script(prompt: str, before: int) -> Reply:
+        if prompt == "long":
+            server.is_over.wait(1.0)
+            is_answered.set()
+        return ok(prompt) if is_answered.is_set() else no(503, "nobody to serve")
+
+    server.script = script
+    write(tmp_path / "in", line_of("long"), line_of("a"))
+    result = batch(server, tmp_path, "--retry-s", "0.4")
+    assert result.exit_code == 0, result.stderr
+    assert server.num_asked["a"] > 5
 
 
 def test_a_long_silence_before_it_went_does_not_count(server: Scripted, tmp_path: Path) -> None:
@@ -339,6 +362,7 @@ def test_a_full_disk_takes_a_line_or_nothing_of_it(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
         with pytest.raises(BatchError, match="the output cannot be written: File too large"):
             run._write(output, b"another\n")
+        assert (tmp_path / "out").read_bytes() == b"whole\n"
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         run._write(output, b"third\n")
     finally:
