@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine.config import EngineArgs
-from engine.lora.modules import check_lora_folder, parse_lora_modules
 from router.policy import PolicyConfig
 from rpc.errors import TandemError
+from tandem.chaos.args import SoakArgs
 from tandem.chaos.asked import DEADLINE_S, Asked, Heard
 from tandem.chaos.faults import GRACE_S, Fault, FaultKind, plan_faults
 from tandem.chaos.load import Load
@@ -41,8 +40,6 @@ LEASE_MS = 2000
 MAX_QUEUE_TOKENS = 2000
 BURST_REQUESTS = 16
 NUM_CLIENTS = 4
-NUM_KV_BLOCKS = 256
-"""Few enough that some of what was computed has to go to host memory, and comes back."""
 DAMAGED_PIECES = 3
 SLOW_S = 0.05
 REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
@@ -51,33 +48,6 @@ LEAVES_S = GRACE_S + 15.0
 CHECKS_AT_ONCE = 16
 NUM_TOLD_APART = 8
 """Of what each adapter was asked: so much is asked of the model itself, too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoakArgs:
-    """What is run. Raises `ValueError` naming the flag."""
-
-    seconds: float = 60.0
-    seed: int = 1
-    num_prefill: int = 2
-    num_decode: int = 2
-    transport: str = "grpc"
-    model: str = EngineArgs.model
-    lora_modules: str = ""
-    """Adapters that requests select, as of `EngineArgs`."""
-
-    def __post_init__(self) -> None:
-        if not 5 <= self.seconds <= 86_400:
-            raise ValueError(f"--seconds must be in [5, 86400], is {self.seconds:g}")
-        for flag, value in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
-            if not 2 <= value <= 16:
-                raise ValueError(f"{flag} must be in [2, 16]: one fails, another goes on; is {value}")
-        try:
-            folders = parse_lora_modules(self.lora_modules)
-        except ValueError as error:
-            raise ValueError(f"--{str(error).replace('lora_modules', 'lora-modules', 1)}") from error
-        for name, folder in folders.items():
-            check_lora_folder(name, folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +98,7 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
     Raises `ClusterError` where the cluster cannot be started or a process dies again and again.
     """
     cluster_args = ClusterArgs(
-        engine=EngineArgs(
-            model=args.model,
-            lora_modules=args.lora_modules,
-            num_kv_blocks=NUM_KV_BLOCKS,
-            kv_offloading_size=0.2,
-            max_model_len=2048,
-        ),
+        engine=args.engine,
         policy=PolicyConfig(learn_costs=False),  # what is to be broken is KV on its way
         num_prefill=args.num_prefill,
         num_decode=args.num_decode,

@@ -13,6 +13,8 @@ import click
 
 from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
+from rpc.entrypoint import build, options_of
+from tandem.chaos.args import ENGINE, SoakArgs
 from tandem.cli.options import examples, json_option
 from tandem.cluster_args import ClusterArgs
 from tandem.stderr import tell
@@ -25,6 +27,7 @@ from tandem.stderr import tell
         "tandem chaos --seconds 600 --seed 7 --decode 3",
         "tandem chaos --transport nixl",
         "tandem chaos --lora-modules sql=/models/sql-adapter",
+        "tandem chaos --model ~/models/Qwen3-0.6B --tensor-parallel-size 2 --quantization int8",
     ),
 )
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="For how long to cause faults.")
@@ -34,12 +37,19 @@ from tandem.stderr import tell
 @click.option("--decode", "num_decode", type=int, default=2, show_default=True, help="Number of decode workers.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
               help="How KV moves. Only with grpc can it be damaged in transit.")  # fmt: skip
-@click.option("--model", default=EngineArgs.model, show_default=True, help="Model folder, GGUF file or name.")
-@click.option("--lora-modules", default="", help="LoRA adapters, as of tandem up: NAME=FOLDER, several separated by "
-              "commas. Each request then selects one, or the model itself.")  # fmt: skip
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
 @json_option
-def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
+@options_of(EngineArgs, defaults=ENGINE, leave_out={"seed"})
+def chaos(
+    is_json: bool,
+    is_verbose: bool,
+    seconds: float,
+    seed: int,
+    num_prefill: int,
+    num_decode: int,
+    transport: str,
+    **options: Any,
+) -> None:
     """Start a cluster, put load on it, and meanwhile kill, stop, disconnect, corrupt and overload it.
 
     Requests come over gRPC and, through a gateway, over HTTP (completions and chats); with --lora-modules they select
@@ -50,15 +60,27 @@ def chaos(is_json: bool, is_verbose: bool, **options: Any) -> None:
     of a run without faults, and the logprobs where they were asked for, and that every KV block came back. No stream
     may break off, except an HTTP stream whose gateway was killed: what came of it must be how the right answer begins.
     What is told to leave must finish what it has, or hand it over, and exit with 0.
+
+    Workers take the settings of `tandem up`: try those that you are going to run. Some give other tokens for near ties
+    in another batch, and say so (--batch-invariant on GPUs; 8-bit KV on CPUs): those are found here.
+
     Exits with 0 if all this is so, otherwise with 1, what was found, and where the log is.
     """
     from rpc.errors import TandemError
     from tandem.answer import StreamBroken
-    from tandem.chaos.soak import SoakArgs, run_soak
+    from tandem.chaos.soak import run_soak
     from tandem.cluster import ClusterError
 
+    engine = build(EngineArgs, options)
     try:
-        args = SoakArgs(**options)
+        args = SoakArgs(
+            seconds=seconds,
+            seed=seed,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            transport=transport,
+            engine=engine,
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     with NamedTemporaryFile("w", prefix=f"tandem-chaos-{args.seed}-", suffix=".log", delete=False) as log:

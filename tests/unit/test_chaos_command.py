@@ -39,6 +39,28 @@ def chaos_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raises: BaseExce
     return result, Path(named[1]).read_text()
 
 
+def test_workers_have_the_settings_that_are_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[soak.SoakArgs] = []
+
+    async def run_soak(args: soak.SoakArgs, **_: Any) -> None:
+        found.append(args)
+        raise ClusterError("enough")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(soak, "run_soak", run_soak)
+    flags = ("--quantization", "int8", "--num-kv-blocks", "99", "--batch-invariant", "--seed", "7", "--decode", "3")
+    CliRunner().invoke(main, ["chaos", *flags])
+    CliRunner().invoke(main, ["chaos"])
+    asked, plain = found
+    engine = asked.engine
+    assert (engine.quantization, engine.num_kv_blocks, engine.batch_invariant) == ("int8", 99, True)
+    assert (asked.seed, asked.num_decode, engine.max_model_len) == (7, 3, 2048)
+    assert plain == soak.SoakArgs()
+    wrong = CliRunner().invoke(main, ["chaos", "--quantization", "int9"])
+    assert wrong.exit_code == 2
+    assert "--quantization must be one of" in wrong.stderr
+
+
 def test_ctrl_c_names_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result, log = chaos_that(monkeypatch, tmp_path, KeyboardInterrupt())
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "cancelled")

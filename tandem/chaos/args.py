@@ -1,0 +1,35 @@
+"""What `tandem chaos` runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config import EngineArgs
+from engine.lora.modules import check_lora_folder, parse_lora_modules
+
+ENGINE: dict[str, Any] = {"num_kv_blocks": 256, "kv_offloading_size": 0.2, "max_model_len": 2048}
+"""Settings of workers that are not given. So few blocks that some of what was computed has to go to host memory, and
+comes back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakArgs:
+    """What is run. Raises `ValueError` naming the flag."""
+
+    seconds: float = 60.0
+    seed: int = 1
+    num_prefill: int = 2
+    num_decode: int = 2
+    transport: str = "grpc"
+    engine: EngineArgs = field(default_factory=lambda: EngineArgs(**ENGINE))
+    """Of the workers. Requests select its adapters."""
+
+    def __post_init__(self) -> None:
+        if not 5 <= self.seconds <= 86_400:
+            raise ValueError(f"--seconds must be in [5, 86400], is {self.seconds:g}")
+        for flag, value in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
+            if not 2 <= value <= 16:
+                raise ValueError(f"{flag} must be in [2, 16]: one fails, another goes on; is {value}")
+        for name, folder in parse_lora_modules(self.engine.lora_modules).items():
+            check_lora_folder(name, folder)
