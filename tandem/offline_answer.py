@@ -221,7 +221,8 @@ class OfflineAnswer:
         if self._logprobs is not None:
             told = (output.logprobs or [])[:num_tokens]
             self._logprobs += map(self._by_token_id, told)
-            self._cumulative_logprob += sum(each.sampled.logprob for each in told)
+            for each in told:  # in their order: sums of sums would have other bits, by how many come at once
+                self._cumulative_logprob += each.sampled.logprob
         if delta.stop is not None:
             self._finish("stop", delta.stop)
             return

@@ -17,7 +17,8 @@ from offline_books import at_rest
 from safetensors.torch import load_file, save_file
 
 from engine import sampling_params as engine_params
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, TokenLogprobs
+from engine.outputs import Logprob as StepLogprob
 from engine.outputs import RequestOutput as StepOutput
 from router.text.tokenizer import Tokenizer
 from tandem import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
@@ -178,6 +179,25 @@ def test_a_stop_string_ends_logprobs_with_the_tokens(llm: LLM) -> None:
     assert answer.stop_reason == "six"
     assert answer.logprobs is not None
     assert [list(told) for told in answer.logprobs] == [[token_id] for token_id in answer.token_ids]
+
+
+def test_how_likely_an_answer_is_hangs_on_its_tokens_and_not_on_how_they_came(llm: LLM) -> None:
+    """To the bit: drafts, and `stream_interval`, bring several at once."""
+    tokenizer = Tokenizer.from_folder(llm.config.model.path)
+    prompt, ids = ReadPrompt(name="prompt", text="x", token_ids=[1]), [500, 501, 502]
+    # One that was hardly to be expected, and two that were all but sure: float32's own, of logits 16 apart.
+    sure = torch.tensor([0.0, -16.0]).log_softmax(0)[0].item()
+    logprobs = [-100.0, sure, sure]
+    told = [TokenLogprobs(StepLogprob(*each, 1), []) for each in zip(ids, logprobs, strict=True)]
+
+    def likelihood(*ends: int) -> float | None:
+        request = OfflineRequest("r", prompt, SamplingParams(logprobs=0), "", tokenizer)
+        for start, end in zip((0, *ends), ends, strict=False):
+            output = StepOutput("r", start, ids[start:end], None, 0, 0.0, logprobs=told[start:end])
+            llm._take([output], {"r": request.answers[0]})
+        return request.output().outputs[0].cumulative_logprob
+
+    assert likelihood(1, 2, 3) == likelihood(3) == likelihood(1, 3) == -100.0 + sure + sure
 
 
 def test_what_is_sampled_by_if_nobody_says_may_be_given(model_folder: Path) -> None:
