@@ -29,6 +29,7 @@ from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.scheduling.offloading import BlockCopy
+from engine.scheduling.sequence import OnLayerWritten
 
 SEEDS = range(20)
 MORE_SEEDS = range(len(SEEDS), 400)
@@ -138,7 +139,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_engine(folder: Path, *, runs_ahead: bool = False, **settings: Any) -> LLMEngine:
+def make_engine(
+    folder: Path, *, runs_ahead: bool = False, on_layer_written: OnLayerWritten | None = None, **settings: Any
+) -> LLMEngine:
     """The CPU kernels': others' sums hang on what is computed beside them."""
     args = EngineArgs(
         model=str(folder), load_format="dummy", dtype="bfloat16", device="cpu", num_threads=1, block_size=BLOCK_SIZE,
@@ -147,10 +150,11 @@ def make_engine(folder: Path, *, runs_ahead: bool = False, **settings: Any) -> L
     config = create_engine_config(args)
     if config.device.attention_backend != "cpu":
         pytest.skip("no CPU kernels here")
-    return LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=runs_ahead)))
+    config = replace(config, scheduler=replace(config.scheduler, async_scheduling=runs_ahead))
+    return LLMEngine(config, on_layer_written)
 
 
-def make_cramped_engine(folder: Path, rng: random.Random) -> LLMEngine:
+def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LLMEngine:
     """A CPU computes a step when it is launched, also one ahead: every path is taken, and time decides nothing."""
     runs_ahead = rng.random() < 0.3  # and then nothing is guessed
     guessing = {"num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
@@ -158,7 +162,7 @@ def make_cramped_engine(folder: Path, rng: random.Random) -> LLMEngine:
         folder, runs_ahead=runs_ahead, num_kv_blocks=rng.randint(11, 14), max_num_seqs=rng.choice([4, 12]),
         max_num_batched_tokens=rng.choice([16, 40, 300]), prefill_chunk_tokens=rng.choice([0, 7, 16]),
         stream_interval=rng.choice([1, 1, 3]), speculative_config="" if runs_ahead else json.dumps(guessing),
-        kv_offloading_size=rng.choice([4, 12, 60]) * BLOCK_BYTES / GIB,
+        kv_offloading_size=rng.choice([4, 12, 60]) * BLOCK_BYTES / GIB, **settings,
     )  # fmt: skip
     engine.executor.kv_pool.fill_(float("nan"))  # what nobody has written is no number
     CopiesInTurn(engine.executor, rng)
