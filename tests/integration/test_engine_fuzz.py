@@ -30,6 +30,7 @@ from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import OnLayerWritten
+from engine.scheduling.thinking import ThinkingBudget
 
 SEEDS = range(20)
 MORE_SEEDS = range(len(SEEDS), 400)
@@ -111,6 +112,8 @@ def draw_params(rng: random.Random) -> SamplingParams:
         logprobs=rng.choice([None, 0, 3]), prompt_logprobs=maybe(rng.choice([0, 2])),
     )  # fmt: skip
     kind = rng.choice(["any", "few", "few", "in turn", "bad words", "held to a form"])
+    if kind != "few" and params.seed % 5 < 2:
+        params = replace(params, thinking_budget=random_budget(random.Random(params.seed)))
     if kind == "held to a form":
         return replace(params, grammar=grammar_text(rng.choice(list(KINDS))))
     some = rng.sample(range(2, VOCAB_SIZE), rng.randint(2, 4))
@@ -126,6 +129,14 @@ def draw_params(rng: random.Random) -> SamplingParams:
     can_go_on = not params.allowed_token_ids or params.allowed_token_ids - params.stop_token_ids - {EOS}
     min_tokens = maybe(rng.randint(1, max_tokens), 0) if can_go_on else 0
     return replace(params, ignore_eos=rng.random() < 0.3, min_tokens=min_tokens)
+
+
+def random_budget(rng: random.Random) -> ThinkingBudget:
+    begin = tuple(rng.sample(range(2, VOCAB_SIZE), rng.choice([1, 1, 2])))
+    return ThinkingBudget(
+        num_tokens=rng.randint(0, 8), end_token_id=rng.randrange(2, VOCAB_SIZE), begin_token_ids=begin,
+        has_begun=rng.random() < 0.7, may_repeat=rng.random() < 0.5,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
