@@ -4,6 +4,10 @@ Computes as `engine.tensor_parallel` does, and does with the blocks of its pool 
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # of the objects that imports make, none is garbage: looking through them is a third of a start
+
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,6 +17,9 @@ from engine.running.worker import Worker
 from engine.tensor_parallel.rank import run_rank
 from worker_service.pool_memory import transfer_pool
 from worker_service.rank_pool import PoolServer
+
+gc.freeze()  # nor will it be
+gc.enable()
 
 
 def main(fd: int, copies_fd: int, rank: int, meeting_file: Path, pool_fd: int) -> int:

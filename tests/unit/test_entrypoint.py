@@ -243,3 +243,32 @@ def test_busy_port_ends_with_a_sentence() -> None:
         assert "Traceback" not in stderr
         first.terminate()
         assert first.wait(20) == 0
+
+
+STARTED = """
+import gc, importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    assert gc.isenabled(), f"{name} leaves its garbage"
+    assert gc.get_stats()[1]["collections"] < 3, f"{name} looks for garbage among what it imports"
+    assert gc.get_freeze_count() > 10 * len(gc.get_objects()), f"{name} will look for garbage among what it imported"
+"""
+TOLD = """
+import contextlib, gc, tandem.__main__
+with contextlib.suppress(SystemExit):
+    tandem.__main__.main(["up", "--help"])
+assert gc.isenabled()
+assert gc.get_stats()[1]["collections"] < 3
+assert gc.get_freeze_count() > 10 * len(gc.get_objects())
+"""
+PROGRAMS = [
+    ["router.__main__", "gateway.__main__"],
+    ["decode_service.__main__", "prefill_service.__main__", "engine.tensor_parallel.__main__"],
+    ["worker_service.rank"],
+]
+
+
+@pytest.mark.parametrize("command", [*([STARTED, *names] for names in PROGRAMS), [TOLD]])
+def test_nobody_looks_for_garbage_while_a_program_imports_what_it_needs(command: list[str]) -> None:
+    """There is none; and that took a third of a start."""
+    subprocess.run([sys.executable, "-c", *command], cwd=ROOT, capture_output=True, check=True)
