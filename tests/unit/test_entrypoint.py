@@ -263,7 +263,7 @@ assert gc.get_freeze_count() > 10 * len(gc.get_objects())
 """
 PROGRAMS = [
     ["router.__main__", "gateway.__main__"],
-    ["decode_service.__main__", "prefill_service.__main__", "engine.tensor_parallel.__main__"],
+    ["engine.tensor_parallel.__main__", "decode_service.__main__"],
     ["worker_service.rank"],
 ]
 
