@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+
+gc.disable()  # until all tests are imported (pytest_collection)
+
 import json
 import os
 import shutil

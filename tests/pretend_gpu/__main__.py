@@ -6,6 +6,7 @@ PRETENDED_PYTHON: a program that calls this (`write_python`), and what the proce
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -35,6 +36,7 @@ def main() -> None:
     if module not in WORKERS:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
+    gc.disable()  # until the worker has imported the rest
     from pretend_gpu import pretend_gpu  # with torch, which nobody else needs
 
     with pretend_gpu(num_devices=int(os.environ["PRETENDED_GPUS"])):
