@@ -64,10 +64,12 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
         click.echo(f"Error: {error}", err=True)
         return 2
     router = Router(args, policy, texts, tracing)
-    await router.start()
-    await stop.wait()
-    await router.drain(args.drain_grace_s)
-    await router.close()
+    try:
+        await router.start()
+        await stop.wait()
+        await router.drain(args.drain_grace_s)
+    finally:  # where it cannot listen, too: it has called workers by then
+        await router.close()
     await asyncio.to_thread(tracing.close)
     return 0
 

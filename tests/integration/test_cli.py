@@ -363,6 +363,16 @@ def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster, sma
     assert f"cannot listen on {cluster.address}: Address already in use" in stderr.decode()
 
 
+def test_a_router_that_cannot_listen_says_that_alone(cluster: RunningCluster) -> None:
+    """It has called the workers by then."""
+    router = cluster.services()["router"]
+    command = router.cmdline()
+    command[command.index("--listen") + 1] = cluster.address
+    done = subprocess.run(command, env=router.environ(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"Error: cannot listen on {cluster.address}: .*\n", done.stderr)
+
+
 @pytest.mark.slow  # as of HTTP, below
 @pytest.mark.parametrize(("offset", "name"), [(0, "router"), (1, "prefill-1")])
 def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str, small: tuple[str, ...]) -> None:
