@@ -96,6 +96,8 @@ def is_free(budget: ThinkingBudget, answer: list[int]) -> bool:
             within, recent = False, []
             if not budget.may_repeat:
                 return True
+        elif within and budget.may_repeat and len(begin) > 1 and token_id == begin[0]:
+            within, recent = False, [token_id]
         elif within:
             num_thought += 1
         elif begin and recent[-len(begin) :] == begin and (budget.may_repeat or position < len(begin) + 2):

@@ -3,7 +3,8 @@
     SamplingParams.thinking_budget ──> Thinking of one sequence ──forced(its answer so far)──> the token that must come
 
     OUTSIDE ── begin_token_ids ──> WITHIN ── end_token_id ──> OUTSIDE, or OVER if one thought is all there is
-                                      └─ budget is used up: end_token_id is all that may come
+                                    │ └─ budget is used up: end_token_id is all that may come
+                                    └─ of several: the first of begin_token_ids, where there are more ──> OUTSIDE
 
 What must come is a function of the answer's tokens alone: a sequence that is preempted, handed over or goes on
 elsewhere needs nothing but them. Each is looked at once; drafts, which may be wrong, are not remembered. No torch.
@@ -30,7 +31,9 @@ class ThinkingBudget:
     end_token_id: int
     """Ends a thought."""
     begin_token_ids: tuple[int, ...] = ()
-    """Begin one, one behind the other. The first of them is not among the others."""
+    """Begin one, one behind the other. The first of them is not among the others. Where an answer may have several
+    thoughts, and it is not the only one, it begins what is none, too, as a message's header: a thought has ended by
+    then, with or without its end."""
     has_begun: bool = False
     """The prompt has begun the first one."""
     may_repeat: bool = False
@@ -67,7 +70,9 @@ class _Place:
             if self.is_over:
                 return
             self.num_seen += 1
-            if self.is_within:
+            if self.is_within and budget.may_repeat and len(begin) > 1 and token_id == begin[0]:
+                self.is_within, self.num_begun = False, 1
+            elif self.is_within:
                 self.is_within = token_id != budget.end_token_id
                 self.num_thought += self.is_within
                 self.is_over = not self.is_within and not budget.may_repeat

@@ -66,6 +66,17 @@ def test_what_must_come_is_a_function_of_the_tokens(
         num_known += 1 if data is None else data.draw(st.integers(1, len(answer) - num_known))
 
 
+def test_a_message_that_begins_has_ended_the_thought_before() -> None:
+    """Whose own end the model has left out: the answer is not cut off as if it were thought."""
+    budget = ThinkingBudget(num_tokens=2, end_token_id=END, begin_token_ids=BEGIN, has_begun=True, may_repeat=True)
+    left = [8, BEGIN[0], 6, BEGIN[2], 8, 8, 8]
+    for num_tokens in range(1, len(left) + 1):
+        assert sequence(left[:num_tokens], budget).forced_token_id is None
+    assert sequence([8, *BEGIN, 8], budget).forced_token_id == END, "where it is another thought, both count"
+    once = ThinkingBudget(num_tokens=2, end_token_id=END, begin_token_ids=BEGIN, has_begun=True)
+    assert sequence([8, BEGIN[0]], once).forced_token_id == END
+
+
 def test_only_near_its_end_a_thought_keeps_steps_apart() -> None:
     budget = ThinkingBudget(num_tokens=3, end_token_id=END, has_begun=True)
     waits = [sequence([8] * n + [PENDING_TOKEN], budget).needs_known_tokens for n in range(4)]
