@@ -11,6 +11,7 @@ from rpc.flag_numbers import check_numbers, number
 from rpc.keys import check_keys, first_key
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 from rpc.server import split_address
+from rpc.targets import check_target
 from rpc.tls import SslArgs
 from tandem.client import DEFAULT_ADDRESS
 
@@ -88,6 +89,10 @@ class GatewayArgs(SslArgs):
         check_endpoint(self.otlp_traces_endpoint)
         if not self.router:
             raise ValueError("router must be the address of a router, is empty")
+        try:
+            check_target(self.router)
+        except ValueError as error:
+            raise ValueError(f"router: {error}") from error
         check_keys("api_key", self.api_key)
         first_key("router_api_key", self.router_api_key)
         if not _is_list_of_origins(self.allowed_origins):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from ipaddress import ip_address
 
@@ -27,6 +28,18 @@ def addresses_of(target: str) -> list[str]:
         if target.startswith(scheme):
             return target.removeprefix(scheme).split(",")
     return [target]
+
+
+def check_target(target: str) -> None:
+    """Raises `ValueError` for one that gRPC would misread, as it does ports beyond 65535, or could not use, as a list
+    of names. What begins with another scheme is left to gRPC."""
+    if re.match(r"(?:dns|unix|xds)[:-]", target):
+        return
+    of_list = next((scheme for scheme in _SCHEMES.values() if target.startswith(scheme)), "")
+    for address in addresses_of(target):
+        split_address(address)
+        if of_list and _scheme(address) != of_list:
+            raise ValueError(f"behind {of_list} stand IP addresses of that kind with their ports, not {address!r}")
 
 
 def _scheme(address: str) -> str:

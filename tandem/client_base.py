@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -17,8 +16,7 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2_grpc
 from rpc.errors import DeadlinePassed, Unreachable, from_rpc_error, is_being_cancelled
 from rpc.keys import check_keys, keyed
-from rpc.server import split_address
-from rpc.targets import addresses_of
+from rpc.targets import check_target
 from rpc.tracing import TRACE_HEADERS, trace_headers_of
 from tandem.checks import check_text, is_number
 from tandem.resume import OnBroken, ResumableStream
@@ -37,16 +35,13 @@ class ClientClosed(Exception):  # noqa: N818 - named as the errors of `rpc.error
 
 
 def checked_address(address: str) -> str:
-    """`address`, or a list as `rpc.targets` has it. Raises for one that gRPC would misread, as it does ports beyond
-    65535. What begins with another scheme is left to gRPC."""
+    """`address`, or a list as `rpc.targets` has it. Raises for one that gRPC would misread, or could not use."""
     if not isinstance(address, str):
         raise TypeError(f"address: must be a text, is {address!r}")
-    if not re.match(r"(?:dns|unix|xds)[:-]", address):
-        try:
-            for each in addresses_of(address):
-                split_address(each)
-        except ValueError as error:
-            raise ValueError(f"address: {error}") from error
+    try:
+        check_target(address)
+    except ValueError as error:
+        raise ValueError(f"address: {error}") from error
     return address
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rpc.targets import addresses_of, target_of
+from gateway.args import GatewayArgs
+from rpc.targets import addresses_of, check_target, target_of
+from tandem.client import AsyncClient
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,27 @@ def test_a_list_of_names_is_refused(addresses: list[str]) -> None:
 @pytest.mark.parametrize("target", ["routers.example:50051", "dns:///routers:50051", "unix:/tmp/a,b"])
 def test_what_a_name_server_knows_is_left_to_grpc(target: str) -> None:
     assert addresses_of(target) == [target]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("ipv4:localhost:1,127.0.0.1:2", "behind ipv4: stand IP addresses .*, not 'localhost:1'"),
+        ("ipv4:127.0.0.1:1, 127.0.0.2:2", "behind ipv4: stand IP addresses .*, not ' 127.0.0.2:2'"),
+        ("ipv6:[::1]:1,127.0.0.1:2", "behind ipv6: stand IP addresses .*, not '127.0.0.1:2'"),
+        ("ipv4:127.0.0.1:1,", "HOST:PORT"),
+        ("ipv4:127.0.0.1:1,127.0.0.1:65536", "HOST:PORT"),
+        ("localhost", "HOST:PORT"),
+    ],
+)
+def test_what_grpc_could_not_use_is_refused_where_it_is_said(target: str, said: str) -> None:
+    """It would answer each call with words of its own."""
+    for check in (check_target, AsyncClient, lambda target: GatewayArgs(router=target)):
+        with pytest.raises(ValueError, match=said):
+            check(target)
+
+
+@pytest.mark.parametrize("target", ["ipv4:127.0.0.1:1", "ipv6:[::1]:1,[fe80::2]:2", "dns:///routers:50051", "a.b:1"])
+def test_what_grpc_can_use_is_taken(target: str) -> None:
+    check_target(target)
+    assert GatewayArgs(router=target).router == target
