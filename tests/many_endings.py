@@ -100,8 +100,8 @@ def is_free(budget: ThinkingBudget, answer: list[int]) -> bool:
             within, recent = False, [token_id]
         elif within:
             num_thought += 1
-        elif begin and recent[-len(begin) :] == begin and (budget.may_repeat or position < len(begin) + 2):
-            within = True
+        elif begin and recent[-len(begin) :] == begin:
+            within = budget.may_repeat or budget.space_token_ids.issuperset(answer[: position + 1 - len(begin)])
     return not within or num_thought < budget.num_tokens
 
 

@@ -17,9 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 MAX_BEGIN_TOKENS = 16
-NUM_FIRST_TOKENS = 3
-"""Where there is one thought, it begins within so many of an answer's tokens, if at all: white space may come first. A
-model that begins to think later quotes the word."""
+MAX_SPACE_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +36,9 @@ class ThinkingBudget:
     """The prompt has begun the first one."""
     may_repeat: bool = False
     """An answer may have several."""
+    space_token_ids: frozenset[int] = frozenset()
+    """White space. Where there is one thought, and the prompt has not begun it, these may come before it, and nothing
+    else: an answer that has the word later quotes it."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 0:
@@ -47,6 +48,9 @@ class ThinkingBudget:
         if len(self.begin_token_ids) > MAX_BEGIN_TOKENS:
             bound = f"may hold {MAX_BEGIN_TOKENS} ids, has {len(self.begin_token_ids)}"
             raise ValueError(f"thinking_budget.begin_token_ids {bound}")
+        if len(self.space_token_ids) > MAX_SPACE_TOKENS:
+            bound = f"may hold {MAX_SPACE_TOKENS} ids, has {len(self.space_token_ids)}"
+            raise ValueError(f"thinking_budget.space_token_ids {bound}")
         if self.begin_token_ids[:1] and self.begin_token_ids[0] in self.begin_token_ids[1:]:
             raise ValueError("thinking_budget.begin_token_ids must not have its first id again")
 
@@ -77,12 +81,14 @@ class _Place:
                 self.num_thought += self.is_within
                 self.is_over = not self.is_within and not budget.may_repeat
             elif begin:
-                goes_on = token_id == begin[self.num_begun]
-                self.num_begun = self.num_begun + 1 if goes_on else int(token_id == begin[0])
+                if token_id == begin[self.num_begun]:
+                    self.num_begun += 1
+                elif budget.may_repeat:
+                    self.num_begun = int(token_id == begin[0])
+                else:
+                    self.is_over = self.num_begun > 0 or token_id not in budget.space_token_ids
                 if self.num_begun == len(begin):
                     self.is_within, self.num_begun = True, 0
-                elif not budget.may_repeat:
-                    self.is_over = self.num_seen - self.num_begun >= NUM_FIRST_TOKENS
 
 
 class Thinking:

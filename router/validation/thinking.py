@@ -10,6 +10,9 @@ from router.validation.request import ValidatedRequest
 from router.validation.sampling import has_thinking_budget
 from rpc.errors import InvalidRequest
 
+_SPACES = (" ", "  ", "   ", "    ", "\n", "\n\n", "\n\n\n", " \n", " \n\n", "\t", "\r\n", "\r\n\r\n")
+"""As a model may begin an answer with, before its thought."""
+
 
 def thinking_budget_of(
     validated: ValidatedRequest, reasoning: Reasoning | Harmony, tokenizer: Tokenizer
@@ -22,15 +25,21 @@ def thinking_budget_of(
     if len(end_token_ids) != 1:
         cannot = f"cannot be used: this model ends its thoughts with {thoughts.end!r}, which is not one token"
         raise InvalidRequest([("sampling_params.thinking_token_budget", cannot)])
+    may_begin = not thoughts.has_begun and not thoughts.may_repeat
     return ThinkingBudget(
         num_tokens=params.thinking_token_budget,
         end_token_id=end_token_ids[0],
         begin_token_ids=_token_ids(thoughts.begin, tokenizer),
         has_begun=thoughts.has_begun,
         may_repeat=thoughts.may_repeat,
+        space_token_ids=_space_token_ids(tokenizer) if may_begin else (),
     )
 
 
 def _token_ids(word: str, tokenizer: Tokenizer) -> list[int]:
     added = tokenizer.added_ids([word])
     return [added[word]] if word in added else tokenizer.encode_plain(word)
+
+
+def _space_token_ids(tokenizer: Tokenizer) -> list[int]:
+    return sorted({token_id for space in _SPACES for token_id in tokenizer.encode_plain(space)})

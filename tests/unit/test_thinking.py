@@ -15,7 +15,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.grammar import Grammars
 from engine.scheduling.sequence import PENDING_TOKEN, Sequence
-from engine.scheduling.thinking import MAX_BEGIN_TOKENS, Thinking, ThinkingBudget
+from engine.scheduling.thinking import MAX_BEGIN_TOKENS, MAX_SPACE_TOKENS, Thinking, ThinkingBudget
 
 END, BEGIN = 7, (3, 4, 5)
 PROMPT = [1, BEGIN[0], 2]
@@ -43,6 +43,7 @@ budgets = st.builds(
     begin_token_ids=st.sampled_from([BEGIN, BEGIN[:1], BEGIN[:2]]),
     has_begun=st.booleans(),
     may_repeat=st.booleans(),
+    space_token_ids=st.frozensets(st.sampled_from([2, 6]), max_size=2),
 )
 
 
@@ -75,6 +76,16 @@ def test_a_message_that_begins_has_ended_the_thought_before() -> None:
     assert sequence([8, *BEGIN, 8], budget).forced_token_id == END, "where it is another thought, both count"
     once = ThinkingBudget(num_tokens=2, end_token_id=END, begin_token_ids=BEGIN, has_begun=True)
     assert sequence([8, BEGIN[0]], once).forced_token_id == END
+
+
+def test_a_word_within_an_answer_begins_no_thought() -> None:
+    """One that speaks of it, as in "The <think> tag": it would be cut off in its middle. White space alone comes before
+    a thought, however much of it."""
+    budget = ThinkingBudget(num_tokens=1, end_token_id=END, begin_token_ids=BEGIN, space_token_ids=frozenset({2, 6}))
+    assert sequence([8, *BEGIN, 8], budget).forced_token_id is None
+    assert sequence([BEGIN[0], *BEGIN, 8], budget).forced_token_id is None
+    assert sequence([*BEGIN, 8], budget).forced_token_id == END
+    assert sequence([2, 6, 2, 2, *BEGIN, 8], budget).forced_token_id == END
 
 
 def test_only_near_its_end_a_thought_keeps_steps_apart() -> None:
@@ -141,6 +152,7 @@ def test_a_grammar_has_a_character_ended_first(tmp_path: Any) -> None:
         ({"has_begun": False}, "begin_token_ids must not be empty"),
         ({"begin_token_ids": (3, 4, 3)}, "begin_token_ids must not have its first id again"),
         ({"begin_token_ids": tuple(range(MAX_BEGIN_TOKENS + 1))}, "may hold 16 ids, has 17"),
+        ({"space_token_ids": frozenset(range(MAX_SPACE_TOKENS + 1))}, "may hold 64 ids, has 65"),
     ],
 )
 def test_a_useless_budget_is_refused(wrong: dict[str, Any], said: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import grammar_cases
 import pytest
 import tokenizers
 from validation_cases import MODEL, violations_of
@@ -27,14 +28,20 @@ def asked(**params: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(chat=chat, sampling_params=pb.SamplingParams(**params))
 
 
-async def budget_of(parser: str, opened: str = "", words: list[str] = WORDS, **params: Any) -> ThinkingBudget | None:
+def word_level() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a")
     )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    backend.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in words])
+    backend.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in WORDS])
+    return backend
+
+
+async def budget_of(
+    parser: str, opened: str = "", backend: tokenizers.Tokenizer | None = None, **params: Any
+) -> ThinkingBudget | None:
     model = replace(MODEL, reasoning_parser=parser)
-    texts = Texts(model, Tokenizer(backend), None)
+    texts = Texts(model, Tokenizer(backend or word_level()), None)
     prepared = PreparedRequest(validate(asked(**params), model), model, texts, TokenizedPrompt([0, 1], opened))
     answer = await prepared.answer(0, None, arrived_s=0.0)  # type: ignore[arg-type]
     return answer.thinking_budget
@@ -51,6 +58,22 @@ async def test_in_the_tokens_of_each_kind_of_model() -> None:
     opened = "<|channel|>analysis<|message|>"
     assert await budget_of(HARMONY, opened, **asks) == ThinkingBudget(**harmony, has_begun=True)
     assert await budget_of(HARMONY, "<|channel|>final<|message|>", **asks) == ThinkingBudget(**harmony)
+
+
+async def test_white_space_may_come_before_a_thought_that_the_prompt_has_not_begun() -> None:
+    """In the tokens of a model that has it in pieces of several lengths."""
+    backend = grammar_cases.tokenizer()
+    backend.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in WORDS[1:]])
+    spaces = {token_id for text in (" ", "\n", "\t", "\r") for token_id in backend.encode(text).ids}
+    asks: dict[str, Any] = {"backend": backend, "thinking_token_budget": 5}
+    found = await budget_of("qwen3", **asks)
+    assert found is not None
+    assert spaces <= set(found.space_token_ids)
+    assert not backend.decode(list(found.space_token_ids)).strip()
+    for parser, opened in (("qwen3", "<think>"), (HARMONY, "")):
+        none = await budget_of(parser, opened, **asks)
+        assert none is not None
+        assert not none.space_token_ids
 
 
 async def test_no_budget_where_nothing_is_thought_or_bounded() -> None:
