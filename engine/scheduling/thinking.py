@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 MAX_BEGIN_TOKENS = 16
-MAX_SPACE_TOKENS = 64
+MAX_SPACE_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

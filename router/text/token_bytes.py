@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from string import whitespace
 
 import tokenizers
 
@@ -47,6 +49,14 @@ class TokenBytes:
                 return b""
             self._known[token_id] = self._added[token_id].encode() if token_id in self._added else self._read(piece)
         return self._known[token_id]
+
+    def all_of_space(self, vocabulary: Mapping[str, int]) -> list[int]:
+        """Ids of those that are ASCII's white space alone. They are read without being kept."""
+        of_byte = {SPACE: ord(" ")} if self._byte_of_char is None else self._byte_of_char
+        chars = whitespace + "".join(char for char, byte in of_byte.items() if chr(byte) in whitespace)
+        of_text = (token_id for piece, token_id in vocabulary.items() if piece and not piece.strip(chars))
+        of_bytes = (vocabulary.get(f"<0x{ord(char):02X}>") for char in whitespace if self._has_byte_tokens)
+        return sorted({*of_text, *(token_id for token_id in of_bytes if token_id is not None)})
 
     def _read(self, piece: str) -> bytes:
         if self._byte_of_char is not None and self._byte_of_char.keys() >= set(piece):

@@ -66,6 +66,7 @@ class Tokenizer:
 
     special_token_ids: ids that `skip_special_tokens` leaves out of text.
     special_tokens: the named ones, as text, for chat templates.
+    space_token_ids: of those that are white space alone, in order.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -84,6 +85,7 @@ class Tokenizer:
         }
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._token_bytes = TokenBytes(backend)
+        self.space_token_ids = self._token_bytes.all_of_space(backend.get_vocab(with_added_tokens=True))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:

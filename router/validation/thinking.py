@@ -10,8 +10,8 @@ from router.validation.request import ValidatedRequest
 from router.validation.sampling import has_thinking_budget
 from rpc.errors import InvalidRequest
 
-_SPACES = (" ", "  ", "   ", "    ", "\n", "\n\n", "\n\n\n", " \n", " \n\n", "\t", "\r\n", "\r\n\r\n")
-"""As a model may begin an answer with, before its thought."""
+MAX_SPACE_TOKENS = 4096
+"""The engine's bound. A vocabulary has some hundreds."""
 
 
 def thinking_budget_of(
@@ -32,14 +32,10 @@ def thinking_budget_of(
         begin_token_ids=_token_ids(thoughts.begin, tokenizer),
         has_begun=thoughts.has_begun,
         may_repeat=thoughts.may_repeat,
-        space_token_ids=_space_token_ids(tokenizer) if may_begin else (),
+        space_token_ids=tokenizer.space_token_ids[:MAX_SPACE_TOKENS] if may_begin else (),
     )
 
 
 def _token_ids(word: str, tokenizer: Tokenizer) -> list[int]:
     added = tokenizer.added_ids([word])
     return [added[word]] if word in added else tokenizer.encode_plain(word)
-
-
-def _space_token_ids(tokenizer: Tokenizer) -> list[int]:
-    return sorted({token_id for space in _SPACES for token_id in tokenizer.encode_plain(space)})

@@ -152,7 +152,7 @@ def test_a_grammar_has_a_character_ended_first(tmp_path: Any) -> None:
         ({"has_begun": False}, "begin_token_ids must not be empty"),
         ({"begin_token_ids": (3, 4, 3)}, "begin_token_ids must not have its first id again"),
         ({"begin_token_ids": tuple(range(MAX_BEGIN_TOKENS + 1))}, "may hold 16 ids, has 17"),
-        ({"space_token_ids": frozenset(range(MAX_SPACE_TOKENS + 1))}, "may hold 64 ids, has 65"),
+        ({"space_token_ids": frozenset(range(MAX_SPACE_TOKENS + 1))}, "may hold 4096 ids, has 4097"),
     ],
 )
 def test_a_useless_budget_is_refused(wrong: dict[str, Any], said: str) -> None:

@@ -64,7 +64,7 @@ async def test_white_space_may_come_before_a_thought_that_the_prompt_has_not_beg
     """In the tokens of a model that has it in pieces of several lengths."""
     backend = grammar_cases.tokenizer()
     backend.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in WORDS[1:]])
-    spaces = {token_id for text in (" ", "\n", "\t", "\r") for token_id in backend.encode(text).ids}
+    spaces = {token_id for text in (" ", "  ", "\n", "\t", "\r") for token_id in backend.encode(text).ids}
     asks: dict[str, Any] = {"backend": backend, "thinking_token_budget": 5}
     found = await budget_of("qwen3", **asks)
     assert found is not None

@@ -77,3 +77,12 @@ def test_added_tokens_are_plain_text_and_unknown_ids_nothing() -> None:
 def test_a_vocabulary_that_nothing_decodes() -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     assert TokenBytes(tokenizer)(1) == b"b"
+
+
+def test_white_space_is_found_however_a_vocabulary_writes_it() -> None:
+    for tokenizer in (byte_level(), sentencepiece()):
+        tokenizer.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("\u00a0x", normalized=False)])
+        bytes_of, vocabulary = TokenBytes(tokenizer), tokenizer.get_vocab()
+        found = bytes_of.all_of_space(vocabulary)
+        assert found == [number for number in sorted(vocabulary.values()) if bytes_of(number).isspace()]
+        assert {b" ", b"\n", b"\n\n", b"\t", b"\r"} <= set(map(bytes_of, found))
