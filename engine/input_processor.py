@@ -75,7 +75,7 @@ class InputProcessor:
         for word in params.bad_words_token_ids:
             self._check_known("bad_words_token_ids", word)
         if (budget := params.thinking_budget) is not None:
-            words = (budget.end_token_id, *budget.begin_token_ids, *budget.space_token_ids)
+            words = (budget.end_token_id, *budget.begin_token_ids, *budget.other_end_token_ids, *budget.space_token_ids)
             self._check_known("thinking_budget", words)
         if len({word[0] for word in params.bad_words_token_ids if len(word) == 1}) >= self._model.vocab_size:
             raise ValueError("bad_words_token_ids must leave a token that may be sampled")

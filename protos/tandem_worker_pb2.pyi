@@ -85,20 +85,22 @@ class EngineRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_tandem_inference_pb2.SamplingParams, _Mapping]] = ..., grammar: _Optional[str] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ...) -> None: ...
 
 class ThinkingBudget(_message.Message):
-    __slots__ = ("num_tokens", "end_token_id", "begin_token_ids", "has_begun", "may_repeat", "space_token_ids")
+    __slots__ = ("num_tokens", "end_token_id", "begin_token_ids", "has_begun", "may_repeat", "space_token_ids", "other_end_token_ids")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     BEGIN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     HAS_BEGUN_FIELD_NUMBER: _ClassVar[int]
     MAY_REPEAT_FIELD_NUMBER: _ClassVar[int]
     SPACE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     end_token_id: int
     begin_token_ids: _containers.RepeatedScalarFieldContainer[int]
     has_begun: bool
     may_repeat: bool
     space_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_tokens: _Optional[int] = ..., end_token_id: _Optional[int] = ..., begin_token_ids: _Optional[_Iterable[int]] = ..., has_begun: _Optional[bool] = ..., may_repeat: _Optional[bool] = ..., space_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    other_end_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_tokens: _Optional[int] = ..., end_token_id: _Optional[int] = ..., begin_token_ids: _Optional[_Iterable[int]] = ..., has_begun: _Optional[bool] = ..., may_repeat: _Optional[bool] = ..., space_token_ids: _Optional[_Iterable[int]] = ..., other_end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BadWord(_message.Message):
     __slots__ = ("token_ids",)

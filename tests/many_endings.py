@@ -96,11 +96,13 @@ def is_free(budget: ThinkingBudget, answer: list[int]) -> bool:
             within, recent = False, []
             if not budget.may_repeat:
                 return True
-        elif within and budget.may_repeat and len(begin) > 1 and token_id == begin[0]:
-            within, recent = False, [token_id]
-        elif within:
+        elif within and token_id not in budget.other_end_token_ids:
             num_thought += 1
-        elif begin and recent[-len(begin) :] == begin:
+        elif within and not budget.may_repeat:
+            return True
+        elif within:
+            within, recent = False, [token_id]
+        if not within and begin and recent[-len(begin) :] == begin:
             within = budget.may_repeat or budget.space_token_ids.issuperset(answer[: position + 1 - len(begin)])
     return not within or num_thought < budget.num_tokens
 

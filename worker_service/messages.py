@@ -81,6 +81,7 @@ def _thinking_budget_of(budget: pb.ThinkingBudget) -> ThinkingBudget:
         begin_token_ids=tuple(budget.begin_token_ids),
         has_begun=budget.has_begun,
         may_repeat=budget.may_repeat,
+        other_end_token_ids=frozenset(budget.other_end_token_ids),
         space_token_ids=frozenset(budget.space_token_ids),
     )
 

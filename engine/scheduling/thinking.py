@@ -4,7 +4,7 @@
 
     OUTSIDE ── begin_token_ids ──> WITHIN ── end_token_id ──> OUTSIDE, or OVER if one thought is all there is
                                     │ └─ budget is used up: end_token_id is all that may come
-                                    └─ of several: the first of begin_token_ids, where there are more ──> OUTSIDE
+                                    └─ one of other_end_token_ids ──> OUTSIDE
 
 What must come is a function of the answer's tokens alone: a sequence that is preempted, handed over or goes on
 elsewhere needs nothing but them. Each is looked at once; drafts, which may be wrong, are not remembered. No torch.
@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 MAX_BEGIN_TOKENS = 16
+MAX_OTHER_ENDS = 16
 MAX_SPACE_TOKENS = 4096
 
 
@@ -29,13 +30,14 @@ class ThinkingBudget:
     end_token_id: int
     """Ends a thought."""
     begin_token_ids: tuple[int, ...] = ()
-    """Begin one, one behind the other. The first of them is not among the others. Where an answer may have several
-    thoughts, and it is not the only one, it begins what is none, too, as a message's header: a thought has ended by
-    then, with or without its end."""
+    """Begin one, one behind the other. The first of them is not among the others."""
     has_begun: bool = False
     """The prompt has begun the first one."""
     may_repeat: bool = False
     """An answer may have several."""
+    other_end_token_ids: frozenset[int] = frozenset()
+    """A thought has ended where one of these comes, with or without its end: what begins the next message, as which
+    `begin_token_ids` may begin with it."""
     space_token_ids: frozenset[int] = frozenset()
     """White space. Where there is one thought, and the prompt has not begun it, these may come before it, and nothing
     else: an answer that has the word later quotes it."""
@@ -48,6 +50,9 @@ class ThinkingBudget:
         if len(self.begin_token_ids) > MAX_BEGIN_TOKENS:
             bound = f"may hold {MAX_BEGIN_TOKENS} ids, has {len(self.begin_token_ids)}"
             raise ValueError(f"thinking_budget.begin_token_ids {bound}")
+        if len(self.other_end_token_ids) > MAX_OTHER_ENDS:
+            bound = f"may hold {MAX_OTHER_ENDS} ids, has {len(self.other_end_token_ids)}"
+            raise ValueError(f"thinking_budget.other_end_token_ids {bound}")
         if len(self.space_token_ids) > MAX_SPACE_TOKENS:
             bound = f"may hold {MAX_SPACE_TOKENS} ids, has {len(self.space_token_ids)}"
             raise ValueError(f"thinking_budget.space_token_ids {bound}")
@@ -74,13 +79,11 @@ class _Place:
             if self.is_over:
                 return
             self.num_seen += 1
-            if self.is_within and budget.may_repeat and len(begin) > 1 and token_id == begin[0]:
-                self.is_within, self.num_begun = False, 1
-            elif self.is_within:
-                self.is_within = token_id != budget.end_token_id
+            if self.is_within:
+                self.is_within = token_id != budget.end_token_id and token_id not in budget.other_end_token_ids
                 self.num_thought += self.is_within
                 self.is_over = not self.is_within and not budget.may_repeat
-            elif begin:
+            if not self.is_within and begin and not self.is_over:
                 if token_id == begin[self.num_begun]:
                     self.num_begun += 1
                 elif budget.may_repeat:

@@ -96,7 +96,8 @@ class Harmony:
     def thoughts(self) -> Thoughts:
         """How they begin and end."""
         has_begun = bool(self.opened) and header_of(self.opened).channel == ANALYSIS
-        return Thoughts(CHANNEL + ANALYSIS + MESSAGE, END, has_begun=has_begun, may_repeat=True)
+        others = tuple(word for word in WORDS if word not in (END, MESSAGE, CONSTRAIN))  # as `_read_body` has it
+        return Thoughts(CHANNEL + ANALYSIS + MESSAGE, END, has_begun=has_begun, may_repeat=True, other_ends=others)
 
     @property
     def words(self) -> tuple[str, ...]:

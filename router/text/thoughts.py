@@ -15,3 +15,5 @@ class Thoughts:
     """The prompt has begun the first one."""
     may_repeat: bool
     """An answer may have several."""
+    other_ends: tuple[str, ...] = ()
+    """A thought has ended, too, where one of these words comes."""

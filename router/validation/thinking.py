@@ -32,6 +32,7 @@ def thinking_budget_of(
         begin_token_ids=_token_ids(thoughts.begin, tokenizer),
         has_begun=thoughts.has_begun,
         may_repeat=thoughts.may_repeat,
+        other_end_token_ids=tokenizer.added_ids(thoughts.other_ends).values(),
         space_token_ids=tokenizer.space_token_ids[:MAX_SPACE_TOKENS] if may_begin else (),
     )
 

@@ -15,7 +15,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.grammar import Grammars
 from engine.scheduling.sequence import PENDING_TOKEN, Sequence
-from engine.scheduling.thinking import MAX_BEGIN_TOKENS, MAX_SPACE_TOKENS, Thinking, ThinkingBudget
+from engine.scheduling.thinking import MAX_BEGIN_TOKENS, MAX_OTHER_ENDS, MAX_SPACE_TOKENS, Thinking, ThinkingBudget
 
 END, BEGIN = 7, (3, 4, 5)
 PROMPT = [1, BEGIN[0], 2]
@@ -43,6 +43,7 @@ budgets = st.builds(
     begin_token_ids=st.sampled_from([BEGIN, BEGIN[:1], BEGIN[:2]]),
     has_begun=st.booleans(),
     may_repeat=st.booleans(),
+    other_end_token_ids=st.frozensets(st.sampled_from([2, 3, 8]), max_size=2),
     space_token_ids=st.frozensets(st.sampled_from([2, 6]), max_size=2),
 )
 
@@ -69,13 +70,15 @@ def test_what_must_come_is_a_function_of_the_tokens(
 
 def test_a_message_that_begins_has_ended_the_thought_before() -> None:
     """Whose own end the model has left out: the answer is not cut off as if it were thought."""
-    budget = ThinkingBudget(num_tokens=2, end_token_id=END, begin_token_ids=BEGIN, has_begun=True, may_repeat=True)
+    said: dict[str, Any] = {"num_tokens": 2, "end_token_id": END, "begin_token_ids": BEGIN, "has_begun": True}
+    budget = ThinkingBudget(**said, may_repeat=True, other_end_token_ids=frozenset({2, BEGIN[0]}))
     left = [8, BEGIN[0], 6, BEGIN[2], 8, 8, 8]
     for num_tokens in range(1, len(left) + 1):
         assert sequence(left[:num_tokens], budget).forced_token_id is None
     assert sequence([8, *BEGIN, 8], budget).forced_token_id == END, "where it is another thought, both count"
-    once = ThinkingBudget(num_tokens=2, end_token_id=END, begin_token_ids=BEGIN, has_begun=True)
-    assert sequence([8, BEGIN[0]], once).forced_token_id == END
+    assert sequence([8, 2, 8, 8, *BEGIN, 8], budget).forced_token_id == END
+    assert sequence([8, 2, 8, 8], budget).forced_token_id is None
+    assert sequence([8, BEGIN[0]], ThinkingBudget(**said)).forced_token_id == END
 
 
 def test_a_word_within_an_answer_begins_no_thought() -> None:
@@ -152,6 +155,7 @@ def test_a_grammar_has_a_character_ended_first(tmp_path: Any) -> None:
         ({"has_begun": False}, "begin_token_ids must not be empty"),
         ({"begin_token_ids": (3, 4, 3)}, "begin_token_ids must not have its first id again"),
         ({"begin_token_ids": tuple(range(MAX_BEGIN_TOKENS + 1))}, "may hold 16 ids, has 17"),
+        ({"other_end_token_ids": frozenset(range(MAX_OTHER_ENDS + 1))}, "may hold 16 ids, has 17"),
         ({"space_token_ids": frozenset(range(MAX_SPACE_TOKENS + 1))}, "may hold 4096 ids, has 4097"),
     ],
 )

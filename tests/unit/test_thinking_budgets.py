@@ -19,7 +19,18 @@ from router.validation.prompt import TokenizedPrompt
 from router.validation.request import validate
 from rpc.errors import InvalidRequest
 
-WORDS = ["a", "<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|end|>", "analysis"]
+WORDS = [
+    "a",
+    "<think>",
+    "</think>",
+    "[THINK]",
+    "[/THINK]",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "analysis",
+    "<|start|>",
+]
 HARMONY = "openai_gptoss"
 
 
@@ -53,7 +64,10 @@ async def test_in_the_tokens_of_each_kind_of_model() -> None:
     assert await budget_of("qwen3", **asks) == ThinkingBudget(**think)
     assert await budget_of("deepseek_r1", "<think>", **asks) == ThinkingBudget(**think, has_begun=True)
     assert await budget_of("mistral", **asks) == ThinkingBudget(num_tokens=5, end_token_id=4, begin_token_ids=[3])
-    harmony = {"num_tokens": 5, "end_token_id": 7, "begin_token_ids": [5, 8, 6], "may_repeat": True}
+    harmony = {
+        "num_tokens": 5, "end_token_id": 7, "begin_token_ids": [5, 8, 6], "may_repeat": True,
+        "other_end_token_ids": [9, 5],
+    }  # fmt: skip
     assert await budget_of(HARMONY, **asks) == ThinkingBudget(**harmony)
     opened = "<|channel|>analysis<|message|>"
     assert await budget_of(HARMONY, opened, **asks) == ThinkingBudget(**harmony, has_begun=True)
