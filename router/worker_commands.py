@@ -16,7 +16,15 @@ from router.request_events import WorkerKey, WorkerLost
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
 
-_ROUTERS_OWN = ("stop", "n", "structured_outputs", "priority", "bad_words", "thinking_token_budget")
+_ROUTERS_OWN = (
+    "stop",
+    "n",
+    "structured_outputs",
+    "priority",
+    "bad_words",
+    "thinking_token_budget",
+    "is_thinking_token_budget_target",
+)
 """Sampling parameters that are no business of workers: texts and turns."""
 
 

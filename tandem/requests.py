@@ -56,6 +56,8 @@ class Sampling(TypedDict, total=False):
     """Texts that the answer does not have."""
     thinking_token_budget: int
     """Of a chat's answer: what it may think. -1: as much as it likes."""
+    is_thinking_token_budget_target: bool
+    """Where that could not be kept, it bounds nothing, and the request is not refused for it."""
     logit_bias: Mapping[int, float]
     logprobs: int
     prompt_logprobs: int

@@ -74,7 +74,7 @@ class ToolChoice(WithoutNulls):
 class Thinking(WithoutNulls):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    """Anthropic's clients must say it. Of a model whose thoughts nobody tells apart it bounds nothing."""
+    """Anthropic's clients must say it, and it is a target of theirs: kept where that can be."""
     display: only("summarized") = None  # type: ignore[valid-type]
     """Thoughts are told as they are."""
 
@@ -169,6 +169,7 @@ class AskedOfMessages(Asked):
             variables = self.thinking.template_kwargs()
             if self.thinking.type == "enabled" and self.thinking.budget_tokens is not None:
                 sampling["thinking_token_budget"] = self.thinking.budget_tokens
+                sampling["is_thinking_token_budget_target"] = True
         if self.output_config is not None and self.output_config.effort is not None:
             variables["reasoning_effort"] = self.output_config.effort
         if variables := variables | (self.chat_template_kwargs or {}):

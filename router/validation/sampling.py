@@ -158,7 +158,7 @@ def _check_allowed(params: pb.SamplingParams, model: ModelInfo, violations: Viol
     if allowed and params.min_tokens and model.eos_token_ids.union(params.stop_token_ids).issuperset(allowed):
         bound = f"must hold an id that does not end the answer, which min_tokens={params.min_tokens} asks for"
         violations.append((field, bound))
-    if allowed and has_thinking_budget(params):
+    if allowed and has_thinking_budget(params) and not params.is_thinking_token_budget_target:
         violations.append(
             (field, "cannot be combined with thinking_token_budget: what ends a thought might not be in it")
         )

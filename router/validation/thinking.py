@@ -22,6 +22,9 @@ def thinking_budget_of(
     if not has_thinking_budget(params) or thoughts is None:
         return None
     end_token_ids = _token_ids(thoughts.end, tokenizer)
+    can_be_kept = len(end_token_ids) == 1 and not params.allowed_token_ids
+    if not can_be_kept and params.is_thinking_token_budget_target:
+        return None
     if len(end_token_ids) != 1:
         cannot = f"cannot be used: this model ends its thoughts with {thoughts.end!r}, which is not one token"
         raise InvalidRequest([("sampling_params.thinking_token_budget", cannot)])

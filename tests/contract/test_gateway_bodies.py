@@ -333,6 +333,7 @@ async def test_for_how_long_to_think_is_said_to_the_router(
     params = router.requests[-1].sampling_params
     assert params.HasField("thinking_token_budget") == (expected is not None)
     assert params.thinking_token_budget == (expected or 0)
+    assert params.is_thinking_token_budget_target == (expected is not None and route == "messages")
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,15 @@ async def test_a_word_of_several_tokens_bounds_nothing() -> None:
     assert await budget_of("granite", thinking_token_budget=-1) is None
 
 
+async def test_a_target_that_cannot_be_kept_bounds_nothing() -> None:
+    target: dict[str, Any] = {"thinking_token_budget": 5, "is_thinking_token_budget_target": True}
+    kept = await budget_of("qwen3", **target)
+    assert kept is not None
+    assert kept.num_tokens == 5
+    assert await budget_of("granite", **target) is None
+    assert await budget_of("qwen3", **target, allowed_token_ids=[5]) is None
+
+
 def test_what_cannot_be_combined() -> None:
     wrong = violations_of(asked(thinking_token_budget=3, allowed_token_ids=[5]))
     assert list(wrong) == ["sampling_params.allowed_token_ids"]
