@@ -144,7 +144,6 @@ def sampled(plan: Plan) -> list[Request]:
         {"temperature": 0, "allowed_token_ids": frozenset(range(5, 500, 3))},
         {"temperature": 0, "min_tokens": plan.num_greedy // 2, "stop_token_ids": frozenset(range(0, 1000, 16))},
         {"temperature": 0, "bad_words_token_ids": (*((n,) for n in range(0, 900, 5)), (3, 8), (901, 902, 903))},
-        {"temperature": 0, "thinking_budget": ThinkingBudget(num_tokens=5, end_token_id=7, has_begun=True)},
         {"temperature": 0, "presence_penalty": -1.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
         {"temperature": 0, "logprobs": 5},
         {"temperature": 0.8},
@@ -153,6 +152,7 @@ def sampled(plan: Plan) -> list[Request]:
         {"temperature": 1.0, "min_p": 0.05},
         {"temperature": 1.2, "top_p": 0.8, "top_k": 20, "min_p": 0.2, "repetition_penalty": 0.8, "logprobs": 2},
         {"temperature": 1.0, "logit_bias": {3: 5.0}, "allowed_token_ids": frozenset(range(600))},
+        {"temperature": 0, "thinking_budget": ThinkingBudget(num_tokens=5, end_token_id=7, has_begun=True)},
     ]  # fmt: skip
     return [
         Request(prompt=prompt, params=SamplingParams(seed=number, max_tokens=plan.num_greedy, **params))

@@ -73,6 +73,7 @@ def test_one_line_for_each_whatever_dies(few_layers: Path, tmp_path: Path) -> No
         read = [json.loads(line) for line in out.read_text().splitlines()]
         answers = {line["custom_id"]: line["response"]["body"]["choices"][0] for line in read}
         assert len(answers) == len(read) == NUM_REQUESTS
+        wait_until(lambda: listens(cluster.address), 30, "the router is back")
         with Client(cluster.address) as client:
             for request in requests():
                 body = {name: value for name, value in request["body"].items() if name != "return_token_ids"}

@@ -15,7 +15,7 @@ OPTIONAL_FIELDS = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields i
 
 def test_every_optional_field_is_set() -> None:
     resolved = resolve_sampling(pb.SamplingParams(), MODEL, 40)
-    absent = ["logprobs", "prompt_logprobs", "structured_outputs"]
+    absent = ["logprobs", "prompt_logprobs", "structured_outputs", "thinking_token_budget"]
     assert sorted(name for name in OPTIONAL_FIELDS if not resolved.HasField(name)) == absent, "nothing stands for none"
     given = pb.SamplingParams(
         **{name: getattr(resolved, name) for name in OPTIONAL_FIELDS if name not in ("seed", *absent)}

@@ -113,7 +113,7 @@ def test_a_tag_in_a_text(cluster: RunningCluster, http: httpx.Client, beginning:
         )
         of_chat = client.generate(MESSAGES, structured_outputs={"structural_tag": TAGGED}, **sampling)
         in_text = {}
-        for word in ("<", "<file_sep>"):  # the latter is a token by itself, which is left out of other texts
+        for word in ("<", "<gh_stars>"):  # the latter is a token by itself, which is left out of other texts
             old = {"structures": [{"begin": word, "schema": PLACE, "end": ">"}], "triggers": [word]}
             # Free text, which would go on: made to begin the tag by a bias.
             bias = {client.tokenize(word).token_ids[0]: 100.0}
