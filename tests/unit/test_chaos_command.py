@@ -114,7 +114,9 @@ def test_a_soak_in_which_nobody_was_answered_proves_nothing() -> None:
 
 async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -> None:
     """Else its cluster waits for it until nobody would wait any more, and kills it."""
-    leaves = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); print(flush=True); signal.pause()"
+    # Not by a handler, which would wait for ever where the signal comes right before the process begins to.
+    blocks, waits = "signal.pthread_sigmask(signal.SIG_BLOCK, its)", "signal.sigwait(its)"
+    leaves = f"import signal; its = [signal.SIGTERM]; {blocks}; print(flush=True); {waits}; exit(7)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", leaves, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     await process.stdout.readline()
@@ -152,9 +154,9 @@ async def test_one_that_is_told_to_leave_does_so_as_it_should(
 ) -> None:
     monkeypatch.setattr(soak, "LEAVES_S", 0.3 if on_sigterm == "None" else 30.0)
     script = (
-        f"import os, signal; signal.signal(signal.SIGTERM, lambda *_: {on_sigterm})\n"
+        "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "print('ready at 1', flush=True)\n"
-        "while True: signal.pause()"
+        f"while signal.sigwait([signal.SIGTERM]): {on_sigterm}"
     )
     exits = soak._Exits()
     process = SupervisedProcess(
