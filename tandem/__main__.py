@@ -5,9 +5,11 @@ import gc
 from tandem import interrupts
 
 interrupts.leave_at_once()
-gc.disable()  # until a command has what it needs (tandem.cli): of what imports make, nothing is garbage
+gc.disable()  # of the objects that imports make, none is garbage
 
 from tandem.cli import main
+
+gc.enable()
 
 __all__ = ["main"]
 

@@ -213,7 +213,9 @@ def is_waited_for():
     return frame is not None
 
 def interrupt():
-    while not is_waited_for():
+    num_looks = 0
+    while num_looks < 30:  # in a row: right before it blocks, a signal would not wake it
+        num_looks = num_looks + 1 if is_waited_for() else 0
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
