@@ -22,7 +22,7 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, grammars: Grammars) -> None:
         self._model = config.model
-        self._lora_ids = {module.name: number for number, module in enumerate(config.lora_modules, start=1)}
+        self._adapters = {module.name: (number, module.digest) for number, module in enumerate(config.lora_modules, 1)}
         self._grammars = grammars
         self._seq_ids = count()
 
@@ -41,6 +41,7 @@ class InputProcessor:
         """
         self._check_tokens(prompt_token_ids, output_token_ids)
         self._check_params(params)
+        lora_id, lora_digest = self._adapter(lora_name)
         if len(output_token_ids) >= params.max_tokens:
             raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
         return Sequence(
@@ -50,8 +51,8 @@ class InputProcessor:
             num_prompt_tokens=len(prompt_token_ids),
             sampling_params=params,
             cache_salt=cache_salt,
-            lora_name=lora_name,
-            lora_id=self._lora_id(lora_name),
+            lora_digest=lora_digest,
+            lora_id=lora_id,
             grammar=None if params.grammar is None else self._grammars.state(params.grammar),
             thinking=Thinking(budget, len(prompt_token_ids)) if (budget := params.thinking_budget) else None,
             # Where an answer has begun, they came with its first token.
@@ -87,9 +88,9 @@ class InputProcessor:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._model.vocab_size):
             raise ValueError(f"{name} must be in [0, {self._model.vocab_size})")
 
-    def _lora_id(self, lora_name: str) -> int:
-        """0: none."""
-        if lora_name and lora_name not in self._lora_ids:
-            there = ", ".join(self._lora_ids) or "none"
+    def _adapter(self, lora_name: str) -> tuple[int, str]:
+        """Its number and its digest; 0 and nothing: none is asked for."""
+        if lora_name and lora_name not in self._adapters:
+            there = ", ".join(self._adapters) or "none"
             raise ValueError(f"lora_name must be an adapter in lora_modules ({there}), is {lora_name[:128]!r}")
-        return self._lora_ids.get(lora_name, 0)
+        return self._adapters.get(lora_name, (0, ""))

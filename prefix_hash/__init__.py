@@ -25,11 +25,11 @@ def prefix_key(compat_digest: str) -> bytes:
     return blake2b(f"tandem-prefix\0{compat_digest}\0".encode(), digest_size=32).digest()
 
 
-def salted_key(key: bytes, cache_salt: str, lora_name: str = "") -> bytes:
-    """The key of requests with this salt to this adapter of the model, which share no block with those of another;
+def salted_key(key: bytes, cache_salt: str, lora_digest: str = "") -> bytes:
+    """The key of requests with this salt to the adapter with this digest, which share no block with those of another;
     `key` itself where they have neither."""
-    if lora_name:
-        key = blake2b(lora_name.encode(), digest_size=32, key=key, person=b"lora").digest()
+    if lora_digest:
+        key = blake2b(lora_digest.encode(), digest_size=32, key=key, person=b"lora").digest()
     return blake2b(cache_salt.encode(), digest_size=32, key=key).digest() if cache_salt else key
 
 

@@ -61,7 +61,7 @@ class Beat(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "grammar", "cache_salt", "lora_name", "bad_words", "thinking_budget")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "grammar", "cache_salt", "lora_name", "lora_digest", "bad_words", "thinking_budget")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class EngineRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_DIGEST_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     THINKING_BUDGET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -80,9 +81,10 @@ class EngineRequest(_message.Message):
     grammar: str
     cache_salt: str
     lora_name: str
+    lora_digest: str
     bad_words: _containers.RepeatedCompositeFieldContainer[BadWord]
     thinking_budget: ThinkingBudget
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_tandem_inference_pb2.SamplingParams, _Mapping]] = ..., grammar: _Optional[str] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_tandem_inference_pb2.SamplingParams, _Mapping]] = ..., grammar: _Optional[str] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ..., lora_digest: _Optional[str] = ..., bad_words: _Optional[_Iterable[_Union[BadWord, _Mapping]]] = ..., thinking_budget: _Optional[_Union[ThinkingBudget, _Mapping]] = ...) -> None: ...
 
 class ThinkingBudget(_message.Message):
     __slots__ = ("num_tokens", "end_token_id", "begin_token_ids", "has_begun", "may_repeat", "space_token_ids", "other_end_token_ids")
@@ -237,7 +239,14 @@ class HostLedger(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ..., num_saving: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "takes_thinking_budgets", "transport", "traits", "rival_address")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "takes_thinking_budgets", "lora_digests", "transport", "traits", "rival_address")
+    class LoraDigestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +266,7 @@ class WorkerRecord(_message.Message):
     TAKES_ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TAKES_BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     TAKES_THINKING_BUDGETS_FIELD_NUMBER: _ClassVar[int]
+    LORA_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRAITS_FIELD_NUMBER: _ClassVar[int]
     RIVAL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -279,10 +289,11 @@ class WorkerRecord(_message.Message):
     takes_allowed_token_ids: bool
     takes_bad_words: bool
     takes_thinking_budgets: bool
+    lora_digests: _containers.ScalarMap[str, str]
     transport: str
     traits: ModelTraits
     rival_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., takes_thinking_budgets: _Optional[bool] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ..., rival_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., takes_thinking_budgets: _Optional[bool] = ..., lora_digests: _Optional[_Mapping[str, str]] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ..., rival_address: _Optional[str] = ...) -> None: ...
 
 class ModelTraits(_message.Message):
     __slots__ = ("num_layers", "hidden_size", "tokens")

@@ -54,6 +54,7 @@ from router.request_events import (
 )
 from router.request_state import AttemptNumbers, Phase, RequestState
 from router.retry_budget import RetryBudget
+from router.served_kind import Kind
 from router.taken_room import TakenRoom
 from router.timings import timings_of
 from router.validation.resumption import kind_name
@@ -187,9 +188,14 @@ class Lifecycle:
         return None if self.room is None else self.room.plan
 
     @property
-    def _compat_digest(self) -> str:
+    def _kind(self) -> Kind | None:
         """Of the decode worker of the last plan, or of the one that began the answer before."""
-        return self._asked.resumption.compat_digest if self.room is None else self.room.compat_digest
+        return self._asked.resumption.kind if self.room is None else self.room.kind
+
+    @property
+    def _planned_kind(self) -> Kind:
+        assert self.room is not None, "a plan takes room"
+        return self.room.kind
 
     # -- doing what the state decides ---------------------------------------------------------------------------
 
@@ -202,10 +208,10 @@ class Lifecycle:
                     self._enter_queue(action)
                 case SendReserve(worker):
                     self.account.room_asked()
-                    self._commands.reserve(worker, self._state.attempt, self._state.token_ids)
+                    self._commands.reserve(worker, self._planned_kind, self._state.attempt, self._state.token_ids)
                 case SendGenerate(worker):
                     self.account.prompt_sent()
-                    self._commands.generate(worker, self._state.attempt, self._state.token_ids)
+                    self._commands.generate(worker, self._planned_kind, self._state.attempt, self._state.token_ids)
                 case SendPrefill(worker, grant):
                     self.account.prompt_sent()
                     self._commands.prefill(worker, grant)
@@ -282,11 +288,15 @@ class Lifecycle:
         if self._state.num_prompt_logprobs and not self._state.token_ids:
             return {}  # all of it will be computed
         if self._after is None:
-            return await self._cluster.prefixes.longest_match(token_ids, self._asked.cache_salt, self._asked.lora_name)
+            kind = self._kind if self._state.token_ids else self._cluster.pool.roster.kind_for(self.lora_name)
+            if self.lora_name and not (kind and kind.lora_digest):
+                return {}  # of which adapter of that name the blocks are, nobody can say
+            lora_digest = "" if kind is None else kind.lora_digest
+            return await self._cluster.prefixes.longest_match(token_ids, self._asked.cache_salt, lora_digest)
         return self._after._cached | ({} if shared is None else {shared.worker: shared.num_blocks})
 
     def _needs(self) -> Needs:
-        return self._commands.needs(self._compat_digest if self._state.token_ids else "")
+        return self._commands.needs(self._kind if self._state.token_ids else None)
 
     # -- taking in what happens ---------------------------------------------------------------------------------
 
@@ -370,7 +380,8 @@ class Lifecycle:
         self.account.emitted(len(emit.token_ids), is_resumed=is_first and emit.offset > 0)
         response, is_stopped = self._messages.delta(emit)
         if is_first:
-            response.worker_kind = kind_name(self._compat_digest)
+            assert self._kind is not None, "somebody has computed it"
+            response.worker_kind = kind_name(self._kind)
         return response, is_stopped
 
     def _last_response(self, finish_reason: inference_pb.FinishReason) -> inference_pb.GenerateResponse:

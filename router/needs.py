@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos import tandem_worker_pb2 as pb
+from router.served_kind import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """An older worker would leave out what it does not know, and answer all the same: it may not have the request."""
 
-    compat_digest: str = ""
-    """Of the worker that its answer has begun on: another model must not go on with it. Empty: it has not begun."""
+    kind: Kind | None = None
+    """Of the worker that its answer has begun on: another model must not go on with it. None: it has not begun."""
     has_grammar: bool = False
     """Only workers that know what a grammar is may have it."""
     has_cache_salt: bool = False
@@ -26,9 +27,14 @@ class Needs:
     lora_name: str = ""
     """Only workers that have this adapter may have it. Empty: it asks for none."""
 
+    @property
+    def group(self) -> tuple[Kind | None, str]:
+        """What those have in common who wait for the same workers."""
+        return self.kind, self.lora_name
+
     def are_met_by(self, record: pb.WorkerRecord) -> bool:
-        """Whether the worker has and understands all that is asked for. Of its kind (`compat_digest`) nothing is said
-        here: of those that have not begun the pool chooses it."""
+        """Whether the worker has and understands all that is asked for. Of its kind nothing is said here: of those that
+        have not begun the pool chooses it."""
         return (
             (not self.has_grammar or record.takes_grammars)
             and (not self.has_cache_salt or record.takes_cache_salts)
@@ -48,7 +54,7 @@ class Needs:
             ("thinking_token_budget", self.has_thinking_budget),
         ]
         asked = " and ".join(field for field, is_asked in fields if is_asked)
-        kind = " of the kind that began this answer" if self.compat_digest else ""
+        kind = " of the kind that began this answer" if self.kind is not None else ""
         which = f" with the adapter {self.lora_name!r}" if self.lora_name else ""
         return kind + which + (f" that takes {asked}" if asked else "")
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from router.costs import Costs
 from router.request_events import Plan, WorkerKey, WorkerPair
+from router.served_kind import Kind
 
 STALL_WEIGHT = 0.1
 """What a second of delay within a stream costs, of what it costs before the first token. It is hardly felt: a decode
@@ -72,7 +73,7 @@ class PolicyConfig:
 
 class PrefillCandidate(NamedTuple):
     key: WorkerKey
-    compat_digest: str
+    kind: Kind | None
     num_queued_tokens: int
     num_cached_tokens: int
     """Of this prompt."""
@@ -86,7 +87,7 @@ class PrefillCandidate(NamedTuple):
 
 class DecodeCandidate(NamedTuple):
     key: WorkerKey
-    compat_digest: str
+    kind: Kind | None
     block_size: int
     num_available_blocks: int
     num_used_blocks: int
@@ -140,7 +141,7 @@ def choose_plan(
     compatible = [
         p
         for p in prefill
-        if (p.compat_digest, p.transport) == (best.compat_digest, best.transport)
+        if (p.kind, p.transport) == (best.kind, best.transport)
         and p.key not in avoid
         and not are_apart(WorkerPair(p.key, best.key))
     ]
@@ -191,14 +192,14 @@ def _stay(
     if not decode:
         return None
     num_needed = decode[0].num_blocks(num_tokens)
-    digests = {d.compat_digest for d in decode}
+    kinds = {d.kind for d in decode}
     idle = [
         p
         for p in prefill
         if not p.num_queued_tokens
         and not p.is_full
         and p.num_available_blocks - num_needed >= p.num_blocks // 2
-        and p.compat_digest in digests
+        and p.kind in kinds
         and p.key not in avoid
     ]
     if not idle:

@@ -15,7 +15,7 @@ class PrefixLookup:
         self._index = index
         self._pool = pool
 
-    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
+    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
         """Number of leading blocks of `token_ids` that each worker has, for requests with that salt to that adapter; a
         worker with none is left out.
 
@@ -25,7 +25,7 @@ class PrefixLookup:
         found: dict[WorkerKey, int] = {}
         for (prefix_key, block_size), keys in self._pool.roster.usable_by_prefix.items():
             known = token_ids[: self._index.max_hashes * block_size]  # of a long prompt the rest is not looked up
-            hashes = block_hashes(known, block_size, salted_key(prefix_key, cache_salt, lora_name))
+            hashes = block_hashes(known, block_size, salted_key(prefix_key, cache_salt, lora_digest))
             if hashes:
                 match = await self._index.longest_match(hashes, keys)
                 found |= {k: match[k.worker_id] for k in keys if match.get(k.worker_id)}

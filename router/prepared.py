@@ -12,6 +12,7 @@ from functools import partial
 
 from router.asked_answer import AskedAnswer, names_at_workers, params_of_sequence
 from router.model_info import ModelInfo
+from router.served_kind import Kind
 from router.served_model import Texts
 from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
@@ -153,7 +154,7 @@ class PreparedRequest:
         return await asyncio.to_thread(  # milliseconds for every hundred tokens
             resumption_of,
             begun,
-            _compat_digest_of(begun.worker_kind, pool),
+            _kind_of(begun.worker_kind, self._validated.lora_name, pool),
             detokenizer,
             reader,
             max_tokens=min(self._params.max_tokens, self._max_model_len - len(self._prompt_token_ids)),
@@ -161,11 +162,13 @@ class PreparedRequest:
         )
 
 
-def _compat_digest_of(worker_kind: str, pool: WorkerPool) -> str:
-    """Of the workers that a client knows by this name. Raises `NoWorker` where none of them is here."""
+def _kind_of(worker_kind: str, lora_name: str, pool: WorkerPool) -> Kind | None:
+    """Of the workers that a client knows by this name. None: it names none. Raises `NoWorker` where none of them is
+    here."""
     if not worker_kind:
-        return ""
+        return None
     for handle in pool.handles:
-        if kind_name(handle.facts.compat_digest) == worker_kind:
-            return handle.facts.compat_digest
+        kind = handle.facts.kind_for(lora_name)
+        if kind is not None and kind_name(kind) == worker_kind:
+            return kind
     raise NoWorker("no worker of the kind that began this answer is available", retry_after_s=1.0)

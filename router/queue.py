@@ -4,9 +4,10 @@ served; bounded in tokens.
 Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
 freed memory, joined or left: `dispatch_soon`). It plans from the head on, and stops at the first request that no worker
 has room for, so that a long prompt is not overtaken for ever. A request that can only run on workers which take no new
-requests steps aside, since it would keep others from workers that it cannot use. Aside, requests have the same order as
-in line, but without shares. When new requests go to its workers after all, it is in line again, in front. No timer of
-ours ends the waiting for room: the client's deadline does, early enough to say so.
+requests, or on some of those that do (which have its adapter), steps aside, since it would keep others from workers
+that it cannot use. Aside, requests have the same order as in line, but without shares. When it may run wherever new
+requests go, it is in line again, in front. No timer of ours ends the waiting for room: the client's deadline does,
+early enough to say so.
 
 Without any worker only those requests wait whose answer has begun, since their client would lose it. They wait apart
 from the others, each with a timer (`patience`), which fails it unless a worker that can continue the answer is there
@@ -38,6 +39,7 @@ from router.fair_shares import FairShares, Share
 from router.needs import NO_NEEDS, Needs
 from router.queue_pace import QueuePace
 from router.request_events import WorkerKey
+from router.served_kind import Kind
 from router.taken_room import TakenRoom
 from rpc.errors import NoWorker, Overloaded
 
@@ -117,8 +119,8 @@ class RequestQueue:
         worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
         """`choose` plans one request with the workers as they are now, and takes the room for it. `has_workers`:
-        whether waiting makes sense for it. `is_apart`: whether it is for none of the workers that new requests go
-        to. `worker_wait_s`: for how long one whose answer has begun waits without them."""
+        whether waiting makes sense for it. `is_apart`: whether it is not for all of the workers that new requests
+        go to. `worker_wait_s`: for how long one whose answer has begun waits without them."""
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
@@ -249,18 +251,18 @@ class RequestQueue:
         """Plan as many requests as workers have room for."""
         self._end_patience()
         self._step_back()
-        full_kinds: set[str] = set()
+        full_groups: set[tuple[Kind | None, str]] = set()
         for aside in self._aside_in_turn():
-            kind = aside.needs.compat_digest
-            if kind not in full_kinds and not self._settle(aside):
-                full_kinds.add(kind)
+            group = aside.needs.group
+            if group not in full_groups and not self._settle(aside):
+                full_groups.add(group)
         while (request := self._first()) is not None:
-            kind = request.needs.compat_digest
-            if kind not in full_kinds and self._settle(request):
+            group = request.needs.group
+            if group not in full_groups and self._settle(request):
                 continue
             if not self._is_apart(request):
                 return
-            full_kinds.add(kind)
+            full_groups.add(group)
             self._leave_line(request)
             self._aside[request] = None
             self._note_if_empty()
@@ -281,12 +283,12 @@ class RequestQueue:
 
     def _step_back(self) -> None:
         """Into line, in front of its priority: whoever is aside, and apart no more."""
-        one_of_each = {request.needs.compat_digest: request for request in self._aside}
+        one_of_each = {request.needs.group: request for request in self._aside}
         kinds = {kind for kind, request in one_of_each.items() if not self._is_apart(request)}
         if kinds:
             self.pace.queued(time.monotonic())
             for request in reversed(self._aside_in_turn()):
-                if request.needs.compat_digest in kinds:
+                if request.needs.group in kinds:
                     del self._aside[request]
                     self._join_line(request, in_front=True)
 

@@ -3,11 +3,12 @@ found out here, once for each change of them: there may be many more requests th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from protos import tandem_worker_pb2 as pb
 from router.request_events import WorkerKey
+from router.served_kind import Kind, ServedKinds
 from router.worker_handle import WorkerHandle
 
 
@@ -17,12 +18,16 @@ class Roster:
 
     num_changes: int
     """As `KnownWorkers` counted them then."""
-    kind: str | None
-    """The compat digest of workers that new requests go to."""
-    expected_decode: Sequence[pb.WorkerRecord]
-    """Of decode workers that take new work, or will in a moment; of any kind."""
+    compat_digest: str | None
+    """Of workers that new requests go to."""
+    kinds_of_adapters: dict[str, Kind]
+    """Of those of them that new requests for an adapter go to, by its name."""
+    adapters_of_all: frozenset[str]
+    """Those adapters that all of them have, the same one."""
+    expected_decode: Sequence[WorkerHandle]
+    """Decode workers that take new work, or will in a moment; of any kind."""
     served_decode: Sequence[pb.WorkerRecord]
-    """Those of the kind that is served."""
+    """Those whose compat digest is served."""
     usable: Sequence[WorkerHandle]
     """That take new work."""
     usable_by: dict[tuple[pb.Role, str | None], list[WorkerHandle]]
@@ -31,16 +36,17 @@ class Roster:
     """The same by the key of their prefix hashes and the size of their blocks."""
 
     @classmethod
-    def of(
-        cls,
-        handles: Iterable[WorkerHandle],
-        num_changes: int,
-        choose_kind: Callable[[Iterable[str]], str | None],
-    ) -> Roster:
-        """`choose_kind`: of the digests of all decode workers that are expected."""
+    def of(cls, handles: Iterable[WorkerHandle], num_changes: int, served_kinds: ServedKinds) -> Roster:
+        """`served_kinds` chooses, by the decode workers that are expected."""
         handles = list(handles)
         expected = [h for h in handles if h.is_expected and h.facts.role == pb.ROLE_DECODE]
-        kind = choose_kind(h.facts.compat_digest for h in expected)
+        compat_digest = served_kinds.among(h.facts.compat_digest for h in expected)
+        served = [h for h in expected if h.facts.compat_digest == compat_digest]
+        by_adapter: dict[str, list[Kind]] = {}
+        for handle in served:
+            for name, lora_digest in handle.facts.lora_digests.items():
+                by_adapter.setdefault(name, []).append(Kind(handle.facts.compat_digest, lora_digest))
+        kinds_of_adapters = served_kinds.of_adapters(by_adapter)
         usable = [h for h in handles if h.is_usable]
         usable_by: dict[tuple[pb.Role, str | None], list[WorkerHandle]] = {}
         usable_by_prefix: dict[tuple[bytes, int], list[WorkerKey]] = {}
@@ -50,10 +56,20 @@ class Roster:
             usable_by_prefix.setdefault(prefix, []).append(handle.key)
         return cls(
             num_changes=num_changes,
-            kind=kind,
-            expected_decode=[h.record for h in expected],
-            served_decode=[h.record for h in expected if h.facts.compat_digest == kind],
+            compat_digest=compat_digest,
+            kinds_of_adapters=kinds_of_adapters,
+            adapters_of_all=frozenset(
+                name for name, kind in kinds_of_adapters.items() if by_adapter[name].count(kind) == len(served)
+            ),
+            expected_decode=expected,
+            served_decode=[h.record for h in served],
             usable=usable,
             usable_by=usable_by,
             usable_by_prefix=usable_by_prefix,
         )
+
+    def kind_for(self, lora_name: str) -> Kind | None:
+        """Of the workers that new requests for this adapter (empty: for none) go to. None: nobody has it."""
+        if lora_name:
+            return self.kinds_of_adapters.get(lora_name)
+        return None if self.compat_digest is None else Kind(self.compat_digest)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from protos import tandem_worker_pb2 as pb
 from router.ejection import Trial
 from router.request_events import Plan
+from router.served_kind import Kind
 from router.worker_handle import WorkerHandle
 
 
@@ -26,21 +27,22 @@ class TakenRoom:
         prefill: WorkerHandle | None,
         num_tokens: int,
         *,
+        kind: Kind,
         num_cached_tokens: int = 0,
         num_blocks_held: int = 0,
         num_blocks_shared: int = 0,
         trials: Sequence[Trial] = (),
         on_end: Callable[[TakenRoom], None] = lambda _: None,
     ) -> None:
-        """`num_tokens`: of the prompt, of which whoever computes it has `num_cached_tokens` already. `num_blocks_held`:
-        how many blocks of it the decode worker has. `num_blocks_shared`: those of them that another answer keeps in
-        use, so that they take no room."""
+        """`kind`: of the workers, for this request. `num_tokens`: of the prompt, of which whoever computes it has
+        `num_cached_tokens` already. `num_blocks_held`: how many blocks of it the decode worker has.
+        `num_blocks_shared`: those of them that another answer keeps in use, so that they take no room."""
         is_stay = decode.facts.role == pb.Role.ROLE_PREFILL
         self.plan = Plan(decode.key, prefill.key if prefill else None, is_stay=is_stay)
         self.num_tokens = num_tokens
         self.trials = tuple(trials)
         self._on_end = on_end
-        self.compat_digest = decode.facts.compat_digest
+        self.kind = kind
         self.decode = decode
         self._is_decode_settled = False
         self._prefiller: WorkerHandle | None = prefill or decode

@@ -13,6 +13,7 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from router.asked_answer import AskedAnswer
 from router.needs import Needs
 from router.request_events import WorkerKey, WorkerLost
+from router.served_kind import Kind
 from router.worker_pool import WorkerPool
 from router.worker_session import Inbox
 
@@ -52,10 +53,10 @@ class WorkerCommands:
         self._num_frees_when_asked = 0
         """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
 
-    def needs(self, compat_digest: str) -> Needs:
-        """`compat_digest`: of the worker that the answer has begun on, or empty."""
+    def needs(self, kind: Kind | None) -> Needs:
+        """`kind`: of the worker that the answer has begun on, if it has."""
         return Needs(
-            compat_digest=compat_digest,
+            kind=kind,
             has_grammar=bool(self._request.grammar),
             has_cache_salt=bool(self._request.cache_salt),
             has_allowed_token_ids=bool(self._request.sampling_params.allowed_token_ids),
@@ -64,14 +65,14 @@ class WorkerCommands:
             lora_name=self._request.lora_name,
         )
 
-    def reserve(self, worker: WorkerKey, attempt: int, output_token_ids: list[int]) -> None:
-        """Begin an attempt, which goes on after these tokens, with its memory."""
-        self._begin(attempt, output_token_ids)
+    def reserve(self, worker: WorkerKey, kind: Kind, attempt: int, output_token_ids: list[int]) -> None:
+        """Begin an attempt, which goes on after these tokens, with its memory, on workers of that kind."""
+        self._begin(kind, attempt, output_token_ids)
         self._ask(worker, pb.DecodeCommand(reserve=self._request))
 
-    def generate(self, worker: WorkerKey, attempt: int, output_token_ids: list[int]) -> None:
+    def generate(self, worker: WorkerKey, kind: Kind, attempt: int, output_token_ids: list[int]) -> None:
         """Begin an attempt that one worker computes all of."""
-        self._begin(attempt, output_token_ids)
+        self._begin(kind, attempt, output_token_ids)
         self._ask(worker, self._in_words_of(worker, generate=self._request))
 
     def prefill(self, worker: WorkerKey, grant: Grant) -> None:
@@ -98,7 +99,8 @@ class WorkerCommands:
             if (handle := self._pool.get(key)) is not None and handle.session is not None:
                 handle.session.detach(self.name)
 
-    def _begin(self, attempt: int, output_token_ids: list[int]) -> None:
+    def _begin(self, kind: Kind, attempt: int, output_token_ids: list[int]) -> None:
+        self._request.lora_digest = kind.lora_digest
         self._request.attempt = attempt
         self._request.output_token_ids[:] = output_token_ids
 

@@ -10,6 +10,7 @@ import grpc
 
 from protos import tandem_worker_pb2 as pb
 from router.request_events import WorkerKey
+from router.served_kind import Kind
 from router.worker_session import WorkerSession
 
 NUM_QUICK_RECONNECTS = 4
@@ -30,6 +31,8 @@ class WorkerFacts(NamedTuple):
     max_model_len: int
     transport: str
     can_generate: bool
+    lora_digests: dict[str, str]
+    """Of its adapters, by name; empty where its version does not say. Not to be written to."""
 
     @classmethod
     def of(cls, record: pb.WorkerRecord) -> WorkerFacts:
@@ -40,7 +43,15 @@ class WorkerFacts(NamedTuple):
             max_model_len=record.model.max_model_len,
             transport=record.transport,
             can_generate=record.can_generate,
+            lora_digests={name: record.lora_digests.get(name, "") for name in record.model.lora_names},
         )
+
+    def kind_for(self, lora_name: str) -> Kind | None:
+        """Of this worker, for requests for that adapter (empty: for none). None: it has no such adapter."""
+        if not lora_name:
+            return Kind(self.compat_digest)
+        lora_digest = self.lora_digests.get(lora_name)
+        return None if lora_digest is None else Kind(self.compat_digest, lora_digest)
 
 
 class Load(NamedTuple):

@@ -1,7 +1,7 @@
 """The workers as requests see them: who can serve which one, and who gets the next.
 
     KnownWorkers ──> who is there, how busy ──┐
-    ServedKind ────> whose kind is served ────┼──choose──> TakenRoom, until the attempt ends
+    ServedKinds ───> whose kind is served ────┼──choose──> TakenRoom, until the attempt ends
     WorkerFaults ──> whom to leave out ───────┤
     Costs ─────────> what each would take ────┘
 
@@ -28,7 +28,7 @@ from router.policy import STALL_WEIGHT, STAY_SHARE, UNKNOWN_ANSWER_S, PolicyConf
 from router.queue import QueuedRequest
 from router.request_events import Plan, WorkerKey, WorkerPair
 from router.roster import Roster
-from router.served_kind import ServedKind
+from router.served_kind import ServedKinds
 from router.taken_room import TakenRoom
 from router.worker_faults import WorkerFaults, keys_of
 from router.worker_handle import WorkerHandle
@@ -55,7 +55,7 @@ class WorkerPool:
         self.costs = Costs()
         """What plans are chosen by."""
         self._faults = WorkerFaults(now_s)
-        self._kind = ServedKind()
+        self._served_kinds = ServedKinds()
         self._last_roster: Roster | None = None
         self.rooms: set[TakenRoom] = set()
         """Of the attempts that are under way."""
@@ -106,15 +106,18 @@ class WorkerPool:
 
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
         """Whether waiting makes sense for `request`."""
-        begun_on, roster = request.needs.compat_digest, self.roster
-        expected = roster.served_decode
-        if begun_on:
-            expected = [record for record in roster.expected_decode if record.compat_digest == begun_on]
-        return any(request.needs.are_met_by(record) for record in expected)
+        needs = request.needs
+        if needs.kind is None:
+            return any(needs.are_met_by(record) for record in self.roster.served_decode)
+        begun_on = [h for h in self.roster.expected_decode if h.facts.kind_for(needs.lora_name) == needs.kind]
+        return any(needs.are_met_by(handle.record) for handle in begun_on)
 
     def is_apart(self, request: QueuedRequest) -> bool:
-        """Whether `request` has begun on workers of another kind than new requests go to."""
-        return request.needs.compat_digest not in ("", self.roster.kind)
+        """Whether `request` cannot have all workers that new requests go to: it has begun on those of another kind, or
+        some lack its adapter."""
+        needs, roster = request.needs, self.roster
+        has_other_kind = needs.kind is not None and needs.kind != roster.kind_for(needs.lora_name)
+        return has_other_kind or (bool(needs.lora_name) and needs.lora_name not in roster.adapters_of_all)
 
     def is_anybody_usable_for(self, needs: Needs) -> bool:
         """Whether somebody takes such a request now, full or not."""
@@ -129,7 +132,7 @@ class WorkerPool:
         """Who takes new work now."""
         workers = self.workers
         if self._last_roster is None or self._last_roster.num_changes != workers.num_changes:
-            self._last_roster = Roster.of(workers.handles.values(), workers.num_changes, self._kind.among)
+            self._last_roster = Roster.of(workers.handles.values(), workers.num_changes, self._served_kinds)
         return self._last_roster
 
     # -- planning -----------------------------------------------------------------------------------------------
@@ -138,7 +141,8 @@ class WorkerPool:
         """How many tokens a new prompt of `num_tokens` would wait for where it would be computed soonest. That streams
         slow it down there counts as tokens, too."""
         roster = self.roster
-        prefill, decode = (roster.usable_by.get((role, roster.kind), []) for role in (ROLE_PREFILL, ROLE_DECODE))
+        served = roster.compat_digest
+        prefill, decode = (roster.usable_by.get((role, served), []) for role in (ROLE_PREFILL, ROLE_DECODE))
         ahead = [float(h.num_queued_tokens) for h in prefill]
         ahead += [h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens for h in decode]
         return min(ahead, default=0.0)
@@ -178,10 +182,13 @@ class WorkerPool:
     def _take_room(self, plan: Plan, request: QueuedRequest, now_s: float) -> TakenRoom:
         handles = self.workers.handles
         decode, prefill = handles[plan.decode], handles[plan.prefill] if plan.prefill is not None else None
+        kind = decode.facts.kind_for(request.needs.lora_name)
+        assert kind is not None, "it was chosen for having the adapter"
         room = TakenRoom(
             decode,
             prefill,
             request.num_tokens,
+            kind=kind,
             num_cached_tokens=num_cached_tokens(prefill or decode, request),
             num_blocks_held=request.num_cached_blocks.get(plan.decode, 0),
             num_blocks_shared=request.num_shared_blocks(plan.decode),
@@ -192,9 +199,11 @@ class WorkerPool:
         return room
 
     def _usable_decode_workers(self, needs: Needs) -> list[WorkerHandle]:
-        roster = self.roster
-        decode = roster.usable_by.get((ROLE_DECODE, needs.compat_digest or roster.kind), [])
-        return [h for h in decode if needs.are_met_by(h.record)]
+        kind = needs.kind or self.roster.kind_for(needs.lora_name)
+        if kind is None:
+            return []
+        decode = self.roster.usable_by.get((ROLE_DECODE, kind.compat_digest), [])
+        return [h for h in decode if h.facts.kind_for(needs.lora_name) == kind and needs.are_met_by(h.record)]
 
     # -- who fails, and who does well ---------------------------------------------------------------------------
 
@@ -221,8 +230,8 @@ class WorkerPool:
     @property
     def of_another_kind(self) -> list[str]:
         """Ids of workers that get no new requests, since most decode workers are of another kind."""
-        kind = self.roster.kind
-        return sorted(h.record.worker_id for h in self.workers.handles.values() if h.facts.compat_digest != kind)
+        served = self.roster.compat_digest
+        return sorted(h.record.worker_id for h in self.workers.handles.values() if h.facts.compat_digest != served)
 
     @property
     def ejected(self) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,9 @@ class Cluster:
     stack: AsyncExitStack
     client: AsyncClient
 
-    async def start_decode_worker(self, name: str, model: Path, seed: int = 0) -> WorkerProcess:
-        config = await asyncio.to_thread(create_engine_config, _engine_args(model, seed))
+    async def start_decode_worker(self, name: str, model: Path, seed: int = 0, **settings: Any) -> WorkerProcess:
+        """`settings`: of its `EngineArgs`."""
+        config = await asyncio.to_thread(create_engine_config, replace(_engine_args(model, seed), **settings))
         worker = await WorkerProcess.start(pb.Role.ROLE_DECODE, self._args(name), config, DecodeService)
         self.stack.push_async_callback(worker.close)
         return worker

@@ -14,6 +14,7 @@ from engine.scheduling.block_ledger import BlockLedger, HostLedger
 from engine.scheduling.thinking import ThinkingBudget
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
+from rpc.errors import Incompatible
 
 _FINISH_REASONS = {
     None: inference_pb.FINISH_REASON_UNSPECIFIED,
@@ -34,8 +35,11 @@ class EngineArguments(TypedDict):
     lora_name: str
 
 
-def engine_arguments(request: pb.EngineRequest) -> EngineArguments:
-    """Raises `ValueError` naming the field and its bound."""
+def engine_arguments(request: pb.EngineRequest, config: EngineConfig) -> EngineArguments:
+    """Raises `ValueError` naming the field and its bound, and `Incompatible` where the adapter that is meant is not the
+    one of that name here."""
+    if request.lora_digest and request.lora_digest != lora_digests(config).get(request.lora_name):
+        raise Incompatible(f"lora_digest {request.lora_digest[:64]!r} is not that of {request.lora_name[:128]!r} here")
     return {
         "prompt_token_ids": request.prompt_token_ids,
         "sampling_params": sampling_params_of(request),
@@ -154,3 +158,8 @@ def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:
         eos_token_ids=sorted(config.model.eos_token_ids),
         lora_names=[module.name for module in config.lora_modules],
     )
+
+
+def lora_digests(config: EngineConfig) -> dict[str, str]:
+    """Of its adapters, by name."""
+    return {module.name: module.digest for module in config.lora_modules}

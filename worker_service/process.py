@@ -45,7 +45,7 @@ from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
 from worker_service.device_pool import DeviceWatch
-from worker_service.messages import load_message, model_message
+from worker_service.messages import load_message, lora_digests, model_message
 from worker_service.metrics import WorkerMetrics
 from worker_service.pool_memory import PoolMemory
 from worker_service.rank_watch import RankWatch
@@ -364,6 +364,7 @@ class WorkerProcess:
             takes_allowed_token_ids=True,
             takes_bad_words=True,
             takes_thinking_budgets=True,
+            lora_digests=lora_digests(self._config),
             transport=self._args.transport,
             traits=self._traits,
             rival_address=self._registration.rival_address,

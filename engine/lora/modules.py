@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class LoRAModule:
     scale: float
     """What is added is multiplied by it."""
     digest: str
-    """Of all that its numbers depend on."""
+    """Of all that its numbers depend on, the name not among them: 32 characters."""
 
 
 def parse_lora_modules(text: str) -> dict[str, Path]:
@@ -108,7 +109,8 @@ def read_lora_module(name: str, path: Path, digest_of_weights: str) -> LoRAModul
             f"adapter {name!r}: lora_alpha must be a number in [{-MAX_ALPHA}, {MAX_ALPHA}], is {alpha!r:.40}"
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LoRAModule(name=name, path=path, rank=rank, scale=scale, digest=f"{digest_of_weights}:{scale!r}")
+    digest = blake2b(f"{digest_of_weights}:{scale!r}".encode(), digest_size=16).hexdigest()
+    return LoRAModule(name=name, path=path, rank=rank, scale=scale, digest=digest)
 
 
 def _read_config(name: str, path: Path) -> dict[str, Any]:

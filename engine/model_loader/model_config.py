@@ -111,8 +111,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         lora_modules=lora_modules,
         compat_digest=compat_digest(
-            shape, stored, _as_computed(args, model, stored, backend), cache, num_ranks, lora_modules,
-            _arithmetic(backend, needs),
+            shape, stored, _as_computed(args, model, stored, backend), cache, num_ranks, _arithmetic(backend, needs)
         ),
     )  # fmt: skip
 
@@ -181,10 +180,10 @@ def compat_digest(
     model: ModelConfig,
     cache: CacheConfig,
     num_ranks: int,
-    lora_modules: tuple[LoRAModule, ...],
     arithmetic: dict[str, str],
 ) -> str:
-    """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit.
+    """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit, nor
+    of adapters, each of which has a digest of its own: those who ask for none can be computed beside any.
 
     `arithmetic`: how kernels add up, where that is promised. An answer that moves to a machine of another kind would go
     on with other tokens where two are nearly as likely.
@@ -193,10 +192,8 @@ def compat_digest(
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
     # Ranks sum up in another order than one device does, and a block of theirs has other heads in it.
     ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
-    adapters = {"lora_modules": _digest_of([[each.name, each.digest] for each in lora_modules])} if lora_modules else {}
     return join_parts(
         ranks
-        | adapters
         | arithmetic
         | {
             "kv_format_version": KV_FORMAT_VERSION,

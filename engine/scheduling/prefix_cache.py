@@ -47,7 +47,7 @@ class PrefixCache:
             return []
         num_full = num_tokens // self._block_size
         if len(seq.block_hashes) < num_full:
-            key = salted_key(self._key, seq.cache_salt, seq.lora_name)
+            key = salted_key(self._key, seq.cache_salt, seq.lora_digest)
             extend_block_hashes(seq.block_hashes, seq.token_ids[: num_full * self._block_size], self._block_size, key)
         return seq.block_hashes[:num_full]
 

@@ -54,8 +54,8 @@ class Sequence:
     sampling_params: SamplingParams
     cache_salt: str = ""
     """Its blocks are shared with sequences of the same salt alone."""
-    lora_name: str = ""
-    """The adapter that computes it, whose blocks are its own; empty: the model by itself."""
+    lora_digest: str = ""
+    """Of the adapter that computes it, whose blocks are its own; empty: the model by itself."""
     lora_id: int = 0
     """That adapter's number in the engine, from 1 on; 0: none."""
     is_prefill_only: bool = False

@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
+from router.served_kind import Kind
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import AnswerReader
 from router.validation.sampling import Violations, check_in_vocabulary
@@ -40,8 +41,8 @@ class Resumption:
 
     token_ids: Sequence[int] = ()
     """Of the answer, that the client has, with their text."""
-    compat_digest: str = ""
-    """Of the workers that computed them. Empty: any may go on."""
+    kind: Kind | None = None
+    """Of the workers that computed them. None: any may go on."""
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     """Why nothing follows, where nothing does: only the last message was lost."""
 
@@ -50,9 +51,10 @@ NOTHING = Resumption()
 """An answer that begins here."""
 
 
-def kind_name(compat_digest: str) -> str:
+def kind_name(kind: Kind) -> str:
     """What clients hear of a kind of workers: enough to ask for it again, and nothing of what it is."""
-    return blake2b(compat_digest.encode(), digest_size=16).hexdigest()
+    text = "\0".join(filter(None, kind))
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def begun_answers(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> dict[int, BegunAnswer]:
@@ -121,7 +123,7 @@ def _check(
 
 def resumption_of(
     begun: BegunAnswer,
-    compat_digest: str,
+    kind: Kind | None,
     detokenizer: IncrementalDetokenizer,
     reader: AnswerReader | None = None,
     *,
@@ -147,4 +149,4 @@ def resumption_of(
         finish_reason = pb.FINISH_REASON_STOP
     elif len(token_ids) >= max_tokens:
         finish_reason = pb.FINISH_REASON_LENGTH
-    return Resumption(token_ids=token_ids, compat_digest=compat_digest, finish_reason=finish_reason)
+    return Resumption(token_ids=token_ids, kind=kind, finish_reason=finish_reason)

@@ -45,6 +45,15 @@ async def tiny_cluster(redis_url: str, tiny_model: Path, monkeypatch: pytest.Mon
         yield cluster
 
 
+@pytest.fixture
+async def impatient_cluster(redis_url: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """The same; a stream that no worker can go on with is given up soon."""
+    from tiny_cluster import run_tiny_cluster
+
+    async with run_tiny_cluster(redis_url, tiny_model, monkeypatch, worker_wait_s=1.0) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def references(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
     """Made once, though the tests may be shared out to several processes: it takes ten seconds."""

@@ -49,17 +49,17 @@ async def test_workers_of_another_model_get_nothing_and_the_status_says_why(
     assert (told.exit_code, told.output) == (1, f"Error: {why}\n")
 
 
-async def test_no_answer_goes_on_with_other_weights(tiny_cluster: Cluster, tiny_model: Path) -> None:
+async def test_no_answer_goes_on_with_other_weights(impatient_cluster: Cluster, tiny_model: Path) -> None:
     """A fine-tuned model has another's vocabulary and shape. Its worker is left to those that ask anew."""
-    ours = await tiny_cluster.start_decode_worker("ours", tiny_model)
-    await tiny_cluster.wait_for_workers("ours")
-    await tiny_cluster.start_decode_worker("tuned", tiny_model, seed=1)
-    await tiny_cluster.wait_for_workers("ours", "tuned")
-    assert (await tiny_cluster.client.status()).of_another_kind == ["tuned"]
+    ours = await impatient_cluster.start_decode_worker("ours", tiny_model)
+    await impatient_cluster.wait_for_workers("ours")
+    await impatient_cluster.start_decode_worker("tuned", tiny_model, seed=1)
+    await impatient_cluster.wait_for_workers("ours", "tuned")
+    assert (await impatient_cluster.client.status()).of_another_kind == ["tuned"]
     received: list[int] = []
 
     async def read() -> None:
-        async for message in tiny_cluster.client.stream(PROMPT, max_tokens=4000, temperature=0.0, ignore_eos=True):
+        async for message in impatient_cluster.client.stream(PROMPT, max_tokens=4000, temperature=0.0, ignore_eos=True):
             if not received:
                 await ours.drain(0)
                 await ours.close()
@@ -68,6 +68,6 @@ async def test_no_answer_goes_on_with_other_weights(tiny_cluster: Cluster, tiny_
     with pytest.raises(NoWorker, match="no decode worker of the kind that began this answer is available"):
         await read()
     assert 0 < len(received) < 4000
-    anew = await tiny_cluster.client.generate(PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True)
+    anew = await impatient_cluster.client.generate(PROMPT, max_tokens=4, temperature=0.0, ignore_eos=True)
     assert anew.timings.decode_worker == "tuned"
     assert anew.token_ids != received[:4]

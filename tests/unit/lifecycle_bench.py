@@ -81,7 +81,7 @@ class NoText:
 
 
 class NothingCached:
-    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
+    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
         return {}
 
 
@@ -138,6 +138,13 @@ class Bench:
             setattr(handle.record, name, value)
         handle.take_record(handle.record)
         self.pool.workers.num_changes += 1
+
+    def tell_adapters(self, handle: WorkerHandle, **lora_digests: str) -> None:
+        """All that a worker has, by name."""
+        handle.record.model.lora_names[:] = lora_digests
+        handle.record.lora_digests.clear()
+        handle.record.lora_digests.update(lora_digests)
+        self.tell(handle)
 
     def take_away(self, handle: WorkerHandle) -> None:
         """Its record has gone from the registry; its session is open, and what runs there goes on."""

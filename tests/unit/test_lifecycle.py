@@ -180,7 +180,7 @@ async def test_a_worker_is_asked_for_as_many_sequences_as_it_takes_and_others_wa
 async def test_a_prompt_that_is_cached_costs_its_client_what_is_left_of_it() -> None:
     bench = Bench()
 
-    async def longest_match(token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
+    async def longest_match(token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
         return {bench.decode.key: 50}
 
     bench.cluster.prefixes.longest_match = longest_match  # type: ignore[method-assign]
@@ -327,7 +327,7 @@ async def test_what_was_in_the_cache_and_nobody_knew_has_not_been_computed() -> 
 
 
 def all_cached(bench: Bench) -> Any:
-    async def longest_match(token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
+    async def longest_match(token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
         return {bench.decode.key: 59}
 
     return longest_match

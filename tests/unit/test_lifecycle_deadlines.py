@@ -8,6 +8,7 @@ import pytest
 from lifecycle_bench import PROMPT, Asked, Bench, load, settle
 
 from router.forecast import PROMPT_OVERHEAD_TOKENS
+from router.served_kind import Kind
 from router.validation.resumption import Resumption
 from rpc.errors import DeadlinePassed, Overloaded
 
@@ -69,7 +70,7 @@ async def test_a_stream_of_another_router_goes_on_as_long_as_there_is_time() -> 
     first = bench.request("first")
     await settle()
     new = bench.request("new", deadline_s=now_s + 2)
-    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    resumption = Resumption(token_ids=[5], kind=Kind("a kind"))
     resumed = Asked(bench.lifecycle("resumed", deadline_s=now_s + 2, resumption=resumption).run())
     await settle()
     assert isinstance(new.task.exception(), Overloaded)

@@ -9,7 +9,7 @@ import pytest
 from lifecycle_bench import METRICS, Asked, Bench, ScriptedSession, load, settle
 
 from protos import tandem_worker_pb2 as pb
-from router.request_events import WorkerKey
+from router.served_kind import Kind
 from router.validation.resumption import Resumption
 from rpc.errors import NoWorker
 
@@ -78,7 +78,7 @@ async def test_a_stream_of_another_router_does_not_wait_behind_what_its_client_h
     bench.decode.set_load(load(0))
     new = bench.request("new")
     await settle()
-    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    resumption = Resumption(token_ids=[5], kind=Kind("a kind"))
     resumed = Asked(bench.lifecycle("resumed", resumption=resumption).run())
     await settle()
     for num_blocks, sent in ((100, ["resumed"]), (200, ["resumed", "new"])):
@@ -327,29 +327,3 @@ async def test_workers_that_would_think_for_ever_get_no_requests_with_a_budget()
     await settle()
     assert bench.d.sent[-1].generate.thinking_budget == budget
     await asked.leave()
-
-
-async def test_workers_without_an_adapter_get_none_of_its_requests() -> None:
-    bench = Bench(with_prefill=True)
-    looked_up: list[str] = []
-
-    async def longest_match(token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
-        looked_up.append(lora_name)
-        return {}
-
-    bench.cluster.prefixes.longest_match = longest_match  # type: ignore[method-assign]
-    bench.prefill.record.model.lora_names.append("sql")
-    bench.decode.record.model.lora_names.append("poet")
-    with pytest.raises(NoWorker, match="no decode worker with the adapter 'sql' is available"):
-        await Asked(bench.lifecycle("a", lora_name="sql").run()).task
-    asked = Asked(bench.lifecycle("b", lora_name="poet").run())
-    await settle()
-    [command] = bench.d.sent
-    assert command.generate.lora_name == "poet", "prompt and answer: the prefill worker has another"
-    await asked.leave()
-    bench.prefill.record.model.lora_names.append("poet")
-    asked = Asked(bench.lifecycle("c", lora_name="poet").run())
-    await settle()
-    assert bench.d.sent[-1].reserve.lora_name == "poet"
-    await asked.leave()
-    assert looked_up == ["sql", "poet", "poet"]

@@ -7,6 +7,7 @@ import pytest
 from router.costs import Costs
 from router.policy import DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.request_events import Plan, WorkerKey
+from router.served_kind import Kind
 
 BLOCK = 16
 NOW_S = 100.0
@@ -20,7 +21,7 @@ def key(name: str) -> WorkerKey:
 def prefill(
     name: str, *, queued: int = 0, cached: int = 0, digest: str = "m", available: int = 0, full: bool = False
 ) -> PrefillCandidate:
-    return PrefillCandidate(key(name), digest, queued, cached * BLOCK, 200, available, full)
+    return PrefillCandidate(key(name), Kind(digest), queued, cached * BLOCK, 200, available, full)
 
 
 def decode(
@@ -34,7 +35,7 @@ def decode(
     queued: int = 0,
     running: int = 0,
 ) -> DecodeCandidate:
-    return DecodeCandidate(key(name), digest, BLOCK, available, used, cached, full, queued, running)
+    return DecodeCandidate(key(name), Kind(digest), BLOCK, available, used, cached, full, queued, running)
 
 
 def test_workers_of_different_transports_are_not_paired() -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 from lifecycle_bench import BLOCK, PROMPT, Asked, Bench, ScriptedSession, load, settle
 
 from protos import tandem_worker_pb2 as pb
+from router.served_kind import Kind
 from router.validation.resumption import Resumption
 
 
@@ -23,7 +24,7 @@ class Upgrade(Bench):
 
     def moved(self, name: str, **asked: Any) -> Asked:
         """A stream that began on a worker of the old kind, which it has lost."""
-        resumption = Resumption(token_ids=[1, 2, 3], compat_digest="old")
+        resumption = Resumption(token_ids=[1, 2, 3], kind=Kind("old"))
         return Asked(self.lifecycle(name, resumption=resumption, **asked).run())
 
     def free_old(self, num_blocks: int) -> None:

@@ -13,6 +13,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.needs import Needs
 from router.queue import QueuedRequest, RequestQueue
+from router.served_kind import Kind
 from router.taken_room import TakenRoom
 from router.worker_handle import WorkerHandle
 from rpc.errors import NoWorker, Overloaded
@@ -32,7 +33,7 @@ class Workers:
             max_tokens=max_tokens,
             choose=self._choose,
             has_workers=self._has_workers,
-            is_apart=lambda request: request.needs.compat_digest not in ("", self._served),
+            is_apart=lambda request: self.kind_of(request) != self._served,
             worker_wait_s=worker_wait_s,
         )
 
@@ -41,7 +42,7 @@ class Workers:
         return next(iter(self.room), "")
 
     def kind_of(self, request: QueuedRequest) -> str:
-        return request.needs.compat_digest or self._served
+        return self._served if request.needs.kind is None else request.needs.kind.compat_digest
 
     def _has_workers(self, request: QueuedRequest) -> bool:
         self.num_asked += 1
@@ -52,14 +53,13 @@ class Workers:
         if not self.room[kind]:
             return None
         self.room[kind] -= 1
-        return TakenRoom(self._handle, None, request.num_tokens)
+        return TakenRoom(self._handle, None, request.num_tokens, kind=Kind(kind))
 
     def wait(
         self, kind: str, *, priority: int = 0, is_return: bool = False, num_tokens: int = 1
     ) -> asyncio.Task[TakenRoom]:
-        request = QueuedRequest(
-            num_tokens=num_tokens, needs=Needs(compat_digest=kind), has_begun=bool(kind), is_return=is_return
-        )
+        needs = Needs(kind=Kind(kind) if kind else None)
+        request = QueuedRequest(num_tokens=num_tokens, needs=needs, has_begun=bool(kind), is_return=is_return)
         return asyncio.create_task(self.queue.wait_for_plan(request, priority=priority))
 
 
@@ -161,7 +161,8 @@ async def test_whatever_becomes_of_workers_each_request_ends_and_nobody_waits_fo
             await asyncio.sleep(0)
         # Whoever waits without a worker has a timer, and whoever has none waits for room where there is none.
         for needs, patient in queue._patient.items():
-            assert needs.compat_digest not in workers.room
+            assert needs.kind is not None
+            assert needs.kind.compat_digest not in workers.room
             assert all(request.patience is not None for request in patient)
         for request in queue._aside:
             assert request.patience is None

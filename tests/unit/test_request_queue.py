@@ -11,6 +11,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.queue import QueuedRequest, RequestQueue
 from router.request_events import Plan, WorkerKey
+from router.served_kind import Kind
 from router.taken_room import TakenRoom
 from router.worker_handle import WorkerHandle
 from rpc.errors import NoWorker, Overloaded
@@ -32,7 +33,7 @@ class Room:
             return None
         self.num_tokens -= request.num_tokens
         self.order.append(request.num_tokens)
-        return TakenRoom(self.worker, None, request.num_tokens)
+        return TakenRoom(self.worker, None, request.num_tokens, kind=Kind("a kind"))
 
     def add(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
@@ -327,7 +328,7 @@ async def test_what_goes_wrong_in_planning_ends_the_request_that_is_planned() ->
     def choose(request: QueuedRequest) -> TakenRoom | None:
         if request.num_tokens == 5:
             raise TypeError("a bug")
-        return TakenRoom(room.worker, None, request.num_tokens)
+        return TakenRoom(room.worker, None, request.num_tokens, kind=Kind("a kind"))
 
     room.queue._choose = choose
     room.queue.dispatch()  # as from a session, which must go on

@@ -79,7 +79,7 @@ async def test_a_router_knows_the_life_cycles_of_all_answers() -> None:
 class ForgetsCancels:
     """As a lookup in Redis did, on Python 3.11: whoever is cancelled meanwhile goes on."""
 
-    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_name: str = "") -> dict[WorkerKey, int]:
+    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:

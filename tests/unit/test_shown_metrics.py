@@ -120,7 +120,7 @@ async def test_adapters_that_are_asked_for_run_or_wait() -> None:
     """As vLLM shows them: in one list, or in both."""
     bench = Bench()
     assert "tandem:lora_requests_info" not in {family.name for family in gauges_of(bench).collect()}
-    bench.decode.record.model.lora_names.extend(["poet", "sql", "other"])
+    bench.tell_adapters(bench.decode, poet="1", sql="2", other="3")
     lifecycles = [bench.lifecycle("a", lora_name="sql"), bench.lifecycle("b")]
     asked = [Asked(each.run()) for each in lifecycles]
     await settle()

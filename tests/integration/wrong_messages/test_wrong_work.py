@@ -97,6 +97,16 @@ def test_work_that_cannot_be_done_names_its_field(peers: Peers, command: str) ->
             assert not event.failed.can_retry
 
 
+@COMMANDS
+def test_another_adapter_than_the_one_that_is_meant_may_be_had_elsewhere(peers: Peers, command: str) -> None:
+    with Session(peers, "Prefill" if command == "prefill" else "Decode") as session:
+        session.hello()
+        say_work(session, peers, command, engine_request(lora_name="sql", lora_digest="of another"))
+        failed = session.event().failed
+    assert (failed.code, failed.can_retry) == (StatusCode.FAILED_PRECONDITION.value[0], True)
+    assert "lora_digest 'of another' is not that of 'sql' here" in failed.message
+
+
 ODD_BUT_RIGHT: dict[str, dict[str, Any]] = {
     "endless": {"max_tokens": HUGE, "stop_token_ids": range(64)},
     "almost cold": {"temperature": 1e-45},

@@ -1,0 +1,184 @@
+"""Workers of one model, each with adapters of its own: who gets which requests. No network."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from lifecycle_bench import PROMPT, Asked, Bench, ScriptedSession, load, settle
+
+from protos import tandem_worker_pb2 as pb
+from router.request_events import WorkerKey
+from router.served_kind import Kind
+from router.validation.resumption import Resumption, kind_name
+from router.worker_handle import WorkerHandle
+from rpc.errors import NoWorker
+
+
+class Several(Bench):
+    """More decode workers. All have the same model, and hear of their commands by name."""
+
+    def __init__(self, *names: str, **bench: Any) -> None:
+        super().__init__(**bench)
+        self.by_name = {"d": self.decode} | {name: self.add(name, pb.Role.ROLE_DECODE, 2048) for name in names}
+
+    def sent(self, name: str) -> list[pb.DecodeCommand]:
+        return cast(ScriptedSession, self.by_name[name].session).sent
+
+    def fill(self, *names: str) -> None:
+        for name in names:
+            self.by_name[name].set_load(load(0))
+
+    def free(self, name: str) -> None:
+        self.by_name[name].set_load(load(100))
+        self.dispatch()
+
+    def ask(self, name: str, **asked: Any) -> Asked:
+        return Asked(self.lifecycle(name, **({"prompt_token_ids": [5, 6]} | asked)).run())
+
+
+def requests_at(bench: Several, name: str) -> list[str]:
+    return [command.generate.request_id for command in bench.sent(name) if command.HasField("generate")]
+
+
+async def leave(*asked: Asked) -> None:
+    for each in asked:
+        await each.leave()
+
+
+async def test_who_asks_for_none_is_answered_by_any() -> None:
+    bench = Several("other")
+    bench.tell_adapters(bench.decode, sql="1")
+    asked = [bench.ask("a"), bench.ask("b")]
+    await settle()
+    assert (requests_at(bench, "d"), requests_at(bench, "other")) == (["a"], ["b"])
+    await leave(*asked)
+    assert bench.pool.of_another_kind == []
+
+
+async def test_workers_without_an_adapter_get_none_of_its_requests() -> None:
+    bench = Bench(with_prefill=True)
+    looked_up: list[str] = []
+
+    async def longest_match(token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
+        looked_up.append(lora_digest)
+        return {}
+
+    bench.cluster.prefixes.longest_match = longest_match  # type: ignore[method-assign]
+    bench.tell_adapters(bench.prefill, sql="1")
+    bench.tell_adapters(bench.decode, poet="2")
+    with pytest.raises(NoWorker, match="no decode worker with the adapter 'sql' is available"):
+        await Asked(bench.lifecycle("a", lora_name="sql").run()).task
+    asked = Asked(bench.lifecycle("b", lora_name="poet").run())
+    await settle()
+    [command] = bench.d.sent
+    assert (command.generate.lora_name, command.generate.lora_digest) == ("poet", "2"), "the prefill worker has another"
+    await asked.leave()
+    bench.tell_adapters(bench.prefill, sql="1", poet="2")
+    asked = Asked(bench.lifecycle("c", lora_name="poet").run())
+    await settle()
+    assert (bench.d.sent[-1].reserve.lora_name, bench.d.sent[-1].reserve.lora_digest) == ("poet", "2")
+    await asked.leave()
+    assert looked_up == ["2", "2"], "of what nobody has, nothing is cached"
+
+
+async def test_two_adapters_of_one_name_are_not_paired() -> None:
+    """The answer would begin with one and go on with the other."""
+    bench = Bench(with_prefill=True)
+    bench.tell_adapters(bench.prefill, sql="old")
+    bench.tell_adapters(bench.decode, sql="new")
+    asked = Asked(bench.lifecycle("a", lora_name="sql").run())
+    await settle()
+    assert bench.d.sent[-1].generate.lora_digest == "new"
+    await asked.leave()
+    asked = bench.request("b")
+    await settle()
+    assert bench.d.sent[-1].reserve.request_id == "b", "the model is the same in both"
+    assert bench.d.sent[-1].reserve.lora_digest == ""
+    await asked.leave()
+
+
+async def test_of_two_of_one_name_the_more_frequent_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Several("e", "f")
+    bench.tell_adapters(bench.decode, sql="old")
+    bench.tell_adapters(bench.by_name["e"], sql="old")
+    bench.tell_adapters(bench.by_name["f"], sql="new")
+    asked = [bench.ask(str(number), lora_name="sql") for number in range(4)]
+    await settle()
+    assert (len(requests_at(bench, "d")), len(requests_at(bench, "e")), requests_at(bench, "f")) == (2, 2, [])
+    bench.tell_adapters(bench.by_name["e"])
+    asked += [bench.ask("one each: as before", lora_name="sql")]
+    await settle()
+    assert requests_at(bench, "d")[-1] == "one each: as before"
+    assert "another of its name" not in caplog.text
+    bench.tell_adapters(bench.by_name["e"], sql="new")
+    asked += [bench.ask("new", lora_name="sql")]
+    await settle()
+    assert "new" in requests_at(bench, "e") + requests_at(bench, "f")
+    assert "new requests for an adapter go to workers that have another of its name" in caplog.text
+    await leave(*asked)
+
+
+async def test_a_stream_goes_on_with_the_adapter_that_began_it() -> None:
+    bench = Several("e", worker_wait_s=30.0)
+    bench.tell_adapters(bench.decode, sql="old")
+    bench.tell_adapters(bench.by_name["e"], sql="new")
+    begun = {
+        kind: Resumption(token_ids=[5], kind=kind) for kind in (Kind("", "old"), Kind("", "new"), Kind("", "gone"))
+    }
+    asked = [bench.ask(kind.lora_digest, lora_name="sql", resumption=each) for kind, each in begun.items()]
+    await settle()
+    assert (requests_at(bench, "d"), requests_at(bench, "e")) == (["old"], ["new"])
+    [command] = bench.sent("e")
+    assert command.generate.lora_digest == "new"
+    assert len(bench.queue) == 1, "for the third there is none: it waits"
+    bench.tell_adapters(bench.decode, sql="gone")
+    bench.dispatch()
+    await settle()
+    assert requests_at(bench, "d") == ["old", "gone"]
+    await leave(*asked)
+
+
+async def test_who_waits_for_an_adapter_keeps_nobody_from_workers_without_it() -> None:
+    bench = Several("e")
+    bench.tell_adapters(bench.decode, sql="1", poet="2")
+    bench.tell_adapters(bench.by_name["e"], poet="2")
+    bench.fill("d")
+    asked = [bench.ask("sql", lora_name="sql"), bench.ask("sql, too", lora_name="sql"), bench.ask("model")]
+    asked += [bench.ask("poet", lora_name="poet")]
+    await settle()
+    assert requests_at(bench, "d") == []
+    assert requests_at(bench, "e") == ["model", "poet"]
+    bench.free("d")
+    await settle()
+    assert requests_at(bench, "d") == ["sql", "sql, too"], "in the order in which they came"
+    await leave(*asked)
+    assert (len(bench.queue), bench.queue.num_tokens) == (0, 0)
+
+
+async def test_where_all_have_it_a_long_prompt_is_not_overtaken() -> None:
+    bench = Several("e")
+    for handle in bench.by_name.values():
+        bench.tell_adapters(handle, sql="1")
+        handle.set_load(load(1))
+    asked = [bench.ask("long", lora_name="sql", prompt_token_ids=PROMPT), bench.ask("short")]
+    await settle()
+    assert requests_at(bench, "d") + requests_at(bench, "e") == []
+    bench.free("e")
+    await settle()
+    assert requests_at(bench, "e")[0] == "long"
+    await leave(*asked)
+
+
+def test_clients_hear_of_kinds_that_differ_by_adapter() -> None:
+    kinds = [Kind("a"), Kind("b"), Kind("a", "1"), Kind("a", "2"), Kind("b", "1"), Kind("a\0b"), Kind("a", "b")]
+    names = [kind_name(kind) for kind in kinds]
+    assert len(set(names[:5])) == 5
+    assert len(names[0]) == 32
+
+
+def test_an_older_worker_has_its_adapters_in_its_compat_digest() -> None:
+    record = pb.WorkerRecord(worker_id="d", incarnation="1", compat_digest="of all")
+    record.model.lora_names.append("sql")
+    facts = WorkerHandle(record, channel=None).facts
+    assert (facts.kind_for("sql"), facts.kind_for("poet"), facts.kind_for("")) == (Kind("of all"), None, Kind("of all"))
