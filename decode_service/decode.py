@@ -67,7 +67,7 @@ class DecodeRole:
 
     async def _reserve(self, stream: Stream, request: pb.EngineRequest) -> None:
         def reserve(engine: LLMEngine) -> Reservation | None:
-            return engine.reserve(stream.engine_id, **engine_arguments(request, engine.config))
+            return engine.reserve(stream.engine_id, **engine_arguments(request))
 
         reservation = await self._engine.call(reserve)
         await reach("decode.reserved")

@@ -37,6 +37,8 @@ import torch
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
 from engine.llm_engine import EngineLoad, LLMEngine
+from engine.lora.adapters import ReadAdapter
+from engine.lora.modules import LoRAModule
 from engine.outputs import RequestOutput
 from engine.scheduling.block_ledger import CacheEvent
 from engine.scheduling.stats import SchedulerStats
@@ -157,6 +159,15 @@ class AsyncLLMEngine:
     def rank_pids(self) -> list[int]:
         """See `Executor.rank_pids`."""
         return self._engine.executor.rank_pids
+
+    @property
+    def adapters(self) -> tuple[LoRAModule, ...]:
+        """That requests may ask for now."""
+        return self._engine.loras.served
+
+    async def read_lora(self, module: LoRAModule) -> ReadAdapter:
+        """See `LLMEngine.read_lora`. On a thread of its own, beside steps."""
+        return await asyncio.to_thread(self._engine.read_lora, module)
 
     @property
     def stats(self) -> SchedulerStats:

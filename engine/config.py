@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.lora.modules import EXAMPLE as LORA_EXAMPLE
-from engine.lora.modules import LoRAModule, parse_lora_modules
+from engine.lora.modules import MAX_MODULES, MAX_RANK, LoRAModule, LoRARoom, parse_lora_modules
 from engine.models.deepseek_config import LatentConfig
 from engine.scheduling.speculation import EXAMPLE, SpeculativeConfig
 from prefix_hash import prefix_key
@@ -177,7 +177,9 @@ class EngineConfig:
     device: DeviceConfig
     load: LoadConfig
     lora_modules: tuple[LoRAModule, ...]
-    """Adapters beside the model, in the order of their names."""
+    """Adapters beside the model from the start on, in the order of their names."""
+    lora_room: LoRARoom = LoRARoom()  # noqa: RUF009 - it is frozen
+    """For those that come while the engine runs."""
     compat_digest: str
     """Of everything that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""
 
@@ -253,6 +255,16 @@ class EngineArgs:
             f"requests give as their model: {LORA_EXAMPLE}, several separated by commas, or a JSON object. Empty: "
             "none."
         },
+    )
+    max_loras: int = field(
+        default=0,
+        metadata={
+            "help": "How many further adapters there may be at once that come and go while it runs (--lora-dir), those "
+            "included that are leaving. A GPU's memory is kept for them from the start on."
+        },
+    )
+    max_lora_rank: int = field(
+        default=16, metadata={"help": f"The largest rank of these adapters: 1 to {MAX_RANK}. It takes memory on GPUs."}
     )
     block_size: int = field(default=16, metadata={"help": "Tokens per KV block: a power of two from 1 to 256."})
     num_kv_blocks: int = field(default=0, metadata={"help": "Size of the KV pool in blocks. 0: kv-cache-gib decides."})
@@ -400,5 +412,13 @@ class EngineArgs:
             f"max_seq_len_to_capture must be at least 1, is {self.max_seq_len_to_capture}; for no CUDA graphs at all "
             "there is enforce_eager",
         )
-        parse_lora_modules(self.lora_modules)
+        num_modules = len(parse_lora_modules(self.lora_modules))
+        most = MAX_MODULES - num_modules
+        _check(
+            0 <= self.max_loras <= most,
+            f"max_loras must be in [0, {most}] ({MAX_MODULES} adapters, lora_modules included), is {self.max_loras}",
+        )
+        _check(
+            1 <= self.max_lora_rank <= MAX_RANK, f"max_lora_rank must be in [1, {MAX_RANK}], is {self.max_lora_rank}"
+        )
         SpeculativeConfig.parse(self.speculative_config)

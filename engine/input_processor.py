@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 
 from engine.config import EngineConfig
+from engine.lora.table import AdapterTable
 from engine.sampling_params import SamplingParams
 from engine.scheduling.grammar import Grammars
 from engine.scheduling.sequence import Sequence
@@ -20,9 +21,9 @@ from engine.scheduling.thinking import Thinking
 class InputProcessor:
     """Of one engine. Used by the stepping thread."""
 
-    def __init__(self, config: EngineConfig, grammars: Grammars) -> None:
+    def __init__(self, config: EngineConfig, grammars: Grammars, loras: AdapterTable) -> None:
         self._model = config.model
-        self._adapters = {module.name: (number, module.digest) for number, module in enumerate(config.lora_modules, 1)}
+        self._loras = loras
         self._grammars = grammars
         self._seq_ids = count()
 
@@ -34,14 +35,16 @@ class InputProcessor:
         output_token_ids: Seq[int],
         cache_salt: str,
         lora_name: str,
+        lora_digest: str = "",
     ) -> Sequence:
-        """Arguments as those of `LLMEngine.add_request`. Raises `ValueError` naming the field and its bound.
+        """Arguments as those of `LLMEngine.add_request`. Raises `ValueError` naming the field and its bound,
+        and `AdapterGone`.
 
         A grammar begins to be compiled: whoever does not hand the sequence to a scheduler closes it.
         """
         self._check_tokens(prompt_token_ids, output_token_ids)
         self._check_params(params)
-        lora_id, lora_digest = self._adapter(lora_name)
+        lora_id, lora_digest = self._loras.number_and_digest(lora_name, lora_digest)
         if len(output_token_ids) >= params.max_tokens:
             raise ValueError(f"output_token_ids has {len(output_token_ids)} tokens, max_tokens is {params.max_tokens}")
         return Sequence(
@@ -87,10 +90,3 @@ class InputProcessor:
     def _check_known(self, name: str, token_ids: Collection[int]) -> None:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._model.vocab_size):
             raise ValueError(f"{name} must be in [0, {self._model.vocab_size})")
-
-    def _adapter(self, lora_name: str) -> tuple[int, str]:
-        """Its number and its digest; 0 and nothing: none is asked for."""
-        if lora_name and lora_name not in self._adapters:
-            there = ", ".join(self._adapters) or "none"
-            raise ValueError(f"lora_name must be an adapter in lora_modules ({there}), is {lora_name[:128]!r}")
-        return self._adapters.get(lora_name, (0, ""))

@@ -16,13 +16,16 @@ and `abort` in any state, which also frees held blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.input_processor import InputProcessor
 from engine.kv_memory import KVMemory
+from engine.lora.adapters import ReadAdapter
+from engine.lora.modules import LoRAModule
+from engine.lora.table import AdapterTable
 from engine.outputs import RequestOutput
 from engine.running.executor import Executor
 from engine.sampling.sampled_tokens import SampledTokens
@@ -100,7 +103,8 @@ class LLMEngine:
         self._grammars = Grammars(
             config.model.path, vocab_size=config.model.vocab_size, eos_token_ids=config.model.eos_token_ids
         )
-        self._processor = InputProcessor(config, self._grammars)
+        self.loras = AdapterTable(config.lora_modules, config.lora_room.num)
+        self._processor = InputProcessor(config, self._grammars, self.loras)
         self._in_flight: _StepInFlight | None = None
         self._last_done_s = 0.0
         self._is_woken = False
@@ -119,15 +123,19 @@ class LLMEngine:
         output_token_ids: Seq[int] = (),
         cache_salt: str = "",
         lora_name: str = "",
+        lora_digest: str = "",
         may_wait: bool = True,
     ) -> bool:
         """Queue a request to be prefilled and decoded here. Returns False if it would have to wait but may not.
 
         `output_token_ids`: the part of the answer that exists already; the engine continues after it. `cache_salt`: the
-        request shares blocks only with requests of the same salt. `lora_name`: the adapter to compute it with. Raises
-        `ValueError` for a request that could never run.
+        request shares blocks only with requests of the same salt. `lora_name`: the adapter to compute it with;
+        `lora_digest`: which of that name, where that is said. Raises `ValueError` for a request that could never run,
+        `AdapterGone` for one that might elsewhere.
         """
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
+        seq = self._new_sequence(
+            request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
+        )
         if not may_wait and not self._scheduler.has_room(seq):
             _refuse(seq)
             return False
@@ -143,13 +151,16 @@ class LLMEngine:
         output_token_ids: Seq[int] = (),
         cache_salt: str = "",
         lora_name: str = "",
+        lora_digest: str = "",
         num_receiver_blocks: int = 0,
     ) -> None:
         """Queue a request to be prefilled here; after its first token its blocks are held until `abort`.
 
         `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them.
         """
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
+        seq = self._new_sequence(
+            request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
+        )
         seq.is_prefill_only = True
         seq.num_exported_blocks = num_receiver_blocks
         self._scheduler.add(seq)
@@ -163,9 +174,12 @@ class LLMEngine:
         output_token_ids: Seq[int] = (),
         cache_salt: str = "",
         lora_name: str = "",
+        lora_digest: str = "",
     ) -> Reservation | None:
         """Reserve blocks for a request that another engine prefills. None if there are too few now."""
-        seq = self._new_sequence(request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name)
+        seq = self._new_sequence(
+            request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
+        )
         seq.prompt_logprobs = None  # that one tells them
         if not self._scheduler.reserve(seq):
             _refuse(seq)
@@ -298,6 +312,30 @@ class LLMEngine:
         """Blocks that are reserved for KV from elsewhere."""
         return {block_id for seq in self._scheduler.granted.values() for block_id in seq.block_table}
 
+    # -- adapters that come and go ------------------------------------------------------------------------------
+
+    def read_lora(self, module: LoRAModule) -> ReadAdapter:
+        """Its weights, for `add_lora`. On any thread. Raises `ValueError` for one that cannot be served."""
+        return self.executor.read_adapter(module)
+
+    def add_lora(self, module: LoRAModule, adapter: ReadAdapter) -> None:
+        """Requests may ask for it from now on. One that had its name is leaving. Raises `ValueError` where there is no
+        room."""
+        self.executor.put_adapter(self.loras.add(module), adapter)
+
+    def remove_lora(self, name: str) -> None:
+        """New requests cannot ask for it any more, unless they mean it by its digest: it is leaving."""
+        self.loras.remove(name)
+
+    def free_loras(self, numbers: Collection[int]) -> list[int]:
+        """Let go of those of these that are leaving and that no request uses. Returns the numbers of all that are
+        leaving still."""
+        in_use = self._scheduler.lora_ids
+        for number in set(self.loras.leaving).intersection(numbers) - in_use:
+            self.executor.remove_adapter(number)
+            self.loras.free(number)
+        return self.loras.leaving
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _note(self, output: SchedulerOutput, request_outputs: list[RequestOutput], seconds: float) -> None:
@@ -324,10 +362,13 @@ class LLMEngine:
         output_token_ids: Seq[int],
         cache_salt: str,
         lora_name: str,
+        lora_digest: str,
     ) -> Sequence:
         if request_id in self._scheduler:
             raise ValueError(f"request_id {request_id!r} is in use")
-        return self._processor.process(request_id, prompt_token_ids, params, output_token_ids, cache_salt, lora_name)
+        return self._processor.process(
+            request_id, prompt_token_ids, params, output_token_ids, cache_salt, lora_name, lora_digest
+        )
 
 
 def _refuse(seq: Sequence) -> None:

@@ -115,7 +115,7 @@ class PrefillRole:
         self._host.close(stream)
 
     async def _serve(self, stream: Stream, command: pb.PrefillRequest) -> None:
-        arguments = engine_arguments(command.request, self._engine.config)
+        arguments = engine_arguments(command.request)
         num_tokens = len(command.request.prompt_token_ids) + len(command.request.output_token_ids)
         check_grant_fits(command.grant, num_tokens, self._engine.config.cache.block_size)
         push = await self._sender.open(command.grant)

@@ -48,7 +48,8 @@ from registry.keys import Keys, check_name
 logger = logging.getLogger(__name__)
 
 DEFAULT_REFRESH_MS = 500
-MAX_RECORD_BYTES = 64 * 1024
+MAX_RECORD_BYTES = 128 * 1024
+"""Half of it may be adapters: 256 with names of 128 characters."""
 
 # The ids of all workers, with their records (or the length of one that is too long to be one). Ids whose record has
 # expired are dropped on the way. One script, so that it is one round trip and no id is dropped between two beats.
@@ -216,7 +217,8 @@ class WorkerDirectory:
         ttl_ms: int = DEFAULT_TTL_MS,
         refresh_ms: int = DEFAULT_REFRESH_MS,
     ) -> None:
-        """`on_change` gets all records whenever a worker comes, goes, restarts, moves, begins to drain or has a rival.
+        """`on_change` gets all records whenever a worker comes, goes, restarts, moves, begins to drain, has a rival or
+        other adapters.
 
         Not for load, which is new in `records` after every refresh. `ttl_ms`: that of the workers' registrations.
         Raises `ValueError` for a bad URL or namespace.
@@ -346,9 +348,12 @@ def _parse(worker_id: str, data: bytes | int) -> tuple[bytes, pb.WorkerRecord]:
     return data, record
 
 
-def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[str, str, int, bool, str]]:
+def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[object, ...]]:
     """What a router acts on, or tells of, when it changes."""
     return {
-        worker_id: (record.incarnation, record.address, record.role, record.is_draining, record.rival_address)
+        worker_id: (
+            record.incarnation, record.address, record.role, record.is_draining, record.rival_address,
+            dict(record.lora_digests),
+        )
         for worker_id, record in records.items()
-    }
+    }  # fmt: skip

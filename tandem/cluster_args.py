@@ -110,6 +110,7 @@ class ClusterArgs:
     max_body_bytes: int = GatewayArgs.max_body_bytes
     sse_keep_alive_s: float = GatewayArgs.sse_keep_alive_s
     resume_s: float = GatewayArgs.resume_s
+    lora_dir: str = WorkerArgs.lora_dir
     lease_ms: int = WorkerArgs.lease_ms
     engine_iteration_timeout_s: float = WorkerArgs.engine_iteration_timeout_s
 

@@ -18,7 +18,6 @@ class Otherwise(NamedTuple):
     """Values that ask for what is done anyway; None is one for all settings. ANY: no value changes an answer."""
 
 
-_LORA = Otherwise("all adapters of lora_modules are loaded, whatever their number and rank", ANY)
 _FETCHED = Otherwise("fetch it, and give its folder as model")
 SETTINGS: Mapping[str, Otherwise] = {
     "allowed_local_media_path": Otherwise("prompts are text", ("",)),
@@ -47,10 +46,8 @@ SETTINGS: Mapping[str, Otherwise] = {
     "logits_processors": Otherwise(
         "logit_bias, allowed_token_ids, bad_words and structured_outputs of a request", ([],)
     ),
-    "max_cpu_loras": _LORA,
+    "max_cpu_loras": Otherwise("all adapters that there are are in the device's memory", ANY),
     "max_logprobs": Otherwise("there are at most 20", (20,)),
-    "max_lora_rank": _LORA,
-    "max_loras": _LORA,
     "num_gpu_blocks_override": Otherwise("num_kv_blocks"),
     "mm_processor_kwargs": Otherwise("prompts are text", ({},)),
     "pipeline_parallel_size": Otherwise("tensor_parallel_size", (1,)),

@@ -103,6 +103,8 @@ def finish(engine: LLMEngine) -> list[int]:
     return tokens
 
 
-def alone(engine: LLMEngine, prompt: list[int], params: SamplingParams, lora_name: str = "") -> list[int]:
-    engine.add_request("r", prompt, params, lora_name=lora_name)
+def alone(
+    engine: LLMEngine, prompt: list[int], params: SamplingParams, lora_name: str = "", lora_digest: str = ""
+) -> list[int]:
+    engine.add_request("r", prompt, params, lora_name=lora_name, lora_digest=lora_digest)
     return finish(engine)

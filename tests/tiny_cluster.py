@@ -52,10 +52,13 @@ class Cluster:
     stack: AsyncExitStack
     client: AsyncClient
 
-    async def start_decode_worker(self, name: str, model: Path, seed: int = 0, **settings: Any) -> WorkerProcess:
+    async def start_decode_worker(
+        self, name: str, model: Path, seed: int = 0, lora_dir: Path | None = None, **settings: Any
+    ) -> WorkerProcess:
         """`settings`: of its `EngineArgs`."""
         config = await asyncio.to_thread(create_engine_config, replace(_engine_args(model, seed), **settings))
-        worker = await WorkerProcess.start(pb.Role.ROLE_DECODE, self._args(name), config, DecodeService)
+        args = self._args(name, lora_dir=str(lora_dir or ""))
+        worker = await WorkerProcess.start(pb.Role.ROLE_DECODE, args, config, DecodeService)
         self.stack.push_async_callback(worker.close)
         return worker
 
@@ -63,8 +66,8 @@ class Cluster:
         """From its flags to its exit code."""
         return run_worker(pb.Role.ROLE_DECODE, self._args(name), _engine_args(model, 0), DecodeService, asyncio.Event())
 
-    def _args(self, name: str) -> WorkerArgs:
-        return WorkerArgs(redis=self.redis, listen="127.0.0.1:0", worker_id=name)
+    def _args(self, name: str, **flags: Any) -> WorkerArgs:
+        return WorkerArgs(redis=self.redis, listen="127.0.0.1:0", worker_id=name, **flags)
 
     async def wait_for_workers(self, *names: str) -> None:
         async def have_joined() -> bool:

@@ -38,6 +38,14 @@ class WorkerArgs(ServiceArgs):
         least=200,
         most=3_600_000,
     )
+    lora_dir: str = field(
+        default="",
+        metadata={
+            "help": "Folder of further LoRA adapters, each a folder in PEFT's layout with the name that requests give. "
+            "It is looked at every three seconds: adapters that are put there, exchanged or removed come and go while "
+            "the worker runs. Needs --max-loras."
+        },
+    )
     drain_grace_s: float = number(30.0, "How long running requests may take to finish after SIGTERM.", least=0)
     engine_iteration_timeout_s: float = number(
         300.0,

@@ -19,7 +19,7 @@ async def generate(engine: AsyncLLMEngine, stream: Stream, request: pb.EngineReq
     """Begin `request` if there is room for it at once. Raises `ValueError` for what the engine does not take."""
 
     def add(engine: LLMEngine) -> bool:
-        return engine.add_request(stream.engine_id, **engine_arguments(request, engine.config), may_wait=False)
+        return engine.add_request(stream.engine_id, **engine_arguments(request), may_wait=False)
 
     has_room = await engine.call(add)
     if not stream.is_open:  # cancelled meanwhile, perhaps before the engine had heard of it

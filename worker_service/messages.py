@@ -8,13 +8,13 @@ from typing import TypedDict
 
 from engine.config import EngineConfig
 from engine.llm_engine import EngineLoad
+from engine.lora.modules import LoRAModule
 from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_ledger import BlockLedger, HostLedger
 from engine.scheduling.thinking import ThinkingBudget
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Incompatible
 
 _FINISH_REASONS = {
     None: inference_pb.FINISH_REASON_UNSPECIFIED,
@@ -33,19 +33,18 @@ class EngineArguments(TypedDict):
     output_token_ids: Sequence[int]
     cache_salt: str
     lora_name: str
+    lora_digest: str
 
 
-def engine_arguments(request: pb.EngineRequest, config: EngineConfig) -> EngineArguments:
-    """Raises `ValueError` naming the field and its bound, and `Incompatible` where the adapter that is meant is not the
-    one of that name here."""
-    if request.lora_digest and request.lora_digest != lora_digests(config).get(request.lora_name):
-        raise Incompatible(f"lora_digest {request.lora_digest[:64]!r} is not that of {request.lora_name[:128]!r} here")
+def engine_arguments(request: pb.EngineRequest) -> EngineArguments:
+    """Raises `ValueError` naming the field and its bound."""
     return {
         "prompt_token_ids": request.prompt_token_ids,
         "sampling_params": sampling_params_of(request),
         "output_token_ids": request.output_token_ids,
         "cache_salt": request.cache_salt,
         "lora_name": request.lora_name,
+        "lora_digest": request.lora_digest,
     }
 
 
@@ -148,7 +147,8 @@ def _logprob_message(logprob: Logprob) -> inference_pb.Logprob:
     return inference_pb.Logprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank)
 
 
-def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:
+def model_message(config: EngineConfig, adapters: Sequence[LoRAModule]) -> inference_pb.GetModelInfoResponse:
+    """`adapters`: that requests may ask for now."""
     return inference_pb.GetModelInfoResponse(
         model=config.model.served_model_name,
         max_model_len=config.model.max_model_len,
@@ -156,10 +156,5 @@ def model_message(config: EngineConfig) -> inference_pb.GetModelInfoResponse:
         block_size=config.cache.block_size,
         dtype=config.model.dtype,
         eos_token_ids=sorted(config.model.eos_token_ids),
-        lora_names=[module.name for module in config.lora_modules],
+        lora_names=[module.name for module in adapters],
     )
-
-
-def lora_digests(config: EngineConfig) -> dict[str, str]:
-    """Of its adapters, by name."""
-    return {module.name: module.digest for module in config.lora_modules}

@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -45,7 +46,8 @@ from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
 from worker_service.args import WorkerArgs
 from worker_service.device_pool import DeviceWatch
-from worker_service.messages import load_message, lora_digests, model_message
+from worker_service.lora_folder import LoRAFolder
+from worker_service.messages import load_message, model_message
 from worker_service.metrics import WorkerMetrics
 from worker_service.pool_memory import PoolMemory
 from worker_service.rank_watch import RankWatch
@@ -138,8 +140,17 @@ class WorkerProcess:
         )
         self._has_told = False
         """Redis, or tried to."""
-        self._reporter: PrefixReporter
+        self._reporter = PrefixReporter(
+            args.redis,
+            namespace=args.namespace,
+            worker_id=self.identity.worker_id,
+            incarnation=self.identity.incarnation,
+            snapshot=self._prefix_snapshot,
+        )
         self._watchdog: asyncio.Task[None] | None = None
+        self._lora_dir = Path(args.lora_dir).expanduser() if args.lora_dir else None
+        self._lora_folder: LoRAFolder | None = None
+        self._lora_task: asyncio.Task[None] | None = None
         self._ranks = RankWatch(self._on_failure)
         self._metrics: WorkerMetrics | None = None
         self._metrics_server: HttpServer | None = None
@@ -150,8 +161,10 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
+        await self._check_lora_dir()
         pool = await self._load_model()
         self._make_services(pool, make_service)
+        await self._read_lora_dir()
         self._show_metrics()  # before others hear of this worker: its port may be taken
         listening = await self.server.start()
         self._address = args.advertise or listening
@@ -181,6 +194,27 @@ class WorkerProcess:
         self._ranks.watch(self.engine.rank_pids)
         self._load = load_message(self.engine.first_load)
         return memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
+
+    async def _check_lora_dir(self) -> None:
+        """Raises `CannotLoad` where there is no such folder, or no room for what is in it."""
+        if self._lora_dir is None:
+            return
+        if not self._config.lora_room.num:
+            raise CannotLoad("lora_dir needs room for adapters: give --max-loras, too, how many there may be at once")
+        if not await asyncio.to_thread(self._lora_dir.is_dir):
+            raise CannotLoad(f"lora_dir: there is no folder {self._lora_dir}")
+
+    async def _read_lora_dir(self) -> None:
+        """What is there before anybody hears of this worker."""
+        if self._lora_dir is None:
+            return
+        self._lora_folder = LoRAFolder(
+            self._lora_dir,
+            self.engine,
+            names_of_others=[self._config.model.served_model_name],
+            on_change=self._registration.beat_now,
+        )
+        await self._lora_folder.look(waits=False)
 
     def _make_services(self, pool: KVPool, make_service: MakeService) -> None:
         """The role's own, and `Worker`."""
@@ -226,15 +260,10 @@ class WorkerProcess:
         self._metrics_server = show_metrics(self._metrics.registry, self._args.metrics_listen)
 
     def _register(self) -> None:
-        self._reporter = PrefixReporter(
-            self._args.redis,
-            namespace=self._args.namespace,
-            worker_id=self.identity.worker_id,
-            incarnation=self.identity.incarnation,
-            snapshot=self._prefix_snapshot,
-        )
         self._reporter.start()
         self._registration.start()
+        if self._lora_folder is not None:
+            self._lora_task = asyncio.create_task(self._lora_folder.follow())
 
     async def drain(self, grace_s: float) -> None:
         """Take no new work; wait, at most `grace_s` seconds, until what runs has finished. Not without an engine."""
@@ -247,6 +276,9 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the sessions, leave the registry, let go of everything."""
+        if self._lora_task is not None:
+            self._lora_task.cancel()
+            await asyncio.wait([self._lora_task])
         await self.host.end_sessions(SESSIONS_END_S)
         await self._registration.close()
         await self._reporter.close()
@@ -344,6 +376,7 @@ class WorkerProcess:
         return self._record()
 
     def _record(self) -> pb.WorkerRecord:
+        adapters = self.engine.adapters
         return pb.WorkerRecord(
             worker_id=self.identity.worker_id,
             incarnation=self.identity.incarnation,
@@ -354,7 +387,7 @@ class WorkerProcess:
             prefix_key=self._config.prefix_key,
             is_draining=self._is_draining,
             load=self._load,
-            model=model_message(self._config),
+            model=model_message(self._config, adapters),
             protocol_version=PROTOCOL_VERSION,
             lease_ms=self._args.lease_ms,
             can_generate=True,
@@ -364,7 +397,7 @@ class WorkerProcess:
             takes_allowed_token_ids=True,
             takes_bad_words=True,
             takes_thinking_budgets=True,
-            lora_digests=lora_digests(self._config),
+            lora_digests={module.name: module.digest for module in adapters},
             transport=self._args.transport,
             traits=self._traits,
             rival_address=self._registration.rival_address,

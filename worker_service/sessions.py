@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from engine.async_llm_engine import EngineDeadError
+from engine.lora.table import AdapterGone
 from engine.outputs import FinishReason, RequestOutput
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import (
@@ -206,6 +207,8 @@ class SessionHost:
             raise
         except EngineDeadError:
             pass  # the process is ending, and its sessions with it
+        except AdapterGone as error:
+            self._fail(role, stream, Incompatible(str(error)), can_retry=True)
         except ValueError as error:
             self._fail(role, stream, InvalidRequest((), str(error)), can_retry=False)
         except TandemError as error:

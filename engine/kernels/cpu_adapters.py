@@ -14,28 +14,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.kernels.cpu import LANES, PANEL, PanelGatedLinear, PanelLinear, fastest_stack
 from engine.layers import GatedLinear, Linear, MakeLinear
-from engine.lora.adapters import AdapterIds, Adapters, Added, AddedPart
-from engine.lora.modules import LoRAModule
+from engine.lora.adapters import NO_ROOM, AdapterIds, Adapters, Added, AddedPart
+from engine.lora.modules import LoRAModule, LoRARoom
 from engine.models.parts import Parts
 from engine.weight_cut import CutOf, uncut
 
 
-def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf) -> Parts:
-    """`parts`: the kernels'. `cut_of`: see `Adapters`."""
-    adapters = PanelAdapters(modules, cut_of)
+def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf, room: LoRARoom = NO_ROOM) -> Parts:
+    """`parts`: the kernels'. `cut_of`, `room`: see `Adapters`."""
+    adapters = PanelAdapters(modules, cut_of, room)
     return replace(parts, stack=partial(fastest_stack, adapter_ids=lambda: adapters.ids_T), adapters=adapters)
 
 
 class PanelAdapters(Adapters):
-    def __init__(self, modules: Sequence[LoRAModule], cut_of: CutOf = uncut) -> None:
-        super().__init__(modules, "bfloat16", "cpu", cut_of=cut_of)
+    def __init__(self, modules: Sequence[LoRAModule], cut_of: CutOf = uncut, room: LoRARoom = NO_ROOM) -> None:
+        super().__init__(modules, "bfloat16", "cpu", cut_of=cut_of, room=room)
         self.ids_T: torch.Tensor | None = None
         """[T] int32, each row's adapter, 0 for none; None: nobody asks for one."""
 
@@ -48,24 +47,40 @@ class PanelAdapters(Adapters):
         del linear
         gated = gated_linear()
         added = self._take(outputs, inputs)
-        if not added:
+        if not self._is_to_adapt(added):
             return gated
         assert isinstance(gated, PanelGatedLinear)
-        return AdaptedPanelGatedLinear(gated, packed(added, inputs, gated_sixteens(gated)), self)
+        return self._with_place(AdaptedPanelGatedLinear(gated, inputs, self), added, outputs, inputs)
 
     def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
-        del outputs
         assert isinstance(linear, PanelLinear)
-        return AdaptedPanelLinear(linear, packed(added, inputs, sixteens_of(linear)), self)
+        return self._with_place(AdaptedPanelLinear(linear, inputs, self), added, outputs, inputs)
 
 
-class AdaptedPanelLinear(PanelLinear):
-    def __init__(self, linear: PanelLinear, added: Any, adapters: PanelAdapters) -> None:
-        """`added`: see `packed`."""
+class _AddedInPanels:
+    """What adapters add to one product, where its kernels find it."""
+
+    def __init__(self, inputs: int, sixteens: Sixteens) -> None:
+        self.added = torch.classes.tandem_cpu.AddedProduct(inputs, len(sixteens))
+        self._inputs = inputs
+        self._sixteens = sixteens
+
+    def prepare(self, parts: Sequence[AddedPart]) -> PackedParts:
+        return packed(parts, self._inputs, self._sixteens)
+
+    def put(self, adapter_id: int, prepared: PackedParts) -> None:
+        self.added.add(adapter_id, *prepared)
+
+    def remove(self, adapter_id: int) -> None:
+        self.added.remove(adapter_id)
+
+
+class AdaptedPanelLinear(_AddedInPanels, PanelLinear):
+    def __init__(self, linear: PanelLinear, inputs: int, adapters: PanelAdapters) -> None:
+        super().__init__(inputs, sixteens_of(linear))
         self.num_outputs, self.panels, self.scale, self.bias = (
             linear.num_outputs, linear.panels, linear.scale, linear.bias,
         )  # fmt: skip
-        self.added = added
         self._adapters = adapters
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,12 +92,12 @@ class AdaptedPanelLinear(PanelLinear):
         return y
 
 
-class AdaptedPanelGatedLinear(PanelGatedLinear):
-    def __init__(self, gated: PanelGatedLinear, added: Any, adapters: PanelAdapters) -> None:
+class AdaptedPanelGatedLinear(_AddedInPanels, PanelGatedLinear):
+    def __init__(self, gated: PanelGatedLinear, inputs: int, adapters: PanelAdapters) -> None:
+        super().__init__(inputs, gated_sixteens(gated))
         self.num_outputs, self.panels, self.scale, self.bias = (
             gated.num_outputs, gated.panels, gated.scale, gated.bias,
         )  # fmt: skip
-        self.added = added
         self._adapters = adapters
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,31 +123,29 @@ def gated_sixteens(gated: PanelGatedLinear) -> Sixteens:
     return [(start + first, start + size) for first in range(0, size, LANES) for start in (0, size)]
 
 
-def packed(added: Added, inputs: int, sixteens: Sixteens) -> Any:
-    """torch.classes.tandem_cpu.AddedProduct. No sixteen may have outputs of two parts."""
-    product = torch.classes.tandem_cpu.AddedProduct(inputs, len(sixteens))
-    for adapter_id, parts in added.items():
-        # Each part's ranks are filled up to a pair, and all of them together to sixteens.
-        downs = [F.pad(part.down, (0, 0, 0, len(part.down) % 2)) for part in parts]
-        down_RK = torch.cat(downs)
-        down_RK = F.pad(down_RK, (0, 0, 0, -len(down_RK) % LANES))
-        first_pairs = [sum(len(down) for down in downs[:i]) // 2 for i in range(len(downs))]
-        ups, pairs = [], []
-        for first, end in sixteens:
-            assert not any(first < part.start < min(first + LANES, end) for part in parts), "outputs of two parts"
-            owner = next((i for i, part in enumerate(parts) if part.start <= first < _end(part)), None)
-            if owner is None or first >= end:
-                pairs.append((0, 0))
-                continue
-            ups.append(_of_sixteen(parts[owner], first))
-            pairs.append((first_pairs[owner], len(ups[-1])))
-        product.add(
-            adapter_id,
-            down_RK.view(-1, LANES, inputs // 2, 2).transpose(1, 2).contiguous(),
-            torch.cat(ups),
-            torch.tensor(pairs),
-        )
-    return product
+PackedParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A, B, and of each sixteen its first pair of ranks and their number, as torch.classes.tandem_cpu.AddedProduct.add
+takes them."""
+
+
+def packed(parts: Sequence[AddedPart], inputs: int, sixteens: Sixteens) -> PackedParts:
+    """Of one adapter. No sixteen may have outputs of two parts."""
+    # Each part's ranks are filled up to a pair, and all of them together to sixteens.
+    downs = [F.pad(part.down, (0, 0, 0, len(part.down) % 2)) for part in parts]
+    down_RK = torch.cat(downs)
+    down_RK = F.pad(down_RK, (0, 0, 0, -len(down_RK) % LANES))
+    first_pairs = [sum(len(down) for down in downs[:i]) // 2 for i in range(len(downs))]
+    ups, pairs = [], []
+    for first, end in sixteens:
+        assert not any(first < part.start < min(first + LANES, end) for part in parts), "outputs of two parts"
+        owner = next((i for i, part in enumerate(parts) if part.start <= first < _end(part)), None)
+        if owner is None or first >= end:
+            pairs.append((0, 0))
+            continue
+        ups.append(_of_sixteen(parts[owner], first))
+        pairs.append((first_pairs[owner], len(ups[-1])))
+    down = down_RK.view(-1, LANES, inputs // 2, 2).transpose(1, 2).contiguous()
+    return down, torch.cat(ups), torch.tensor(pairs)
 
 
 def _end(part: AddedPart) -> int:

@@ -1,10 +1,11 @@
 """The adapters' weights, and products with what they add.
 
-    Adapters(modules) ──adapt(product)──> one for each product that some adapter changes
-          └── assign, before each step: which of its rows are whose
+    Adapters(modules) ──adapt(product)──> one for each product that some adapter changes, or may come to change
+          ├── assign, before each step: which of its rows are whose
+          └── read (any thread) ──> put, and some day remove, between two steps: one that comes while the engine runs
 
-Owns the weights: in the model's dtype, `s` multiplied into B. Read at load, whole and checked, read-only afterwards.
-What is assigned holds until the next time.
+Owns the weights: in the model's dtype, `s` multiplied into B. Read whole and checked, read-only afterwards. What is
+assigned holds until the next time.
 
 Shapes: T tokens of a step, n those of one adapter, R ranks of a product's adapters side by side.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 
 from engine.kv_cache import TORCH_DTYPES
 from engine.layers import GatedLinear, Linear, MakeLinear
-from engine.lora.modules import WEIGHTS_FILE, LoRAModule
+from engine.lora.modules import WEIGHTS_FILE, LoRAModule, LoRARoom
 from engine.model_loader.weights import PLAIN_DTYPES, open_tensors
 from engine.to_device import to_device
 from engine.weight import Weight
@@ -31,6 +33,9 @@ PREFIX = "base_model.model."
 """Of all names in PEFT's files: its wrappers around the model."""
 RANK_GRAIN = 16
 """Ranks are filled up with zeros to a multiple: kernels take inputs in pairs, and more at once."""
+
+NO_ROOM = LoRARoom()
+_Adapted = TypeVar("_Adapted", bound="AdaptedProduct")
 
 AdapterIds = NDArray[np.int64]
 """[T] the adapter of each row of a step, from 1 on in the order of the modules, 0 for none; [0] where nobody asks."""
@@ -52,6 +57,31 @@ Added = Mapping[int, Sequence[AddedPart]]
 """To one product, by the adapters' ids; of those alone that change it."""
 
 
+class AdaptedProduct(Protocol):
+    """A product that adapters change. `prepare` is called on any thread, the others between two steps."""
+
+    def prepare(self, parts: Sequence[AddedPart]) -> Any:
+        """What `put` takes, of one adapter."""
+
+    def put(self, adapter_id: int, prepared: Any) -> None:
+        """From now on it adds this to its rows, of which there are none yet."""
+
+    def remove(self, adapter_id: int) -> None:
+        """It has no rows any more, and adds nothing."""
+
+
+class Place(NamedTuple):
+    """A product that adapters may come to change, and what it computes."""
+
+    product: AdaptedProduct
+    outputs: Mapping[str, int]
+    inputs: int
+
+
+ReadAdapter = Sequence[tuple[AdaptedProduct, Any]]
+"""An adapter's weights, on the device, as its products take them."""
+
+
 class Adapters:
     """Of one engine. These compute with plain products, two for each adapter in a step; kernels have their own, which
     take all at once (`engine.kernels.cpu_adapters`, `engine.kernels.gpu.adapters`).
@@ -66,14 +96,19 @@ class Adapters:
         device: str,
         linear: MakeLinear = Linear,
         cut_of: CutOf = uncut,
+        room: LoRARoom = NO_ROOM,
     ) -> None:
         """`linear`: what multiplies with an adapter's weights. `cut_of`: which part of the model's products is here, to
-        which a part of what adapters add belongs."""
+        which a part of what adapters add belongs. `room`: for adapters that come later."""
         self.rows: Sequence[tuple[int, torch.Tensor]] = ()
         """For each adapter in the step its id and its rows."""
         self._linear = linear
-        self._device = device
-        self._files = [_AdapterFile(module, TORCH_DTYPES[dtype], device, cut_of) for module in modules]
+        self._dtype, self._device = TORCH_DTYPES[dtype], device
+        self._cut_of = cut_of
+        self._room = room
+        self._files = [self._open(module) for module in modules]
+        self._places: list[Place] = []
+        """Where there is room."""
 
     def assign(self, adapter_ids: AdapterIds) -> None:
         """In what is computed from now on these rows are those adapters', and all others nobody's."""
@@ -88,14 +123,14 @@ class Adapters:
     def adapt(self, linear: Linear, outputs: Mapping[str, int], inputs: int) -> Linear:
         """`linear` and what adapters add to it: it computes the products of those names, one below the other."""
         added = self._take(outputs, inputs)
-        return self._adapted(linear, added, outputs, inputs) if added else linear
+        return self._adapted(linear, added, outputs, inputs) if self._is_to_adapt(added) else linear
 
     def adapt_gated(
         self, gated_linear: Callable[..., GatedLinear], linear: MakeLinear, outputs: Mapping[str, int], inputs: int
     ) -> GatedLinear:
         """The same of a gate and what it is applied to: what `gated_linear` makes, of products that `linear` makes."""
         added = self._take(outputs, inputs)
-        if not added:
+        if not self._is_to_adapt(added):
             return gated_linear()
 
         def adapted(weight: Weight, bias: torch.Tensor | None) -> Linear:
@@ -109,31 +144,69 @@ class Adapters:
         for file in self._files:
             file.check_all_taken()
 
+    # -- adapters that come and go ------------------------------------------------------------------------------
+
+    def read(self, module: LoRAModule) -> ReadAdapter:
+        """Its weights, for `put`. On any thread, beside steps. Raises `ValueError` where it does not fit the model."""
+        self._room.check_rank(module)
+        file = self._open(module)
+        parts = [(place.product, file.take_all(place.outputs, place.inputs)) for place in self._places]
+        file.check_all_taken()
+        return [(product, product.prepare(of_product)) for product, of_product in parts if of_product]
+
+    def put(self, adapter_id: int, adapter: ReadAdapter) -> None:
+        """Between two steps: the number's rows are this adapter's from now on. Nothing else has the number."""
+        for product, prepared in adapter:
+            product.put(adapter_id, prepared)
+
+    def remove(self, adapter_id: int) -> None:
+        """Between two steps: nobody asks for it any more."""
+        for place in self._places:
+            place.product.remove(adapter_id)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _open(self, module: LoRAModule) -> _AdapterFile:
+        return _AdapterFile(module, self._dtype, self._device, self._cut_of)
+
+    def _is_to_adapt(self, added: Added) -> bool:
+        return bool(added) or self._room.num > 0
+
     def _take(self, outputs: Mapping[str, int], inputs: int) -> Added:
-        added: dict[int, list[AddedPart]] = {}
-        for adapter_id, file in enumerate(self._files, start=1):
-            start = 0
-            for name, size in outputs.items():
-                pair = file.take(name, size, inputs)
-                if pair is not None:
-                    added.setdefault(adapter_id, []).append(AddedPart(start, *pair))
-                start += size
-        return added
+        taken = {number: file.take_all(outputs, inputs) for number, file in enumerate(self._files, start=1)}
+        return {number: parts for number, parts in taken.items() if parts}
 
     def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
-        del inputs
-        num_outputs = sum(outputs.values())
-        products = {number: AddedProduct(parts, num_outputs, self._linear) for number, parts in added.items()}
-        return AdaptedLinear(linear, products, self)
+        adapted = AdaptedLinear(linear, sum(outputs.values()), self._linear, self)
+        return self._with_place(adapted, added, outputs, inputs)
+
+    def _with_place(self, adapted: _Adapted, added: Added, outputs: Mapping[str, int], inputs: int) -> _Adapted:
+        """It, with what the adapters of the start add, and to be found by later ones."""
+        for adapter_id, parts in added.items():
+            adapted.put(adapter_id, adapted.prepare(parts))
+        if self._room.num:
+            self._places.append(Place(adapted, outputs, inputs))
+        return adapted
 
 
 class AdaptedLinear(Linear):
     """A product of all rows, and for the rows of each adapter what it adds."""
 
-    def __init__(self, linear: Linear, added: Mapping[int, AddedProduct], adapters: Adapters) -> None:
+    def __init__(self, linear: Linear, num_outputs: int, adapter_linear: MakeLinear, adapters: Adapters) -> None:
         self._linear = linear
-        self._added = added
+        self._num_outputs = num_outputs
+        self._adapter_linear = adapter_linear
+        self._added: dict[int, AddedProduct] = {}
         self._adapters = adapters
+
+    def prepare(self, parts: Sequence[AddedPart]) -> AddedProduct:
+        return AddedProduct(parts, self._num_outputs, self._adapter_linear)
+
+    def put(self, adapter_id: int, prepared: AddedProduct) -> None:
+        self._added[adapter_id] = prepared
+
+    def remove(self, adapter_id: int) -> None:
+        self._added.pop(adapter_id, None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]"""
@@ -181,6 +254,16 @@ class _AdapterFile:
         self._left = set(self._handle.keys())
         if not self._left:
             raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")
+
+    def take_all(self, outputs: Mapping[str, int], inputs: int) -> list[AddedPart]:
+        """What it adds to the products of those names, which are one product, one below the other."""
+        parts, start = [], 0
+        for name, size in outputs.items():
+            pair = self.take(name, size, inputs)
+            if pair is not None:
+                parts.append(AddedPart(start, *pair))
+            start += size
+        return parts
 
     def take(self, product: str, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A [R, inputs] and s B [outputs, R] of the product of that name; None: it is left as it is. Of a part of its

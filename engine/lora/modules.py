@@ -17,7 +17,7 @@ MAX_RANK = 512
 MAX_ALPHA = 1_000_000
 MAX_CONFIG_BYTES = 1 << 20
 EXAMPLE = "sql=/models/sql-adapter"
-_NAME = re.compile(r"[\w./:-]{1,128}")
+NAME = re.compile(r"[\w./:-]{1,128}")
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "use_dora": (None, False),
     "bias": (None, "none"),
@@ -54,6 +54,22 @@ class LoRAModule:
     """Of all that its numbers depend on, the name not among them: 32 characters."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoRARoom:
+    """Of adapters that come while the engine runs."""
+
+    num: int = 0
+    """How many there may be at once, those included that are leaving."""
+    max_rank: int = MAX_RANK
+
+    def check_rank(self, module: LoRAModule) -> None:
+        """Raises `ValueError` for one that is too large."""
+        if module.rank > self.max_rank:
+            raise ValueError(
+                f"adapter {module.name!r}: r must be at most max_lora_rank={self.max_rank}, is {module.rank}"
+            )
+
+
 def parse_lora_modules(text: str) -> dict[str, Path]:
     """`name=folder,name=folder` or a JSON object. Raises `ValueError` that begins with the field's name."""
     pairs: list[tuple[Any, Any]]
@@ -69,7 +85,7 @@ def parse_lora_modules(text: str) -> dict[str, Path]:
     for name, folder in pairs:
         if not isinstance(folder, str) or not folder or not name:
             raise ValueError(f"lora_modules must name each adapter's folder, as in {EXAMPLE}, is {text!r}")
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ValueError(
                 f"lora_modules: a name must be of 1 to 128 letters, digits and any of . / : _ -, is {name!r}"
             )

@@ -102,7 +102,7 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGrou
     parts = _parts_of(config)
     if isinstance(shape, DecoderConfig):
         weights = _weights_of(config)
-        if config.lora_modules:
+        if config.lora_modules or config.lora_room.num:
             parts = _adapted(config, parts, _cuts_of(shape, group))
         if group is not None:
             from engine.tensor_parallel.sharing import shared_out
@@ -125,20 +125,21 @@ def _cuts_of(shape: DecoderConfig, group: RankGroup | None) -> CutOf:
 
 def _adapted(config: EngineConfig, parts: Parts, cut_of: CutOf) -> Parts:
     """These, with the engine's adapters, of which each product has the part that it has of the model's."""
-    modules, dtype, device = config.lora_modules, config.model.dtype, config.device.device
+    modules, room = config.lora_modules, config.lora_room
+    dtype, device = config.model.dtype, config.device.device
     if config.device.attention_backend == "cpu":
         from engine.kernels.cpu_adapters import with_adapters
 
-        return with_adapters(parts, modules, cut_of)
+        return with_adapters(parts, modules, cut_of, room)
     if config.device.uses_triton:
         from engine.kernels.gpu.adapters import TritonAdapters
 
-        return replace(parts, adapters=TritonAdapters(modules, dtype, device, cut_of))
+        return replace(parts, adapters=TritonAdapters(modules, dtype, device, cut_of, room))
     from engine.lora.adapters import Adapters
 
     # What adapters' weights are multiplied by is never in 8 bits.
     linear = replace(config, model=replace(config.model, quantization="none"))
-    return replace(parts, adapters=Adapters(modules, dtype, device, _parts_of(linear).linear, cut_of))
+    return replace(parts, adapters=Adapters(modules, dtype, device, _parts_of(linear).linear, cut_of, room))
 
 
 def _load_transformers_model(

@@ -37,7 +37,14 @@ from engine.config import (
 )
 from engine.kernels.build import cpu_arithmetic
 from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
-from engine.lora.modules import WEIGHTS_FILE, LoRAModule, check_lora_folder, parse_lora_modules, read_lora_module
+from engine.lora.modules import (
+    WEIGHTS_FILE,
+    LoRAModule,
+    LoRARoom,
+    check_lora_folder,
+    parse_lora_modules,
+    read_lora_module,
+)
 from engine.memory import least_gib, memory_bytes, most_gib
 from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
 from engine.models import ModelShape, load_model_shape
@@ -110,6 +117,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         device=_device_config(args, backend, needs),
         load=LoadConfig(load_format="dummy" if args.load_format == "dummy" else "safetensors", seed=args.seed),
         lora_modules=lora_modules,
+        lora_room=LoRARoom(num=args.max_loras, max_rank=args.max_lora_rank),
         compat_digest=compat_digest(
             shape, stored, _as_computed(args, model, stored, backend), cache, num_ranks, _arithmetic(backend, needs)
         ),
@@ -263,16 +271,25 @@ def _served_model_name(args: EngineArgs) -> str:
 def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]:
     served_model_name = _served_model_name(args)
     folders = parse_lora_modules(args.lora_modules)
-    if folders and not isinstance(shape, DecoderConfig):
-        raise ValueError("lora_modules must be empty for models that transformers' code computes")
+    if (folders or args.max_loras) and not isinstance(shape, DecoderConfig):
+        field, must = ("lora_modules", "empty") if folders else ("max_loras", "0")
+        raise ValueError(f"{field} must be {must} for models that transformers' code computes")
+    if args.max_loras and args.tensor_parallel_size > 1:
+        raise ValueError(
+            "max_loras needs tensor_parallel_size=1: on several ranks adapters do not come and go; lora_modules are "
+            f"there from the start; tensor_parallel_size is {args.tensor_parallel_size}"
+        )
     own_names = [served_model_name, *map(str.strip, args.served_model_name.split(","))]
     if taken := [name for name in own_names if name in folders]:
         raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another")
-    modules = []
-    for name, path in sorted(folders.items()):
-        check_lora_folder(name, path)
-        modules.append(read_lora_module(name, path.resolve(), digest_files([path / WEIGHTS_FILE])))
-    return tuple(modules)
+    return tuple(lora_module_of(name, path) for name, path in sorted(folders.items()))
+
+
+def lora_module_of(name: str, path: Path) -> LoRAModule:
+    """The adapter in a folder, whose weights are read through for their digest. Raises `ValueError` where there is
+    none that can be served."""
+    check_lora_folder(name, path)
+    return read_lora_module(name, path.resolve(), digest_files([path / WEIGHTS_FILE]))
 
 
 def _dtype(args: EngineArgs, hf_config: dict[str, Any]) -> str:

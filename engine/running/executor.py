@@ -16,6 +16,8 @@ from engine.cache_dir import report
 from engine.config import GIB, EngineConfig
 from engine.kv_cache import KVCacheShape
 from engine.kv_memory import KVMemory
+from engine.lora.adapters import Adapters, ReadAdapter
+from engine.lora.modules import LoRAModule
 from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens
@@ -82,6 +84,28 @@ class Executor:
         """`wake` is called, on any thread, when there are some to be taken."""
         if self._host_copies is not None:
             self._host_copies.on_done = wake
+
+    @torch.inference_mode()
+    def read_adapter(self, module: LoRAModule) -> ReadAdapter:
+        """See `Adapters.read`; for `put_adapter`. On any thread."""
+        return self._adapters.read(module)
+
+    @torch.inference_mode()
+    def put_adapter(self, number: int, adapter: ReadAdapter) -> None:
+        """Between two steps, of which one may be in flight: it does not compute rows of that number."""
+        self._adapters.put(number, adapter)
+
+    @torch.inference_mode()
+    def remove_adapter(self, number: int) -> None:
+        """As `put_adapter`."""
+        self._adapters.remove(number)
+
+    @property
+    def _adapters(self) -> Adapters:
+        adapters = self._worker.runner.adapters
+        if adapters is None:
+            raise ValueError("max_loras is 0: the engine has no room for further adapters")
+        return adapters
 
     def close(self) -> None:
         """Nothing is launched any more. To be called by an engine that is to end before its process does."""

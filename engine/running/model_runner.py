@@ -14,6 +14,7 @@ from engine.attention import PagedBackend
 from engine.config import EngineConfig
 from engine.kernels import sampling
 from engine.kv_cache import clear_blocks
+from engine.lora.adapters import Adapters
 from engine.models.layer import OnLayer
 from engine.models.model import Model
 from engine.running.decode_graphs import RECORDING_BYTES, CudaRecorder, DecodeGraphs
@@ -70,6 +71,11 @@ class ModelRunner:
         """What the step launched last samples, on the device: where the next one goes on from."""
         self._row_of: dict[int, int] = {}
         """By `seq_id`, where."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """None: there are none, and none can come."""
+        return self._model.adapters
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
         """Of the step that is launched next."""

@@ -89,9 +89,10 @@ def _at_the_longest_end(config: EngineConfig, number: int, num_new: int) -> Sche
 
 
 def _largest_adapter(config: EngineConfig) -> int:
-    """By its rank; 0 where there is none. Of several in a step each takes the memory of its own rows."""
+    """By its rank; 0 where there is none. Of several in a step each takes the memory of its own rows. Where there is
+    room for more, all take what the largest may."""
     ranks = [0, *(module.rank for module in config.lora_modules)]
-    return ranks.index(max(ranks))
+    return len(ranks) if config.lora_room.num else ranks.index(max(ranks))
 
 
 def measured_steps(config: EngineConfig) -> tuple[int, list[SchedulerOutput]]:

@@ -64,7 +64,8 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
     most, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
 
     def scheduled(number: int, length: int, num_new: int, block: int, params: SamplingParams) -> ScheduledSequence:
-        lora_id = min(1, len(config.lora_modules))  # what is launched for any of them is launched for all
+        # What is launched for any of them is launched for all.
+        lora_id = min(1, len(config.lora_modules) + config.lora_room.num)
         return dummy(number, length, num_new, [block] * -(-length // block_size), params, lora_id)
 
     for num_tokens in prompt_lengths(most):

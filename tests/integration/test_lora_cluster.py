@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
     write_model(folder / "base", CONFIG | {"vocab_size": 49152, "max_position_embeddings": 512})
     shutil.copy(model_folder / "tokenizer.json", folder / "base")
     write_adapter(folder / "a", seed=1)
-    write_adapter(folder / "b", seed=2)
+    write_adapter(folder / "dir" / "b", seed=2)
     return folder
 
 
@@ -51,7 +51,7 @@ def expected(folder: Path) -> dict[str, list[int]]:
     """By one engine that does it all."""
     args = EngineArgs(
         model=str(folder / "base"), load_format="dummy", dtype="float32", num_kv_blocks=64, num_threads=1, device="cpu",
-        lora_modules=f"a={folder / 'a'},b={folder / 'b'}",
+        lora_modules=f"a={folder / 'a'},b={folder / 'dir' / 'b'}",
     )  # fmt: skip
     engine = LLMEngine(create_engine_config(args))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -65,13 +65,14 @@ def expected(folder: Path) -> dict[str, list[int]]:
 def cluster(folder: Path, start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
     return start_cluster(
         "--model", str(folder / "base"), "--load-format", "dummy", "--dtype", "float32", "--kv-cache-gib", "0.05",
-        "--lora-modules", f"a={folder / 'a'},b={folder / 'b'}", "--num-threads", "1", "--decode", "2",
+        "--lora-modules", f"a={folder / 'a'}", "--lora-dir", str(folder / "dir"), "--max-loras", "2",
+        "--num-threads", "1", "--decode", "2",
         "--http-port", "0", "--metrics-port", "0",
     )  # fmt: skip
 
 
-def ask(client: Client, name: str) -> pb.GenerateResponse | Any:
-    return client.generate(PROMPT, model=name, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+def ask(client: Client, name: str, **asked: Any) -> pb.GenerateResponse | Any:
+    return client.generate(PROMPT, model=name, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, **asked)
 
 
 def test_each_adapter_answers_as_itself(cluster: RunningCluster, expected: dict[str, list[int]]) -> None:
@@ -135,6 +136,31 @@ def test_over_http(cluster: RunningCluster, expected: dict[str, list[int]]) -> N
         refused = http.post("/v1/completions", json=body | {"model": "c"})
         assert refused.status_code == 404
         assert "'a', 'b'" in refused.json()["error"]["message"]
+
+
+def test_one_that_is_put_into_the_folder_and_taken_away(
+    cluster: RunningCluster, folder: Path, expected: dict[str, list[int]]
+) -> None:
+    """Known where all know it, or some: as soon as a decode worker has it. Prefilled by one and decoded by another as
+    soon as both have."""
+    shutil.copytree(folder / "a", folder / "dir" / ".c")
+    (folder / "dir" / ".c").rename(folder / "dir" / "c")
+    with Client(cluster.address) as client:
+        wait_until(lambda: "c" in client.model_info().lora_names, 30, "one worker has it")
+        modes = []
+
+        def is_handed_over() -> bool:
+            answer = ask(client, "c", cache_salt=str(len(modes)))  # cached nowhere: who has it would prefill, too
+            assert answer.token_ids == expected["a"][:NUM_TOKENS]
+            modes.append(answer.timings.mode)
+            return modes[-1] == pb.MODE_DISAGGREGATED
+
+        wait_until(is_handed_over, 30, "the prefill worker has it, too", lambda: modes)
+        shutil.rmtree(folder / "dir" / "c")
+        wait_until(lambda: "c" not in client.model_info().lora_names, 30, "nobody has it")
+        with pytest.raises(InvalidRequest, match="is 'c'"):
+            ask(client, "c")
+        assert ask(client, "b").token_ids == expected["b"][:NUM_TOKENS]
 
 
 def test_metrics_name_the_adapters_that_are_asked_for(cluster: RunningCluster) -> None:

@@ -38,6 +38,7 @@ from engine import attention
 from engine.attention import choice
 from engine.attention.flash_calls import flash_attn_3_calls
 from engine.llm_engine import LLMEngine
+from engine.model_loader.model_config import lora_module_of
 from engine.running.decode_graphs import RECORDING_BYTES, DecodeGraphs
 from engine.running.pool_size import largest_step, measured_steps
 
@@ -198,6 +199,41 @@ def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch
     told = answers(engine)
     assert set(replayed) == {True, False}
     assert told == answers(make_engine(tmp_path, config, **settings | {"attention_backend": "torch"}))
+
+
+def test_adapters_that_come_and_go_beside_recorded_steps(
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that were recorded before there was one compute whichever is in its place."""
+    for seed, (name, rank) in enumerate({"a": 4, "b": 20, "c": 7}.items()):
+        write_adapter(tmp_path / name, rank=rank, seed=seed)
+    settings = SMALL | {"max_loras": 2, "max_lora_rank": 24, "max_num_seqs": 2}
+    config, prompt = LORA_CONFIG | {"eos_token_id": 1}, [5 + 3 * i for i in range(9)]
+    num_replayed = 0
+    run = DecodeGraphs.run
+
+    def replay(self: DecodeGraphs, batch: Any) -> Any:
+        nonlocal num_replayed
+        num_replayed += bool(len(batch.adapter_ids))
+        return run(self, batch)
+
+    monkeypatch.setattr(DecodeGraphs, "run", replay)
+
+    def answers(engine: LLMEngine) -> list[list[int]]:
+        told = []
+        for name, gone in (("a", ""), ("b", ""), ("c", "a"), ("a", "b")):
+            if gone:
+                engine.remove_lora(gone)
+                assert engine.free_loras(engine.loras.leaving) == []
+            module = lora_module_of(name, tmp_path / name)
+            engine.add_lora(module, engine.read_lora(module))
+            told += [alone(engine, prompt, GREEDY, lora_name=each.name) for each in engine.loras.served]
+        return [*told, alone(engine, prompt, GREEDY)]
+
+    told = answers(make_engine(tmp_path, config, **settings))
+    assert num_replayed > len(told)
+    assert told == answers(make_engine(tmp_path, config, **settings | {"attention_backend": "torch"}))
+    assert len({tuple(each) for each in told}) == 4
 
 
 def test_steps_that_cannot_be_recorded_say_what_to_do(

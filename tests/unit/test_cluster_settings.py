@@ -35,6 +35,7 @@ TEXTS = {
     "chat_template": __file__,
     "generation_config": "vllm",
     "log_level": "debug",
+    "lora_dir": "adapters",
     "namespace": "other",
     "otlp_traces_endpoint": "http://127.0.0.1:4317",
     "override_generation_config": '{"temperature": 0.5}',
@@ -149,7 +150,7 @@ def test_every_engine_setting_reaches_the_worker() -> None:
     given = EngineArgs(
         model=str(FOLDER), served_model_name="s", dtype="float32", load_format="dummy", seed=1, max_model_len=2,
         block_size=4, tensor_parallel_size=2,
-        lora_modules="sql=/adapters/sql",
+        lora_modules="sql=/adapters/sql", max_loras=3, max_lora_rank=24,
         num_kv_blocks=5, kv_cache_gib=0.5, kv_offloading_size=0.5, gpu_memory_utilization=0.5,
         enable_prefix_caching=False, max_num_seqs=6, max_num_batched_tokens=7, prefill_chunk_tokens=8,
         prefill_batch_tokens=6, max_itl_ms=3.0, stream_interval=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -15,9 +16,6 @@ from engine.kernels.cpu_adapters import (
     AdaptedPanelGatedLinear,
     AdaptedPanelLinear,
     PanelAdapters,
-    gated_sixteens,
-    packed,
-    sixteens_of,
 )
 from engine.lora.adapters import AddedPart
 
@@ -73,14 +71,23 @@ IDS = [1, 0, 2, 1, 4, 3, 7, 0, 1, 2, 4, 4, 9, 1]
 """Of rows: some of adapters that change nothing, one that nobody knows."""
 
 
+Product = TypeVar("Product", AdaptedPanelLinear, AdaptedPanelGatedLinear)
+
+
 def rows_of(num_rows: int) -> list[int]:
     return [IDS[i % len(IDS)] for i in range(num_rows)]
+
+
+def with_added(product: Product, added: Added) -> Product:
+    for number, parts in added.items():
+        product.put(number, product.prepare(parts))
+    return product
 
 
 def linear_of(inputs: int, sizes: list[int], added: Added) -> tuple[torch.Tensor, AdaptedPanelLinear, PanelAdapters]:
     weight = drawn(sum(sizes), inputs, seed=1)
     plain, adapters = PanelLinear(weight), PanelAdapters(())
-    return weight, AdaptedPanelLinear(plain, packed(added, inputs, sixteens_of(plain)), adapters), adapters
+    return weight, with_added(AdaptedPanelLinear(plain, inputs, adapters), added), adapters
 
 
 @pytest.mark.parametrize(("inputs", "sizes"), SHAPES)
@@ -102,7 +109,7 @@ def test_added_to_a_gate_and_what_it_is_applied_to(num_rows: int, inputs: int, s
     added = {key: parts for key, parts in added_of(inputs, [size, size], RANKS).items() if parts}
     weight, adapters = drawn(2 * size, inputs, seed=1) / inputs**0.5, PanelAdapters(())
     gated = PanelGatedLinear(*weight.chunk(2), None, None)
-    product = AdaptedPanelGatedLinear(gated, packed(added, inputs, gated_sixteens(gated)), adapters)
+    product = with_added(AdaptedPanelGatedLinear(gated, inputs, adapters), added)
     x, ids = drawn(num_rows, inputs, seed=2), rows_of(num_rows)
     adapters.assign(np.array(ids))
     gate, up = expected_of(x, weight, added, ids).chunk(2, dim=1)
@@ -136,10 +143,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(is_gated: bool) -> None:
     product: Callable[[torch.Tensor], torch.Tensor]
     if is_gated:
         gated = PanelGatedLinear(*weight.chunk(2), None, None)
-        product = AdaptedPanelGatedLinear(gated, packed(added, 576, gated_sixteens(gated)), adapters)
+        product = with_added(AdaptedPanelGatedLinear(gated, 576, adapters), added)
     else:
         plain = PanelLinear(weight)
-        product = AdaptedPanelLinear(plain, packed(added, 576, sixteens_of(plain)), adapters)
+        product = with_added(AdaptedPanelLinear(plain, 576, adapters), added)
     x, ids = drawn(400, 576, seed=2), np.array([(i * i) % 4 for i in range(200)] + [1] * 200)
     # Large numbers that nearly take each other away: added up in another order, what is left of them is another.
     x[:, 288:] = 100 * x[:, :288] + x[:, 288:]
@@ -153,6 +160,22 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(is_gated: bool) -> None:
                 some = slice(first, first + num_rows)
                 adapters.assign(ids[some])
                 assert torch.equal(product(x[some].contiguous()), whole[some]), (num_threads, num_rows, first)
+
+
+def test_of_one_that_is_gone_nothing_is_left() -> None:
+    added, ids = added_of(64, [40], {1: [16], 2: [5]}), [1, 0, 2, 2, 1]
+    _, product, adapters = linear_of(64, [40], added)
+    _, other, _ = linear_of(64, [40], {1: added[1]})
+    x = drawn(len(ids), 64, seed=2)
+    adapters.assign(np.array(ids))
+    with_both = product(x)
+    product.remove(2)
+    product.remove(9)
+    other._adapters.assign(np.array(ids))  # type: ignore[attr-defined]
+    assert torch.equal(product(x), other(x))
+    assert not torch.equal(product(x), with_both)
+    product.put(2, product.prepare(added[2]))
+    assert torch.equal(product(x), with_both)
 
 
 def test_what_does_not_fit_is_refused() -> None:

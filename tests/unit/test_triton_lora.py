@@ -9,6 +9,7 @@ from triton_device import DEVICE
 
 from engine.kernels.gpu.lora import TILE_ROWS, StackedAdapters, add_adapters, max_tiles, tiles_of
 from engine.lora.adapters import AddedPart
+from engine.lora.modules import LoRARoom
 
 BFLOAT16 = torch.bfloat16
 UNIT = {torch.float32: 2**-19, torch.float16: 2**-9, BFLOAT16: 2**-6}
@@ -82,6 +83,32 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         y = plain[rows]
         add_adapters(x[rows], stacked, on_device([ids[row] for row in rows], 9), y)
         assert torch.equal(y, whole[rows]), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_those_that_come_later_add_the_same(dtype: torch.dtype) -> None:
+    """In the places that are kept for them, one after the other in the same."""
+    sizes, inputs, ids = [48, 16, 20], 130, [1, 0, 4, 2, 6, 0, 4, *[1] * 20, 2]
+    added = added_of(inputs, sizes, dtype)
+    x, plain = (randn(len(ids), size, dtype=dtype, seed=size) for size in (inputs, sum(sizes)))
+    expected = plain.clone()
+    add_adapters(x, StackedAdapters.of(added, sizes, inputs, NUM_ADAPTERS), on_device(ids), expected)
+    room = LoRARoom(num=3, max_rank=40)
+    stacked = StackedAdapters.of({1: added[1]}, sizes, inputs, 3, room=room, dtype=dtype, device=str(DEVICE))
+    assert set(stacked.slots) == {4, 5, 6}
+    where = {1: 1, 4: 4, 2: 5, 6: 6}
+    for number in (4, 6, 2):
+        stacked.put(where[number], *stacked.prepare(added[4]))  # of a larger rank, before
+        stacked.put(where[number], *stacked.prepare(added[number]))
+    y, tiles = plain.clone(), on_device([where.get(number, 0) for number in ids])
+    add_adapters(x, stacked, tiles, y)
+    assert torch.equal(y, expected)
+    stacked.remove(4)
+    y = plain.clone()
+    add_adapters(x, stacked, tiles, y)
+    is_of_4 = torch.tensor([number == 4 for number in ids], device=DEVICE)
+    assert torch.equal(y[is_of_4], plain[is_of_4])
+    assert torch.equal(y[~is_of_4], expected[~is_of_4])
 
 
 def test_rows_are_sorted_into_tiles_of_one_adapter() -> None:

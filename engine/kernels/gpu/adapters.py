@@ -16,8 +16,8 @@ import torch
 
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters, max_tiles, tiles_of
 from engine.layers import Linear
-from engine.lora.adapters import AdapterIds, Adapters, Added
-from engine.lora.modules import LoRAModule
+from engine.lora.adapters import NO_ROOM, AdapterIds, Adapters, Added
+from engine.lora.modules import LoRAModule, LoRARoom
 from engine.to_device import fill, to_device
 from engine.weight_cut import CutOf, uncut
 
@@ -25,9 +25,16 @@ from engine.weight_cut import CutOf, uncut
 class TritonAdapters(Adapters):
     """They keep addresses, as `engine.running.decode_graphs.AdapterKeeper` has it."""
 
-    def __init__(self, modules: Sequence[LoRAModule], dtype: str, device: str, cut_of: CutOf = uncut) -> None:
-        super().__init__(modules, dtype, device, cut_of=cut_of)
-        self._num_adapters = len(modules)
+    def __init__(
+        self,
+        modules: Sequence[LoRAModule],
+        dtype: str,
+        device: str,
+        cut_of: CutOf = uncut,
+        room: LoRARoom = NO_ROOM,
+    ) -> None:
+        super().__init__(modules, dtype, device, cut_of=cut_of, room=room)
+        self._num_at_start, self._num_adapters = len(modules), len(modules) + room.num
         self.tiles_GI: torch.Tensor | None = None
         """Of the step that is computed; None: nobody asks for an adapter."""
 
@@ -50,9 +57,11 @@ class TritonAdapters(Adapters):
         fill(tiles_GI, tiles_of(adapter_ids, len(tiles_GI)))
 
     def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
-        return AdaptedLinear(
-            linear, StackedAdapters.of(added, list(outputs.values()), inputs, self._num_adapters), self
-        )
+        stacked = StackedAdapters.of(
+            added, list(outputs.values()), inputs, self._num_at_start,
+            room=self._room, dtype=self._dtype, device=self._device,
+        )  # fmt: skip
+        return self._with_place(AdaptedLinear(linear, stacked, self), {}, outputs, inputs)
 
 
 class AdaptedLinear(Linear):
@@ -62,6 +71,10 @@ class AdaptedLinear(Linear):
         self._linear = linear
         self._stacked = stacked
         self._adapters = adapters
+        self.prepare, self.remove = stacked.prepare, stacked.remove
+
+    def put(self, adapter_id: int, prepared: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._stacked.put(adapter_id, *prepared)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]"""

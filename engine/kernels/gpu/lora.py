@@ -27,7 +27,9 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from engine.lora.adapters import AddedPart
+from engine.lora.adapters import NO_ROOM, AddedPart
+from engine.lora.modules import LoRARoom
+from engine.to_device import fill
 
 TILE_ROWS = 16
 """The fewest that tensor cores take. Rows of prompts may have larger tiles some day: no GPU has measured it."""
@@ -66,7 +68,7 @@ class StackedAdapters:
     """All adapters' weights of one product."""
 
     weights: torch.Tensor
-    """One after the other: A [P * R, K] and B [N, R] of each, R its own."""
+    """One after the other: A [P * R, K] and B [N, R] of each, R its own. Then, of as many as there is room for."""
     table: torch.Tensor
     """[adapters + 1, 3] int64: by id, where A and B begin, and R; 0: it adds nothing."""
     blocks: torch.Tensor
@@ -77,45 +79,91 @@ class StackedAdapters:
     num_inputs: int
     num_outputs: int
     max_ranks: int
-    """Of all parts together, of the adapter that has most."""
+    """Of all parts together, of the adapter that has most, or may have."""
+    starts: Sequence[int]
+    """Of the parts, in numbers of outputs, and where the last one ends."""
+    slots: Mapping[int, int]
+    """Where the weights of adapters begin that may come later, by id."""
 
     @staticmethod
     def of(
-        added: Mapping[int, Sequence[AddedPart]], sizes: Sequence[int], num_inputs: int, num_adapters: int
+        added: Mapping[int, Sequence[AddedPart]],
+        sizes: Sequence[int],
+        num_inputs: int,
+        num_adapters: int,
+        *,
+        room: LoRARoom = NO_ROOM,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
     ) -> StackedAdapters:
-        """`sizes`: of the parts, in numbers of outputs. `num_adapters`: of the engine."""
+        """`sizes`: of the parts, in numbers of outputs. `num_adapters`: that the engine begins with, of which those in
+        `added` change this product; those that there is `room` for have the ids after theirs. `dtype`, `device`: of
+        their weights."""
         starts = np.cumsum([0, *sizes]).tolist()
         weights: list[torch.Tensor] = []
-        table = np.zeros((num_adapters + 1, 3), dtype=np.int64)
+        table = np.zeros((num_adapters + room.num + 1, 3), dtype=np.int64)
         at = 0
         for number, parts in added.items():
-            rank = max(part.down.shape[0] for part in parts)
-            rank += -rank % RANK_GRAIN
-            down = parts[0].down.new_zeros(len(sizes), rank, num_inputs)
-            up = down.new_zeros(starts[-1], rank)
-            for part in parts:
-                own_rank = len(part.down)
-                down[starts.index(part.start), :own_rank] = part.down
-                up[part.start : part.start + len(part.up), :own_rank] = part.up
-            table[number] = at, at + down.numel(), rank
+            down, up = _side_by_side(parts, starts, num_inputs)
+            table[number] = at, at + down.numel(), up.shape[1]
             weights += [down.flatten(), up.flatten()]
             at += down.numel() + up.numel()
+        max_rank = int(table[:, 2].max())
+        slots: dict[int, int] = {}
+        if room.num:
+            rank = room.max_rank + -room.max_rank % RANK_GRAIN
+            max_rank = max(max_rank, rank)
+            size = rank * (len(sizes) * num_inputs + starts[-1])
+            slots = {num_adapters + 1 + i: at + i * size for i in range(room.num)}
+            weights.append(torch.zeros(room.num * size, dtype=dtype, device=device))
         blocks = [
             (first, min(first + BLOCK_N, end), i)
             for i, (start, end) in enumerate(pairwise(starts))
             for first in range(start, end, BLOCK_N)
         ]
-        device = weights[0].device
+        whole = torch.cat(weights)
         return StackedAdapters(
-            weights=torch.cat(weights),
-            table=torch.from_numpy(table).to(device),
-            blocks=torch.tensor(blocks, dtype=torch.int32).to(device),
+            weights=whole,
+            table=torch.from_numpy(table).to(whole.device),
+            blocks=torch.tensor(blocks, dtype=torch.int32).to(whole.device),
             align=math.gcd(16, *sizes),
             num_parts=len(sizes),
             num_inputs=num_inputs,
             num_outputs=starts[-1],
-            max_ranks=len(sizes) * int(table[:, 2].max()),
+            max_ranks=len(sizes) * max_rank,
+            starts=starts,
+            slots=slots,
         )
+
+    def prepare(self, parts: Sequence[AddedPart]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `put` takes."""
+        return _side_by_side(parts, self.starts, self.num_inputs)
+
+    def put(self, number: int, down_PRK: torch.Tensor, up_NR: torch.Tensor) -> None:
+        """Into that id's place, on the device's stream. Recorded launches find it there."""
+        at, size = self.slots[number], down_PRK.numel()
+        self.weights[at : at + size].copy_(down_PRK.flatten())
+        self.weights[at + size : at + size + up_NR.numel()].copy_(up_NR.flatten())
+        fill(self.table[number], np.array([at, at + size, up_NR.shape[1]], dtype=np.int64))
+
+    def remove(self, number: int) -> None:
+        """It adds nothing any more."""
+        self.table[number].zero_()
+
+
+def _side_by_side(
+    parts: Sequence[AddedPart], starts: Sequence[int], num_inputs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One adapter's A [P, R, K] and B [N, R], the ranks of all parts filled up to the same multiple."""
+    rank = max(part.down.shape[0] for part in parts)
+    rank += -rank % RANK_GRAIN
+    down = parts[0].down.new_zeros(len(starts) - 1, rank, num_inputs)
+    up = down.new_zeros(starts[-1], rank)
+    for part in parts:
+        own_rank = len(part.down)
+        down[starts.index(part.start), :own_rank] = part.down
+        up[part.start : part.start + len(part.up), :own_rank] = part.up
+    return down, up
 
 
 def add_adapters(x_TK: torch.Tensor, adapters: StackedAdapters, tiles_GI: torch.Tensor, y_TN: torch.Tensor) -> None:

@@ -116,6 +116,10 @@ struct AddedProduct : torch::CustomClassHolder {
     by_id[id] = std::move(one);
   }
 
+  void remove(int64_t id) {
+    if (find(id)) by_id[id] = {};
+  }
+
   const OfOne* find(int64_t id) const {
     return id < int64_t(by_id.size()) && by_id[id].down.defined() ? &by_id[id] : nullptr;
   }

@@ -55,6 +55,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
   m.class_<AddedProduct>("AddedProduct")
       .def(torch::init<int64_t, int64_t>())
       .def("add", &AddedProduct::add)
+      .def("remove", &AddedProduct::remove)
       .def("linear", &adapted_linear)
       .def("gated_linear", &adapted_gated_linear);
   m.class_<DecoderLayer>("DecoderLayer")

@@ -104,7 +104,7 @@ def test_another_adapter_than_the_one_that_is_meant_may_be_had_elsewhere(peers: 
         say_work(session, peers, command, engine_request(lora_name="sql", lora_digest="of another"))
         failed = session.event().failed
     assert (failed.code, failed.can_retry) == (StatusCode.FAILED_PRECONDITION.value[0], True)
-    assert "lora_digest 'of another' is not that of 'sql' here" in failed.message
+    assert "lora_name 'sql' with lora_digest 'of another' is not here" in failed.message
 
 
 ODD_BUT_RIGHT: dict[str, dict[str, Any]] = {

@@ -1,0 +1,189 @@
+"""A worker's folder of adapters: what is put there, exchanged and taken away while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lora_folders import products_of, write_adapter
+from tiny_cluster import CONFIG, Cluster, wait_for
+
+from engine.lora.modules import WEIGHTS_FILE
+from rpc.errors import InvalidRequest
+from worker_service import lora_folder
+from worker_service.process import CannotLoad
+
+PROMPT = list(range(70, 110))
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+PRODUCTS = products_of(CONFIG | {"head_dim": CONFIG["hidden_size"] // CONFIG["num_attention_heads"]})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # Longer than it takes until a router has heard of what is there now: two looks later, what was there is gone.
+    monkeypatch.setattr(lora_folder, "LOOK_S", 0.6)
+    (tmp_path / "adapters").mkdir()
+    return tmp_path / "adapters"
+
+
+def write(folder: Path, seed: int, rank: int = 4) -> Path:
+    """Whole at once, as who copies and then renames."""
+    hidden = folder.with_name(f".{folder.name}")
+    write_adapter(hidden, seed=seed, rank=rank, products=PRODUCTS)
+    if folder.exists():
+        shutil.rmtree(folder)
+    return hidden.rename(folder)
+
+
+async def known(cluster: Cluster) -> list[str]:
+    return list((await cluster.client.model_info()).lora_names)
+
+
+async def wait_until_known(cluster: Cluster, *names: str) -> None:
+    async def are_known() -> bool:
+        return await known(cluster) == sorted(names)
+
+    await wait_for(are_known, f"requests may ask for {names} and no others")
+
+
+async def ask(cluster: Cluster, name: str, max_tokens: int = 8) -> Any:
+    return await cluster.client.generate(PROMPT, model=name, max_tokens=max_tokens, **GREEDY)
+
+
+async def test_adapters_come_are_exchanged_and_go(tiny_cluster: Cluster, tiny_model: Path, folder: Path) -> None:
+    write(folder / "sql", seed=1)
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=3, max_num_seqs=4)
+    await tiny_cluster.wait_for_workers("w")
+    assert await known(tiny_cluster) == ["sql"], "what is there is served from the first moment on"
+    first = await ask(tiny_cluster, "sql", 600)
+    write(folder / "poet", seed=2)
+    await wait_until_known(tiny_cluster, "poet", "sql")
+    poet = await ask(tiny_cluster, "poet")
+    assert poet.token_ids != first.token_ids[:8]
+    received: list[int] = []
+    async for message in tiny_cluster.client.stream(PROMPT, model="sql", max_tokens=600, **GREEDY):
+        if not received:
+            write(folder / "sql", seed=2)
+            shutil.rmtree(folder / "poet")
+            await wait_until_known(tiny_cluster, "sql")
+
+            async def is_exchanged() -> bool:
+                return bool((await ask(tiny_cluster, "sql")).token_ids == poet.token_ids)
+
+            await wait_for(is_exchanged, "it is another one now")
+        received.extend(message.token_ids)
+    assert received == first.token_ids, "what has begun goes on with the one that it began with"
+    with pytest.raises(InvalidRequest, match=r"model: must be .* is 'poet'"):
+        await ask(tiny_cluster, "poet")
+    shutil.rmtree(folder / "sql")
+    await wait_until_known(tiny_cluster)
+
+
+async def test_what_cannot_be_served_is_told_of_once_and_harms_nobody(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> list[tuple[str, str]]:
+        return [
+            (record.lora_name, record.why)  # type: ignore[attr-defined]
+            for record in caplog.records
+            if record.getMessage() == "adapter cannot be served"
+        ]
+
+    async def wait_until_told(name: str, what: str) -> None:
+        async def is_told() -> bool:
+            return any(each == name and what in why for each, why in told())
+
+        await wait_for(is_told, f"of {name} is told that {what}")
+
+    served = tiny_model.name
+    (folder / "no adapter").mkdir()
+    (folder / ".hidden").mkdir()
+    (folder / "a file").write_text("x")
+    write(folder / "ok", seed=1)
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=2, max_lora_rank=8)
+    await tiny_cluster.wait_for_workers("w")
+    before = await ask(tiny_cluster, "ok")
+    write(folder / "large", seed=2, rank=9)
+    write(folder / "two words", seed=2)
+    write(folder / served, seed=2)
+    await wait_until_told("large", "r must be at most max_lora_rank=8, is 9")
+    await wait_until_told("two words", "must be named by 1 to 128 letters")
+    await wait_until_told(served, "is the model's own name")
+    weights = folder / "ok" / WEIGHTS_FILE
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-7])
+    await wait_until_told("ok", "not a complete one")
+    assert (await ask(tiny_cluster, "ok")).token_ids == before.token_ids, "the one before stays"
+    assert await known(tiny_cluster) == ["ok"]
+    write_adapter(folder / "ok", seed=3, products=PRODUCTS)
+
+    async def is_mended() -> bool:
+        return bool((await ask(tiny_cluster, "ok")).token_ids != before.token_ids)
+
+    await wait_for(is_mended, "it is looked at again")
+    assert len(told()) == len(set(told())) == 4
+
+
+async def test_more_than_there_is_room_for_wait(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder / "a", seed=1)
+    write(folder / "b", seed=2)
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=1)
+    await tiny_cluster.wait_for_workers("w")
+    assert await known(tiny_cluster) == ["a"]
+    answers = [await ask(tiny_cluster, "a")]
+    shutil.rmtree(folder / "a")
+    await wait_until_known(tiny_cluster, "b")
+    answers.append(await ask(tiny_cluster, "b"))
+    write(folder / "b", seed=1)
+
+    async def is_exchanged() -> bool:
+        return await known(tiny_cluster) == ["b"] and (await ask(tiny_cluster, "b")).token_ids == answers[0].token_ids
+
+    await wait_for(is_exchanged, "the one before has made room")
+    assert answers[0].token_ids != answers[1].token_ids
+    waits = [record for record in caplog.records if record.getMessage() == "adapter waits for room"]
+    assert [record.lora_name for record in waits] == ["b", "b"]  # type: ignore[attr-defined]
+
+
+async def test_a_volume_that_is_away_takes_no_adapter_with_it(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder / "sql", seed=1)
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=1)
+    await tiny_cluster.wait_for_workers("w")
+    away = await asyncio.to_thread(folder.rename, folder.with_name("away"))
+
+    async def is_told() -> bool:
+        return "the folder of adapters cannot be read" in caplog.text
+
+    await wait_for(is_told, "the log tells of it")
+    assert (await ask(tiny_cluster, "sql")).token_ids
+    await asyncio.to_thread(away.rename, folder)
+    shutil.rmtree(folder / "sql")
+    await wait_until_known(tiny_cluster)
+    assert caplog.text.count("the folder of adapters cannot be read") == 1
+
+
+@pytest.mark.parametrize(
+    ("lora_dir", "settings", "says"),
+    [
+        (lambda folder: folder, {}, "lora_dir needs room for adapters: give --max-loras"),
+        (lambda folder: folder / "nobody", {"max_loras": 1}, "lora_dir: there is no folder .*nobody"),
+    ],
+)
+async def test_flags_that_do_not_go_together(
+    tiny_cluster: Cluster,
+    tiny_model: Path,
+    folder: Path,
+    lora_dir: Callable[[Path], Path],
+    settings: dict[str, Any],
+    says: str,
+) -> None:
+    with pytest.raises(CannotLoad, match=says):
+        await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=lora_dir(folder), **settings)

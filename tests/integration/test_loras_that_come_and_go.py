@@ -1,0 +1,181 @@
+"""Adapters that are put into an engine, exchanged and taken away between two steps, beside requests of others."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handover import alone, handed_over
+from lora_folders import PRODUCTS, write_adapter, write_model
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.lora.table import AdapterGone, NoRoomForAdapter
+from engine.model_loader import create_engine_config
+from engine.model_loader.model_config import lora_module_of
+from engine.sampling_params import SamplingParams
+
+PROMPT = [(11 * i) % 290 + 5 for i in range(40)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+NAMES = ("a", "b", "some")
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"dtype": "float32", "attention_backend": "torch"},
+    "kernels": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    write_model(folder / "model")
+    write_adapter(folder / "a", rank=4, seed=1)
+    write_adapter(folder / "b", rank=3, seed=2)
+    some = {name: PRODUCTS[name] for name in ("self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")}
+    write_adapter(folder / "some", rank=16, seed=3, products=some)
+    write_adapter(folder / "large", rank=17, seed=4)
+    return folder
+
+
+def engine_of(folder: Path, kind: str, names: tuple[str, ...] = (), **settings: Any) -> LLMEngine:
+    adapters = ",".join(f"{name}={folder / name}" for name in names)
+    args = EngineArgs(
+        model=str(folder / "model"), load_format="dummy", device="cpu", num_threads=1, num_kv_blocks=60,
+        lora_modules=adapters, **KINDS[kind] | settings,
+    )  # fmt: skip
+    return LLMEngine(create_engine_config(args))
+
+
+def add(engine: LLMEngine, folder: Path, name: str, source: str = "") -> None:
+    module = lora_module_of(name, folder / (source or name))
+    engine.add_lora(module, engine.read_lora(module))
+
+
+def free_all(engine: LLMEngine) -> list[int]:
+    return engine.free_loras(engine.loras.leaving)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param != "plain":
+        probe = create_engine_config(EngineArgs(model=str(request.getfixturevalue("folder") / "model"),
+            load_format="dummy", device="cpu", dtype="bfloat16"))  # fmt: skip
+        if probe.device.attention_backend != "cpu":
+            pytest.skip("no C++ compiler: there are no CPU kernels")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, kind: str) -> dict[str, list[int]]:
+    """By an engine that has them from the start on."""
+    with closing(engine_of(folder, kind, NAMES)) as engine:
+        answers = {name: alone(engine, PROMPT, GREEDY, lora_name=name) for name in ("", *NAMES)}
+    assert len({tuple(tokens) for tokens in answers.values()}) == len(answers)
+    return answers
+
+
+def test_they_answer_as_if_they_had_been_there(folder: Path, kind: str, expected: dict[str, list[int]]) -> None:
+    """Beside one that stays; numbers are used again, and nothing of whoever had one before is left."""
+    with closing(engine_of(folder, kind, ("a",), max_loras=1)) as engine:
+        for name in ("b", "some", "b"):
+            add(engine, folder, name)
+            assert [module.name for module in engine.loras.served] == sorted(("a", name))
+            for asked in ("", "a", name):
+                assert alone(engine, PROMPT, GREEDY, lora_name=asked) == expected[asked], (name, asked)
+            with pytest.raises(NoRoomForAdapter, match="adapter 'large': max_loras=1 are here"):
+                engine.loras.check_may_add(lora_module_of("large", folder / "large"))
+            engine.remove_lora(name)
+            assert free_all(engine) == []
+            with pytest.raises(ValueError, match=rf"lora_name must be an adapter that is here \(a\), is '{name}'"):
+                engine.add_request("r", PROMPT, GREEDY, lora_name=name)
+
+
+def test_one_that_is_exchanged_beside_its_requests(folder: Path, kind: str, expected: dict[str, list[int]]) -> None:
+    """Those that have begun go on with the one that they began with, and its place is not given away before."""
+    answers: dict[str, list[int]] = {"old": [], "new": []}
+    with closing(engine_of(folder, kind, max_loras=2)) as engine:
+        add(engine, folder, "x", source="a")
+        (old,) = engine.loras.served
+        engine.add_request("old", PROMPT, GREEDY, lora_name="x")
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answers[output.request_id] += output.token_ids
+            if len(answers["old"]) == 3 and not answers["new"]:
+                add(engine, folder, "x", source="b")
+                assert free_all(engine) == [1]
+                with pytest.raises(NoRoomForAdapter):
+                    add(engine, folder, "some")
+                engine.add_request("new", PROMPT, GREEDY, lora_name="x")
+        assert answers == {"old": expected["a"], "new": expected["b"]}
+        meant = alone(engine, PROMPT, GREEDY, lora_name="x", lora_digest=old.digest)
+        assert meant == expected["a"], "who means it by its digest may have it until it is gone"
+        assert free_all(engine) == []
+        with pytest.raises(AdapterGone, match=r"lora_name 'x' with lora_digest '.*' is not here"):
+            engine.add_request("late", PROMPT, GREEDY, lora_name="x", lora_digest=old.digest)
+        add(engine, folder, "some")
+        assert alone(engine, PROMPT, GREEDY, lora_name="some") == expected["some"]
+        assert alone(engine, PROMPT, GREEDY, lora_name="x") == expected["b"]
+        _, problems = engine.audit()
+        assert not problems
+
+
+def test_from_one_engine_to_another_that_has_it_by_another_number(
+    folder: Path, kind: str, expected: dict[str, list[int]]
+) -> None:
+    with (
+        closing(engine_of(folder, kind, ("a",), max_loras=2)) as prefill,
+        closing(engine_of(folder, kind, max_loras=3)) as decode,
+    ):
+        add(prefill, folder, "b")
+        for name in ("some", "b"):
+            add(decode, folder, name)
+        assert prefill.config.compat_digest == decode.config.compat_digest
+        assert handed_over(prefill, decode, PROMPT, GREEDY, lora_name="b") == expected["b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "says"),
+    [
+        ("large", "large", "adapter 'large': r must be at most max_lora_rank=16, is 17"),
+        ("a", "b", "adapter 'a': lora_modules has one of that name, which stays"),
+    ],
+)
+def test_what_cannot_be_added(folder: Path, name: str, source: str, says: str) -> None:
+    with closing(engine_of(folder, "plain", ("a",), max_loras=1)) as engine:
+        with pytest.raises(ValueError, match=says):
+            add(engine, folder, name, source)
+        assert [module.name for module in engine.loras.served] == ["a"]
+
+
+def test_one_that_does_not_fit_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "x", products={"self_attn.q_proj": (64, 32)})
+    write_adapter(tmp_path / "y", products={"lm_head": (64, 64)})
+    with closing(engine_of(folder, "plain", max_loras=1)) as engine:
+        before = alone(engine, PROMPT, GREEDY)
+        for name, says in (("x", "does not fit the model"), ("y", "changes what cannot be changed in this model")):
+            with pytest.raises(ValueError, match=f"adapter '{name}'.* {says}"):
+                add(engine, tmp_path, name)
+        assert alone(engine, PROMPT, GREEDY) == before
+        with pytest.raises(ValueError, match="max_loras is 0: the engine has no room"):
+            engine_of(folder, "plain").read_lora(lora_module_of("a", folder / "a"))
+
+
+def test_several_ranks_have_no_room(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_loras needs tensor_parallel_size=1: .* tensor_parallel_size is 2"):
+        engine_of(folder, "plain", max_loras=1, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_loras": -1}, r"max_loras must be in \[0, 256\]"),
+        ({"max_loras": 257}, r"max_loras must be in \[0, 256\]"),
+        ({"max_loras": 1, "max_lora_rank": 0}, r"max_lora_rank must be in \[1, 512\], is 0"),
+        ({"max_lora_rank": 513}, r"max_lora_rank must be in \[1, 512\], is 513"),
+    ],
+)
+def test_settings_that_are_out_of_bounds(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        EngineArgs(model="m", **settings)

@@ -1,0 +1,147 @@
+"""Adapters that come and go: a folder of them is looked at again and again, and the engine has what is there.
+
+    folder ──as it was at the last look──> read (a thread) ──between two steps──> in the engine ──> in the record
+       └─ gone, or another one: out of the record at once; out of the engine two looks later, as soon as nobody uses it
+
+Owns what is known of the folder. An adapter is a folder in it, by whose name requests ask for it; others, and names
+that begin with a dot, are nobody's business. What is being copied there is waited for: it is read once two looks have
+found the same files. What cannot be served is told of in the log, once, and looked at again when its files change; an
+adapter that it was to replace stays until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
+from engine.lora.modules import CONFIG_FILE, NAME, WEIGHTS_FILE
+from engine.lora.table import NoRoomForAdapter
+from engine.model_loader.model_config import lora_module_of
+from rpc.interceptors import log_bug
+
+LOOK_S = 3.0
+
+_log = logging.getLogger(__name__)
+
+Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Of an adapter's files: what changes when they do."""
+
+
+class LoRAFolder:
+    """Used on the event loop. `look` once before others hear of the worker, then `follow`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: AsyncLLMEngine,
+        *,
+        names_of_others: Collection[str],
+        on_change: Callable[[], object],
+    ) -> None:
+        """`names_of_others`: of the model, which no adapter may have. `on_change`: requests may ask for others now."""
+        self._folder = folder
+        self._engine = engine
+        self._names_of_others = frozenset(names_of_others)
+        self._on_change = on_change
+        self._seen: dict[str, Stamp] = {}
+        """At the last look, by name."""
+        self._done: dict[str, Stamp] = {}
+        """Those of them that are in the engine, or cannot be."""
+        self._leaving: list[int] = []
+        """The engine's numbers of those that were leaving at the last look."""
+        self._waiting: set[str] = set()
+        """For room, as the log has been told."""
+        self._is_missing = False
+
+    async def follow(self) -> None:
+        """Until it is cancelled, or the engine has ended."""
+        with suppress(EngineDeadError):
+            while True:
+                await asyncio.sleep(LOOK_S)
+                try:
+                    await self.look()
+                except EngineDeadError:
+                    raise
+                except Exception as error:
+                    log_bug(error, "a look at the folder of adapters")
+
+    async def look(self, *, waits: bool = True) -> None:
+        """Make the engine have what is there. `waits`: for another look at what is new."""
+        there = await asyncio.to_thread(self._stamps)
+        before, self._seen = self._seen, there
+        for name in set(before) - set(there):
+            self._done.pop(name, None)
+            self._waiting.discard(name)
+            await self._take_out(name)
+        for name, stamp in there.items():
+            if self._done.get(name) != stamp and (not waits or before.get(name) == stamp):
+                self._done[name] = stamp
+                await self._put(name, stamp)
+        leaving = self._leaving
+        self._leaving = await self._engine.call(lambda engine: engine.free_loras(leaving))
+
+    def _stamps(self) -> dict[str, Stamp]:
+        """Of all that look like adapters."""
+        try:
+            folders = sorted(entry for entry in self._folder.iterdir() if not entry.name.startswith("."))
+        except OSError as error:
+            if not self._is_missing:
+                self._is_missing = True
+                _log.warning("the folder of adapters cannot be read", extra={"why": str(error)})
+            return self._seen  # a volume that is away takes no adapter with it
+        self._is_missing = False
+        found = {}
+        for folder in folders:
+            try:
+                stats = [(folder / file).stat() for file in (CONFIG_FILE, WEIGHTS_FILE)]
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:  # it cannot be said that it is gone
+                if folder.name in self._seen:
+                    found[folder.name] = self._seen[folder.name]
+                continue
+            found[folder.name] = tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in stats)
+        return found
+
+    async def _put(self, name: str, stamp: Stamp) -> None:
+        """Serve what is there now, unless it cannot be, or is no more when it has been read."""
+        try:
+            self._check_name(name)
+            module = await asyncio.to_thread(lora_module_of, name, self._folder / name)
+            if (name, module.digest) in {(each.name, each.digest) for each in self._engine.adapters}:
+                return
+            await self._engine.call(lambda engine: engine.loras.check_may_add(module))
+            adapter = await self._engine.read_lora(module)
+            if (await asyncio.to_thread(self._stamps)).get(name) != stamp:
+                self._done.pop(name, None)  # what was read may be half of one and half of another
+                return
+            await self._engine.call(lambda engine: engine.add_lora(module, adapter))
+        except NoRoomForAdapter as error:
+            self._done.pop(name, None)  # there may be soon: it waits
+            if name not in self._waiting:
+                self._waiting.add(name)
+                _log.warning("adapter waits for room", extra={"lora_name": name, "why": str(error)})
+            await self._take_out(name)  # the one before it has that name no more, and makes room
+        except (ValueError, OSError) as error:
+            _log.warning("adapter cannot be served", extra={"lora_name": name, "why": str(error)})
+        else:
+            self._waiting.discard(name)
+            _log.info("adapter is served", extra={"lora_name": name, "lora_digest": module.digest})
+            self._on_change()
+
+    async def _take_out(self, name: str) -> None:
+        if name in {module.name for module in self._engine.adapters}:
+            await self._engine.call(lambda engine: engine.remove_lora(name))
+            _log.info("adapter is served no more", extra={"lora_name": name})
+            self._on_change()
+
+    def _check_name(self, name: str) -> None:
+        if not NAME.fullmatch(name):
+            raise ValueError("an adapter's folder must be named by 1 to 128 letters, digits and any of . : _ -")
+        if name in self._names_of_others:
+            raise ValueError(f"{name!r} is the model's own name; give the adapter another")
