@@ -52,6 +52,22 @@ def seen_by_all(statuses: Sequence[ClusterStatus]) -> ClusterStatus:
     return seen
 
 
+def adapter_lines(status: ClusterStatus) -> list[str]:
+    """Which workers have each adapter. Two of one name that are not the same are told apart."""
+    records = [worker.record for worker in status.workers]
+    lines = []
+    for name in sorted({name for record in records for name in record.model.lora_names}):
+        having: dict[str, list[str]] = {}
+        for record in records:
+            if name in record.model.lora_names:
+                having.setdefault(record.lora_digests.get(name, ""), []).append(record.worker_id)
+        each = [", ".join(sorted(worker_ids)) for worker_ids in having.values()]
+        has_all = len(each) == 1 and len(next(iter(having.values()))) == len(records)
+        where = "every worker" if has_all else "; another of its name: ".join(sorted(each))
+        lines.append(f"adapter {name}: {where}")
+    return lines
+
+
 def status_table(status: ClusterStatus) -> Table:
     """One row per worker, prefill workers first."""
     workers = sorted(status.workers, key=lambda w: (w.record.role, w.record.worker_id))

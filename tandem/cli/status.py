@@ -13,7 +13,15 @@ from tandem.answer import message_to_dict
 from tandem.cli.errors import readable_errors
 from tandem.cli.options import examples, json_option, key_option, router_option, tls_option
 from tandem.cli.routers import Answers, all_routers
-from tandem.tables import audit_problems, audit_table, print_table, router_line, seen_by_all, status_table
+from tandem.tables import (
+    adapter_lines,
+    audit_problems,
+    audit_table,
+    print_table,
+    router_line,
+    seen_by_all,
+    status_table,
+)
 
 
 @click.command(
@@ -41,6 +49,8 @@ def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> 
         click.echo(line)
     seen = seen_by_all(list(answers.by_address.values()))
     print_table(status_table(seen))
+    for line in adapter_lines(seen):
+        click.echo(line)
     for line in seen.unreachable:
         click.echo(f"unreachable: {line}")
     for line in seen.unused:

@@ -30,6 +30,7 @@ from tandem.client import Client
 from tandem.demo import describe
 from tandem.tables import (
     Table,
+    adapter_lines,
     audit_problems,
     audit_table,
     format_table,
@@ -100,6 +101,21 @@ def test_several_routers_see_each_worker_once_and_every_remark_is_said() -> None
     assert [row[-1] for row in status_table(whole).rows] == ["ejected", "ejected"]
     assert list(whole.ejected) == ["a", "b"]
     assert list(whole.unused) == ["c: another model"]
+
+
+def test_which_workers_have_which_adapter() -> None:
+    def worker(name: str, **digests: str) -> worker_pb.WorkerStatus:
+        record = worker_pb.WorkerRecord(worker_id=name, lora_digests=digests)
+        record.model.lora_names.extend(digests)
+        return worker_pb.WorkerStatus(record=record)
+
+    workers = [worker("b", sql="1", poet="2"), worker("a", sql="1", other="3"), worker("c", sql="1", other="4")]
+    assert adapter_lines(worker_pb.ClusterStatus(workers=workers)) == [
+        "adapter other: a; another of its name: c",
+        "adapter poet: b",
+        "adapter sql: every worker",
+    ]
+    assert adapter_lines(worker_pb.ClusterStatus()) == []
 
 
 def test_status_tells_of_the_hosts_memory_where_some_is_used() -> None:
