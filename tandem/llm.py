@@ -29,10 +29,11 @@ from router.model_info import ModelInfo
 from router.text.chat_template import ChatTemplate
 from tandem.between_steps import BetweenSteps
 from tandem.checks import check_text
-from tandem.lora_request import LoRARequest
+from tandem.lora_request import LoRARequest, named_requests
 from tandem.offline_answer import CompletionOutput, Logprob, OfflineAnswer, OfflineRequest, RequestOutput
 from tandem.offline_chat import ChatRendering, Message, named_conversations, template_variables, tools_for
 from tandem.offline_inputs import AdapterOfEach, OfflineInputs, ParamsOfEach
+from tandem.offline_loras import OfflineLoRAs
 from tandem.prompts import Prompt, ReadPrompt, TextPrompt, TokensPrompt, named_prompts
 from tandem.sampling_params import SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
@@ -71,6 +72,7 @@ class LLM:
         self.config = self._inputs.config
         self.llm_engine = LLMEngine(self.config)
         """What computes; `stats` and `audit` may be asked of it."""
+        self._loras = OfflineLoRAs(self.llm_engine)
         self._info = ModelInfo.from_folder(self.config.model.path)
         self._request_ids = count()
         self._is_used = threading.Lock()
@@ -101,7 +103,8 @@ class LLM:
         """Answers in the order of `prompts`: one text, one list of token ids, one dict of either, or several of these.
 
         `sampling_params`: one for all, one for each, or None for the model's. `use_tqdm` shows progress on stderr.
-        `lora_request`: the adapter for all, or one or none for each. `tokenization_kwargs`: how texts become tokens,
+        `lora_request`: the adapter for all, or one or none for each; with room for it (`max_loras`) one that names its
+        folder is loaded. `tokenization_kwargs`: how texts become tokens,
         and how many (`tandem.prompts.Tokenization`).
         Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then. Raises
         `RankLost`, now and ever after, if another process of `tensor_parallel_size` has ended. Ctrl-C ends it when the
@@ -183,10 +186,12 @@ class LLM:
         use_tqdm: bool,
         lora_request: AdapterOfEach,
     ) -> list[RequestOutput]:
-        lora_names = self._inputs.lora_name_of_each(lora_request, len(prompts))
+        lora_names = self._inputs.lora_name_of_each(lora_request, len(prompts), self._loras.folders)
         requests: list[OfflineRequest] = []
         answers: dict[str, OfflineAnswer] = {}
         with BetweenSteps() as interrupts, self._alone(), self._while_it_can():  # Ctrl-C comes before or after it all
+            if self.config.lora_room.num:
+                self._loras.load(named_requests(lora_request))
             try:
                 for prompt, prompt_params, lora_name in zip(prompts, params, lora_names, strict=True):
                     request = OfflineRequest(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from tandem.checks import check_text, is_list
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter that answers a prompt, by its name in `lora_modules`. The other fields are vLLM's: all adapters are
-    there from the start on, and have their numbers then."""
+    """The adapter that answers a prompt: its name in `lora_modules`, or any, with its folder (`lora_path`), where
+    there is room for it (`max_loras`). `lora_int_id` is vLLM's, and told by nobody."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -20,29 +21,57 @@ class LoRARequest:
 
 
 def lora_name_of_each(
-    asked: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int, loaded: Mapping[str, Path]
+    asked: LoRARequest | Sequence[LoRARequest | None] | None,
+    num_prompts: int,
+    loaded: Mapping[str, Path],
+    fixed: Collection[str],
+    *,
+    may_load: bool,
 ) -> list[str]:
-    """Of each prompt's adapter; empty: the model alone. `loaded`: the adapters' folders. Raises `ValueError`."""
+    """Of each prompt's adapter; empty: the model alone. `loaded`: the folders of those that are there, of which those
+    in `fixed` stay. `may_load`: whether others may come. Raises `ValueError`."""
     if asked is None or isinstance(asked, LoRARequest | str):
         asked = [asked] * num_prompts
     if not is_list(asked):
         raise ValueError(f"lora_request must be a LoRARequest, or one or None for each prompt, is {asked!r:.80}")
     if len(asked) != num_prompts:
         raise ValueError(f"lora_request has {len(asked)} entries for {num_prompts} prompts")
-    return ["" if request is None else _checked_name(request, loaded) for request in asked]
+    names = ["" if request is None else _checked_name(request, loaded, fixed, may_load) for request in asked]
+    folders: dict[str, Path] = {}
+    for name, folder in {(request.lora_name, _folder_of(request)) for request in asked if request is not None}:
+        if folder is not None and folders.setdefault(name, folder) != folder:
+            raise ValueError(f"lora_request: {name!r} is asked for from {folder} and from {folders[name]}")
+    return names
 
 
-def _checked_name(request: object, loaded: Mapping[str, Path]) -> str:
+def named_requests(asked: LoRARequest | Sequence[LoRARequest | None] | None) -> list[LoRARequest]:
+    """Those of them that ask for an adapter; checked before."""
+    each = [asked] if asked is None or isinstance(asked, LoRARequest) else asked
+    return [request for request in each if request is not None]
+
+
+def _folder_of(request: LoRARequest) -> Path | None:
+    return Path(request.lora_path).expanduser().resolve() if request.lora_path else None
+
+
+def _checked_name(request: object, loaded: Mapping[str, Path], fixed: Collection[str], may_load: bool) -> str:
     if not isinstance(request, LoRARequest):
         raise ValueError(f"lora_request must be a LoRARequest, as LoRARequest('name'), is {request!r:.60}")
     name = request.lora_name
     check_text("lora_request: lora_name", name)
-    folder = loaded.get(name)
+    if not isinstance(request.lora_path, str | os.PathLike):
+        raise ValueError(f"lora_request: lora_path must be a folder's path, is {request.lora_path!r:.60}")
+    folder, wished = loaded.get(name), _folder_of(request)
+    if may_load and name not in fixed:
+        if folder is None and wished is None:
+            raise ValueError(f"lora_request names {name!r}, which is not loaded: give its folder, too, as lora_path")
+        return name
     if folder is None:
         raise ValueError(
             f"lora_request names {name!r}, lora_modules has {', '.join(loaded) or 'none'}; "
-            "the folders of all adapters are given at the start: lora_modules={name: folder}"
+            "the folders of all adapters are given at the start: lora_modules={name: folder}; of an LLM that has room "
+            "for more, max_loras, also in the request"
         )
-    if request.lora_path and Path(request.lora_path).expanduser().resolve() != folder:
+    if wished is not None and wished != folder:
         raise ValueError(f"lora_request: {name!r} was loaded from {folder}, not {request.lora_path}")
     return name

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.config import EngineArgs
@@ -96,10 +97,14 @@ class OfflineInputs:
         """See `Tokenization.num_kept`."""
         return asked.num_kept(params, self.config.model.max_model_len)
 
-    def lora_name_of_each(self, lora_request: AdapterOfEach, num_prompts: int) -> list[str]:
-        """Empty: the model alone. Raises `ValueError`."""
-        loaded = {module.name: module.path for module in self.config.lora_modules}
-        return lora_name_of_each(lora_request, num_prompts, loaded)
+    def lora_name_of_each(
+        self, lora_request: AdapterOfEach, num_prompts: int, loaded: Mapping[str, Path] | None = None
+    ) -> list[str]:
+        """Empty: the model alone. `loaded`: the folders of those that are there, where others may come. Raises
+        `ValueError`."""
+        fixed = {module.name: module.path for module in self.config.lora_modules}
+        may_load = loaded is not None and self.config.lora_room.num > 0
+        return lora_name_of_each(lora_request, num_prompts, loaded or fixed, fixed, may_load=may_load)
 
     def params_of_each(self, sampling_params: ParamsOfEach, num_prompts: int) -> Sequence[SamplingParams]:
         """Checked. Raises `ValueError`."""

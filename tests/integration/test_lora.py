@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -202,6 +203,53 @@ def test_unknown_adapters_are_refused(folder: Path) -> None:
     without = LLMEngine(replace(config_of(folder), lora_modules=()))
     with pytest.raises(ValueError, match=r"here \(none\)"):
         without.add_request("r", PROMPTS[0], GREEDY, lora_name="a")
+
+
+def test_offline_adapters_that_requests_bring(
+    folder: Path, model_folder: Path, expected: dict[Asked, list[int]]
+) -> None:
+    """As vLLM's do. Who was asked for longest ago makes room."""
+    shutil.copy(model_folder / "tokenizer.json", folder / "model")
+    llm = LLM(
+        str(folder / "model"), dtype="float32", device="cpu", num_threads=1, num_kv_blocks=60, max_loras=2,
+        lora_modules={"b": folder / "b"}, enable_lora=True,
+    )  # fmt: skip
+    params = ClientSamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    def ask(*requests: LoRARequest | None) -> list[list[int]]:
+        prompts = [{"prompt_token_ids": PROMPTS[2]}] * len(requests)
+        said = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        return [list(output.outputs[0].token_ids) for output in said]
+
+    def bring(name: str, source: str = "") -> LoRARequest:
+        return LoRARequest(name, 1, str(folder / (source or name)))
+
+    def there() -> list[str]:
+        return [module.name for module in llm.llm_engine.loras.served]
+
+    def told(name: str) -> list[int]:
+        return expected[2, name, False]
+
+    a, some = bring("a"), bring("some")
+    assert ask(a, None, LoRARequest("b"), some) == [told("a"), told(""), told("b"), told("some")]
+    assert there() == ["a", "b", "some"]
+    assert ask(LoRARequest("a"), bring("x", "b")) == [told("a"), told("b")], "it needs no folder any more"
+    assert there() == ["a", "b", "x"], "some was asked for longest ago"
+    assert ask(bring("x", "some")) == [told("some")], "another one by that name"
+    with pytest.raises(ValueError, match="names 'some', which is not loaded: give its folder, too, as lora_path"):
+        ask(LoRARequest("some"))
+    with pytest.raises(ValueError, match="one call may ask for max_loras=2 adapters beside lora_modules, asks for 3"):
+        ask(a, some, bring("y", "a"))
+    with pytest.raises(ValueError, match=r"'a' is asked for from .* and from"):
+        ask(a, bring("a", "b"))
+    with pytest.raises(ValueError, match=r"'b' was loaded from .*, not "):
+        ask(bring("b", "a"))
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        ask(bring("nowhere"))
+    with pytest.raises(ValueError, match="lora_path must be a folder's path, is 3"):
+        ask(LoRARequest("z", 1, 3))  # type: ignore[arg-type]
+    assert there() == ["a", "b", "x"]
+    assert ask(a, LoRARequest("x")) == [told("a"), told("some")]
 
 
 def test_offline(model_folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Adapters that the requests of an offline `LLM` bring (`max_loras`): loaded when one is first asked for.
+
+    LoRARequest(name, number, folder) ──load──> in the engine ──room is needed──> gone: the one that was asked for
+                                                                                  longest ago
+
+As in vLLM, a folder is read once: asked for again under the same name, it is what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from engine.llm_engine import LLMEngine
+from engine.lora.table import NoRoomForAdapter
+from engine.model_loader.model_config import lora_module_of
+from tandem.lora_request import LoRARequest
+
+
+class OfflineLoRAs:
+    """Of one engine, in which nothing runs when it is used."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._fixed = {module.name for module in engine.config.lora_modules}
+        self._loaded: dict[str, Path] = {}
+        """By name, who was asked for longest ago first."""
+
+    @property
+    def folders(self) -> Mapping[str, Path]:
+        """Of all that are there, by name."""
+        return {module.name: module.path for module in self._engine.loras.served}
+
+    def load(self, requests: Iterable[LoRARequest]) -> None:
+        """All of these that are not there, whose names and folders have been checked. Raises `ValueError` where one
+        cannot be served, or there is no room for all."""
+        wanted = {request.lora_name: request for request in requests if request.lora_name not in self._fixed}
+        if len(wanted) > self._engine.loras.num_rooms:
+            raise ValueError(
+                f"lora_request: one call may ask for max_loras={self._engine.loras.num_rooms} adapters beside "
+                f"lora_modules, asks for {len(wanted)}"
+            )
+        for name, request in wanted.items():
+            folder = self._loaded.get(name)
+            if request.lora_path and (wished := Path(request.lora_path).expanduser().resolve()) != folder:
+                self._put(name, wished, keep=wanted)
+                folder = wished
+            assert folder is not None, "it is there, or names its folder"
+            self._loaded.pop(name, None)
+            self._loaded[name] = folder  # the last one now
+
+    def _put(self, name: str, folder: Path, keep: Mapping[str, LoRARequest]) -> None:
+        module = lora_module_of(name, folder)
+        adapter = self._engine.read_lora(module)
+        if name in self._loaded:
+            self._remove(name)
+        try:
+            self._engine.loras.check_may_add(module)
+        except NoRoomForAdapter:
+            self._remove(next(other for other in self._loaded if other not in keep))
+        self._engine.add_lora(module, adapter)
+
+    def _remove(self, name: str) -> None:
+        del self._loaded[name]
+        self._engine.remove_lora(name)
+        left = self._engine.free_loras(self._engine.loras.leaving)
+        assert not left, "nothing runs that could use it"
