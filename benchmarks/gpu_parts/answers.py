@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from benchmarks.gpu_parts.runner import Setting
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.model_loader.model_config import lora_module_of
 from engine.sampling_params import SamplingParams
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.thinking import ThinkingBudget
@@ -57,6 +59,8 @@ class Case:
     """Of the engine on this device alone."""
     small_pool: bool = False
     """It has room for the longest request and little more."""
+    brings_adapters: bool = False
+    """They are put into an engine on this device that has begun without, each where another was before."""
     num_rounds: int = 1
     """Each has all requests, when those of the last have ended."""
     happened: tuple[str, Callable[[SchedulerStats], int]] | None = None
@@ -87,7 +91,8 @@ def row_of(case: Case, requests: Sequence[Request], setting: Setting, shared: Ma
     if case.small_pool:
         num_blocks = num_kv_blocks(requests, is_small=True)
     settings = {**shared, **case.settings, "num_kv_blocks": num_blocks, "device": setting.device}
-    found, stats = answers(requests, settings, case.num_rounds)
+    brought = json.loads(settings.pop("lora_modules")) if case.brings_adapters else {}
+    found, stats = answers(requests, settings, case.num_rounds, brought)
     num_other: int | None = sum(found[i] != expected[i] for i in expected)
     note = f"{sum(map(len, expected.values()))} tokens"
     if case.happened:
@@ -108,12 +113,17 @@ def num_kv_blocks(requests: Sequence[Request], *, is_small: bool) -> int:
 
 
 def answers(
-    requests: Sequence[Request], settings: Mapping[str, Any], num_rounds: int = 1
+    requests: Sequence[Request],
+    settings: Mapping[str, Any],
+    num_rounds: int = 1,
+    brought: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, list[int]], SchedulerStats]:
-    """Each request's tokens, in each round, and what the engine counted."""
+    """Each request's tokens, in each round, and what the engine counted. `brought`: folders of adapters, by name, that
+    are put into it."""
     longest = max(len(request.prompt) + request.params.max_tokens for request in requests)
     args = {"dtype": "float32", "max_model_len": longest + 1, "max_num_seqs": len(requests), **settings}
     engine = LLMEngine(create_engine_config(EngineArgs(**args)))
+    bring(engine, brought)
     tokens: dict[str, list[int]] = {}
     for _ in range(num_rounds):
         for number, request in enumerate(requests, len(tokens)):
@@ -125,6 +135,18 @@ def answers(
     stats = engine.stats
     engine.close()
     return tokens, stats
+
+
+def bring(engine: LLMEngine, folders: Mapping[str, str]) -> None:
+    """Adapters by name; where each is, another was before."""
+    right = [*folders.values()]
+    for those in (right[::-1], right):
+        for name, folder in zip(folders, those, strict=True):
+            module = lora_module_of(name, Path(folder))
+            adapter = engine.read_lora(module)
+            engine.remove_lora(name)
+            engine.free_loras(engine.loras.leaving)
+            engine.add_lora(module, adapter)
 
 
 # -- what is asked --------------------------------------------------------------------------------------------------
@@ -191,6 +213,10 @@ def repeating(plan: Plan) -> list[Request]:
 CASES = (
     Case(what="all that is asked of the sampler", requests=sampled),
     Case(what="adapters", requests=adapted),
+    Case(
+        what="adapters that come while it runs", requests=adapted, brings_adapters=True,
+        settings={"max_loras": len(ADAPTERS), "max_lora_rank": max(ADAPTERS.values())},
+    ),
     Case(
         what="guesses", requests=repeating,
         settings={"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'},
