@@ -55,7 +55,7 @@ class OfflineLoRAs:
         if name in self._loaded:
             self._remove(name)
         try:
-            self._engine.loras.check_may_add(module)
+            self._engine.loras.check_may_add(name)
         except NoRoomForAdapter:
             self._remove(next(other for other in self._loaded if other not in keep))
         self._engine.add_lora(module, adapter)

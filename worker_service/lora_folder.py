@@ -112,10 +112,13 @@ class LoRAFolder:
         """Serve what is there now, unless it cannot be, or is no more when it has been read."""
         try:
             self._check_name(name)
+            served = {module.name: module.digest for module in self._engine.adapters}
+            if name not in served:  # else it may be what it was, for which no room is needed
+                await self._check_may_add(name)
             module = await asyncio.to_thread(lora_module_of, name, self._folder / name)
-            if (name, module.digest) in {(each.name, each.digest) for each in self._engine.adapters}:
+            if served.get(name) == module.digest:
                 return
-            await self._engine.call(lambda engine: engine.loras.check_may_add(module))
+            await self._check_may_add(name)
             adapter = await self._engine.read_lora(module)
             if (await asyncio.to_thread(self._stamps)).get(name) != stamp:
                 self._done.pop(name, None)  # what was read may be half of one and half of another
@@ -139,6 +142,9 @@ class LoRAFolder:
             await self._engine.call(lambda engine: engine.remove_lora(name))
             _log.info("adapter is served no more", extra={"lora_name": name})
             self._on_change()
+
+    async def _check_may_add(self, name: str) -> None:
+        await self._engine.call(lambda engine: engine.loras.check_may_add(name))
 
     def _check_name(self, name: str) -> None:
         if not NAME.fullmatch(name):

@@ -52,18 +52,18 @@ class AdapterTable:
             raise ValueError(f"lora_name must be an adapter that is here ({there}), is {name[:128]!r}")
         return number, self._module_of[number].digest
 
-    def check_may_add(self, module: LoRAModule) -> None:
+    def check_may_add(self, name: str) -> None:
         """Raises `NoRoomForAdapter`, and `ValueError` where there will never be any, as `add` does."""
-        if module.name in self._fixed:
-            raise ValueError(f"adapter {module.name!r}: lora_modules has one of that name, which stays")
+        if name in self._fixed:
+            raise ValueError(f"adapter {name!r}: lora_modules has one of that name, which stays")
         if not self._free:
             raise NoRoomForAdapter(
-                f"adapter {module.name!r}: max_loras={self.num_rooms} are here, those that are leaving included"
+                f"adapter {name!r}: max_loras={self.num_rooms} are here, those that are leaving included"
             )
 
     def add(self, module: LoRAModule) -> int:
         """Its number. One that had its name is leaving."""
-        self.check_may_add(module)
+        self.check_may_add(module.name)
         self.remove(module.name)
         number = self._free.pop()
         self._module_of[number], self._served[module.name] = module, number

@@ -15,6 +15,7 @@ from tiny_cluster import CONFIG, Cluster, wait_for
 from engine.lora.modules import WEIGHTS_FILE
 from rpc.errors import InvalidRequest
 from worker_service import lora_folder
+from worker_service.lora_folder import LoRAFolder
 from worker_service.process import CannotLoad
 
 PROMPT = list(range(70, 110))
@@ -129,7 +130,11 @@ async def test_what_cannot_be_served_is_told_of_once_and_harms_nobody(
 
 
 async def test_more_than_there_is_room_for_wait(
-    tiny_cluster: Cluster, tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+    tiny_cluster: Cluster,
+    tiny_model: Path,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write(folder / "a", seed=1)
     write(folder / "b", seed=2)
@@ -147,6 +152,15 @@ async def test_more_than_there_is_room_for_wait(
 
     await wait_for(is_exchanged, "the one before has made room")
     assert answers[0].token_ids != answers[1].token_ids
+    (folder / "b" / WEIGHTS_FILE).touch()
+    looks = []
+    monkeypatch.setattr(LoRAFolder, "look", lambda self, look=LoRAFolder.look: looks.append(1) or look(self))
+
+    async def is_looked_at() -> bool:
+        assert await known(tiny_cluster) == ["b"], "what is the same needs no room"
+        return len(looks) >= 4
+
+    await wait_for(is_looked_at, "it has been looked at")
     waits = [record for record in caplog.records if record.getMessage() == "adapter waits for room"]
     assert [record.lora_name for record in waits] == ["b", "b"]  # type: ignore[attr-defined]
 

@@ -85,7 +85,7 @@ def test_they_answer_as_if_they_had_been_there(folder: Path, kind: str, expected
             for asked in ("", "a", name):
                 assert alone(engine, PROMPT, GREEDY, lora_name=asked) == expected[asked], (name, asked)
             with pytest.raises(NoRoomForAdapter, match="adapter 'large': max_loras=1 are here"):
-                engine.loras.check_may_add(lora_module_of("large", folder / "large"))
+                engine.loras.check_may_add("large")
             engine.remove_lora(name)
             assert free_all(engine) == []
             with pytest.raises(ValueError, match=rf"lora_name must be an adapter that is here \(a\), is '{name}'"):
