@@ -225,6 +225,7 @@ class Engine:
         output_token_ids: Sequence[int],
         cache_salt: str,
         lora_name: str,
+        lora_digest: str,
         num_receiver_blocks: int,
     ) -> None:
         if self.is_refusing:
