@@ -61,6 +61,20 @@ def test_noise_does_not_carry_it_away() -> None:
     assert seconds[-1] < 0.1
 
 
+def test_half_of_what_decoding_takes_less_is_believed_at_once() -> None:
+    pace = warmed_up(0.05, decode_s=0.02, token_s=5e-4)
+    pace.note(num_decoding=4, num_prefill_tokens=0, seconds=0.016)
+    assert pace.num_prefill_tokens(1) == int((0.05 - 0.018) / 5e-4)
+
+
+def test_the_last_tokens_of_a_prompt_say_nothing_of_what_many_take() -> None:
+    """A step with a handful of them takes as long as one without, give or take its noise."""
+    pace = warmed_up(0.05, decode_s=0.02, token_s=5e-4)
+    for _ in range(5):
+        pace.note(num_decoding=4, num_prefill_tokens=2, seconds=0.025)
+    assert step(pace, decode_s=0.02, token_s=5e-4) == pytest.approx(0.05, rel=0.02)
+
+
 @pytest.mark.parametrize("pause_s", [0.5, 5.0])
 def test_a_pause_is_forgotten_though_prompts_come_without_end(pause_s: float) -> None:
     pace = warmed_up(0.04, decode_s=0.02, token_s=5e-4)
