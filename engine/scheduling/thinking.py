@@ -76,8 +76,6 @@ class _Place:
     def take(self, token_ids: Iterable[int], budget: ThinkingBudget) -> None:
         begin = budget.begin_token_ids
         for token_id in token_ids:
-            if self.is_over:
-                return
             self.num_seen += 1
             if self.is_within:
                 self.is_within = token_id != budget.end_token_id and token_id not in budget.other_end_token_ids
