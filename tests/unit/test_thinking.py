@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ from engine.scheduling.thinking import MAX_BEGIN_TOKENS, MAX_OTHER_ENDS, MAX_SPA
 END, BEGIN = 7, (3, 4, 5)
 PROMPT = [1, BEGIN[0], 2]
 VOCAB_SIZE = 300
+SPACE = frozenset({2, 6})
+SPLIT = [BEGIN[0], 2, *BEGIN[1:], 8]
+"""What begins a thought, with white space in it."""
+ONE_WORD = ThinkingBudget(num_tokens=0, end_token_id=END, begin_token_ids=BEGIN[:1], has_begun=True)
 
 
 def sequence(answer: list[int], budget: ThinkingBudget, grammars: Grammars | None = None, **params: Any) -> Sequence:
@@ -50,6 +55,8 @@ budgets = st.builds(
 
 @given(budgets, st.lists(st.integers(2, 8), max_size=14), st.data())
 @example(ThinkingBudget(num_tokens=1, end_token_id=END, has_begun=True), [8, 7, 8], None)
+@example(ThinkingBudget(num_tokens=0, end_token_id=END, begin_token_ids=BEGIN, space_token_ids=SPACE), SPLIT, None)
+@example(replace(ONE_WORD, other_end_token_ids=frozenset(BEGIN[:1])), [BEGIN[0], 8], None)
 def test_what_must_come_is_a_function_of_the_tokens(
     budget: ThinkingBudget, answer: list[int], data: st.DataObject | None
 ) -> None:
@@ -84,7 +91,7 @@ def test_a_message_that_begins_has_ended_the_thought_before() -> None:
 def test_a_word_within_an_answer_begins_no_thought() -> None:
     """One that speaks of it, as in "The <think> tag": it would be cut off in its middle. White space alone comes before
     a thought, however much of it."""
-    budget = ThinkingBudget(num_tokens=1, end_token_id=END, begin_token_ids=BEGIN, space_token_ids=frozenset({2, 6}))
+    budget = ThinkingBudget(num_tokens=1, end_token_id=END, begin_token_ids=BEGIN, space_token_ids=SPACE)
     assert sequence([8, *BEGIN, 8], budget).forced_token_id is None
     assert sequence([BEGIN[0], *BEGIN, 8], budget).forced_token_id is None
     assert sequence([*BEGIN, 8], budget).forced_token_id == END
@@ -154,6 +161,7 @@ def test_a_grammar_has_a_character_ended_first(tmp_path: Any) -> None:
         ({"num_tokens": -1}, "num_tokens must be at least 0, is -1"),
         ({"has_begun": False}, "begin_token_ids must not be empty"),
         ({"begin_token_ids": (3, 4, 3)}, "begin_token_ids must not have its first id again"),
+        ({"begin_token_ids": (3, 3)}, "begin_token_ids must not have its first id again"),
         ({"begin_token_ids": tuple(range(MAX_BEGIN_TOKENS + 1))}, "may hold 16 ids, has 17"),
         ({"other_end_token_ids": frozenset(range(MAX_OTHER_ENDS + 1))}, "may hold 16 ids, has 17"),
         ({"space_token_ids": frozenset(range(MAX_SPACE_TOKENS + 1))}, "may hold 4096 ids, has 4097"),
@@ -162,6 +170,13 @@ def test_a_grammar_has_a_character_ended_first(tmp_path: Any) -> None:
 def test_a_useless_budget_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ThinkingBudget(**{"num_tokens": 3, "end_token_id": END, "has_begun": True, **wrong})
+
+
+def test_a_budget_may_reach_its_bounds() -> None:
+    ThinkingBudget(
+        num_tokens=0, end_token_id=END, begin_token_ids=tuple(range(MAX_BEGIN_TOKENS)),
+        other_end_token_ids=frozenset(range(MAX_OTHER_ENDS)), space_token_ids=frozenset(range(MAX_SPACE_TOKENS)),
+    )  # fmt: skip
 
 
 def test_an_end_that_may_not_come_is_refused() -> None:
