@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from test_scheduler import make, plan, sequence, step
 
 from engine.config import SchedulerConfig
@@ -121,3 +122,44 @@ def test_newcomers_leave_room_for_what_loads_to_grow() -> None:
     assert "loads" in scheduler.loading
     assert not scheduler.has_room(sequence("as large as what is left", 20))
     assert scheduler.has_room(sequence("smaller", 16))
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["being loaded", "loaded"])
+def test_what_was_loaded_and_is_forgotten_leaves_the_host_once_nothing_reads_it(is_there: bool) -> None:
+    scheduler = offloading(12)
+    manager = scheduler.block_manager
+    failing = again(gave_way(scheduler), "fails")
+    assert scheduler.reserve(failing)
+    num_loads = failing.num_loading_blocks
+    copies = manager.take_copies()
+    if is_there:
+        scheduler.take_copied(copies)
+    num_free, num_kept = manager.host_ledger().num_free, manager.host_ledger().num_kept
+    manager.forget(failing)
+    assert manager.host_ledger().num_kept == num_kept - num_loads < num_kept
+    assert manager.host_ledger().num_free == num_free + (num_loads if is_there else 0)
+    if not is_there:
+        scheduler.take_copied(copies)
+    ledger = manager.host_ledger()
+    assert ledger.num_free + ledger.num_kept == ledger.num_blocks
+
+
+@pytest.mark.parametrize("has_ended", [False, True], ids=["in use", "nobody's"])
+def test_what_is_saved_and_is_forgotten_meanwhile_is_kept_nowhere(has_ended: bool) -> None:
+    scheduler = offloading(12)
+    manager = scheduler.block_manager
+    ended = sequence("ended", 45, max_tokens=1)
+    scheduler.add(ended)
+    step(scheduler)
+    saves = manager.take_copies()
+    assert saves
+    assert scheduler.reserve(again(ended, "fails"))
+    manager.forget(scheduler.granted["fails"])
+    if has_ended:
+        scheduler.abort("fails")
+    assert manager.check_integrity() == []
+    scheduler.take_copied(saves)
+    assert manager.host_ledger().num_free == manager.host_ledger().num_blocks
+    assert scheduler.abort("fails") != has_ended
+    assert manager.ledger().num_free == manager.num_blocks
+    assert manager.check_integrity() == []

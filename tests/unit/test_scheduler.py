@@ -155,6 +155,7 @@ def test_the_budget_bounds_a_step() -> None:
     for name in "abc":
         scheduler.add(sequence(name, 8))
     assert plan(step(scheduler)) == [("a", 8), ("b", 2)]
+    assert plan(step(scheduler)) == [("a", 1), ("b", 6), ("c", 3)]
 
 
 def test_prompts_share_a_step_until_they_are_enough() -> None:
@@ -202,6 +203,7 @@ def test_ends_by_eos_stop_token_and_length() -> None:
         ({"max_tokens": 1}, 9, FinishReason.LENGTH),
         ({"ignore_eos": True}, EOS, None),
         ({"min_tokens": 2}, EOS, None),
+        ({"min_tokens": 1}, EOS, FinishReason.STOP),
     ):
         scheduler = make()
         scheduler.add(sequence("r", 4, **params))
