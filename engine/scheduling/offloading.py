@@ -41,8 +41,8 @@ class Offloading:
         """Oldest first."""
         self._saving: dict[int, bytes] = {}
         """By host block, what it is to be found by."""
-        self._reads: Counter[int] = Counter()
-        """Loads from a host block."""
+        self._reads: set[int] = set()
+        """Host blocks that are loaded from: by one load each, since whoever comes then finds the pool's block."""
         self._forgotten: set[int] = set()
         """Found by nothing any more, and still being read."""
 
@@ -79,16 +79,15 @@ class Offloading:
     def begin_load(self, block_id: int, block_hash: bytes) -> BlockCopy:
         host_block_id = self._kept[block_hash]
         self._kept.move_to_end(block_hash)
-        self._reads[host_block_id] += 1
+        assert host_block_id not in self._reads, "it is in the pool, or will be"
+        self._reads.add(host_block_id)
         return BlockCopy(True, block_id, host_block_id)
 
     def end_load(self, host_block_id: int) -> None:
-        self._reads[host_block_id] -= 1
-        if not self._reads[host_block_id]:
-            del self._reads[host_block_id]
-            if host_block_id in self._forgotten:
-                self._forgotten.remove(host_block_id)
-                self._free.append(host_block_id)
+        self._reads.remove(host_block_id)
+        if host_block_id in self._forgotten:
+            self._forgotten.remove(host_block_id)
+            self._free.append(host_block_id)
 
     def forget(self, block_hash: bytes) -> None:
         """Nothing finds it any more. What is being read, or saved, is free afterwards."""
