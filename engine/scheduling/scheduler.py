@@ -159,9 +159,9 @@ class Scheduler:
         self._run(seq)
 
     def hold(self, request_id: str) -> None:
-        """Stop a prefill-only sequence wherever it is, keeping its blocks until `abort`."""
+        """Stop a prefill-only sequence wherever it is, keeping its blocks until `abort`. Repeating it is harmless."""
         seq = self._seqs.get(request_id)
-        if seq is not None and seq.status not in (SequenceStatus.GRANTED, SequenceStatus.HELD):
+        if seq is not None:
             self._remove(seq)
             self._hold(seq)
 
