@@ -60,3 +60,12 @@ def test_keys() -> None:
     assert salted_key(key, "") == key, "as before there were salts"
     keys = {salted_key(key, salt) for salt in ("", "a", "b", "ab")} | {salted_key(prefix_key("other"), "a")}
     assert len(keys) == 5
+
+
+def test_processes_of_two_versions_agree_on_names() -> None:
+    """What a registry has of one must be found by another: here are names as they have always been."""
+    key = salted_key(prefix_key("weights=abc; dtype=bfloat16"), "salt", "adapter")
+    assert [name.hex() for name in block_hashes([1, 2, 3, 70000, 5, 6, 7, 8, 9], 4, key)] == [
+        "0c05304573f2f351ba5b82f1b7d46160",
+        "3bfefa117a547c45aa68b5847e99060b",
+    ]

@@ -116,6 +116,7 @@ def test_the_setting_is_json_with_vllms_words() -> None:
         num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=4
     )
     assert SpeculativeConfig.parse("") is None
+    assert SpeculativeConfig.parse('{"num_speculative_tokens": 3}') == SpeculativeConfig(num_speculative_tokens=3)
     only_one = SpeculativeConfig.parse('{"num_speculative_tokens": 3, "prompt_lookup_max": 1}')
     assert only_one is not None
     assert only_one.prompt_lookup_min == 1
