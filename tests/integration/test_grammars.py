@@ -342,3 +342,4 @@ def test_a_grammar_that_takes_too_much_ends_its_request_and_no_other(
     assert 0 < len(answers["large"]) < 5
     assert answers["5"] == expected["5"][0]
     assert engine.audit()[1] == []
+    assert {event.is_stored for event in engine.take_cache_events()} == {True}, "its blocks are as good as others'"

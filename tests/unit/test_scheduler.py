@@ -194,6 +194,10 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     assert old.status is SequenceStatus.RUNNING
     assert [seq.request_id for seq in scheduler.waiting] == ["young", "late"]
     assert young.block_table == []
+    scheduler.abort("old")
+    step(scheduler)
+    assert young.status is SequenceStatus.RUNNING
+    assert (young.num_cached_tokens, scheduler.stats.num_prefix_hits_tokens) == (0, 0), "it found its own blocks"
 
 
 def test_ends_by_eos_stop_token_and_length() -> None:
@@ -394,6 +398,18 @@ def test_a_computed_prompt_is_held_until_it_is_aborted() -> None:
     assert scheduler.abort("r")
     ledger = scheduler.block_manager.ledger()
     assert (ledger.num_held, ledger.num_cached) == (0, 2)
+
+
+def test_a_committed_prompt_is_found_by_who_comes_next() -> None:
+    scheduler = make()
+    first, second = sequence("first", 10), sequence("second", 10)
+    second.token_ids[:] = first.token_ids[:]
+    assert scheduler.reserve(first)
+    assert scheduler.block_manager.num_shared_blocks(second) == 0, "nothing is there yet"
+    scheduler.commit("first", 7, 10)
+    assert scheduler.block_manager.num_shared_blocks(second) == 2
+    assert scheduler.reserve(second)
+    assert second.num_cached_tokens == 8
 
 
 def test_what_waits_for_memory_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
