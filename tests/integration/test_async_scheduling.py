@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,26 @@ def test_an_abort_between_two_steps_frees_its_blocks_after_them(folder: Path) ->
     while engine.has_unfinished_requests():
         assert engine.step() == []
     assert engine.audit()[0].num_free == 256
+
+
+@EITHER
+def test_a_request_waits_until_its_first_step_and_a_step_begins_when_the_one_before_is_done(
+    folder: Path, runs_ahead: bool
+) -> None:
+    began_s = time.monotonic()
+    engine = make(folder, runs_ahead, max_num_seqs=1)
+    for name in ("first", "second"):
+        engine.add_request(name, [9, 8, 7], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    came_s, waited_s, ended_s = time.monotonic(), dict[str, set[float]](), 0.0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            waited_s.setdefault(output.request_id, set()).add(output.waited_s)
+            if output.request_id == "first":
+                ended_s = time.monotonic()
+    (first,), (second,) = waited_s["first"], waited_s["second"]
+    assert 0 < first < second
+    assert ended_s - came_s <= second <= time.monotonic() - began_s
+    assert 0 < engine.stats.seconds_in_steps <= time.monotonic() - began_s
 
 
 @EITHER
