@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,18 @@ def tokens_of(text: str) -> list[int]:
 
 def nothing(forced: list[int]) -> list[int]:
     return []
+
+
+def test_who_waits_is_told_when_a_grammar_has_come(tmp_path: Path) -> None:
+    """And of one that cannot come, as no tokenizer can be read."""
+    (tmp_path / "unreadable").mkdir()
+    (tmp_path / "unreadable" / "tokenizer.json").write_text("{")
+    for folder in (write_model(tmp_path), tmp_path / "unreadable"):
+        grammars, told = Grammars(folder, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS})), threading.Event()
+        grammars.on_compiled = told.set
+        state = grammars.state(schema({"const": "red"}))
+        state.wait_until_compiled()
+        assert told.wait(10)
 
 
 @settings(max_examples=60)

@@ -53,6 +53,17 @@ WORK: dict[str, dict[str, Any]] = {
         "bad_words": [pb.BadWord(token_ids=[5])],
         "sampling_params": sampling(allowed_token_ids=[6]),
     },
+    **{
+        f"thinking_budget: one beyond the vocabulary, {name}": {
+            "thinking_budget": pb.ThinkingBudget(**{"end_token_id": 5, "has_begun": True, name: value})
+        }
+        for name, value in {
+            "end_token_id": 49_152,
+            "begin_token_ids": [5, 49_152],
+            "other_end_token_ids": [HUGE],
+            "space_token_ids": [49_152],
+        }.items()
+    },
     "lora_name: none that is there": {"lora_name": "poet"},
     "lora_name: a megabyte": {"lora_name": "x" * 1_000_000},
     "max_tokens: no parameters": {"sampling_params": None},
@@ -71,7 +82,7 @@ WORK: dict[str, dict[str, Any]] = {
             "seed": (None,),
             "stop_token_ids": (range(65), [49_152], [HUGE]),
             "allowed_token_ids": (range(4097), [49_152], [HUGE]),
-            "logit_bias": ({5: NAN}, {5: 101}, {49_152: 1}, {HUGE: 1}, dict.fromkeys(range(1025), 1)),
+            "logit_bias": ({5: NAN}, {5: 101}, {5: -101}, {49_152: 1}, {HUGE: 1}, dict.fromkeys(range(1025), 1)),
             "logprobs": (21, HUGE),
             "prompt_logprobs": (21, HUGE),
         }.items()
