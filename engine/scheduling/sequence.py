@@ -138,7 +138,7 @@ class Sequence:
             token_ids=token_ids,
             finish_reason=finish_reason,
             num_cached_tokens=self.num_cached_tokens,
-            waited_s=max(0.0, self.first_scheduled_s - self.arrived_s),
+            waited_s=self.first_scheduled_s - self.arrived_s,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar_error=grammar_error,
@@ -244,10 +244,6 @@ class SchedulerOutput:
 
     scheduled: list[ScheduledSequence]
     exports: list[BlockExport]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_new_tokens for s in self.scheduled)
 
     @property
     def sampled_seqs(self) -> list[Sequence]:

@@ -150,6 +150,15 @@ def test_a_prompt_without_a_next_token_keeps_its_blocks() -> None:
     assert scheduler.block_manager.ledger().num_held == 0
 
 
+def test_an_output_says_how_long_its_request_waited_for_its_first_step() -> None:
+    scheduler = make()
+    seq = sequence("r", 3)
+    seq.arrived_s, seq.first_scheduled_s = 3.0, 5.5
+    scheduler.add(seq)
+    (output,) = compute(scheduler, scheduler.schedule(), [7])
+    assert output.waited_s == 2.5
+
+
 def test_the_budget_bounds_a_step() -> None:
     scheduler = make(budget=10, chunk=8)
     for name in "abc":
@@ -410,6 +419,18 @@ def test_a_committed_prompt_is_found_by_who_comes_next() -> None:
     assert scheduler.block_manager.num_shared_blocks(second) == 2
     assert scheduler.reserve(second)
     assert second.num_cached_tokens == 8
+
+
+def test_of_a_prompt_that_is_cached_to_its_end_the_last_block_is_computed() -> None:
+    """The logits behind its last token give the next one."""
+    scheduler = make()
+    first, second = sequence("first", 8), sequence("second", 8)
+    second.token_ids[:] = first.token_ids[:]
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.abort("first")
+    scheduler.add(second)
+    assert plan(scheduler.schedule()) == [("second", 4)]
 
 
 def test_what_waits_for_memory_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:

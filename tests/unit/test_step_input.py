@@ -50,7 +50,7 @@ def numbers_of(step: StepInput | StepLayout) -> dict[str, object]:
 def test_what_arrives_is_what_was_sent(seed: int) -> None:
     output, row_of = random_output(random.Random(seed))
     step = StepInput.of(output, BLOCK_SIZE, row_of)
-    assert len(step.token_ids) == output.num_tokens
+    assert len(step.token_ids) == sum(item.num_new_tokens for item in output.scheduled)
     arrived = StepInput.from_bytes(step.to_bytes())
     assert numbers_of(arrived) == numbers_of(step)
     assert arrived.token_ids.flags.writeable
