@@ -417,6 +417,8 @@ def test_a_committed_prompt_is_found_by_who_comes_next() -> None:
     assert scheduler.block_manager.num_shared_blocks(second) == 0, "nothing is there yet"
     scheduler.commit("first", 7, 10)
     assert scheduler.block_manager.num_shared_blocks(second) == 2
+    ledger = scheduler.block_manager.ledger()
+    assert (ledger.num_grant, ledger.num_sequence) == (0, 3), "it is promised to nobody any more"
     assert scheduler.reserve(second)
     assert second.num_cached_tokens == 8
 
