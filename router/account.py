@@ -169,7 +169,7 @@ class Account:
         self._costs.handed_over(room.num_tokens_to_move, granting_s + max(0.0, gap_s), now_s)
 
     def emitted(self, num_tokens: int, *, is_resumed: bool = False) -> None:
-        """Tokens are on their way to the client. `is_resumed`: the first that follow those of another router."""
+        """Tokens are on their way to the client. `is_resumed`: it had some of another router."""
         now_s, before_s = time.monotonic(), self._emitted_s
         self._emitted_s = now_s
         self._forecast.emitted(num_tokens, now_s)

@@ -309,8 +309,6 @@ class Lifecycle:
         return actions
 
     async def _next_event(self) -> Event:
-        if (event := self._waiting_event()) is not None:
-            return event
         if self._state.phase is not Phase.SETTLING:
             return await self._event_to_come()
         try:
@@ -374,12 +372,11 @@ class Lifecycle:
     # -- what the client gets -----------------------------------------------------------------------------------
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
-        is_first = emit.offset == self._state.num_resumed
         if self._share is not None:
             self._share.charge_answer(len(emit.token_ids))
-        self.account.emitted(len(emit.token_ids), is_resumed=is_first and emit.offset > 0)
+        self.account.emitted(len(emit.token_ids), is_resumed=self._state.num_resumed > 0)
         response, is_stopped = self._messages.delta(emit)
-        if is_first:
+        if emit.offset == self._state.num_resumed:
             assert self._kind is not None, "somebody has computed it"
             response.worker_kind = kind_name(self._kind)
         return response, is_stopped

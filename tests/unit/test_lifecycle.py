@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-from lifecycle_bench import BLOCK, LENGTH, PROMPT, Asked, Bench, load, settle
+from lifecycle_bench import BLOCK, LENGTH, METRICS, PROMPT, Asked, Bench, load, settle
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -15,6 +15,7 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from router.request_events import WorkerKey
 from router.request_state import AttemptNumbers
 from router.servicer import _until_deadline
+from router.validation.resumption import Resumption
 from rpc.errors import DeadlinePassed, InvalidRequest, NoWorker
 
 
@@ -59,6 +60,18 @@ async def test_an_answer_lets_the_next_one_through() -> None:
     await first.leave()
     await second.leave()
     assert (bench.decode.num_planned_blocks, bench.prefill.num_prefill_tokens) == (0, 0)
+
+
+async def test_a_first_token_lets_the_next_one_through() -> None:
+    bench = Bench()
+    first, second = bench.request("first"), bench.request("second")
+    await settle()
+    bench.decode.set_load(load(100, num_running=20))
+    bench.d.say("first", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    assert [command.generate.request_id for command in bench.d.sent] == ["first", "second"]
+    await first.leave()
+    await second.leave()
 
 
 async def test_further_answers_wait_their_turn_and_take_no_memory_where_the_prompt_is() -> None:
@@ -367,6 +380,32 @@ async def test_the_log_says_why_an_attempt_failed(caplog: pytest.LogCaptureFixtu
     told = record.__dict__
     assert (told["request_id"], told["num_failures"], told["why"]) == ("r", 1, "worker d: out of cups")
     await asked.leave()
+
+
+async def test_streams_that_move_and_streams_that_come_from_another_router_are_counted() -> None:
+    """The second give no time to a first token: their client had it before."""
+
+    def counted() -> list[float]:
+        names = ("retries_total", "migrations_total", "resumptions_total", "time_to_first_token_seconds_count")
+        return [METRICS.registry.get_sample_value(f"tandem:{name}", {"model_name": "m"}) or 0 for name in names]
+
+    bench = Bench()
+    bench.tell(bench.decode, compat_digest="a kind")
+    before = counted()
+    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    answers = [bench.lifecycle("r"), bench.lifecycle("resumed", prompt_token_ids=[1], resumption=resumption)]
+    new, resumed = (Asked(answer.run()) for answer in answers)
+    await settle()
+    failed = pb.Failed(code=14, message="broken", can_retry=True)
+    bench.d.say("r", 1, failed=failed)
+    await settle()
+    bench.d.say("r", 2, tokens=pb.Tokens(index=0, token_ids=[5]))
+    bench.d.say("r", 2, failed=failed)
+    bench.d.say("resumed", 1, tokens=pb.Tokens(index=1, token_ids=[6]))
+    await settle()
+    assert [after - count for after, count in zip(counted(), before, strict=True)] == [2, 1, 1, 1]
+    await new.leave()
+    await resumed.leave()
 
 
 async def test_what_runs_is_counted_until_its_end() -> None:

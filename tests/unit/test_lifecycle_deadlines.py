@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from lifecycle_bench import PROMPT, Asked, Bench, load, settle
 
+from router.deadline import MIN_ANSWER_S
 from router.forecast import PROMPT_OVERHEAD_TOKENS
 from router.served_kind import Kind
 from router.validation.resumption import Resumption
@@ -77,6 +78,22 @@ async def test_a_stream_of_another_router_goes_on_as_long_as_there_is_time() -> 
     assert not resumed.task.done()
     for waiting in (first, resumed):
         await waiting.leave()
+
+
+async def test_what_waits_for_room_is_given_up_before_its_deadline_unless_its_answer_has_begun() -> None:
+    """A client that has some of its answer keeps what still comes in time."""
+    bench = Bench()
+    bench.tell(bench.decode, compat_digest="a kind")
+    bench.decode.set_load(load(0))
+    deadline_s = asyncio.get_running_loop().time() + MIN_ANSWER_S + 0.05
+    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    resumed = Asked(bench.lifecycle("resumed", deadline_s=deadline_s, resumption=resumption).run())
+    new = bench.request("new", deadline_s=deadline_s)
+    await asyncio.wait([new.task], timeout=5)
+    assert isinstance(new.task.exception(), Overloaded)
+    await settle()
+    assert not resumed.task.done()
+    await resumed.leave()
 
 
 async def test_many_answers_are_thought_to_take_longer_than_one() -> None:
