@@ -61,8 +61,11 @@ def test_strays_are_late(grant_id_change: int, epoch_change: int, incarnation: s
     assert table.counters.num_late_writes == 2
     assert table.attach(*stray)[0].verdict is Verdict.LATE
     assert table.begin_commit(*stray) is CommitStart.GONE
-    assert table.abandon(*stray) == []
     assert write(table, grant, [4]) is Verdict.ACCEPTED
+    attachment_id = attach(table, grant)
+    assert table.revoke(grant.grant_id) == []
+    assert table.abandon(*stray) == []  # whoever is attached may still write
+    assert table.detach(grant.grant_id, attachment_id) == [grant]
 
 
 def test_commit_hands_over_and_ends_the_epoch() -> None:
