@@ -231,7 +231,6 @@ class KVReceiver:
         if result is CommitResult.MISMATCH:
             logger.warning("grant %d: %d blocks differ from what was sent", grant.grant_id, len(mismatched))
             return pb.CommitResponse(outcome=pb.CommitResponse.MISMATCH, mismatched_blocks=mismatched)
-        self._has_deadline.set()
         is_wanted = False
         try:
             is_wanted = await self._on_commit(grant, request.first_token_id, request.num_prompt_tokens)

@@ -10,6 +10,9 @@ import grpc
 import pytest
 from kv_harness import DEADLINE_S, Receiving, until
 
+from kv_transfer.base import MAX_LEASE_MS
+from kv_transfer.errors import InvalidTransfer
+from kv_transfer.sender import check_grant
 from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
 
@@ -204,6 +207,24 @@ async def test_repeated_commit_is_verified_once(receiving: Receiving, stub: pb_g
     answers = await asyncio.gather(*(receiving.receiver.commit(each) for each in (request, other, request, other)))
     assert [list(answer.mismatched_blocks) for answer in answers] == [[6]] * 4
     assert receiving.receiver.counters.num_mismatched_blocks >= 3
+
+
+@pytest.mark.parametrize("lease_ms", [1, MAX_LEASE_MS])
+async def test_senders_take_a_lease_of_any_length_that_a_receiver_may_have(lease_ms: int) -> None:
+    receiving = Receiving("grpc", lease_s=lease_ms / 1000)
+    await receiving.start()
+    grant = receiving.receiver.issue("router", [5, 6], 0)
+    await receiving.close()
+    check_grant(grant)
+
+
+@pytest.mark.parametrize("lease_ms", [0, MAX_LEASE_MS + 1])
+async def test_a_lease_that_no_sender_takes_is_refused_at_both_ends(lease_ms: int) -> None:
+    with pytest.raises(ValueError, match="lease_s must be between"):
+        Receiving("grpc", lease_s=lease_ms / 1000)
+    grant = pb.Grant(worker_id="d", incarnation="d-1", kv_address="d:1", block_ids=[5, 6], lease_ms=lease_ms)
+    with pytest.raises(InvalidTransfer, match="lease_ms must be between"):
+        check_grant(grant)
 
 
 class TestOneSided:
