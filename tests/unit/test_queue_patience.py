@@ -77,6 +77,20 @@ async def test_those_without_a_worker_are_not_looked_at_one_by_one() -> None:
     assert (len(workers.queue), workers.queue.num_tokens, workers.queue.num_clients) == (0, 0, 0)
 
 
+async def test_who_loses_the_next_worker_too_waits_for_another_as_long_as_before() -> None:
+    workers = Workers(worker_wait_s=1.0)
+    moved = workers.wait("old", is_return=True)
+    await asyncio.sleep(0.3)
+    workers.room["old"] = 0
+    workers.queue.dispatch()
+    del workers.room["old"]
+    lost_s = asyncio.get_running_loop().time()
+    workers.queue.dispatch()
+    with pytest.raises(NoWorker):
+        await moved
+    assert asyncio.get_running_loop().time() - lost_s >= 1.0
+
+
 async def test_those_without_a_worker_do_not_fill_the_queue_of_others() -> None:
     workers = Workers(worker_wait_s=30.0, max_tokens=10)
     workers.room["new"] = 2
