@@ -37,7 +37,7 @@ async def test_blocks_arrive(cluster: Cluster, receiving: Receiving, src: list[i
     assert stats.transport == cluster.transport
     assert stats.num_bytes == len(src) * layout.block_bytes * layout.num_layers
     assert (stats.num_blocks, stats.num_cached_blocks) == (len(src), 0)
-    assert stats.push_ms >= stats.commit_ms > 0
+    assert stats.push_ms > stats.commit_ms > 0  # pushed while it was computed
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
