@@ -12,7 +12,7 @@ from engine.llm_engine import EngineLoad
 from engine.outputs import FinishReason, RequestOutput
 from engine.scheduling.block_ledger import BlockLedger
 from protos import tandem_worker_pb2 as pb
-from rpc.errors import Draining, LeaseGone
+from rpc.errors import Draining, LeaseGone, Unreachable
 from rpc.session import PROTOCOL_VERSION
 from worker_service.messages import load_message
 from worker_service.servicer import stale_grants
@@ -157,23 +157,85 @@ async def test_tokens_that_were_kept_are_told_before_what_went_wrong_after_them(
     await asyncio.wait([router.task])
 
 
-async def test_work_that_is_cancelled_from_within_is_told_to_the_router() -> None:
-    """Else the request would wait for ever: nobody but the worker knows that it has stopped."""
+@pytest.mark.parametrize(
+    ("error", "can_retry"),
+    [(asyncio.CancelledError(), True), (Unreachable("gone"), True), (KeyError("bug"), True), (ValueError("bad"), False)],
+)
+async def test_what_ends_the_work_of_a_stream_is_told_to_the_router(error: BaseException, can_retry: bool) -> None:
+    """Else the request would wait for ever: nobody but the worker knows that it has stopped. What it asked for itself
+    would be as wrong at another worker."""
     bench = Bench()
     router = await bench.router()
     router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
     await settle()
 
     async def work() -> None:
-        raise asyncio.CancelledError
+        raise error
 
     (stream,) = bench.role.streams
     bench.host.spawn(bench.role, stream, work)
     await settle()
-    assert router.messages[-1].events[0].failed.can_retry
+    assert router.messages[-1].events[0].HasField("failed")
+    assert router.messages[-1].events[0].failed.can_retry is can_retry
     assert bench.role.cancelled == [stream]
     router.task.cancel()
     await asyncio.wait([router.task])
+
+
+async def test_who_drains_waits_for_streams_that_are_open_and_opens_no_more() -> None:
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    await settle()
+    (stream,) = bench.role.streams
+    drain = asyncio.create_task(bench.host.drain())
+    await settle()
+    assert bench.host.admit(stream.session, pb.EngineRequest(request_id="b", attempt=1)) is None
+    await settle()
+    assert router.messages[-1].events[0].failed.can_retry
+    assert not drain.done()
+    bench.host.answer_busy(stream)
+    await drain
+    await settle()
+    assert router.messages[-1].events[0].HasField("busy")
+    router.task.cancel()
+    await asyncio.wait([router.task])
+
+
+async def test_who_closes_ends_the_work_of_streams_and_waits_until_it_has_cleaned_up() -> None:
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    await settle()
+    has_cleaned_up = False
+
+    async def work() -> None:
+        nonlocal has_cleaned_up
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await settle()
+            has_cleaned_up = True
+
+    bench.host.spawn(bench.role, bench.role.streams[0], work)
+    await settle()
+    async with asyncio.timeout(10):
+        await bench.host.finish_tasks()
+    assert has_cleaned_up
+    router.task.cancel()
+    await asyncio.wait([router.task])
+
+
+async def test_a_load_is_told_to_all_routers_though_nothing_else_is() -> None:
+    bench = Bench()
+    routers = [await bench.router() for _ in range(2)]
+    bench.load = pb.WorkerLoad(num_running=7)
+    bench.host.announce_load()
+    await settle()
+    assert [router.messages[-1].load.num_running for router in routers] == [7, 7]
+    for router in routers:
+        router.task.cancel()
+        await asyncio.wait([router.task])
 
 
 async def test_a_router_that_says_no_hello_is_told_why_its_session_ends() -> None:
