@@ -123,9 +123,9 @@ def choose_plan(
     num_tokens: int,
     prefill: Sequence[PrefillCandidate],
     decode: Sequence[DecodeCandidate],
-    avoid: frozenset[WorkerKey] = frozenset(),
+    avoid: frozenset[WorkerKey],
     are_apart: Callable[[WorkerPair], bool] = lambda _: False,
-    may_stay: bool = False,
+    may_stay: bool,
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
 

@@ -85,6 +85,10 @@ def test_what_the_decode_worker_has_but_for_a_block_is_done_there() -> None:
     assert choose(800, [prefill("p")], [decode("d", cached=49)]) == Plan(key("d"), None)
     assert choose(16, [prefill("p")], [decode("d")]) == Plan(key("d"), None)
     assert choose(17, [prefill("p")], [decode("d")]) == Plan(key("d"), key("p"))
+    only_all = PolicyConfig(local_max_uncached_tokens=0)
+    for cached, prefiller in ((49, key("p")), (50, None)):
+        busy = decode("d", cached=cached, running=500)
+        assert choose(800, [prefill("p")], [busy], config=only_all) == Plan(key("d"), prefiller)
 
 
 def test_without_a_prefill_worker_that_fits_the_decode_worker_does_it_all() -> None:
