@@ -159,7 +159,7 @@ async def test_tokens_that_were_kept_are_told_before_what_went_wrong_after_them(
 
 @pytest.mark.parametrize(
     ("error", "can_retry"),
-    [(asyncio.CancelledError(), True), (Unreachable("gone"), True), (KeyError("bug"), True), (ValueError("bad"), False)],
+    [(asyncio.CancelledError(), True), (Unreachable("gone"), True), (KeyError("x"), True), (ValueError("bad"), False)],
 )
 async def test_what_ends_the_work_of_a_stream_is_told_to_the_router(error: BaseException, can_retry: bool) -> None:
     """Else the request would wait for ever: nobody but the worker knows that it has stopped. What it asked for itself
