@@ -153,7 +153,8 @@ async def test_the_worker_beats_when_it_has_nothing_to_say() -> None:
         await stream.done_writing()
 
 
-async def test_silent_router_that_does_not_read_either_is_freed_too() -> None:
+@pytest.mark.parametrize("how", ["silent", "has ended"])
+async def test_a_router_that_does_not_read_is_freed_too(how: str) -> None:
     """The write hangs on flow control; the lease ends the session all the same."""
     async with session(lease_ms=300) as (worker, stream):
         await stream.write(hello())
@@ -162,6 +163,8 @@ async def test_silent_router_that_does_not_read_either_is_freed_too() -> None:
         big = pb.WorkerEvent(failed=pb.Failed(message="x" * 1_000_000))
         for _ in range(64):
             worker.outbox.post([big])
+        if how == "has ended":
+            await stream.done_writing()
         await worker.is_freed.wait()
         stream.cancel()
 
