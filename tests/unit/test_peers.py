@@ -121,9 +121,10 @@ def test_workers_that_differ_are_not_paired_and_the_log_says_in_what(
 
     peers.look_at([decode, same, prefill])
     assert lines(caplog) == []
-    decode.incarnation = "d-2"
-    peers.look_at([decode, same, prefill])
-    assert lines(caplog) == [(message, why)]
+    for newer, incarnation in ((decode, "d-2"), (prefill, "p-2")):
+        newer.incarnation = incarnation
+        peers.look_at([decode, same, prefill])
+        assert lines(caplog) == [(message, why)]
 
 
 def test_workers_of_different_transports_are_not_paired(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,6 +166,7 @@ def test_workers_that_are_none_of_ours(
     for _ in range(3):
         peers.look_at([stranger, record(pb.ROLE_PREFILL, "p", "x=2")])
         assert not peers.serves(stranger)
+        assert peers.unused == [f"d: {why}"]
     assert lines(caplog) == [("worker not used", why)]
 
 
