@@ -89,6 +89,18 @@ def test_content_and_calls_add_up_to_what_was_said(
         assert [piece.name for piece in pieces if piece.id] == ([] if arguments is None else ["f"])
 
 
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_the_first_message_alone_says_how_long_the_prompt_is(tokenizer: Tokenizer, num_before: int) -> None:
+    """Also where the answer is taken up in the middle."""
+    asked = AskedAnswer(
+        request_id="r", name="r", prompt_token_ids=[1, 2, 3], sampling_params=pb.SamplingParams(), arrived_s=0.0,
+        detokenizer=IncrementalDetokenizer(tokenizer), resumption=Resumption(token_ids=[5] * num_before),
+    )  # fmt: skip
+    messages = AnswerMessages(asked)
+    said = [messages.delta(Emit(num_before + number, [5], (), ()))[0] for number in range(2)]
+    assert [each.prompt_tokens for each in said] == [3, 0]
+
+
 def is_utf8(data: bytes) -> bool:
     try:
         data.decode()
