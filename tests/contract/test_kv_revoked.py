@@ -4,6 +4,7 @@ and they are freed once nothing can be."""
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kv_harness import DEADLINE_S, LEASE_S, Cluster, Receiving, assert_moved, ov
 from nixl_marks import NIXL
 
 from kv_transfer import GrantGone, PeerUnreachable
+from kv_transfer.transfer import Transfer
 
 
 async def test_request_that_is_not_wanted_any_more(cluster: Cluster, receiving: Receiving) -> None:
@@ -117,6 +119,45 @@ async def test_abandon_ends_a_push(cluster: Cluster, receiving: Receiving) -> No
     await push.abandon()
     assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
     push.write(0, 0, [3])
+    await push.abandon()
+
+
+@over("ipc", NIXL)
+async def test_a_push_has_not_ended_before_each_of_its_transfers_has(
+    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then our blocks may be read, and the receiver's written."""
+    grant = receiving.receiver.issue("router", [6], 0)
+    push = await cluster.sender.open(grant)
+    transfers: list[Transfer] = []
+    monkeypatch.setattr(push._writer, "_writer", SimpleNamespace(post=transfers.append))
+    for layer in range(2):
+        push.write(layer, 0, [3])
+    receiving.receiver.revoke(grant.grant_id)
+    abandon = asyncio.create_task(push.abandon())
+    transfers[0].terms.on_end(1, None)
+    await asyncio.wait([abandon], timeout=0.1)
+    assert not abandon.done()
+    assert not receiving.freed
+    transfers[1].terms.on_end(1, None)
+    await abandon
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
+
+
+@over("ipc", NIXL)
+async def test_a_transfer_that_waits_is_not_begun_once_the_stream_is_lost(
+    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver gives the blocks to others one lease later."""
+    push = await cluster.sender.open(receiving.receiver.issue("router", [6], 0))
+    transfers: list[Transfer] = []
+    monkeypatch.setattr(push._writer, "_writer", SimpleNamespace(post=transfers.append))
+    push.write(0, 0, [3])
+    [transfer] = transfers
+    assert not transfer.terms.is_cancelled()
+    push._writer._stream.cancel()  # type: ignore[attr-defined]
+    assert transfer.terms.is_cancelled()
+    transfer.terms.on_end(1, None)
     await push.abandon()
 
 
