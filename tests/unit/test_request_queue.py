@@ -46,6 +46,7 @@ class Room:
         *,
         is_return: bool = False,
         is_resumed: bool = False,
+        is_admitted: bool = False,
         give_up_s: float | None = None,
         priority: int = 0,
     ) -> TakenRoom:
@@ -53,6 +54,7 @@ class Room:
             QueuedRequest(num_tokens=num_tokens, is_return=is_return, is_resumed=is_resumed),
             priority=priority,
             fairness_id=fairness_id,
+            is_admitted=is_admitted,
             give_up_s=give_up_s,
         )
 
@@ -147,6 +149,19 @@ async def test_what_another_router_began_goes_before_what_its_client_asked_since
     assert [number for number in room.order if number >= 10] == [12, 10, 11]
     assert room.order[:2] == [3, 12], "each client has its turns as without"
     assert (len(room.queue), room.queue.num_tokens, room.queue.num_clients) == (0, 0, 0)
+
+
+async def test_a_full_queue_keeps_out_nobody_who_was_let_in_before() -> None:
+    room = Room(0)
+    tasks = [asyncio.create_task(room.wait(100))]
+    await settle()
+    for let_in in (room.wait(150, is_return=True), room.wait(160, is_admitted=True)):
+        tasks.append(asyncio.create_task(let_in))
+    await settle()
+    assert not any(task.done() for task in tasks)
+    room.add(410)
+    await asyncio.gather(*tasks)
+    assert room.order == [150, 100, 160]
 
 
 async def test_a_queue_full_of_new_requests_does_not_keep_out_what_another_router_began() -> None:
