@@ -281,6 +281,7 @@ async def test_tokens_that_overtake_the_first_one_do_not_stop_its_clock() -> Non
     await settle()
     bench.d.say("r", 1, tokens=pb.Tokens(index=1, token_ids=[6], finish_reason=LENGTH))
     await settle()
+    assert bench.prefill.num_prefill_tokens == len(PROMPT)
     await asyncio.sleep(0.05)
     bench.p.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
     bench.p.say("r", 1, handed_over=pb.HandedOver())
