@@ -14,6 +14,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.request_events import WorkerKey
 from router.request_state import AttemptNumbers
+from router.served_kind import Kind
 from router.servicer import _until_deadline
 from router.validation.resumption import Resumption
 from rpc.errors import DeadlinePassed, InvalidRequest, NoWorker
@@ -393,7 +394,7 @@ async def test_streams_that_move_and_streams_that_come_from_another_router_are_c
     bench = Bench()
     bench.tell(bench.decode, compat_digest="a kind")
     before = counted()
-    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    resumption = Resumption(token_ids=[5], kind=Kind("a kind"))
     answers = [bench.lifecycle("r"), bench.lifecycle("resumed", prompt_token_ids=[1], resumption=resumption)]
     new, resumed = (Asked(answer.run()) for answer in answers)
     await settle()

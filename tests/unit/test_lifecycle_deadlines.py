@@ -86,7 +86,7 @@ async def test_what_waits_for_room_is_given_up_before_its_deadline_unless_its_an
     bench.tell(bench.decode, compat_digest="a kind")
     bench.decode.set_load(load(0))
     deadline_s = asyncio.get_running_loop().time() + MIN_ANSWER_S + 0.05
-    resumption = Resumption(token_ids=[5], compat_digest="a kind")
+    resumption = Resumption(token_ids=[5], kind=Kind("a kind"))
     resumed = Asked(bench.lifecycle("resumed", deadline_s=deadline_s, resumption=resumption).run())
     new = bench.request("new", deadline_s=deadline_s)
     await asyncio.wait([new.task], timeout=5)
