@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear, silu
@@ -11,7 +12,7 @@ from torch.nn.functional import linear, silu
 from engine.int4_weight import Int4Weight
 from engine.kernels.build import load_cpu_kernels
 from engine.kernels.cpu import Int4PanelGatedLinear, Int4PanelLinear, PanelExperts, PanelGatedLinear, PanelLinear
-from engine.kernels.cpu_adapters import packed, sixteens_of
+from engine.kernels.cpu_adapters import AdaptedPanelLinear, PanelAdapters
 from engine.lora.adapters import AddedPart
 from engine.weight import as_int4
 
@@ -97,11 +98,12 @@ def test_what_adapters_add_to_products(num_rows: int) -> None:
     x, weight, bias = case(num_rows, 64, 40, 32)
     generator = torch.Generator().manual_seed(1)
     down, up = (torch.randn(*shape, generator=generator).to(BFLOAT16) / 8 for shape in ((4, 64), (40, 4)))
-    ids = torch.ones(num_rows, dtype=torch.int32)
-    outputs = []
+    adapters, outputs = PanelAdapters(()), []
+    adapters.assign(np.ones(num_rows, dtype=np.int64))
     for product in (PanelLinear(weight, bias), PanelLinear(weight.dequantized(), bias)):
-        added = packed({1: [AddedPart(start=0, down=down, up=up)]}, 64, sixteens_of(product))
-        outputs.append(added.linear(x, product.panels, product.scale, product.bias, 40, ids))
+        adapted = AdaptedPanelLinear(product, 64, adapters)
+        adapted.put(1, adapted.prepare([AddedPart(start=0, down=down, up=up)]))
+        outputs.append(adapted(x))
     assert torch.equal(*outputs)
     assert not torch.equal(outputs[0], PanelLinear(weight, bias)(x))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear, silu
@@ -17,7 +18,7 @@ from engine.kernels.cpu import (
     PanelGatedLinear,
     PanelLinear,
 )
-from engine.kernels.cpu_adapters import packed, sixteens_of
+from engine.kernels.cpu_adapters import AdaptedPanelLinear, PanelAdapters
 from engine.lora.adapters import AddedPart
 from engine.quantization import quantize_int8
 from engine.scaled_weight import ScaledWeight
@@ -115,10 +116,11 @@ def test_what_adapters_add_to_products_is_not_scaled(num_rows: int) -> None:
     x, weight, bias = case(num_rows, 64, 40)
     generator = torch.Generator().manual_seed(1)
     down, up = (torch.randn(*shape, generator=generator).to(BFLOAT16) / 8 for shape in ((4, 64), (40, 4)))
-    product = PanelLinear(weight, bias)
-    added = packed({1: [AddedPart(start=0, down=down, up=up)]}, 64, sixteens_of(product))
-    ids = torch.ones(num_rows, dtype=torch.int32)
-    y = added.linear(x, product.panels, product.scale, product.bias, 40, ids)
+    adapters = PanelAdapters(())
+    adapters.assign(np.ones(num_rows, dtype=np.int64))
+    product = AdaptedPanelLinear(PanelLinear(weight, bias), 64, adapters)
+    product.put(1, product.prepare([AddedPart(start=0, down=down, up=up)]))
+    y = product(x)
     plain = linear(x.double(), weight.weight.double() * weight.scale, bias.double())
     expected = plain + linear(linear(x.double(), down.double()), up.double())
     torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=0.05)
