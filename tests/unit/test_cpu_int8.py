@@ -124,8 +124,9 @@ def test_what_adapters_add_to_products_is_not_scaled(num_rows: int) -> None:
     plain = linear(x.double(), weight.weight.double() * weight.scale, bias.double())
     expected = plain + linear(linear(x.double(), down.double()), up.double())
     torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=0.05)
-    none = added.linear(x, product.panels, product.scale, product.bias, 40, torch.zeros_like(ids))
-    assert torch.equal(none, product(x))
+    nobody = torch.zeros(num_rows, dtype=torch.int32)
+    none = product.added.linear(x, product.panels, product.scale, product.bias, 40, nobody)
+    assert torch.equal(none, PanelLinear(weight, bias)(x))
 
 
 def test_weights_are_quantised_where_they_are_not() -> None:
