@@ -164,8 +164,10 @@ class Lifecycle:
     def _refuse_if_late(self) -> None:
         """For its deadline. It looks at all workers, and at all who wait."""
         self._deadline.refuse_if_late(
-            self._cluster.queue.wait_s(self._asked.sampling_params.priority, self._asked.fairness_id),
-            self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids)),
+            self._cluster.queue.wait_s(
+                self._asked.sampling_params.priority, self._asked.fairness_id, lora_name=self.lora_name
+            ),
+            self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids), self.lora_name),
         )
 
     @property

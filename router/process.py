@@ -111,6 +111,7 @@ class Router:
             choose=self._pool.choose,
             has_workers=self._pool.has_decode_worker_for,
             is_apart=self._pool.is_apart,
+            workers_for=self._pool.workers_for,
             worker_wait_s=args.worker_wait_s,
         )
         self._index = PrefixIndex(args.redis, namespace=args.namespace)

@@ -5,9 +5,10 @@ Owns the waiting requests, not the workers. `dispatch` is called whenever someth
 freed memory, joined or left: `dispatch_soon`). It plans from the head on, and stops at the first request that no worker
 has room for, so that a long prompt is not overtaken for ever. A request that can only run on workers which take no new
 requests, or on some of those that do (which have its adapter), steps aside, since it would keep others from workers
-that it cannot use. Aside, requests have the same order as in line, but without shares. When it may run wherever new
-requests go, it is in line again, in front. No timer of ours ends the waiting for room: the client's deadline does,
-early enough to say so.
+that it cannot use (`aside`). It keeps its turn: whoever is due first, in line or aside, is tried first, and where it
+finds no room, those behind it get none of the workers that it waits for. When it may run wherever new requests go, it
+is in line again, in front. No timer of ours ends the waiting for room: the client's deadline does, early enough to say
+so.
 
 Without any worker only those requests wait whose answer has begun, since their client would lose it. They wait apart
 from the others, each with a timer (`patience`), which fails it unless a worker that can continue the answer is there
@@ -20,7 +21,8 @@ An answer that another router has begun goes before what its client has asked si
 again: its client waits in the middle of a stream. No more than that, for a client may say so of anything.
 
 The bound applies to the tokens that go before a request: others of a lower priority (a higher number) do not keep it
-out, and another client's queue counts only as far as it is served before it. All together may be twice as much.
+out, and another client's queue counts only as far as it is served before it. All together may be twice as much; but
+those that wait aside for an adapter count for themselves, adapter by adapter, and keep nobody else out.
 
     wait_for_plan ──> waiting, in line or aside ──dispatch──> TakenRoom
        └─ full: Overloaded └── no worker left: NoWorker; too late to begin: Overloaded; the caller cancelled: gone
@@ -31,15 +33,15 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from router.aside import Aside
 from router.fair_shares import FairShares, Share
 from router.needs import NO_NEEDS, Needs
 from router.queue_pace import QueuePace
 from router.request_events import WorkerKey
-from router.served_kind import Kind
 from router.taken_room import TakenRoom
 from rpc.errors import NoWorker, Overloaded
 
@@ -81,6 +83,8 @@ class QueuedRequest:
     """It has begun at another router. Its client says so: it goes before those of the same client alone."""
     is_return: bool = False
     """It waited its turn before, and was charged for its prompt: it goes to the front of its priority."""
+    barred: Set[WorkerKey] = frozenset()
+    """Workers that somebody before it waits for."""
     planned: asyncio.Future[TakenRoom] = field(init=False)
     share: ClientShare = field(init=False)
     """Its client's."""
@@ -116,23 +120,26 @@ class RequestQueue:
         choose: Callable[[QueuedRequest], TakenRoom | None],
         has_workers: Callable[[QueuedRequest], bool],
         is_apart: Callable[[QueuedRequest], bool] = lambda _: False,
+        workers_for: Callable[[QueuedRequest], Collection[WorkerKey]] = lambda _: (),
         worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
         """`choose` plans one request with the workers as they are now, and takes the room for it. `has_workers`:
         whether waiting makes sense for it. `is_apart`: whether it is not for all of the workers that new requests
-        go to. `worker_wait_s`: for how long one whose answer has begun waits without them."""
+        go to. `workers_for`: those that may decode it, full or not. `worker_wait_s`: for how long one whose answer
+        has begun waits without them."""
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
         self._is_apart = is_apart
+        self._workers_for = workers_for
         self._worker_wait_s = worker_wait_s
         self.pace = QueuePace()
         self._shares: dict[int, FairShares[QueuedRequest]] = {}
         """By priority, for each at which a request has entered and not left."""
         self._priorities: list[int] = []
         """Those at which somebody waits in line, in order."""
-        self._aside: dict[QueuedRequest, None] = {}
-        """In the order in which they stepped there."""
+        self._aside: Aside[QueuedRequest] = Aside()
+        """By what those have in common who wait for the same workers."""
         self._patient: dict[Needs, dict[QueuedRequest, None]] = {}
         """Those without a worker, by what they ask of one."""
         self._num_patient_tokens = 0
@@ -154,16 +161,18 @@ class RequestQueue:
         """How many clients have requests that entered and have not left, each client once for every priority."""
         return sum(shares.num_open_clients for shares in self._shares.values())
 
-    def num_tokens_before(self, priority: int, fairness_id: str = "") -> int:
+    def num_tokens_before(self, priority: int, fairness_id: str = "", *, lora_name: str = "") -> int:
         """The waiting tokens that are expected to go before a further request of this client: all tokens of more urgent
-        priorities, and of its own priority what its share leaves (`FairShares.num_tokens_before`)."""
+        priorities, and of its own priority what its share leaves (`FairShares.num_tokens_before`). Aside those alone
+        that wait for the same adapter."""
         num_urgent = sum(self._shares[other].num_tokens for other in self._priorities if other < priority)
         shares = self._shares.get(priority)
-        return num_urgent + (0 if shares is None else shares.num_tokens_before(fairness_id))
+        num_aside = self._aside.num_tokens_before(Needs(lora_name=lora_name).group, priority, fairness_id)
+        return num_urgent + num_aside + (0 if shares is None else shares.num_tokens_before(fairness_id))
 
-    def wait_s(self, priority: int, fairness_id: str) -> float:
+    def wait_s(self, priority: int, fairness_id: str, *, lora_name: str = "") -> float:
         """How long until a further request of this client would have room, as far as is known."""
-        return self.pace.queued_s(self.num_tokens_before(priority, fairness_id))
+        return self.pace.queued_s(self.num_tokens_before(priority, fairness_id, lora_name=lora_name))
 
     def enter(self, priority: int, fairness_id: str) -> ClientShare:
         """A request of the client begins: what it is served is charged to the share, until it leaves."""
@@ -251,27 +260,42 @@ class RequestQueue:
         """Plan as many requests as workers have room for."""
         self._end_patience()
         self._step_back()
-        full_groups: set[tuple[Kind | None, str]] = set()
-        for aside in self._aside_in_turn():
-            group = aside.needs.group
-            if group not in full_groups and not self._settle(aside):
-                full_groups.add(group)
-        while (request := self._first()) is not None:
-            group = request.needs.group
-            if group not in full_groups and self._settle(request):
-                continue
-            if not self._is_apart(request):
+        full: set[Hashable] = set()
+        barred: set[WorkerKey] = set()
+        is_line_full = False
+        lanes = self._aside.due()
+        while True:
+            aside, in_line = lanes.first(), None if is_line_full else self._first()
+            is_aside = aside is not None and (in_line is None or aside[0][:3] <= _turn_of(in_line))
+            request = aside[1] if aside is not None and is_aside else in_line
+            if request is None:
                 return
-            full_groups.add(group)
-            self._leave_line(request)
-            self._aside[request] = None
-            self._note_if_empty()
+            group = request.needs.group
+            request.barred = barred
+            if group not in full and self._settle(request):
+                continue
+            if group not in full:
+                barred |= set(self._workers_for(request))
+            if is_aside:
+                full.add(group)
+                lanes.leave_lane()
+            elif self._is_apart(request):
+                full.add(group)
+                self._leave_line(request)
+                self._step_aside(request)
+                self._note_if_empty()
+            else:
+                is_line_full = True
 
-    def _aside_in_turn(self) -> list[QueuedRequest]:
-        """As in line: by priority, and of each those that return first, the last of them before the others."""
-        returned = [request for request in reversed(self._aside) if request.is_return]
-        others = [request for request in self._aside if not request.is_return]
-        return sorted(returned + others, key=lambda request: request.share.owner.priority)
+    def _step_aside(self, request: QueuedRequest) -> None:
+        self._aside.push(
+            request.needs.group,
+            request.share,
+            request,
+            request.num_own_tokens,
+            is_return=request.is_return,
+            is_ahead=request.is_resumed,
+        )
 
     def _end_patience(self) -> None:
         """Aside: those for whom a worker is there now."""
@@ -279,18 +303,16 @@ class RequestQueue:
             if self._has_workers(next(iter(patient))):
                 for request in list(patient):
                     self._leave_place(request)
-                    self._aside[request] = None
+                    self._step_aside(request)
 
     def _step_back(self) -> None:
         """Into line, in front of its priority: whoever is aside, and apart no more."""
-        one_of_each = {request.needs.group: request for request in self._aside}
-        kinds = {kind for kind, request in one_of_each.items() if not self._is_apart(request)}
-        if kinds:
+        back = {lane for lane in self._aside.lanes if not self._is_apart(self._aside.any_of(lane))}
+        if back:
             self.pace.queued(time.monotonic())
-            for request in reversed(self._aside_in_turn()):
-                if request.needs.group in kinds:
-                    del self._aside[request]
-                    self._join_line(request, in_front=True)
+            for request in reversed(self._aside.in_turn(back)):
+                self._aside.discard(request)
+                self._join_line(request, in_front=True)
 
     def _settle(self, request: QueuedRequest) -> bool:
         """Plan it, unless it is over, or nobody can go on with it. Whether others may have their turn: it is not here
@@ -338,10 +360,11 @@ class RequestQueue:
     def _refuse_if_full(self, request: QueuedRequest, priority: int, fairness_id: str) -> None:
         num_tokens = request.num_tokens
         # Without a worker they keep nobody from those that there are.
-        num_waiting_tokens = self.num_tokens - self._num_patient_tokens
+        num_waiting_tokens = self.num_tokens - self._num_patient_tokens - self._num_tokens_beside(request.needs.group)
         if num_waiting_tokens + num_tokens <= self._max_tokens:
             return  # whatever goes before it
-        num_before, may_be_before = self.num_tokens_before(priority, fairness_id), self._max_tokens
+        num_before = self.num_tokens_before(priority, fairness_id, lora_name=request.needs.lora_name)
+        may_be_before = self._max_tokens
         if request.is_resumed:
             may_be_before += self._max_tokens // 2
         is_full = num_before and num_before + num_tokens > may_be_before
@@ -353,6 +376,12 @@ class RequestQueue:
                 f"the queue holds {held} tokens of at most {bound}; retry later",
                 retry_after_s=min(max(room_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
             )
+
+    def _num_tokens_beside(self, group: Hashable) -> int:
+        """Of those that wait aside for other adapters: whoever asks for one may ask for any number of tokens, and the
+        others are not to be refused for that."""
+        lanes = (lane for lane in self._aside.lanes if lane != group and self._aside.any_of(lane).needs.kind is None)
+        return sum(map(self._aside.num_tokens, lanes))
 
     def _wait(self, request: QueuedRequest) -> None:
         self._join_line(request, in_front=request.is_return)
@@ -377,7 +406,7 @@ class RequestQueue:
             if not patient:
                 del self._patient[request.needs]
         elif request in self._aside:
-            del self._aside[request]
+            self._aside.discard(request)
         else:
             self._leave_line(request)
 
@@ -392,6 +421,12 @@ class RequestQueue:
         shares.remove(request.share, request)
         if not shares.num_waiting:
             self._priorities.remove(shares.priority)
+
+
+def _turn_of(in_line: QueuedRequest) -> tuple[int, int, int]:
+    """Of the first in line, as `Turn` begins. Those aside were before it in line: of equal turns theirs are first."""
+    priority = in_line.share.owner.priority
+    return (priority, 0, 0) if in_line.is_return else (priority, 1, in_line.share.counter)
 
 
 def _nobody_for(request: QueuedRequest) -> NoWorker:

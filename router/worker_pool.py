@@ -119,6 +119,10 @@ class WorkerPool:
         has_other_kind = needs.kind is not None and needs.kind != roster.kind_for(needs.lora_name)
         return has_other_kind or (bool(needs.lora_name) and needs.lora_name not in roster.adapters_of_all)
 
+    def workers_for(self, request: QueuedRequest) -> list[WorkerKey]:
+        """That may decode it, full or not."""
+        return [handle.key for handle in self._usable_decode_workers(request.needs)]
+
     def is_anybody_usable_for(self, needs: Needs) -> bool:
         """Whether somebody takes such a request now, full or not."""
         return bool(self._usable_decode_workers(needs))
@@ -137,12 +141,15 @@ class WorkerPool:
 
     # -- planning -----------------------------------------------------------------------------------------------
 
-    def num_tokens_ahead_of(self, num_tokens: int) -> float:
-        """How many tokens a new prompt of `num_tokens` would wait for where it would be computed soonest. That streams
-        slow it down there counts as tokens, too."""
+    def num_tokens_ahead_of(self, num_tokens: int, lora_name: str = "") -> float:
+        """How many tokens a new prompt of `num_tokens` for that adapter (empty: for none) would wait for where it would
+        be computed soonest. That streams slow it down there counts as tokens, too."""
         roster = self.roster
-        served = roster.compat_digest
-        prefill, decode = (roster.usable_by.get((role, served), []) for role in (ROLE_PREFILL, ROLE_DECODE))
+        served, kind = roster.compat_digest, roster.kind_for(lora_name)
+        prefill, decode = (
+            [h for h in roster.usable_by.get((role, served), []) if h.facts.kind_for(lora_name) == kind]
+            for role in (ROLE_PREFILL, ROLE_DECODE)
+        )
         ahead = [float(h.num_queued_tokens) for h in prefill]
         ahead += [h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens for h in decode]
         return min(ahead, default=0.0)
@@ -151,10 +158,11 @@ class WorkerPool:
         """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""
         now_s = self._now_s()
         decode = self._usable_decode_workers(request.needs)
+        # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
+        max_model_len = min((h.facts.max_model_len for h in decode), default=0)
+        decode = [h for h in decode if h.key not in request.barred]
         if not decode:
             return None
-        # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
-        max_model_len = min(h.facts.max_model_len for h in decode)
         decode = [h for h in decode if not self._faults.is_set_aside(h.key, now_s)] or decode
         prefill = [
             h

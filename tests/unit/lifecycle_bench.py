@@ -110,6 +110,7 @@ class Bench:
             choose=self.pool.choose,
             has_workers=self.pool.has_decode_worker_for,
             is_apart=self.pool.is_apart,
+            workers_for=self.pool.workers_for,
             worker_wait_s=worker_wait_s,
         )
         prefixes = cast(PrefixLookup, NothingCached())

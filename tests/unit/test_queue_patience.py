@@ -193,5 +193,5 @@ async def test_whatever_becomes_of_workers_each_request_ends_and_nobody_waits_fo
             ends[type(error).__name__] += 1
         else:
             ends["planned"] += 1
-    assert (len(queue), queue.num_tokens, queue.num_clients, queue._patient, queue._aside) == (0, 0, 0, {}, {})
+    assert (len(queue), queue.num_tokens, queue.num_clients, queue._patient, [*queue._aside]) == (0, 0, 0, {}, [])
     assert ends["planned"]

@@ -1,0 +1,202 @@
+"""Requests that have stepped out of the line, since others have workers that they cannot use. Pure.
+
+In lanes, one for those that wait for the same workers. A lane has the order of the line: by priority; of each those
+that return first, the last of them before the others; then of the client that was served the fewest tokens, what it has
+begun at another router before the rest; then first come, first served.
+
+    push ──> in its lane, in turn ──first of a lane──> tried ──discard──> planned, in line again, or gone
+
+A turn only grows, as clients' counters do: a lane is a heap by turns that may be out of date, and that are looked at
+again at the top. So a request that comes, or a worker that frees something, costs as much beside ten thousand others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Generic, NamedTuple, TypeVar
+
+from router.fair_shares import Share
+
+Item = TypeVar("Item")
+"""What waits. By identity."""
+
+
+class Turn(NamedTuple):
+    """The smaller goes first."""
+
+    priority: int
+    is_first: int
+    """0: it waited its turn before. Else 1."""
+    counter: int
+    """What its client was served."""
+    is_new: bool
+    """It has not begun at another router."""
+    number: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[Item]):
+    item: Item
+    share: Share[Item]
+    num_tokens: int
+    is_return: bool
+    is_ahead: bool
+    number: int
+
+    @property
+    def turn(self) -> Turn:
+        priority = self.share.owner.priority
+        if self.is_return:
+            return Turn(priority, 0, 0, False, -self.number)
+        return Turn(priority, 1, self.share.counter, not self.is_ahead, self.number)
+
+
+@dataclass(slots=True)
+class _Lane(Generic[Item]):
+    heap: list[tuple[Turn, _Waiting[Item]]] = field(default_factory=list)
+    """Those that are gone among them, until they are at the top, or half of it."""
+    num_waiting: int = 0
+    num_tokens: int = 0
+    num_waiting_of: Counter[Share[Item]] = field(default_factory=Counter)
+    num_tokens_of: Counter[Share[Item]] = field(default_factory=Counter)
+
+    def count(self, waiting: _Waiting[Item], sign: int) -> None:
+        share, num_tokens = waiting.share, sign * waiting.num_tokens
+        self.num_waiting += sign
+        self.num_tokens += num_tokens
+        self.num_waiting_of[share] += sign
+        self.num_tokens_of[share] += num_tokens
+        if not self.num_waiting_of[share]:
+            del self.num_waiting_of[share], self.num_tokens_of[share]
+
+
+class Aside(Generic[Item]):
+    """All lanes."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Item, tuple[Hashable, _Waiting[Item]]] = {}
+        """With its lane."""
+        self._lanes: dict[Hashable, _Lane[Item]] = {}
+        self._num_pushed = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._waiting
+
+    @property
+    def lanes(self) -> list[Hashable]:
+        return list(self._lanes)
+
+    def push(
+        self, lane: Hashable, share: Share[Item], item: Item, num_tokens: int, *, is_return: bool, is_ahead: bool
+    ) -> None:
+        """As `FairShares.push`."""
+        self._num_pushed += 1
+        waiting = _Waiting(item, share, num_tokens, is_return, is_ahead, self._num_pushed)
+        self._waiting[item] = lane, waiting
+        there = self._lanes.setdefault(lane, _Lane())
+        heappush(there.heap, (waiting.turn, waiting))
+        there.count(waiting, 1)
+
+    def discard(self, item: Item) -> None:
+        """It waits here no more."""
+        lane, waiting = self._waiting.pop(item)
+        there = self._lanes[lane]
+        there.count(waiting, -1)
+        if not there.num_waiting:
+            del self._lanes[lane]
+        elif len(there.heap) > 2 * there.num_waiting + 64:
+            there.heap = [entry for entry in there.heap if self._is_here(entry[1])]
+            heapify(there.heap)
+
+    def due(self) -> Due[Item]:
+        """All lanes, to be gone through."""
+        return Due(self)
+
+    def first_of(self, lane: Hashable) -> tuple[Turn, Item] | None:
+        """What goes first in it. None: nothing waits there."""
+        there = self._lanes.get(lane)
+        if there is None:
+            return None
+        turn, waiting = self._first_of(there)
+        return turn, waiting.item
+
+    def any_of(self, lane: Hashable) -> Item:
+        """One that waits in it."""
+        return self._first_of(self._lanes[lane])[1].item
+
+    def in_turn(self, lanes: Iterable[Hashable]) -> list[Item]:
+        """All of these lanes."""
+        entries = [waiting for lane, waiting in self._waiting.values() if lane in lanes]
+        return [waiting.item for waiting in sorted(entries, key=lambda waiting: waiting.turn)]
+
+    def num_tokens(self, lane: Hashable) -> int:
+        """Of all that wait in it."""
+        there = self._lanes.get(lane)
+        return 0 if there is None else there.num_tokens
+
+    def num_tokens_before(self, lane: Hashable, priority: int, client: str) -> int:
+        """Of those that wait in it, what a further request of `client` may expect to go before it: all that is more
+        urgent, all of the client's own, and of every other one as much, or a request."""
+        there = self._lanes.get(lane)
+        if there is None:
+            return 0
+        held = there.num_tokens_of.items()
+        num_own = sum(num for share, num in held if (share.owner.priority, share.client) == (priority, client))
+        num_before = num_own
+        for share, num in held:
+            if share.owner.priority < priority:
+                num_before += num
+            elif share.owner.priority == priority and share.client != client:
+                num_before += min(num, max(num_own, num // there.num_waiting_of[share]))
+        return num_before
+
+    def _first_of(self, lane: _Lane[Item]) -> tuple[Turn, _Waiting[Item]]:
+        while True:
+            turn, waiting = lane.heap[0]
+            if not self._is_here(waiting):
+                heappop(lane.heap)
+            elif turn != waiting.turn:
+                heapreplace(lane.heap, (waiting.turn, waiting))
+            else:
+                return turn, waiting
+
+    def _is_here(self, waiting: _Waiting[Item]) -> bool:
+        """Else it is gone, or has come again since."""
+        there = self._waiting.get(waiting.item)
+        return there is not None and there[1] is waiting
+
+
+class Due(Generic[Item]):
+    """The lanes as they are due, while whoever goes through them takes requests out of them."""
+
+    def __init__(self, aside: Aside[Item]) -> None:
+        self._aside = aside
+        firsts = ((aside.first_of(lane), lane) for lane in aside.lanes)
+        self._heap = [(first[0], lane) for first, lane in firsts if first is not None]
+        heapify(self._heap)
+
+    def first(self) -> tuple[Turn, Item] | None:
+        """Of all lanes that were not left. None: nothing waits there."""
+        while self._heap:
+            turn, lane = self._heap[0]
+            first = self._aside.first_of(lane)
+            if first is None:
+                heappop(self._heap)
+            elif first[0] != turn:
+                heapreplace(self._heap, (first[0], lane))
+            else:
+                return first
+        return None
+
+    def leave_lane(self) -> None:
+        """That of the first: its workers are full."""
+        heappop(self._heap)

@@ -1,0 +1,131 @@
+"""Requests for adapters that only some workers have, beside those for the model: who goes first. No network."""
+
+from __future__ import annotations
+
+import pytest
+from lifecycle_bench import BLOCK, PROMPT, load, settle
+from test_workers_with_adapters import Several, leave, requests_at
+
+from router.validation.resumption import Resumption
+from rpc.errors import Overloaded
+
+SHORT = PROMPT[: 4 * BLOCK]
+
+
+def some_with_it(**bench: object) -> Several:
+    """`d` has the adapter `sql`, `e` has not, and both are full."""
+    several = Several("e", **bench)
+    several.tell_adapters(several.decode, sql="1")
+    several.fill("d", "e")
+    return several
+
+
+async def test_aside_clients_have_equal_shares() -> None:
+    bench = some_with_it()
+    flood = [bench.ask(f"a{i}", lora_name="sql", fairness_id="a", prompt_token_ids=SHORT) for i in range(6)]
+    await settle()
+    other = [bench.ask(f"b{i}", lora_name="sql", fairness_id="b", prompt_token_ids=SHORT) for i in range(2)]
+    await settle()
+    for num_blocks in range(4, 20, 4):
+        bench.by_name["d"].set_load(load(num_blocks))
+        bench.dispatch()
+        await settle()
+    assert sorted(requests_at(bench, "d")) == ["a0", "a1", "b0", "b1"]
+    await leave(*flood, *other)
+    assert (len(bench.queue), bench.queue.num_tokens, bench.queue.num_clients) == (0, 0, 0)
+
+
+async def test_a_flood_for_an_adapter_leaves_its_workers_to_other_clients_of_the_model_too() -> None:
+    bench = some_with_it()
+    flood = [bench.ask(f"a{i}", lora_name="sql", fairness_id="a", prompt_token_ids=SHORT) for i in range(6)]
+    await settle()
+    other = bench.ask("b", fairness_id="b", prompt_token_ids=SHORT)
+    await settle()
+    for num_blocks in (4, 8):
+        bench.by_name["d"].set_load(load(num_blocks))
+        bench.dispatch()
+        await settle()
+    assert requests_at(bench, "d") == ["a0", "b"]
+    await leave(*flood, other)
+
+
+async def test_more_urgent_requests_in_line_go_before_those_aside() -> None:
+    bench = some_with_it()
+    batch = bench.ask("batch", lora_name="sql", priority=5, prompt_token_ids=PROMPT)
+    await settle()
+    urgent = bench.ask("urgent", prompt_token_ids=PROMPT)
+    await settle()
+    bench.by_name["d"].set_load(load(70))
+    bench.dispatch()
+    await settle()
+    assert requests_at(bench, "d") == ["urgent"]
+    await leave(batch, urgent)
+
+
+async def test_a_long_prompt_aside_is_not_overtaken_at_its_worker() -> None:
+    """Neither by those in line nor by those aside for another adapter: else it would wait for as long as they come."""
+    bench = Several("e", "f")
+    bench.tell_adapters(bench.decode, sql="1", poet="2")
+    bench.tell_adapters(bench.by_name["f"], poet="2")
+    bench.fill("d", "e", "f")
+    long = bench.ask("long", lora_name="sql", prompt_token_ids=PROMPT)
+    await settle()
+    short = [bench.ask("poet", lora_name="poet", prompt_token_ids=SHORT), bench.ask("model", prompt_token_ids=SHORT)]
+    bench.by_name["d"].set_load(load(30))
+    bench.dispatch()
+    await settle()
+    assert requests_at(bench, "d") == []
+    bench.by_name["e"].set_load(load(30))
+    bench.by_name["f"].set_load(load(30))
+    bench.dispatch()
+    await settle()
+    assert (requests_at(bench, "d"), len(bench.queue)) == ([], 1), "they have the others"
+    bench.free("d")
+    await settle()
+    assert requests_at(bench, "d") == ["long"]
+    await leave(long, *short)
+
+
+async def test_a_stream_that_another_router_began_goes_before_what_its_client_has_aside() -> None:
+    bench = some_with_it()
+    new = [bench.ask(f"new {i}", lora_name="sql") for i in range(3)]
+    await settle()
+    resumed = bench.ask("resumed", lora_name="sql", resumption=Resumption(token_ids=[5]))
+    await settle()
+    bench.by_name["d"].set_load(load(1))
+    bench.dispatch()
+    await settle()
+    assert requests_at(bench, "d") == ["resumed"]
+    await leave(*new, resumed)
+
+
+async def test_a_flood_for_an_adapter_is_bounded_and_keeps_nobody_else_out() -> None:
+    bench = some_with_it()
+    bench.queue._max_tokens = 8
+    flood = [bench.ask(f"a{i}", lora_name="sql", fairness_id="a") for i in range(12)]
+    await settle()
+    assert [each.task.done() for each in flood] == [False] * 4 + [True] * 8, "8 tokens, two each"
+    with pytest.raises(Overloaded, match="the queue holds 8 tokens of at most 8"):
+        await flood[-1].task
+    others = [bench.ask("b", lora_name="sql", fairness_id="b")]
+    others += [bench.ask(f"m{i}", fairness_id="c") for i in range(4)]
+    await settle()
+    assert [each.task.done() for each in others] == [False] * 5
+    await leave(*flood, *others)
+    assert (len(bench.queue), bench.queue.num_tokens) == (0, 0)
+
+
+async def test_a_deadline_is_held_against_the_workers_that_have_the_adapter() -> None:
+    """Else a request is let in that must be late, as workers without it have nothing to do."""
+    bench = Several("e")
+    bench.tell_adapters(bench.decode, sql="1")
+    busy = load(0)
+    busy.num_waiting_tokens = 5000
+    bench.decode.set_load(busy)
+    assert bench.pool.num_tokens_ahead_of(100) == 0
+    assert bench.pool.num_tokens_ahead_of(100, "sql") == 5000
+    flood = [bench.ask(f"a{i}", lora_name="sql") for i in range(3)]
+    await settle()
+    assert bench.queue.num_tokens_before(0) == 0
+    assert bench.queue.num_tokens_before(0, lora_name="sql") == 6
+    await leave(*flood)
