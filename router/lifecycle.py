@@ -195,6 +195,13 @@ class Lifecycle:
         return self._asked.resumption.kind if self.room is None else self.room.kind
 
     @property
+    def _kind_begun_on(self) -> Kind | None:
+        """Of those that the client has an answer of, this one or the first to its prompt: all are to be of one kind."""
+        if self._state.token_ids:
+            return self._kind
+        return None if self._after is None else self._after._kind_begun_on
+
+    @property
     def _planned_kind(self) -> Kind:
         assert self.room is not None, "a plan takes room"
         return self.room.kind
@@ -290,7 +297,7 @@ class Lifecycle:
         if self._state.num_prompt_logprobs and not self._state.token_ids:
             return {}  # all of it will be computed
         if self._after is None:
-            kind = self._kind if self._state.token_ids else self._cluster.pool.roster.kind_for(self.lora_name)
+            kind = self._kind_begun_on or self._cluster.pool.roster.kind_for(self.lora_name)
             if self.lora_name and not (kind and kind.lora_digest):
                 return {}  # of which adapter of that name the blocks are, nobody can say
             lora_digest = "" if kind is None else kind.lora_digest
@@ -298,7 +305,7 @@ class Lifecycle:
         return self._after._cached | ({} if shared is None else {shared.worker: shared.num_blocks})
 
     def _needs(self) -> Needs:
-        return self._commands.needs(self._kind if self._state.token_ids else None)
+        return self._commands.needs(self._kind_begun_on)
 
     # -- taking in what happens ---------------------------------------------------------------------------------
 

@@ -182,3 +182,40 @@ def test_an_older_worker_has_its_adapters_in_its_compat_digest() -> None:
     record.model.lora_names.append("sql")
     facts = WorkerHandle(record, channel=None).facts
     assert (facts.kind_for("sql"), facts.kind_for("poet"), facts.kind_for("")) == (Kind("of all"), None, Kind("of all"))
+
+
+async def test_all_answers_to_a_prompt_are_of_one_adapter() -> None:
+    bench = Several("e", "f")
+    bench.tell_adapters(bench.decode, sql="old")
+    bench.tell_adapters(bench.by_name["e"], sql="old")
+    bench.tell_adapters(bench.by_name["f"], sql="new")
+    first = bench.lifecycle("1", lora_name="sql", prompt_token_ids=[5, 6])
+    asked = Asked(first.run())
+    await settle()
+    [name] = [name for name in ("d", "e") if requests_at(bench, name)]
+    session, generate = cast(ScriptedSession, bench.by_name[name].session), bench.sent(name)[0].generate
+    session.say("1", generate.attempt, tokens=pb.Tokens(index=0, token_ids=[7]))
+    await settle()
+    assert len(asked.received) == 1
+    bench.tell_adapters(bench.by_name["d" if name == "e" else "e"], sql="new")
+    second = bench.ask("2", lora_name="sql", after=first)
+    await settle()
+    assert requests_at(bench, name) == ["1", "2"]
+    assert bench.sent(name)[-1].generate.lora_digest == "old"
+    await leave(asked, second)
+
+
+async def test_of_a_stream_whose_client_names_no_kind_what_is_cached_is_known() -> None:
+    bench = Bench()
+    bench.tell_adapters(bench.decode, sql="1")
+    looked_up: list[str] = []
+
+    async def longest_match(token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
+        looked_up.append(lora_digest)
+        return {}
+
+    bench.cluster.prefixes.longest_match = longest_match  # type: ignore[method-assign]
+    asked = Asked(bench.lifecycle("a", lora_name="sql", resumption=Resumption(token_ids=[5])).run())
+    await settle()
+    assert looked_up == ["1"]
+    await asked.leave()
