@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,20 +21,43 @@ class Texts:
     chat_template: ChatTemplate | None
 
 
+KEPT_S = 60.0
+"""For so long an adapter is known whose last worker has gone, as while that one is started again: who asks for it hears
+that there is no worker now, and not that there is no such model."""
+
+
 class ServedModel:
     """`ModelInfo` with the context length and the adapters of the decode workers that are there, or were last."""
 
-    def __init__(self, model: ModelInfo, decode_records: Callable[[], Sequence[WorkerRecord]]) -> None:
+    def __init__(
+        self,
+        model: ModelInfo,
+        decode_records: Callable[[], Sequence[WorkerRecord]],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._model = model
         self._known = model
         self._decode_records = decode_records
+        self._now_s = now_s
         self._known_of: Sequence[WorkerRecord] = ()
+        self._there: set[str] = set()
+        """Adapters of these workers."""
+        self._gone_s: dict[str, float] = {}
+        """When others went, by their names."""
 
     def now(self) -> ModelInfo:
-        workers = self._decode_records()
-        if workers and workers is not self._known_of:  # the same list for as long as they are the same
-            self._known_of = workers
-            shortest = min(workers, key=lambda record: record.model.max_model_len)
-            lora_names = {name for record in workers for name in record.model.lora_names}
-            self._known = self._model.with_worker(shortest.model, lora_names)
+        workers, now_s = self._decode_records(), self._now_s()
+        is_news = bool(workers) and workers is not self._known_of  # the same list for as long as they are the same
+        if is_news or any(now_s - gone_s >= KEPT_S for gone_s in self._gone_s.values()):
+            self._note(workers or self._known_of, now_s)
         return self._known
+
+    def _note(self, workers: Sequence[WorkerRecord], now_s: float) -> None:
+        self._known_of = workers
+        before, self._there = self._there, {name for record in workers for name in record.model.lora_names}
+        gone_s = self._gone_s | dict.fromkeys(before, now_s)
+        self._gone_s = {
+            name: at_s for name, at_s in gone_s.items() if name not in self._there and now_s - at_s < KEPT_S
+        }
+        shortest = min(workers, key=lambda record: record.model.max_model_len)
+        self._known = self._model.with_worker(shortest.model, self._there | set(self._gone_s))

@@ -17,7 +17,7 @@ from protos import tandem_worker_pb2 as pb
 from router.generation_defaults import GenerationDefaults
 from router.model_info import ModelInfo
 from router.request_events import WorkerKey
-from router.served_model import Texts
+from router.served_model import KEPT_S, ServedModel, Texts
 from router.servicer import InferenceServicer
 from router.text.tokenizer import Tokenizer
 from rpc.errors import InvalidRequest, NoWorker, TandemError
@@ -72,16 +72,18 @@ class Context:
     def invocation_metadata(self) -> None: ...
 
 
+MODEL = ModelInfo(
+    served_model_name="m",
+    max_model_len=2048,
+    vocab_size=100,
+    eos_token_ids=frozenset(),
+    has_chat_template=False,
+    defaults=GenerationDefaults(),
+)
+
+
 def servicer_of(bench: Bench) -> InferenceServicer:
-    model = ModelInfo(
-        served_model_name="m",
-        max_model_len=2048,
-        vocab_size=100,
-        eos_token_ids=frozenset(),
-        has_chat_template=False,
-        defaults=GenerationDefaults(),
-    )
-    texts = Texts(model, Tokenizer(grammar_cases.tokenizer()), None)
+    texts = Texts(MODEL, Tokenizer(grammar_cases.tokenizer()), None)
     return InferenceServicer(texts=texts, cluster=bench.cluster, max_request_bytes=10_000)
 
 
@@ -105,6 +107,45 @@ async def test_an_adapter_that_no_worker_has_told_of_yet_may_be_asked_for_again(
     bench.take_away(other)
     assert isinstance(await refusal_of(servicer, "sql"), InvalidRequest), "as those that were there last have said"
     await servicer.close()
+
+
+async def test_an_adapter_whose_last_worker_has_gone_may_be_asked_for_again() -> None:
+    """As while that one is started again."""
+    bench = Bench()
+    other = bench.add("other", pb.Role.ROLE_DECODE, 2048)
+    for handle in (bench.decode, other):
+        handle.record.model.vocab_size = 100
+    bench.tell_adapters(bench.decode, sql="1")
+    servicer = servicer_of(bench)
+    assert isinstance(await refusal_of(servicer, "poet"), InvalidRequest)
+    bench.take_away(bench.decode)
+    refused = await refusal_of(servicer, "sql")
+    assert isinstance(refused, NoWorker)
+    assert "no decode worker with the adapter 'sql' is available" in str(refused)
+    await servicer.close()
+
+
+async def test_an_adapter_that_has_gone_for_good_is_unknown() -> None:
+    now_s = 100.0
+    worker = pb.WorkerRecord(model=inference_pb.GetModelInfoResponse(vocab_size=100, max_model_len=2048))
+    workers: list[list[pb.WorkerRecord]] = []
+    served = ServedModel(MODEL, lambda: workers[-1], now_s=lambda: now_s)
+
+    def names(*of_worker: str) -> tuple[str, ...]:
+        worker.model.lora_names[:] = of_worker
+        workers.append([worker])
+        return served.now().lora_names
+
+    assert names("sql") == ("sql",)
+    now_s += 3600
+    assert names("poet") == ("poet", "sql"), "it was there until now"
+    now_s += KEPT_S - 1
+    assert served.now().lora_names == ("poet", "sql")
+    now_s += 1
+    assert served.now().lora_names == ("poet",)
+    assert names("poet", "sql") == ("poet", "sql")
+    now_s += KEPT_S
+    assert served.now().lora_names == ("poet", "sql")
 
 
 async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.LogCaptureFixture) -> None:
