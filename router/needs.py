@@ -33,15 +33,14 @@ class Needs:
         return self.kind, self.lora_name
 
     def are_met_by(self, record: pb.WorkerRecord) -> bool:
-        """Whether the worker has and understands all that is asked for. Of its kind nothing is said here: of those that
-        have not begun the pool chooses it."""
+        """Whether the worker understands all that is asked for. Of its kind, and of its adapters, nothing is said here:
+        of those that have not begun the pool chooses them."""
         return (
             (not self.has_grammar or record.takes_grammars)
             and (not self.has_cache_salt or record.takes_cache_salts)
             and (not self.has_allowed_token_ids or record.takes_allowed_token_ids)
             and (not self.has_bad_words or record.takes_bad_words)
             and (not self.has_thinking_budget or record.takes_thinking_budgets)
-            and (not self.lora_name or self.lora_name in record.model.lora_names)
         )
 
     def __str__(self) -> str:

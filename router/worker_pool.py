@@ -16,7 +16,7 @@ it fails. Two workers between which transfers fail again and again are not paire
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2 import ROLE_DECODE, ROLE_PREFILL
@@ -106,11 +106,7 @@ class WorkerPool:
 
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
         """Whether waiting makes sense for `request`."""
-        needs = request.needs
-        if needs.kind is None:
-            return any(needs.are_met_by(record) for record in self.roster.served_decode)
-        begun_on = [h for h in self.roster.expected_decode if h.facts.kind_for(needs.lora_name) == needs.kind]
-        return any(needs.are_met_by(handle.record) for handle in begun_on)
+        return any(self._of_kind_for(request.needs, self.roster.expected_decode))
 
     def is_apart(self, request: QueuedRequest) -> bool:
         """Whether `request` cannot have all workers that new requests go to: it has begun on those of another kind, or
@@ -210,8 +206,16 @@ class WorkerPool:
         kind = needs.kind or self.roster.kind_for(needs.lora_name)
         if kind is None:
             return []
-        decode = self.roster.usable_by.get((ROLE_DECODE, kind.compat_digest), [])
-        return [h for h in decode if h.facts.kind_for(needs.lora_name) == kind and needs.are_met_by(h.record)]
+        return [*self._of_kind_for(needs, self.roster.usable_by.get((ROLE_DECODE, kind.compat_digest), []))]
+
+    def _of_kind_for(self, needs: Needs, handles: Iterable[WorkerHandle]) -> Iterator[WorkerHandle]:
+        """Those of them that such a request is for."""
+        kind, lora_name = needs.kind or self.roster.kind_for(needs.lora_name), needs.lora_name
+        return (
+            h
+            for h in handles
+            if kind is not None and h.facts.kind_for(lora_name) == kind and needs.are_met_by(h.record)
+        )
 
     # -- who fails, and who does well ---------------------------------------------------------------------------
 

@@ -219,3 +219,16 @@ async def test_of_a_stream_whose_client_names_no_kind_what_is_cached_is_known() 
     await settle()
     assert looked_up == ["1"]
     await asked.leave()
+
+
+async def test_who_can_only_have_workers_with_another_adapter_of_the_name_hears_so() -> None:
+    """None of them is for new requests: it would wait for ever."""
+    bench = Several("e", "f")
+    for name, lora_digest in (("d", "old"), ("e", "old"), ("f", "new")):
+        bench.tell_adapters(bench.by_name[name], sql=lora_digest)
+    bench.tell(bench.by_name["f"], takes_grammars=True)
+    asked = bench.ask("a", lora_name="sql", grammar="a|b")
+    await settle()
+    assert asked.task.done()
+    with pytest.raises(NoWorker, match="with the adapter 'sql' that takes structured_outputs is available"):
+        await asked.task
