@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from protos.tandem_worker_pb2 import WorkerRecord
 from router.model_info import ModelInfo
+from router.request_events import WorkerKey
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 
@@ -40,8 +41,8 @@ class ServedModel:
         self._decode_records = decode_records
         self._now_s = now_s
         self._known_of: Sequence[WorkerRecord] = ()
-        self._there: set[str] = set()
-        """Adapters of these workers."""
+        self._there: dict[str, set[WorkerKey]] = {}
+        """Adapters of these workers, by name, with those that have it."""
         self._gone_s: dict[str, float] = {}
         """When others went, by their names."""
 
@@ -54,10 +55,20 @@ class ServedModel:
 
     def _note(self, workers: Sequence[WorkerRecord], now_s: float) -> None:
         self._known_of = workers
-        before, self._there = self._there, {name for record in workers for name in record.model.lora_names}
-        gone_s = self._gone_s | dict.fromkeys(before, now_s)
+        before, self._there = self._there, {}
+        for record in workers:
+            for name in record.model.lora_names:
+                self._there.setdefault(name, set()).add(_key_of(record))
+        living = set(map(_key_of, workers))
+        # Who lives and has it no more was told to let it go.
+        lost = [name for name, keys in before.items() if not keys & living]
+        gone_s = self._gone_s | dict.fromkeys(lost, now_s)
         self._gone_s = {
             name: at_s for name, at_s in gone_s.items() if name not in self._there and now_s - at_s < KEPT_S
         }
         shortest = min(workers, key=lambda record: record.model.max_model_len)
-        self._known = self._model.with_worker(shortest.model, self._there | set(self._gone_s))
+        self._known = self._model.with_worker(shortest.model, self._there.keys() | self._gone_s.keys())
+
+
+def _key_of(record: WorkerRecord) -> WorkerKey:
+    return WorkerKey(record.worker_id, record.incarnation)

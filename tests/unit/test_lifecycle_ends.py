@@ -128,6 +128,7 @@ async def test_an_adapter_whose_last_worker_has_gone_may_be_asked_for_again() ->
 async def test_an_adapter_that_has_gone_for_good_is_unknown() -> None:
     now_s = 100.0
     worker = pb.WorkerRecord(model=inference_pb.GetModelInfoResponse(vocab_size=100, max_model_len=2048))
+    worker.incarnation = "first"
     workers: list[list[pb.WorkerRecord]] = []
     served = ServedModel(MODEL, lambda: workers[-1], now_s=lambda: now_s)
 
@@ -138,6 +139,7 @@ async def test_an_adapter_that_has_gone_for_good_is_unknown() -> None:
 
     assert names("sql") == ("sql",)
     now_s += 3600
+    worker = pb.WorkerRecord(model=worker.model, incarnation="second")
     assert names("poet") == ("poet", "sql"), "it was there until now"
     now_s += KEPT_S - 1
     assert served.now().lora_names == ("poet", "sql")
@@ -146,6 +148,7 @@ async def test_an_adapter_that_has_gone_for_good_is_unknown() -> None:
     assert names("poet", "sql") == ("poet", "sql")
     now_s += KEPT_S
     assert served.now().lora_names == ("poet", "sql")
+    assert names("sql") == ("sql",), "its worker lives, and was told to let it go"
 
 
 async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.LogCaptureFixture) -> None:
