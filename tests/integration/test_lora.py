@@ -20,6 +20,7 @@ from engine.model_loader import create_engine_config
 from engine.models.layer import PlainLayers
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
+from prefix_hash import block_hashes, salted_key
 from tandem import LLM, LoRARequest
 from tandem import SamplingParams as ClientSamplingParams
 
@@ -279,3 +280,15 @@ def test_offline(model_folder: Path, tmp_path: Path) -> None:
         llm.generate(prompt, params, use_tqdm=False, lora_request="poet")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lora_request has 1 entries for 2 prompts"):
         llm.generate([prompt, prompt], params, use_tqdm=False, lora_request=[poet])
+
+
+def test_routers_find_the_blocks_of_an_adapter_by_its_digest(folder: Path) -> None:
+    config = config_of(folder)
+    with closing(LLMEngine(config)) as engine:
+        prompt = PROMPTS[2]
+        engine.add_request("r", prompt, replace(GREEDY, max_tokens=1), lora_name="b")
+        while engine.has_unfinished_requests():
+            engine.step()
+        digests = {module.name: module.digest for module in config.lora_modules}
+        key = salted_key(config.prefix_key, "", digests["b"])
+        assert set(engine.cached_hashes()) == set(block_hashes(prompt, 16, key))

@@ -17,9 +17,11 @@ from protos import tandem_worker_pb2 as pb
 from router.generation_defaults import GenerationDefaults
 from router.model_info import ModelInfo
 from router.request_events import WorkerKey
+from router.served_kind import Kind
 from router.served_model import KEPT_S, ServedModel, Texts
 from router.servicer import InferenceServicer
 from router.text.tokenizer import Tokenizer
+from router.validation.resumption import kind_name
 from rpc.errors import InvalidRequest, NoWorker, TandemError
 
 
@@ -122,6 +124,37 @@ async def test_an_adapter_whose_last_worker_has_gone_may_be_asked_for_again() ->
     refused = await refusal_of(servicer, "sql")
     assert isinstance(refused, NoWorker)
     assert "no decode worker with the adapter 'sql' is available" in str(refused)
+    await servicer.close()
+
+
+async def test_a_stream_with_an_adapter_is_taken_over_from_another_router() -> None:
+    """Its client says by the kind's name which of that name it was."""
+    bench = Bench()
+    bench.decode.record.model.vocab_size = 100
+    bench.tell_adapters(bench.decode, sql="1")
+    servicer = servicer_of(bench)
+
+    def request(kind: Kind) -> inference_pb.GenerateRequest:
+        return inference_pb.GenerateRequest(
+            request_id="r",
+            model="sql",
+            token_ids=inference_pb.TokenIds(ids=[1, 2, 3]),
+            output_token_ids=[5],
+            worker_kind=kind_name(kind),
+            sampling_params=inference_pb.SamplingParams(temperature=0.0),
+        )
+
+    for other in (Kind("", "2"), Kind("")):
+        with pytest.raises(NoWorker, match="no worker of the kind that began this answer"):
+            await anext(aiter(servicer.Generate(request(other), cast(Any, Context()))))
+    answer = cast(Any, servicer.Generate(request(Kind("", "1")), cast(Any, Context())))
+    first = asyncio.ensure_future(anext(answer))
+    await settle()
+    generate = bench.d.sent[-1].generate
+    assert (generate.lora_digest, list(generate.output_token_ids)) == ("1", [5])
+    bench.d.say("r", generate.attempt, tokens=pb.Tokens(index=1, token_ids=[6]))
+    assert (await first).worker_kind == kind_name(Kind("", "1"))
+    await answer.aclose()
     await servicer.close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any, cast
 
+import grpc
 import pytest
 from lifecycle_bench import PROMPT, Asked, Bench, ScriptedSession, load, settle
 
@@ -174,7 +176,7 @@ def test_clients_hear_of_kinds_that_differ_by_adapter() -> None:
     kinds = [Kind("a"), Kind("b"), Kind("a", "1"), Kind("a", "2"), Kind("b", "1"), Kind("a\0b"), Kind("a", "b")]
     names = [kind_name(kind) for kind in kinds]
     assert len(set(names[:5])) == 5
-    assert len(names[0]) == 32
+    assert names[0] == blake2b(b"a", digest_size=16).hexdigest(), "as routers say that know of no adapters' digests"
 
 
 def test_an_older_worker_has_its_adapters_in_its_compat_digest() -> None:
@@ -232,3 +234,57 @@ async def test_who_can_only_have_workers_with_another_adapter_of_the_name_hears_
     assert asked.task.done()
     with pytest.raises(NoWorker, match="with the adapter 'sql' that takes structured_outputs is available"):
         await asked.task
+
+
+async def test_of_as_many_the_one_before_is_served_whichever_worker_came_first() -> None:
+    bench = Several("e")
+    bench.tell_adapters(bench.by_name["e"], sql="old")
+    assert bench.pool.roster.kind_for("sql") == Kind("", "old")
+    bench.tell_adapters(bench.decode, sql="new")
+    assert bench.pool.roster.kind_for("sql") == Kind("", "old")
+    bench.tell_adapters(bench.by_name["e"])
+    assert bench.pool.roster.kind_for("sql") == Kind("", "new")
+
+
+async def test_who_waits_for_one_of_two_of_one_name_keeps_nobody_from_workers_with_the_other() -> None:
+    bench = Several("e", "f")
+    for name, lora_digest in (("d", "old"), ("e", "old"), ("f", "new")):
+        bench.tell_adapters(bench.by_name[name], sql=lora_digest)
+    bench.fill("d", "e")
+    asked = [bench.ask("sql", lora_name="sql"), bench.ask("model")]
+    await settle()
+    assert requests_at(bench, "f") == ["model"]
+    await leave(*asked)
+
+
+async def test_an_adapter_of_workers_of_another_model_is_none_of_this_ones() -> None:
+    bench = Several("e", "f")
+    bench.tell(bench.by_name["f"], compat_digest="tuned")
+    bench.tell_adapters(bench.by_name["f"], sql="1")
+    assert bench.pool.of_another_kind == ["f"]
+    asked = bench.ask("a", lora_name="sql")
+    await settle()
+    assert isinstance(asked.task.exception(), NoWorker)
+    bench.tell_adapters(bench.decode, poet="2")
+    bench.tell_adapters(bench.by_name["e"], poet="2")
+    assert bench.pool.roster.adapters_of_all == {"poet"}
+
+
+async def test_who_is_refused_for_its_adapter_asks_for_what_the_next_worker_has() -> None:
+    """As where a worker was started again with another under its name, which its record does not tell of yet."""
+    bench = Several("e")
+    bench.tell_adapters(bench.decode, sql="old")
+    asked = bench.ask("a", lora_name="sql")
+    await settle()
+    [command] = bench.sent("d")
+    assert command.generate.lora_digest == "old"
+    bench.tell_adapters(bench.decode)
+    bench.tell_adapters(bench.by_name["e"], sql="new")
+    code = grpc.StatusCode.FAILED_PRECONDITION.value[0]
+    failed = pb.Failed(code=code, message="lora_digest", can_retry=True)
+    bench.d.say("a", command.generate.attempt, failed=failed)
+    await settle()
+    assert requests_at(bench, "e") == ["a"]
+    assert bench.sent("e")[-1].generate.lora_digest == "new"
+    assert bench.pool.ejected == []
+    await leave(asked)
