@@ -3,6 +3,7 @@ found out here, once for each change of them: there may be many more requests th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,10 +43,10 @@ class Roster:
         expected = [h for h in handles if h.is_expected and h.facts.role == pb.ROLE_DECODE]
         compat_digest = served_kinds.among(h.facts.compat_digest for h in expected)
         served = [h for h in expected if h.facts.compat_digest == compat_digest]
-        by_adapter: dict[str, list[Kind]] = {}
-        for handle in served:
-            for name, lora_digest in handle.facts.lora_digests.items():
-                by_adapter.setdefault(name, []).append(Kind(handle.facts.compat_digest, lora_digest))
+        by_adapter: dict[str, Counter[Kind]] = {}
+        for (digest, adapters), num in Counter((h.facts.compat_digest, h.facts.adapters) for h in served).items():
+            for name, lora_digest in adapters:
+                by_adapter.setdefault(name, Counter())[Kind(digest, lora_digest)] += num
         kinds_of_adapters = served_kinds.of_adapters(by_adapter)
         usable = [h for h in handles if h.is_usable]
         usable_by: dict[tuple[pb.Role, str | None], list[WorkerHandle]] = {}
@@ -59,7 +60,7 @@ class Roster:
             compat_digest=compat_digest,
             kinds_of_adapters=kinds_of_adapters,
             adapters_of_all=frozenset(
-                name for name, kind in kinds_of_adapters.items() if by_adapter[name].count(kind) == len(served)
+                name for name, kind in kinds_of_adapters.items() if by_adapter[name][kind] == len(served)
             ),
             expected_decode=expected,
             served_decode=[h.record for h in served],

@@ -46,10 +46,9 @@ class ServedKinds:
             _log.warning("new requests go to workers of another kind", extra=facts)
         return self._last
 
-    def of_adapters(self, kinds: Mapping[str, Iterable[Kind]]) -> dict[str, Kind]:
-        """The same for each adapter; `kinds`: by its name, of the workers that have one of that name."""
+    def of_adapters(self, counts: Mapping[str, Counter[Kind]]) -> dict[str, Kind]:
+        """The same for each adapter; `counts`: by its name, how many workers have each of that name."""
         before = self._last_of
-        counts = {name: Counter(those) for name, those in kinds.items()}
         found = {name: _most_frequent(those, before.get(name)) for name, those in counts.items()}
         self._last_of = {name: kind for name, kind in found.items() if kind is not None}
         for name, kind in self._last_of.items():

@@ -33,9 +33,12 @@ class WorkerFacts(NamedTuple):
     can_generate: bool
     lora_digests: dict[str, str]
     """Of its adapters, by name; empty where its version does not say. Not to be written to."""
+    adapters: frozenset[tuple[str, str]]
+    """The same, to be counted: most workers have the same ones."""
 
     @classmethod
     def of(cls, record: pb.WorkerRecord) -> WorkerFacts:
+        lora_digests = {name: record.lora_digests.get(name, "") for name in record.model.lora_names}
         return cls(
             role=record.role,
             compat_digest=record.compat_digest,
@@ -43,7 +46,8 @@ class WorkerFacts(NamedTuple):
             max_model_len=record.model.max_model_len,
             transport=record.transport,
             can_generate=record.can_generate,
-            lora_digests={name: record.lora_digests.get(name, "") for name in record.model.lora_names},
+            lora_digests=lora_digests,
+            adapters=frozenset(lora_digests.items()),
         )
 
     def kind_for(self, lora_name: str) -> Kind | None:

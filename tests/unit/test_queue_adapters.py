@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from lifecycle_bench import BLOCK, PROMPT, load, settle
+from lifecycle_bench import BLOCK, PROMPT, Asked, load, settle
 from test_workers_with_adapters import Several, leave, requests_at
 
 from router.validation.resumption import Resumption
-from rpc.errors import Overloaded
+from rpc.errors import NoWorker, Overloaded
 
 SHORT = PROMPT[: 4 * BLOCK]
 
@@ -129,3 +131,55 @@ async def test_a_deadline_is_held_against_the_workers_that_have_the_adapter() ->
     assert bench.queue.num_tokens_before(0) == 0
     assert bench.queue.num_tokens_before(0, lora_name="sql") == 6
     await leave(*flood)
+
+
+@pytest.mark.parametrize("seed", range(15))
+async def test_whatever_adapters_workers_come_to_have_nobody_waits_for_nothing(seed: int) -> None:
+    chance = random.Random(seed)
+    bench = Several("e", "f", worker_wait_s=0.0)
+    asked: list[Asked] = []
+
+    def tell(name: str) -> None:
+        has = {adapter: chance.choice("12") for adapter in ("sql", "poet") if chance.random() < 0.6}
+        bench.tell_adapters(bench.by_name[name], **has)
+
+    for number in range(120):
+        name = chance.choice("def")
+        match chance.choice(("ask", "ask", "ask", "tell", "free", "fill", "leave")):
+            case "ask":
+                asked.append(
+                    bench.ask(
+                        str(number),
+                        lora_name=chance.choice(("", "sql", "poet")),
+                        prompt_token_ids=chance.choice((SHORT, PROMPT)),
+                        fairness_id=chance.choice("ab"),
+                        priority=chance.randrange(2),
+                    )
+                )
+            case "tell":
+                tell(name)
+            case "free":
+                bench.by_name[name].set_load(load(chance.choice((4, 60, 100, 500))))
+            case "fill":
+                bench.fill(name)
+            case "leave" if asked:
+                await chance.choice(asked).leave()
+        bench.dispatch()
+        await settle()
+        queue = bench.queue
+        waiting = list(queue._aside) + ([first] if (first := queue._first()) is not None else [])
+        for request in waiting:
+            assert bench.pool.has_decode_worker_for(request)
+        for lane in queue._aside.lanes:
+            assert bench.pool.is_apart(queue._aside.any_of(lane))
+    for handle in bench.by_name.values():
+        handle.set_load(load(10**6))
+    bench.dispatch()
+    await settle()
+    assert len(bench.queue) == 0, "each has a worker, or has heard that there is none"
+    errors = [each.task.exception() for each in asked if each.task.done() and not each.task.cancelled()]
+    assert all(isinstance(error, NoWorker) for error in errors)
+    for each in asked:
+        if not each.task.done():
+            await each.leave()
+    assert (bench.queue.num_tokens, bench.queue.num_clients, bench.pool.rooms) == (0, 0, set())
