@@ -28,8 +28,8 @@ LOOK_S = 3.0
 
 _log = logging.getLogger(__name__)
 
-Stamp: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Of an adapter's files: what changes when they do."""
+Stamp: TypeAlias = tuple[tuple[int, int, int, int], ...]
+"""Of an adapter's files: what changes when they do, or who may read them."""
 
 
 class LoRAFolder:
@@ -81,7 +81,12 @@ class LoRAFolder:
         for name, stamp in there.items():
             if self._done.get(name) != stamp and (not waits or before.get(name) == stamp):
                 self._done[name] = stamp
-                await self._put(name, stamp)
+                try:
+                    await self._put(name, stamp)
+                except EngineDeadError:
+                    raise
+                except Exception as error:  # the others are none the worse for it
+                    log_bug(error, f"reading the adapter {name!r}")
         leaving = self._leaving
         self._leaving = await self._engine.call(lambda engine: engine.free_loras(leaving))
 
@@ -105,7 +110,9 @@ class LoRAFolder:
                 if folder.name in self._seen:
                     found[folder.name] = self._seen[folder.name]
                 continue
-            found[folder.name] = tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in stats)
+            found[folder.name] = tuple(
+                (each.st_ctime_ns, each.st_mtime_ns, each.st_size, each.st_ino) for each in stats
+            )
         return found
 
     async def _put(self, name: str, stamp: Stamp) -> None:
@@ -118,7 +125,6 @@ class LoRAFolder:
             module = await asyncio.to_thread(lora_module_of, name, self._folder / name)
             if served.get(name) == module.digest:
                 return
-            await self._check_may_add(name)
             adapter = await self._engine.read_lora(module)
             if (await asyncio.to_thread(self._stamps)).get(name) != stamp:
                 self._done.pop(name, None)  # what was read may be half of one and half of another

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from engine.kv_cache import TORCH_DTYPES
 from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule, LoRARoom
-from engine.model_loader.weights import PLAIN_DTYPES, open_tensors
+from engine.model_loader.weights import PLAIN_DTYPES, TensorsInMemory, open_tensors, opening
 from engine.to_device import to_device
 from engine.weight import Weight
 from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf, uncut
@@ -33,6 +33,9 @@ PREFIX = "base_model.model."
 """Of all names in PEFT's files: its wrappers around the model."""
 RANK_GRAIN = 16
 """Ranks are filled up with zeros to a multiple: kernels take inputs in pairs, and more at once."""
+MAX_HEADER_BYTES = 1 << 20
+MAX_NUMBER_BYTES = 8
+"""In a file."""
 
 NO_ROOM = LoRARoom()
 _Adapted = TypeVar("_Adapted", bound="AdaptedProduct")
@@ -149,7 +152,9 @@ class Adapters:
     def read(self, module: LoRAModule) -> ReadAdapter:
         """Its weights, for `put`. On any thread, beside steps. Raises `ValueError` where it does not fit the model."""
         self._room.check_rank(module)
-        file = self._open(module)
+        numbers = sum(len(place.outputs) * place.inputs + sum(place.outputs.values()) for place in self._places)
+        # Others may do anything to its files meanwhile.
+        file = self._open(module, max_bytes=MAX_HEADER_BYTES + MAX_NUMBER_BYTES * module.rank * numbers)
         parts = [(place.product, file.take_all(place.outputs, place.inputs)) for place in self._places]
         file.check_all_taken()
         return [(product, product.prepare(of_product)) for product, of_product in parts if of_product]
@@ -166,8 +171,8 @@ class Adapters:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _open(self, module: LoRAModule) -> _AdapterFile:
-        return _AdapterFile(module, self._dtype, self._device, self._cut_of)
+    def _open(self, module: LoRAModule, max_bytes: int | None = None) -> _AdapterFile:
+        return _AdapterFile(module, self._dtype, self._device, self._cut_of, max_bytes)
 
     def _is_to_adapt(self, added: Added) -> bool:
         return bool(added) or self._room.num > 0
@@ -244,13 +249,20 @@ class AddedProduct:
 class _AdapterFile:
     """One adapter's tensors, each handed out once."""
 
-    def __init__(self, module: LoRAModule, dtype: torch.dtype, device: str, cut_of: CutOf) -> None:
+    def __init__(
+        self, module: LoRAModule, dtype: torch.dtype, device: str, cut_of: CutOf, max_bytes: int | None
+    ) -> None:
+        """`max_bytes`: where the file is to be read at once, which may have as many; None: it is mapped."""
         self._module = module
         self._cut_of = cut_of
         self._dtype, self._device = dtype, device
         self._who = f"adapter {module.name!r}"
-        path = module.path / WEIGHTS_FILE
-        self._handle = open_tensors(path, device, self._who)
+        self._path = path = module.path / WEIGHTS_FILE
+        self._handle: Any = (
+            open_tensors(path, device, self._who)
+            if max_bytes is None
+            else TensorsInMemory(path, device, max_bytes, self._who)
+        )
         self._left = set(self._handle.keys())
         if not self._left:
             raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")
@@ -296,7 +308,8 @@ class _AdapterFile:
             return self._read(name, cut.whole(shape), None).narrow(cut.axis, part.start, len(part))
         if name not in self._left:
             raise ValueError(f"{self._who} lacks the tensor {name}")
-        tensor: torch.Tensor = self._handle.get_tensor(name)
+        with opening(self._path, self._who):
+            tensor: torch.Tensor = self._handle.get_tensor(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in PLAIN_DTYPES:
             found = f"{tuple(tensor.shape)} in {tensor.dtype}"
             raise ValueError(f"{self._who} does not fit the model: {name} has shape {found}, expected {shape}")

@@ -46,7 +46,7 @@ from engine.lora.modules import (
     read_lora_module,
 )
 from engine.memory import least_gib, memory_bytes, most_gib
-from engine.model_loader.weights import digest_files, dummy_digest, safetensors_files
+from engine.model_loader.weights import digest_by_reading, digest_files, dummy_digest, safetensors_files
 from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import AS_STORED, StoredWeights
@@ -289,7 +289,7 @@ def lora_module_of(name: str, path: Path) -> LoRAModule:
     """The adapter in a folder, whose weights are read through for their digest. Raises `ValueError` where there is
     none that can be served."""
     check_lora_folder(name, path)
-    return read_lora_module(name, path.resolve(), digest_files([path / WEIGHTS_FILE]))
+    return read_lora_module(name, path.resolve(), digest_by_reading(path / WEIGHTS_FILE))
 
 
 def _dtype(args: EngineArgs, hf_config: dict[str, Any]) -> str:

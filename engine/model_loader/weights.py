@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 
 from engine.kv_cache import TORCH_DTYPES
 from engine.weight import Weight
@@ -27,6 +27,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Whose numbers are what they say, without scales."""
+_DTYPES_IN_FILES = dict(zip(("F32", "BF16", "F16", "F64"), PLAIN_DTYPES, strict=True))
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -86,6 +87,45 @@ def open_tensors(path: Path, device: str, whose: str = "") -> Any:
         device = f"cuda:{torch.cuda.current_device()}"
     with opening(path, whose):
         return safe_open(path, framework="pt", device=device)
+
+
+class TensorsInMemory:
+    """A safetensors file that is read whole at once, and is what it was then, whatever becomes of it. Who has mapped a
+    file (as `open_tensors`) dies of SIGBUS where somebody cuts it short."""
+
+    def __init__(self, path: Path, device: str, max_bytes: int, whose: str) -> None:
+        """Raises `ValueError` where it is larger, or broken."""
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ValueError(f"{whose}: {path} has more than {max_bytes} bytes, which its rank can take in this model")
+        with opening(path, whose):
+            self._found = dict(deserialize(data))  # type: ignore[no-untyped-call]
+        self._device, self._whose = device, whose
+
+    def keys(self) -> Iterable[str]:
+        return self._found.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Raises `ValueError` where it is in none of `PLAIN_DTYPES`."""
+        found = self._found[name]
+        dtype = _DTYPES_IN_FILES.get(found["dtype"])
+        if dtype is None:
+            one_of = ", ".join(_DTYPES_IN_FILES)
+            raise ValueError(f"{self._whose}: {name} is in {found['dtype']}, must be in one of {one_of}")
+        if not found["data"]:
+            return torch.empty(found["shape"], dtype=dtype, device=self._device)
+        return torch.frombuffer(found["data"], dtype=dtype).reshape(found["shape"]).to(self._device)
+
+
+def digest_by_reading(path: Path) -> str:
+    """`digest_files` of a file that others may cut short meanwhile. Slower by a copy."""
+    digest = xxhash.xxh3_128()
+    piece = memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            digest.update(piece[:size])
+    return digest.hexdigest()
 
 
 def digest_files(files: Iterable[Path]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,7 @@ import pytest
 from lora_folders import products_of, write_adapter
 from tiny_cluster import CONFIG, Cluster, wait_for
 
+from engine.async_llm_engine import AsyncLLMEngine
 from engine.lora.modules import WEIGHTS_FILE
 from rpc.errors import InvalidRequest, NoWorker
 from worker_service import lora_folder
@@ -166,6 +168,54 @@ async def test_more_than_there_is_room_for_wait(
     await wait_for(is_looked_at, "it has been looked at")
     waits = [record for record in caplog.records if record.getMessage() == "adapter waits for room"]
     assert [record.lora_name for record in waits] == ["b", "b"]  # type: ignore[attr-defined]
+    write(folder / "b", seed=2, rank=17)
+
+    async def is_told() -> bool:
+        return "adapter cannot be served" in caplog.text
+
+    await wait_for(is_told, "it is too large")
+    assert (await ask(tiny_cluster, "b")).token_ids == answers[0].token_ids, "makes no room for what cannot come"
+
+
+async def test_a_change_that_leaves_size_and_time(tiny_cluster: Cluster, tiny_model: Path, folder: Path) -> None:
+    """As who unpacks archives whose files are all of one time."""
+    write(folder / "sql", seed=1)
+    weights = folder / "sql" / WEIGHTS_FILE
+    os.utime(weights, ns=(1, 1))
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=2)
+    await tiny_cluster.wait_for_workers("w")
+    before = await ask(tiny_cluster, "sql")
+    write(folder.parent / "other", seed=2)
+    weights.write_bytes((folder.parent / "other" / WEIGHTS_FILE).read_bytes())
+    os.utime(weights, ns=(1, 1))
+
+    async def is_exchanged() -> bool:
+        return bool((await ask(tiny_cluster, "sql")).token_ids != before.token_ids)
+
+    await wait_for(is_exchanged, "it is another one")
+
+
+async def test_one_that_fails_in_no_way_foreseen(
+    tiny_cluster: Cluster,
+    tiny_model: Path,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keeps neither others away, nor the worker from its start."""
+
+    async def read_lora(self: Any, module: Any, read: Any = AsyncLLMEngine.read_lora) -> Any:
+        if module.name == "a":
+            raise MemoryError("no memory")
+        return await read(self, module)
+
+    monkeypatch.setattr(AsyncLLMEngine, "read_lora", read_lora)
+    for name in ("a", "b"):
+        write(folder / name, seed=1)
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=2)
+    await tiny_cluster.wait_for_workers("w")
+    assert await known(tiny_cluster) == ["b"]
+    assert caplog.text.count("unexpected MemoryError in reading the adapter 'a'") == 1
 
 
 async def test_a_volume_that_is_away_takes_no_adapter_with_it(

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,6 +18,7 @@ from lora_folders import PRODUCTS, write_adapter, write_model
 
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
+from engine.lora.modules import WEIGHTS_FILE
 from engine.lora.table import AdapterGone, NoRoomForAdapter
 from engine.model_loader import create_engine_config
 from engine.model_loader.model_config import lora_module_of
@@ -160,6 +167,79 @@ def test_one_that_does_not_fit_changes_nothing(folder: Path, tmp_path: Path) -> 
         assert alone(engine, PROMPT, GREEDY) == before
         with pytest.raises(ValueError, match="max_loras is 0: the engine has no room"):
             engine_of(folder, "plain").read_lora(lora_module_of("a", folder / "a"))
+
+
+READS = """
+import sys, threading
+from contextlib import suppress
+from pathlib import Path
+from test_loras_that_come_and_go import engine_of
+from engine.model_loader.model_config import lora_module_of
+
+folder = Path(sys.argv[1])
+weights = folder / "a" / "adapter_model.safetensors"
+whole = weights.read_bytes()
+engine = engine_of(folder, "plain", max_loras=1)
+module = lora_module_of("a", folder / "a")
+is_over = threading.Event()
+
+def write() -> None:
+    while not is_over.is_set():
+        weights.write_bytes(b"")
+        weights.write_bytes(whole)
+
+writer = threading.Thread(target=write)
+writer.start()
+seen = set()
+while len(seen) < 2:  # each way to end: whole, and broken
+    try:
+        engine.read_lora(lora_module_of("a", folder / "a"))
+        seen.add("read")
+    except ValueError:
+        seen.add("broken")
+for _ in range(300):
+    with suppress(ValueError):
+        engine.read_lora(lora_module_of("a", folder / "a"))
+is_over.set()
+writer.join()
+"""
+
+
+def test_files_that_are_cut_short_while_they_are_read(folder: Path, tmp_path: Path) -> None:
+    """Of who has mapped them, the process ends."""
+    shutil.copytree(folder, tmp_path / "loras")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", READS, tmp_path / "loras"], check=True, timeout=120, env=env)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_dtype_that_nobody_can_read(folder: Path, tmp_path: Path, at_start: bool) -> None:
+    write_adapter(tmp_path / "x")
+    weights = tmp_path / "x" / WEIGHTS_FILE
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    text = json.dumps({name: {"dtype": "F6_E2M3", "shape": [4, 64], "data_offsets": [0, 192]}}).encode()
+    weights.write_bytes(struct.pack("<Q", len(text)) + text + bytes(192))
+    (tmp_path / "model").symlink_to(folder / "model")
+    at_first, later = (("x",), 0) if at_start else ((), 1)
+
+    def serve() -> None:
+        with closing(engine_of(tmp_path, "plain", at_first, max_loras=later)) as engine:
+            add(engine, tmp_path, "x")
+
+    with pytest.raises(ValueError, match=r"adapter 'x': .*F6_E2M3"):
+        serve()
+
+
+def test_one_whose_file_is_larger_than_any_of_its_rank(folder: Path, tmp_path: Path) -> None:
+    """Is not read into memory."""
+    write_adapter(tmp_path / "x")
+    with (tmp_path / "x" / WEIGHTS_FILE).open("ab") as file:
+        file.truncate(1 << 21)
+    with (
+        closing(engine_of(folder, "plain", max_loras=1)) as engine,
+        pytest.raises(ValueError, match=r"adapter 'x': .* has more than \d+ bytes"),
+    ):
+        add(engine, tmp_path, "x")
 
 
 def test_several_ranks_have_no_room(folder: Path) -> None:
