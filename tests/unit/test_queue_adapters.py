@@ -8,6 +8,7 @@ import pytest
 from lifecycle_bench import BLOCK, PROMPT, Asked, load, settle
 from test_workers_with_adapters import Several, leave, requests_at
 
+from protos import tandem_worker_pb2 as pb
 from router.validation.resumption import Resumption
 from rpc.errors import NoWorker, Overloaded
 
@@ -62,6 +63,23 @@ async def test_more_urgent_requests_in_line_go_before_those_aside() -> None:
     await settle()
     assert requests_at(bench, "d") == ["urgent"]
     await leave(batch, urgent)
+
+
+async def test_who_finds_a_worker_busy_goes_before_those_aside() -> None:
+    bench = some_with_it()
+    bench.by_name["d"].set_load(load(60))
+    returned = bench.ask("returned", fairness_id="b", prompt_token_ids=PROMPT)
+    await settle()
+    other = bench.ask("other", lora_name="sql", fairness_id="a", prompt_token_ids=PROMPT)
+    await settle()
+    bench.d.say("returned", bench.sent("d")[0].generate.attempt, busy=pb.Busy())
+    await settle()
+    assert (requests_at(bench, "d"), len(bench.queue)) == (["returned"], 2)
+    bench.by_name["d"].set_load(load(61))
+    bench.dispatch()
+    await settle()
+    assert requests_at(bench, "d") == ["returned", "returned"]
+    await leave(returned, other)
 
 
 async def test_a_long_prompt_aside_is_not_overtaken_at_its_worker() -> None:
