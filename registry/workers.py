@@ -48,8 +48,8 @@ from registry.keys import Keys, check_name
 logger = logging.getLogger(__name__)
 
 DEFAULT_REFRESH_MS = 500
-MAX_RECORD_BYTES = 128 * 1024
-"""Half of it may be adapters: 256 with names of 128 characters."""
+MAX_RECORD_BYTES = 320 * 1024
+"""Most of it may be adapters: 256 with names of 128 characters, each of up to four bytes, and each twice."""
 
 # The ids of all workers, with their records (or the length of one that is too long to be one). Ids whose record has
 # expired are dropped on the way. One script, so that it is one round trip and no id is dropped between two beats.

@@ -15,6 +15,7 @@ import pytest
 import redis
 from standstill import hold_up
 
+from engine.lora.modules import MAX_MODULES, NAME
 from protos import tandem_worker_pb2 as pb
 from registry import workers
 from registry.keys import Keys
@@ -264,6 +265,19 @@ async def test_redis_emptied_behind_the_connection_loses_nobody_who_lives(redis_
             assert [each.worker_id for each in watcher.directory.records] == ["alive"]
             assert all(any(each.worker_id == "alive" for each in records) for records in watcher.changes[1:])
             await dead.close()
+
+
+async def test_a_worker_of_as_many_adapters_as_there_may_be(redis_url: str) -> None:
+    """With the longest names, of letters that take most bytes."""
+    names = [chr(0x1D400 + i % 16) * 127 + chr(0x1D400 + i // 16) for i in range(MAX_MODULES)]
+    assert len(set(names)) == MAX_MODULES
+    assert all(map(NAME.fullmatch, names))
+    made = record("w1")
+    made.model.lora_names.extend(names)
+    made.lora_digests.update(dict.fromkeys(names, "0" * 32))
+    async with watching(redis_url) as watcher, registered(redis_url, made):
+        await watcher.until(bool)
+        assert dict(watcher.directory.records[0].lora_digests) == dict(made.lora_digests)
 
 
 async def test_malformed_records_are_skipped_and_logged_once(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
