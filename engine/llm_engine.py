@@ -320,12 +320,19 @@ class LLMEngine:
 
     def add_lora(self, module: LoRAModule, adapter: ReadAdapter) -> None:
         """Requests may ask for it from now on. One that had its name is leaving. Raises `ValueError` where there is no
-        room."""
-        self.executor.put_adapter(self.loras.add(module), adapter)
+        room. Whatever it raises, all is as before."""
+        number = self.loras.next_number(module.name)
+        try:
+            self.executor.put_adapter(number, adapter)
+        except BaseException:
+            self.executor.remove_adapter(number)  # who has the number next may change other products
+            raise
+        self.loras.add(module)
 
-    def remove_lora(self, name: str) -> None:
-        """New requests cannot ask for it any more, unless they mean it by its digest: it is leaving."""
-        self.loras.remove(name)
+    def remove_lora(self, name: str) -> bool:
+        """New requests cannot ask for it any more, unless they mean it by its digest: it is leaving. False: there is
+        none of that name, or one that stays."""
+        return self.loras.remove(name)
 
     def free_loras(self, numbers: Collection[int]) -> list[int]:
         """Let go of those of these that are leaving and that no request uses. Returns the numbers of all that are

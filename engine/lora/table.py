@@ -61,19 +61,26 @@ class AdapterTable:
                 f"adapter {name!r}: max_loras={self.num_rooms} are here, those that are leaving included"
             )
 
+    def next_number(self, name: str) -> int:
+        """That one of that name has if it is added next. Raises as `check_may_add`."""
+        self.check_may_add(name)
+        return self._free[-1]
+
     def add(self, module: LoRAModule) -> int:
         """Its number. One that had its name is leaving."""
-        self.check_may_add(module.name)
+        number = self.next_number(module.name)
+        self._free.pop()
         self.remove(module.name)
-        number = self._free.pop()
         self._module_of[number], self._served[module.name] = module, number
         self._note_served()
         return number
 
-    def remove(self, name: str) -> None:
-        """It is served no more. Nothing happens where there is none of that name, or one that stays."""
-        if name not in self._fixed and self._served.pop(name, None) is not None:
+    def remove(self, name: str) -> bool:
+        """It is served no more. False: nothing happens, as there is none of that name, or one that stays."""
+        is_removed = name not in self._fixed and self._served.pop(name, None) is not None
+        if is_removed:
             self._note_served()
+        return is_removed
 
     @property
     def leaving(self) -> list[int]:

@@ -242,6 +242,24 @@ def test_one_whose_file_is_larger_than_any_of_its_rank(folder: Path, tmp_path: P
         add(engine, tmp_path, "x")
 
 
+def test_one_that_fails_half_way_is_not_served(folder: Path, kind: str, expected: dict[str, list[int]]) -> None:
+    """As where a device has no memory left for it. Nothing of it is left to whoever has its number next."""
+
+    class Full:
+        def put(self, adapter_id: int, prepared: object) -> None:
+            raise MemoryError("no memory")
+
+    with closing(engine_of(folder, kind, max_loras=2)) as engine:
+        add(engine, folder, "x", source="a")
+        module = lora_module_of("x", folder / "b")
+        with pytest.raises(MemoryError):
+            engine.add_lora(module, [*engine.read_lora(module), (Full(), None)])  # type: ignore[list-item]
+        assert alone(engine, PROMPT, GREEDY, lora_name="x") == expected["a"], "the one that it was to replace stays"
+        add(engine, folder, "some")
+        assert alone(engine, PROMPT, GREEDY, lora_name="some") == expected["some"]
+        assert free_all(engine) == []
+
+
 def test_several_ranks_have_no_room(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"max_loras needs tensor_parallel_size=1: .* tensor_parallel_size is 2"):
         engine_of(folder, "plain", max_loras=1, tensor_parallel_size=2)
