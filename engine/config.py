@@ -70,6 +70,8 @@ class ModelConfig:
     model: str
     """As the user named it."""
     served_model_name: str
+    aliases: tuple[str, ...] = ()
+    """Its other names, which the router knows; no adapter may have one."""
     path: Path
     """Local folder with config.json and, unless weights are dummy, weights."""
     hf_config: dict[str, Any]

@@ -54,8 +54,10 @@ class LoRAFolder:
         """Those of them that are in the engine, or cannot be."""
         self._leaving: list[int] = []
         """The engine's numbers of those that were leaving at the last look."""
-        self._waiting: set[str] = set()
-        """For room, as the log has been told."""
+        self._waiting: dict[str, bool] = {}
+        """For room, as the log has been told, and whether they made some themselves: these come first."""
+        self._unseen: set[str] = set()
+        """That could not be looked at, as the log has been told."""
         self._is_missing = False
 
     async def follow(self) -> None:
@@ -76,9 +78,9 @@ class LoRAFolder:
         before, self._seen = self._seen, there
         for name in set(before) - set(there):
             self._done.pop(name, None)
-            self._waiting.discard(name)
+            self._waiting.pop(name, None)
             await self._take_out(name)
-        for name, stamp in there.items():
+        for name, stamp in sorted(there.items(), key=lambda item: not self._waiting.get(item[0], False)):
             if self._done.get(name) != stamp and (not waits or before.get(name) == stamp):
                 self._done[name] = stamp
                 try:
@@ -101,18 +103,19 @@ class LoRAFolder:
             return self._seen  # a volume that is away takes no adapter with it
         self._is_missing = False
         found = {}
+        self._unseen.intersection_update(folder.name for folder in folders)
         for folder in folders:
             try:
-                stats = [(folder / file).stat() for file in (CONFIG_FILE, WEIGHTS_FILE)]
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError:  # it cannot be said that it is gone
-                if folder.name in self._seen:
-                    found[folder.name] = self._seen[folder.name]
-                continue
-            found[folder.name] = tuple(
-                (each.st_ctime_ns, each.st_mtime_ns, each.st_size, each.st_ino) for each in stats
-            )
+                stamp = _stamp(folder)
+            except OSError as error:  # it cannot be said that it is gone
+                stamp = self._seen.get(folder.name)
+                if folder.name not in self._unseen:
+                    self._unseen.add(folder.name)
+                    _cannot_be_served(folder.name, error)
+            else:
+                self._unseen.discard(folder.name)
+            if stamp is not None:
+                found[folder.name] = stamp
         return found
 
     async def _put(self, name: str, stamp: Stamp) -> None:
@@ -126,28 +129,30 @@ class LoRAFolder:
             if served.get(name) == module.digest:
                 return
             adapter = await self._engine.read_lora(module)
-            if (await asyncio.to_thread(self._stamps)).get(name) != stamp:
+            if await asyncio.to_thread(_stamp, self._folder / name) != stamp:
                 self._done.pop(name, None)  # what was read may be half of one and half of another
                 return
             await self._engine.call(lambda engine: engine.add_lora(module, adapter))
         except NoRoomForAdapter as error:
             self._done.pop(name, None)  # there may be soon: it waits
             if name not in self._waiting:
-                self._waiting.add(name)
                 _log.warning("adapter waits for room", extra={"lora_name": name, "why": str(error)})
-            await self._take_out(name)  # the one before it has that name no more, and makes room
+            made_room = await self._take_out(name)  # the one before it has that name no more
+            self._waiting[name] = made_room or self._waiting.get(name, False)
         except (ValueError, OSError) as error:
-            _log.warning("adapter cannot be served", extra={"lora_name": name, "why": str(error)})
+            _cannot_be_served(name, error)
         else:
-            self._waiting.discard(name)
+            self._waiting.pop(name, None)
             _log.info("adapter is served", extra={"lora_name": name, "lora_digest": module.digest})
             self._on_change()
 
-    async def _take_out(self, name: str) -> None:
-        if name in {module.name for module in self._engine.adapters}:
-            await self._engine.call(lambda engine: engine.remove_lora(name))
+    async def _take_out(self, name: str) -> bool:
+        """Whether there was one to take out."""
+        is_removed = await self._engine.call(lambda engine: engine.remove_lora(name))
+        if is_removed:
             _log.info("adapter is served no more", extra={"lora_name": name})
             self._on_change()
+        return is_removed
 
     async def _check_may_add(self, name: str) -> None:
         await self._engine.call(lambda engine: engine.loras.check_may_add(name))
@@ -157,3 +162,16 @@ class LoRAFolder:
             raise ValueError("an adapter's folder must be named by 1 to 128 letters, digits and any of . : _ -")
         if name in self._names_of_others:
             raise ValueError(f"{name!r} is the model's own name; give the adapter another")
+
+
+def _stamp(folder: Path) -> Stamp | None:
+    """None: it is no adapter's. Raises `OSError` where that cannot be said."""
+    try:
+        stats = [(folder / file).stat() for file in (CONFIG_FILE, WEIGHTS_FILE)]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return tuple((each.st_ctime_ns, each.st_mtime_ns, each.st_size, each.st_ino) for each in stats)
+
+
+def _cannot_be_served(name: str, why: Exception) -> None:
+    _log.warning("adapter cannot be served", extra={"lora_name": name, "why": str(why)})

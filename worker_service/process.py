@@ -211,7 +211,7 @@ class WorkerProcess:
         self._lora_folder = LoRAFolder(
             self._lora_dir,
             self.engine,
-            names_of_others=[self._config.model.served_model_name],
+            names_of_others=[self._config.model.served_model_name, *self._config.model.aliases],
             on_change=self._registration.beat_now,
         )
         await self._lora_folder.look(waits=False)

@@ -245,6 +245,7 @@ def _model_config(
     return ModelConfig(
         model=args.model,
         served_model_name=_served_model_name(args),
+        aliases=_aliases(args),
         path=folder,
         hf_config=hf_config,
         dtype=dtype,
@@ -268,6 +269,10 @@ def _served_model_name(args: EngineArgs) -> str:
     return args.served_model_name.partition(",")[0].strip() or Path(args.model).name
 
 
+def _aliases(args: EngineArgs) -> tuple[str, ...]:
+    return tuple(map(str.strip, args.served_model_name.split(",")[1:]))
+
+
 def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]:
     served_model_name = _served_model_name(args)
     folders = parse_lora_modules(args.lora_modules)
@@ -279,7 +284,7 @@ def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]
             "max_loras needs tensor_parallel_size=1: on several ranks adapters do not come and go; lora_modules are "
             f"there from the start; tensor_parallel_size is {args.tensor_parallel_size}"
         )
-    own_names = [served_model_name, *map(str.strip, args.served_model_name.split(","))]
+    own_names = [served_model_name, *_aliases(args)]
     if taken := [name for name in own_names if name in folders]:
         raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another")
     return tuple(lora_module_of(name, path) for name, path in sorted(folders.items()))

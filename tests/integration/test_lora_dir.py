@@ -254,3 +254,79 @@ async def test_flags_that_do_not_go_together(
 ) -> None:
     with pytest.raises(CannotLoad, match=says):
         await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=lora_dir(folder), **settings)
+
+
+async def test_what_cannot_be_looked_at_is_told_of_once(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "loop").symlink_to("loop")
+    write(folder / "ok", seed=1)
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=2)
+    await tiny_cluster.wait_for_workers("w")
+    write(folder / "two words", seed=1)
+
+    async def is_looked_at() -> bool:
+        return "must be named by 1 to 128 letters" in str([getattr(record, "why", "") for record in caplog.records])
+
+    await wait_for(is_looked_at, "the folder is looked at again, twice")
+    told = [record for record in caplog.records if getattr(record, "lora_name", "") == "loop"]
+    assert [record.getMessage() for record in told] == ["adapter cannot be served"]
+    assert await known(tiny_cluster) == ["ok"]
+
+
+async def test_one_of_the_name_of_another_that_stays(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    stays = write(folder.parent / "stays", seed=1)
+    write(folder / "sql", seed=2)
+    write(folder / "poet", seed=2)
+    await tiny_cluster.start_decode_worker(
+        "w", tiny_model, lora_dir=folder, lora_modules=f"sql={stays}", max_loras=2
+    )  # fmt: skip
+    await tiny_cluster.wait_for_workers("w")
+    shutil.rmtree(folder / "sql")
+    shutil.rmtree(folder / "poet")
+    await wait_until_known(tiny_cluster, "sql")
+    gone = [record for record in caplog.records if record.getMessage() == "adapter is served no more"]
+    assert [record.lora_name for record in gone] == ["poet"]  # type: ignore[attr-defined]
+
+
+async def test_no_adapter_has_any_of_the_names_of_the_model(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("other", "ok"):
+        write(folder / name, seed=1)
+    names = f"{tiny_model.name}, other"
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=2, served_model_name=names)
+    await tiny_cluster.wait_for_workers("w")
+    assert await known(tiny_cluster) == ["ok"]
+    assert "'other' is the model's own name" in str([getattr(record, "why", "") for record in caplog.records])
+
+
+async def test_who_is_exchanged_in_a_full_room_comes_before_who_waits(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder / "b", seed=1)
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=1)
+    await tiny_cluster.wait_for_workers("w")
+    before = await ask(tiny_cluster, "b")
+    write(folder / "a", seed=1)
+
+    async def waits() -> bool:
+        return "a" in [getattr(record, "lora_name", "") for record in caplog.records]
+
+    await wait_for(waits, "there is no room for it")
+    write(folder / "b", seed=2)
+
+    async def is_away() -> bool:
+        return await known(tiny_cluster) == []
+
+    await wait_for(is_away, "the one before makes room")
+
+    async def is_there() -> bool:
+        return bool(await known(tiny_cluster))
+
+    await wait_for(is_there, "one of them is served")
+    assert await known(tiny_cluster) == ["b"]
+    assert (await ask(tiny_cluster, "b")).token_ids != before.token_ids
