@@ -15,7 +15,12 @@ from lora_folders import products_of, write_adapter
 from tiny_cluster import CONFIG, Cluster, wait_for
 
 from engine.async_llm_engine import AsyncLLMEngine
-from engine.lora.modules import WEIGHTS_FILE
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.lora.adapters import ReadAdapter
+from engine.lora.modules import WEIGHTS_FILE, LoRAModule
+from engine.model_loader import create_engine_config
+from engine.model_loader.model_config import lora_module_of
 from rpc.errors import InvalidRequest, NoWorker
 from worker_service import lora_folder
 from worker_service.lora_folder import LoRAFolder
@@ -56,6 +61,40 @@ async def wait_until_known(cluster: Cluster, *names: str) -> None:
 
 async def ask(cluster: Cluster, name: str, max_tokens: int = 8) -> Any:
     return await cluster.client.generate(PROMPT, model=name, max_tokens=max_tokens, **GREEDY)
+
+
+async def test_what_is_new_is_read_at_the_second_look_and_again_if_it_changes_meanwhile(
+    tiny_model: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    args = EngineArgs(model=str(tiny_model), load_format="dummy", device="cpu", num_kv_blocks=256, max_loras=1)
+    config = create_engine_config(args)
+    is_to_change = True
+
+    class Engine(AsyncLLMEngine):
+        async def read_lora(self, module: LoRAModule) -> ReadAdapter:
+            nonlocal is_to_change
+            read = await super().read_lora(module)
+            if is_to_change:
+                is_to_change = False
+                write(folder / "sql", seed=2)
+            return read
+
+    engine = await Engine.start(lambda: LLMEngine(config), on_step=lambda _: None, on_failure=lambda _: None)
+    looks = lora_folder.LoRAFolder(folder, engine, names_of_others=(), on_change=lambda: None)
+    try:
+        await looks.look(waits=False)
+        write(folder / "sql", seed=1)
+        await looks.look()
+        assert is_to_change, "it may be half of it"
+        for _ in range(3):
+            await looks.look()
+        assert [module.name for module in engine.adapters] == ["sql"]
+        served = [record for record in caplog.records if record.getMessage() == "adapter is served"]
+        assert [record.lora_digest for record in served] == [engine.adapters[0].digest]  # type: ignore[attr-defined]
+        assert engine.adapters[0].digest == lora_module_of("sql", folder / "sql").digest
+    finally:
+        await engine.close()
 
 
 async def test_adapters_come_are_exchanged_and_go(tiny_cluster: Cluster, tiny_model: Path, folder: Path) -> None:

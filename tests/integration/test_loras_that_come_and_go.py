@@ -242,6 +242,24 @@ def test_one_whose_file_is_larger_than_any_of_its_rank(folder: Path, tmp_path: P
         add(engine, tmp_path, "x")
 
 
+@pytest.mark.parametrize("state", ["waits", "is granted blocks", "is held"])
+def test_its_place_is_not_given_away_while_a_request_is_there(folder: Path, state: str) -> None:
+    with closing(engine_of(folder, "plain", max_loras=1)) as engine:
+        add(engine, folder, "a")
+        if state == "waits":
+            engine.add_request("r", PROMPT, GREEDY, lora_name="a")
+        elif state == "is granted blocks":
+            assert engine.reserve("r", PROMPT, GREEDY, lora_name="a") is not None
+        else:
+            engine.add_prefill("r", PROMPT, GREEDY, lora_name="a")
+            while engine.has_unfinished_requests():
+                engine.step()
+        engine.remove_lora("a")
+        assert free_all(engine) == [1]
+        engine.abort("r")
+        assert free_all(engine) == []
+
+
 def test_one_that_fails_half_way_is_not_served(folder: Path, kind: str, expected: dict[str, list[int]]) -> None:
     """As where a device has no memory left for it. Nothing of it is left to whoever has its number next."""
 
