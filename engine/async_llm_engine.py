@@ -30,6 +30,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -165,8 +166,12 @@ class AsyncLLMEngine:
         """That requests may ask for now."""
         return self._engine.loras.served
 
+    async def find_lora(self, name: str, path: Path) -> LoRAModule:
+        """See `LLMEngine.find_lora`. On a thread of its own, beside steps."""
+        return await asyncio.to_thread(self._engine.find_lora, name, path)
+
     async def read_lora(self, module: LoRAModule) -> ReadAdapter:
-        """See `LLMEngine.read_lora`. On a thread of its own, beside steps."""
+        """See `LLMEngine.read_lora`. As `find_lora`."""
         return await asyncio.to_thread(self._engine.read_lora, module)
 
     @property

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.input_processor import InputProcessor
@@ -26,6 +27,7 @@ from engine.kv_memory import KVMemory
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
 from engine.lora.table import AdapterTable
+from engine.model_loader.model_config import lora_module_of
 from engine.outputs import RequestOutput
 from engine.running.executor import Executor
 from engine.sampling.sampled_tokens import SampledTokens
@@ -313,6 +315,11 @@ class LLMEngine:
         return {block_id for seq in self._scheduler.granted.values() for block_id in seq.block_table}
 
     # -- adapters that come and go ------------------------------------------------------------------------------
+
+    def find_lora(self, name: str, path: Path) -> LoRAModule:
+        """The adapter in that folder, its weights read through for their digest. On any thread. Raises `ValueError`
+        where there is none that can be served."""
+        return lora_module_of(name, path, self.executor.max_adapter_bytes)
 
     def read_lora(self, module: LoRAModule) -> ReadAdapter:
         """Its weights, for `add_lora`. On any thread. Raises `ValueError` for one that cannot be served."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from engine.llm_engine import LLMEngine
 from engine.lora.table import NoRoomForAdapter
-from engine.model_loader.model_config import lora_module_of
 from tandem.lora_request import LoRARequest
 
 
@@ -50,7 +49,7 @@ class OfflineLoRAs:
             self._loaded[name] = folder  # the last one now
 
     def _put(self, name: str, folder: Path, keep: Mapping[str, LoRARequest]) -> None:
-        module = lora_module_of(name, folder)
+        module = self._engine.find_lora(name, folder)
         adapter = self._engine.read_lora(module)
         if name in self._loaded:
             self._remove(name)

@@ -21,7 +21,6 @@ from typing import TypeAlias
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
 from engine.lora.modules import CONFIG_FILE, NAME, WEIGHTS_FILE
 from engine.lora.table import NoRoomForAdapter
-from engine.model_loader.model_config import lora_module_of
 from rpc.interceptors import log_bug
 
 LOOK_S = 3.0
@@ -125,7 +124,7 @@ class LoRAFolder:
             served = {module.name: module.digest for module in self._engine.adapters}
             if name not in served:  # else it may be what it was, for which no room is needed
                 await self._check_may_add(name)
-            module = await asyncio.to_thread(lora_module_of, name, self._folder / name)
+            module = await self._engine.find_lora(name, self._folder / name)
             if served.get(name) == module.digest:
                 return
             adapter = await self._engine.read_lora(module)

@@ -28,7 +28,6 @@ from benchmarks.gpu_parts.runner import Setting
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.model_loader.model_config import lora_module_of
 from engine.sampling_params import SamplingParams
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.thinking import ThinkingBudget
@@ -142,7 +141,7 @@ def bring(engine: LLMEngine, folders: Mapping[str, str]) -> None:
     right = [*folders.values()]
     for those in (right[::-1], right):
         for name, folder in zip(folders, those, strict=True):
-            module = lora_module_of(name, Path(folder))
+            module = engine.find_lora(name, Path(folder))
             adapter = engine.read_lora(module)
             engine.remove_lora(name)
             engine.free_loras(engine.loras.leaving)

@@ -151,13 +151,17 @@ class Adapters:
 
     def read(self, module: LoRAModule) -> ReadAdapter:
         """Its weights, for `put`. On any thread, beside steps. Raises `ValueError` where it does not fit the model."""
-        self._room.check_rank(module)
-        numbers = sum(len(place.outputs) * place.inputs + sum(place.outputs.values()) for place in self._places)
         # Others may do anything to its files meanwhile.
-        file = self._open(module, max_bytes=MAX_HEADER_BYTES + MAX_NUMBER_BYTES * module.rank * numbers)
+        file = self._open(module, self.max_bytes(module.name, module.rank))
         parts = [(place.product, file.take_all(place.outputs, place.inputs)) for place in self._places]
         file.check_all_taken()
         return [(product, product.prepare(of_product)) for product, of_product in parts if of_product]
+
+    def max_bytes(self, name: str, rank: int) -> int:
+        """That a file of that rank may have. Raises `ValueError` for a rank that is too large."""
+        self._room.check_rank(name, rank)
+        numbers = sum(len(place.outputs) * place.inputs + sum(place.outputs.values()) for place in self._places)
+        return MAX_HEADER_BYTES + MAX_NUMBER_BYTES * rank * numbers
 
     def put(self, adapter_id: int, adapter: ReadAdapter) -> None:
         """Between two steps: the number's rows are this adapter's from now on. Nothing else has the number."""

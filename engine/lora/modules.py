@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -62,12 +63,10 @@ class LoRARoom:
     """How many there may be at once, those included that are leaving."""
     max_rank: int = MAX_RANK
 
-    def check_rank(self, module: LoRAModule) -> None:
-        """Raises `ValueError` for one that is too large."""
-        if module.rank > self.max_rank:
-            raise ValueError(
-                f"adapter {module.name!r}: r must be at most max_lora_rank={self.max_rank}, is {module.rank}"
-            )
+    def check_rank(self, name: str, rank: int) -> None:
+        """Raises `ValueError` for an adapter that is too large."""
+        if rank > self.max_rank:
+            raise ValueError(f"adapter {name!r}: r must be at most max_lora_rank={self.max_rank}, is {rank}")
 
 
 def parse_lora_modules(text: str) -> dict[str, Path]:
@@ -108,24 +107,24 @@ def check_lora_folder(name: str, path: Path) -> None:
             raise ValueError(f"adapter {name!r}: {file} is empty")
 
 
-def read_lora_module(name: str, path: Path, digest_of_weights: str) -> LoRAModule:
-    """Of a folder that `check_lora_folder` has seen. Raises `ValueError` where its adapter_config.json describes no
-    adapter that can be served."""
+def read_lora_module(name: str, path: Path, digest_of_weights: Callable[[int], str]) -> LoRAModule:
+    """Of a folder that `check_lora_folder` has seen. `digest_of_weights`: of such a rank, asked once all else is right.
+    Raises `ValueError` where its adapter_config.json describes no adapter that can be served."""
     config = _read_config(name, path / CONFIG_FILE)
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"adapter {name!r}: peft_type must be 'LORA', is {config.get('peft_type')!r}")
+        raise ValueError(f"adapter {name!r}: peft_type must be 'LORA', is {config.get('peft_type')!r:.80}")
     for field, values in _UNSUPPORTED.items():
         if config.get(field) not in values:
-            raise ValueError(f"adapter {name!r}: {field} is not supported, is {config[field]!r}")
+            raise ValueError(f"adapter {name!r}: {field} is not supported, is {config[field]!r:.80}")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise ValueError(f"adapter {name!r}: r must be a whole number in [1, {MAX_RANK}], is {rank!r}")
+        raise ValueError(f"adapter {name!r}: r must be a whole number in [1, {MAX_RANK}], is {rank!r:.80}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -MAX_ALPHA <= alpha <= MAX_ALPHA:
         raise ValueError(
             f"adapter {name!r}: lora_alpha must be a number in [{-MAX_ALPHA}, {MAX_ALPHA}], is {alpha!r:.40}"
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    digest = blake2b(f"{digest_of_weights}:{scale!r}".encode(), digest_size=16).hexdigest()
+    digest = blake2b(f"{digest_of_weights(rank)}:{scale!r}".encode(), digest_size=16).hexdigest()
     return LoRAModule(name=name, path=path, rank=rank, scale=scale, digest=digest)
 
 

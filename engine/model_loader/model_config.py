@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from engine.lora.modules import (
     read_lora_module,
 )
 from engine.memory import least_gib, memory_bytes, most_gib
-from engine.model_loader.weights import digest_by_reading, digest_files, dummy_digest, safetensors_files
+from engine.model_loader.weights import check_size, digest_by_reading, digest_files, dummy_digest, safetensors_files
 from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import AS_STORED, StoredWeights
@@ -290,11 +291,19 @@ def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]
     return tuple(lora_module_of(name, path) for name, path in sorted(folders.items()))
 
 
-def lora_module_of(name: str, path: Path) -> LoRAModule:
-    """The adapter in a folder, whose weights are read through for their digest. Raises `ValueError` where there is
-    none that can be served."""
+def lora_module_of(name: str, path: Path, max_bytes: Callable[[str, int], int] | None = None) -> LoRAModule:
+    """The adapter in a folder, whose weights are read through for their digest. `max_bytes`: that their file may have,
+    by name and rank. Raises `ValueError` where there is none that can be served."""
     check_lora_folder(name, path)
-    return read_lora_module(name, path.resolve(), digest_by_reading(path / WEIGHTS_FILE))
+    weights = path / WEIGHTS_FILE
+
+    def digest_of_weights(rank: int) -> str:
+        if max_bytes is not None:
+            # Before it is read: whoever ends meanwhile waits for that.
+            check_size(weights, weights.stat().st_size, max_bytes(name, rank), f"adapter {name!r}")
+        return digest_by_reading(weights)
+
+    return read_lora_module(name, path.resolve(), digest_of_weights)
 
 
 def _dtype(args: EngineArgs, hf_config: dict[str, Any]) -> str:

@@ -97,8 +97,7 @@ class TensorsInMemory:
         """Raises `ValueError` where it is larger, or broken."""
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
-        if len(data) > max_bytes:
-            raise ValueError(f"{whose}: {path} has more than {max_bytes} bytes, which its rank can take in this model")
+        check_size(path, len(data), max_bytes, whose)
         with opening(path, whose):
             self._found = dict(deserialize(data))  # type: ignore[no-untyped-call]
         self._device, self._whose = device, whose
@@ -116,6 +115,12 @@ class TensorsInMemory:
         if not found["data"]:
             return torch.empty(found["shape"], dtype=dtype, device=self._device)
         return torch.frombuffer(found["data"], dtype=dtype).reshape(found["shape"]).to(self._device)
+
+
+def check_size(path: Path, num_bytes: int, max_bytes: int, whose: str) -> None:
+    """Raises `ValueError` where an adapter's file has more than any of its rank."""
+    if num_bytes > max_bytes:
+        raise ValueError(f"{whose}: {path} has more than {max_bytes} bytes, which its rank can take in this model")
 
 
 def digest_by_reading(path: Path) -> str:

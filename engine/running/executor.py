@@ -85,6 +85,10 @@ class Executor:
         if self._host_copies is not None:
             self._host_copies.on_done = wake
 
+    def max_adapter_bytes(self, name: str, rank: int) -> int:
+        """See `Adapters.max_bytes`."""
+        return self._adapters.max_bytes(name, rank)
+
     @torch.inference_mode()
     def read_adapter(self, module: LoRAModule) -> ReadAdapter:
         """See `Adapters.read`; for `put_adapter`. On any thread."""

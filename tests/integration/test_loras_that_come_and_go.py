@@ -20,8 +20,7 @@ from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.lora.modules import WEIGHTS_FILE
 from engine.lora.table import AdapterGone, NoRoomForAdapter
-from engine.model_loader import create_engine_config
-from engine.model_loader.model_config import lora_module_of
+from engine.model_loader import create_engine_config, model_config
 from engine.sampling_params import SamplingParams
 
 PROMPT = [(11 * i) % 290 + 5 for i in range(40)]
@@ -56,7 +55,7 @@ def engine_of(folder: Path, kind: str, names: tuple[str, ...] = (), **settings: 
 
 
 def add(engine: LLMEngine, folder: Path, name: str, source: str = "") -> None:
-    module = lora_module_of(name, folder / (source or name))
+    module = engine.find_lora(name, folder / (source or name))
     engine.add_lora(module, engine.read_lora(module))
 
 
@@ -166,7 +165,7 @@ def test_one_that_does_not_fit_changes_nothing(folder: Path, tmp_path: Path) -> 
                 add(engine, tmp_path, name)
         assert alone(engine, PROMPT, GREEDY) == before
         with pytest.raises(ValueError, match="max_loras is 0: the engine has no room"):
-            engine_of(folder, "plain").read_lora(lora_module_of("a", folder / "a"))
+            engine_of(folder, "plain").find_lora("a", folder / "a")
 
 
 READS = """
@@ -174,13 +173,12 @@ import sys, threading
 from contextlib import suppress
 from pathlib import Path
 from test_loras_that_come_and_go import engine_of
-from engine.model_loader.model_config import lora_module_of
 
 folder = Path(sys.argv[1])
 weights = folder / "a" / "adapter_model.safetensors"
 whole = weights.read_bytes()
 engine = engine_of(folder, "plain", max_loras=1)
-module = lora_module_of("a", folder / "a")
+module = engine.find_lora("a", folder / "a")
 is_over = threading.Event()
 
 def write() -> None:
@@ -193,13 +191,13 @@ writer.start()
 seen = set()
 while len(seen) < 2:  # each way to end: whole, and broken
     try:
-        engine.read_lora(lora_module_of("a", folder / "a"))
+        engine.read_lora(engine.find_lora("a", folder / "a"))
         seen.add("read")
     except ValueError:
         seen.add("broken")
 for _ in range(300):
     with suppress(ValueError):
-        engine.read_lora(lora_module_of("a", folder / "a"))
+        engine.read_lora(engine.find_lora("a", folder / "a"))
 is_over.set()
 writer.join()
 """
@@ -230,8 +228,12 @@ def test_a_dtype_that_nobody_can_read(folder: Path, tmp_path: Path, at_start: bo
         serve()
 
 
-def test_one_whose_file_is_larger_than_any_of_its_rank(folder: Path, tmp_path: Path) -> None:
-    """Is not read into memory."""
+def test_one_whose_file_is_larger_than_any_of_its_rank(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is not read: for minutes nobody else would come, and a worker could not end."""
+    read: list[Path] = []
+    monkeypatch.setattr(model_config, "digest_by_reading", lambda path: read.append(path) or "")
     write_adapter(tmp_path / "x")
     with (tmp_path / "x" / WEIGHTS_FILE).open("ab") as file:
         file.truncate(1 << 21)
@@ -240,6 +242,7 @@ def test_one_whose_file_is_larger_than_any_of_its_rank(folder: Path, tmp_path: P
         pytest.raises(ValueError, match=r"adapter 'x': .* has more than \d+ bytes"),
     ):
         add(engine, tmp_path, "x")
+    assert not read
 
 
 @pytest.mark.parametrize("state", ["waits", "is granted blocks", "is held"])
@@ -269,7 +272,7 @@ def test_one_that_fails_half_way_is_not_served(folder: Path, kind: str, expected
 
     with closing(engine_of(folder, kind, max_loras=2)) as engine:
         add(engine, folder, "x", source="a")
-        module = lora_module_of("x", folder / "b")
+        module = engine.find_lora("x", folder / "b")
         with pytest.raises(MemoryError):
             engine.add_lora(module, [*engine.read_lora(module), (Full(), None)])  # type: ignore[list-item]
         assert alone(engine, PROMPT, GREEDY, lora_name="x") == expected["a"], "the one that it was to replace stays"

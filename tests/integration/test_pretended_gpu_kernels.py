@@ -38,7 +38,6 @@ from engine import attention
 from engine.attention import choice
 from engine.attention.flash_calls import flash_attn_3_calls
 from engine.llm_engine import LLMEngine
-from engine.model_loader.model_config import lora_module_of
 from engine.running.decode_graphs import RECORDING_BYTES, DecodeGraphs
 from engine.running.pool_size import largest_step, measured_steps
 
@@ -225,7 +224,7 @@ def test_adapters_that_come_and_go_beside_recorded_steps(
             if gone:
                 engine.remove_lora(gone)
                 assert engine.free_loras(engine.loras.leaving) == []
-            module = lora_module_of(name, tmp_path / name)
+            module = engine.find_lora(name, tmp_path / name)
             engine.add_lora(module, engine.read_lora(module))
             told += [alone(engine, prompt, GREEDY, lora_name=each.name) for each in engine.loras.served]
         return [*told, alone(engine, prompt, GREEDY)]

@@ -65,20 +65,20 @@ def test_what_is_no_list_of_adapters(text: str, message: str) -> None:
 def test_what_an_adapter_may_not_say(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_adapter(tmp_path, config=change)
     with pytest.raises(ValueError, match=message):
-        read_lora_module("a", tmp_path, "")
+        read_lora_module("a", tmp_path, lambda _: "")
 
 
 def test_scales(tmp_path: Path) -> None:
     write_adapter(tmp_path, rank=4, config={"lora_alpha": 6})
-    assert read_lora_module("a", tmp_path, "x").scale == 1.5
+    assert read_lora_module("a", tmp_path, lambda _: "x").scale == 1.5
     write_adapter(tmp_path, rank=4, config={"lora_alpha": 6, "use_rslora": True})
-    assert read_lora_module("a", tmp_path, "x").scale == 3.0
+    assert read_lora_module("a", tmp_path, lambda _: "x").scale == 3.0
 
 
 @pytest.mark.parametrize("how", [True, False, "gaussian", "eva", "orthogonal"])
 def test_how_training_began_says_nothing_where_the_base_stayed_what_it_is(how: bool | str, tmp_path: Path) -> None:
     write_adapter(tmp_path, config={"init_lora_weights": how})
-    assert read_lora_module("a", tmp_path, "x").rank == 4
+    assert read_lora_module("a", tmp_path, lambda _: "x").rank == 4
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_how_training_began_says_nothing_where_the_base_stayed_what_it_is(how: b
 def test_a_folder_without_a_description(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(content)
     with pytest.raises(ValueError, match=f"adapter 'a': .*{message}"):
-        read_lora_module("a", tmp_path, "")
+        read_lora_module("a", tmp_path, lambda _: "")
 
 
 def test_what_is_no_folder_of_an_adapter(tmp_path: Path) -> None:
