@@ -76,7 +76,8 @@ class DecodeRole:
         if reservation is None:
             self._host.answer_busy(stream)
             return
-        grant = self.receiver.issue(stream.session, reservation.block_ids, reservation.num_cached_blocks)
+        promised = reservation.block_ids, reservation.num_cached_blocks, reservation.prompt_digest
+        grant = self.receiver.issue(stream.session, *promised)
         stream.grant_id = grant.grant_id
         self._engine_ids[grant.grant_id] = stream.engine_id
         stream.post(granted=grant)

@@ -40,6 +40,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput, Sequence
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stream_interval import StreamInterval
+from prefix_hash import prompt_digest, salted_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Reservation:
     block_ids: list[int]
     num_cached_blocks: int
     """The first of them hold the prompt's KV already."""
+    prompt_digest: bytes
+    """Of what that KV has to be of: see `prefix_hash.prompt_digest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +158,11 @@ class LLMEngine:
         lora_name: str = "",
         lora_digest: str = "",
         num_receiver_blocks: int = 0,
-    ) -> None:
+    ) -> bytes:
         """Queue a request to be prefilled here; after its first token its blocks are held until `abort`.
 
-        `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them.
+        `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them. Returns the
+        digest of what is computed, which must be the receiver's `Reservation.prompt_digest`.
         """
         seq = self._new_sequence(
             request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
@@ -166,6 +170,7 @@ class LLMEngine:
         seq.is_prefill_only = True
         seq.num_exported_blocks = num_receiver_blocks
         self._scheduler.add(seq)
+        return self._prompt_digest(seq)
 
     def reserve(
         self,
@@ -186,7 +191,8 @@ class LLMEngine:
         if not self._scheduler.reserve(seq):
             _refuse(seq)
             return None
-        return Reservation(list(seq.block_table), seq.num_computed_tokens // self.block_manager.block_size)
+        num_cached_blocks = seq.num_computed_tokens // self.block_manager.block_size
+        return Reservation(list(seq.block_table), num_cached_blocks, self._prompt_digest(seq))
 
     def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
         """The reserved blocks now hold the KV of all `num_tokens` tokens; decode on from `token_id`, which the other
@@ -383,6 +389,10 @@ class LLMEngine:
         return self._processor.process(
             request_id, prompt_token_ids, params, output_token_ids, cache_salt, lora_name, lora_digest
         )
+
+    def _prompt_digest(self, seq: Sequence) -> bytes:
+        """Of a sequence whose tokens another engine has, too. Whoever may share its blocks says nothing of their KV."""
+        return prompt_digest(seq.token_ids, salted_key(self.config.prefix_key, "", seq.lora_digest))
 
 
 def _refuse(seq: Sequence) -> None:

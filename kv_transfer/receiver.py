@@ -94,9 +94,11 @@ class KVReceiver:
 
     # -- the decode service --
 
-    def issue(self, owner: Hashable, block_ids: Sequence[int], num_cached_blocks: int) -> pb.Grant:
+    def issue(
+        self, owner: Hashable, block_ids: Sequence[int], num_cached_blocks: int, prompt_digest: bytes = b""
+    ) -> pb.Grant:
         """Promise `block_ids` (of the whole prompt, in order; the first `num_cached_blocks` hold its KV already) to
-        `owner`, until one lease after its last sign of life."""
+        `owner`, until one lease after its last sign of life. `prompt_digest`: of what their KV is to be of."""
         grant = self._table.issue(owner, block_ids, num_cached_blocks, self._now_s())
         self._has_deadline.set()
         return pb.Grant(
@@ -108,6 +110,7 @@ class KVReceiver:
             block_ids=grant.block_ids,
             num_cached_blocks=num_cached_blocks,
             lease_ms=round(self.lease_s * 1000),
+            prompt_digest=prompt_digest,
         )
 
     def renew(self, owner: Hashable) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from engine.async_llm_engine import AsyncLLMEngine
 from engine.scheduling.sequence import BlockExport
-from kv_transfer import STATUS_OF, KVSender, Push, TransferError
+from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
@@ -124,11 +124,12 @@ class PrefillRole:
         is_settled = False
         try:
             await reach("prefill.opened")
-            await self._engine.call(
+            prompt_digest = await self._engine.call(
                 lambda engine: engine.add_prefill(
                     stream.engine_id, **arguments, num_receiver_blocks=command.grant.num_cached_blocks
                 )
             )
+            check_grant_is_for(command.grant, prompt_digest)
             output = await stream.first_token
             if not output.is_finished:
                 await reach("prefill.before_commit")
@@ -172,3 +173,13 @@ def check_grant_fits(grant: Grant, num_tokens: int, block_size: int) -> None:
         raise ValueError(f"grant must have {num_blocks} blocks for {num_tokens} tokens, has {len(grant.block_ids)}")
     if grant.num_cached_blocks > num_blocks:
         raise ValueError(f"grant.num_cached_blocks must be at most {num_blocks}, is {grant.num_cached_blocks}")
+
+
+def check_grant_is_for(grant: Grant, prompt_digest: bytes) -> None:
+    """Refuse a grant of blocks whose KV is to be of another prompt, or of another adapter of the same name.
+
+    Raises `InvalidTransfer`."""
+    if grant.prompt_digest and grant.prompt_digest != prompt_digest:
+        raise InvalidTransfer(
+            f"prompt_digest: worker {grant.worker_id} means another prompt, or another adapter of its name"
+        )

@@ -33,14 +33,18 @@ def salted_key(key: bytes, cache_salt: str, lora_digest: str = "") -> bytes:
     return blake2b(cache_salt.encode(), digest_size=32, key=key).digest() if cache_salt else key
 
 
+def prompt_digest(token_ids: Sequence[int], key: bytes) -> bytes:
+    """The name of all KV of a prompt, a partial last block included: equal only for the same token ids under the same
+    key. Two workers that serve one request tell by it that they mean the same."""
+    return blake2b(_as_bytes(token_ids), digest_size=HASH_BYTES, key=key, person=b"prompt").digest()
+
+
 def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes) -> None:
     """Append to `hashes` those of the full blocks of `token_ids` that it lacks. A partial last block has no hash."""
     parent = hashes[-1] if hashes else b""
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        ids = array("I", token_ids[start : start + block_size])
-        if sys.byteorder == "big":
-            ids.byteswap()
-        parent = blake2b(parent + ids.tobytes(), digest_size=HASH_BYTES, key=key).digest()
+        ids = _as_bytes(token_ids[start : start + block_size])
+        parent = blake2b(parent + ids, digest_size=HASH_BYTES, key=key).digest()
         hashes.append(parent)
 
 
@@ -49,3 +53,11 @@ def block_hashes(token_ids: Sequence[int], block_size: int, key: bytes) -> list[
     hashes: list[bytes] = []
     extend_block_hashes(hashes, token_ids, block_size, key)
     return hashes
+
+
+def _as_bytes(token_ids: Sequence[int]) -> bytes:
+    """Each a little-endian uint32."""
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()

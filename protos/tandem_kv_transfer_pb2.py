@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/tandem_kv_transfer.proto\x12\ttandem.v1\"\xaf\x01\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05order\x18\x07 \x01(\t\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x11\n\tnum_parts\x18\t \x01(\r\"\xa4\x01\n\x05Grant\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nkv_address\x18\x03 \x01(\t\x12\x10\n\x08grant_id\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\"\xa1\x01\n\x0e\x43onnectRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x15\n\rcompat_digest\x18\x04 \x01(\t\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\x11\n\ttransport\x18\x06 \x01(\t\"\xfa\x01\n\x0f\x43onnectResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rcompat_digest\x18\x03 \x01(\t\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\'\n\x04grpc\x18\x05 \x01(\x0b\x32\x17.tandem.v1.GrpcEndpointH\x00\x12\'\n\x04nixl\x18\x06 \x01(\x0b\x32\x17.tandem.v1.NixlEndpointH\x00\x12%\n\x03ipc\x18\x07 \x01(\x0b\x32\x16.tandem.v1.IpcEndpointH\x00\x42\n\n\x08\x65ndpoint\"\'\n\x0cGrpcEndpoint\x12\x17\n\x0fmax_chunk_bytes\x18\x01 \x01(\r\"\x9b\x01\n\x0cNixlEndpoint\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x0e\n\x06memory\x18\x05 \x01(\t\x12&\n\x05ranks\x18\x06 \x03(\x0b\x32\x17.tandem.v1.NixlEndpoint\"\xb5\x01\n\x0bIpcEndpoint\x12\x0f\n\x07machine\x18\x01 \x01(\t\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\x12%\n\x04host\x18\x03 \x01(\x0b\x32\x15.tandem.v1.HostMemoryH\x00\x12%\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x15.tandem.v1.CudaMemoryH\x00\x12)\n\x05ranks\x18\x05 \x01(\x0b\x32\x18.tandem.v1.MemoryOfRanksH\x00\x42\x08\n\x06memory\"3\n\nHostMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\"?\n\nCudaMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"4\n\rMemoryOfRanks\x12#\n\x04\x63uda\x18\x01 \x03(\x0b\x32\x15.tandem.v1.CudaMemory\"q\n\tPushChunk\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"G\n\x0bPushSummary\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bnum_written\x18\x02 \x01(\r\x12\x10\n\x08num_late\x18\x03 \x01(\r\"\x89\x01\n\rCommitRequest\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x06 \x01(\r\"\xb0\x01\n\x0e\x43ommitResponse\x12\x32\n\x07outcome\x18\x01 \x01(\x0e\x32!.tandem.v1.CommitResponse.Outcome\x12\x19\n\x11mismatched_blocks\x18\x02 \x03(\r\"O\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\r\n\tCOMMITTED\x10\x01\x12\x0c\n\x08MISMATCH\x10\x02\x12\x0e\n\nGRANT_GONE\x10\x03\"F\n\x0e\x41\x62\x61ndonRequest\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse2\x87\x02\n\nKVTransfer\x12@\n\x07\x43onnect\x12\x19.tandem.v1.ConnectRequest\x1a\x1a.tandem.v1.ConnectResponse\x12\x36\n\x04Push\x12\x14.tandem.v1.PushChunk\x1a\x16.tandem.v1.PushSummary(\x01\x12=\n\x06\x43ommit\x12\x18.tandem.v1.CommitRequest\x1a\x19.tandem.v1.CommitResponse\x12@\n\x07\x41\x62\x61ndon\x12\x19.tandem.v1.AbandonRequest\x1a\x1a.tandem.v1.AbandonResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/tandem_kv_transfer.proto\x12\ttandem.v1\"\xaf\x01\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05order\x18\x07 \x01(\t\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\x12\x11\n\tnum_parts\x18\t \x01(\r\"\xbb\x01\n\x05Grant\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nkv_address\x18\x03 \x01(\t\x12\x10\n\x08grant_id\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x08 \x01(\r\x12\x15\n\rprompt_digest\x18\t \x01(\x0c\"\xa1\x01\n\x0e\x43onnectRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x15\n\rcompat_digest\x18\x04 \x01(\t\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\x11\n\ttransport\x18\x06 \x01(\t\"\xfa\x01\n\x0f\x43onnectResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rcompat_digest\x18\x03 \x01(\t\x12#\n\x06layout\x18\x04 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12\'\n\x04grpc\x18\x05 \x01(\x0b\x32\x17.tandem.v1.GrpcEndpointH\x00\x12\'\n\x04nixl\x18\x06 \x01(\x0b\x32\x17.tandem.v1.NixlEndpointH\x00\x12%\n\x03ipc\x18\x07 \x01(\x0b\x32\x16.tandem.v1.IpcEndpointH\x00\x42\n\n\x08\x65ndpoint\"\'\n\x0cGrpcEndpoint\x12\x17\n\x0fmax_chunk_bytes\x18\x01 \x01(\r\"\x9b\x01\n\x0cNixlEndpoint\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x0e\n\x06memory\x18\x05 \x01(\t\x12&\n\x05ranks\x18\x06 \x03(\x0b\x32\x17.tandem.v1.NixlEndpoint\"\xb5\x01\n\x0bIpcEndpoint\x12\x0f\n\x07machine\x18\x01 \x01(\t\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\x12%\n\x04host\x18\x03 \x01(\x0b\x32\x15.tandem.v1.HostMemoryH\x00\x12%\n\x04\x63uda\x18\x04 \x01(\x0b\x32\x15.tandem.v1.CudaMemoryH\x00\x12)\n\x05ranks\x18\x05 \x01(\x0b\x32\x18.tandem.v1.MemoryOfRanksH\x00\x42\x08\n\x06memory\"3\n\nHostMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\"?\n\nCudaMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"4\n\rMemoryOfRanks\x12#\n\x04\x63uda\x18\x01 \x03(\x0b\x32\x15.tandem.v1.CudaMemory\"q\n\tPushChunk\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"G\n\x0bPushSummary\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bnum_written\x18\x02 \x01(\r\x12\x10\n\x08num_late\x18\x03 \x01(\r\"\x89\x01\n\rCommitRequest\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x06 \x01(\r\"\xb0\x01\n\x0e\x43ommitResponse\x12\x32\n\x07outcome\x18\x01 \x01(\x0e\x32!.tandem.v1.CommitResponse.Outcome\x12\x19\n\x11mismatched_blocks\x18\x02 \x03(\r\"O\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\r\n\tCOMMITTED\x10\x01\x12\x0c\n\x08MISMATCH\x10\x02\x12\x0e\n\nGRANT_GONE\x10\x03\"F\n\x0e\x41\x62\x61ndonRequest\x12\x10\n\x08grant_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse2\x87\x02\n\nKVTransfer\x12@\n\x07\x43onnect\x12\x19.tandem.v1.ConnectRequest\x1a\x1a.tandem.v1.ConnectResponse\x12\x36\n\x04Push\x12\x14.tandem.v1.PushChunk\x1a\x16.tandem.v1.PushSummary(\x01\x12=\n\x06\x43ommit\x12\x18.tandem.v1.CommitRequest\x1a\x19.tandem.v1.CommitResponse\x12@\n\x07\x41\x62\x61ndon\x12\x19.tandem.v1.AbandonRequest\x1a\x1a.tandem.v1.AbandonResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,37 +34,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVLAYOUT']._serialized_start=47
   _globals['_KVLAYOUT']._serialized_end=222
   _globals['_GRANT']._serialized_start=225
-  _globals['_GRANT']._serialized_end=389
-  _globals['_CONNECTREQUEST']._serialized_start=392
-  _globals['_CONNECTREQUEST']._serialized_end=553
-  _globals['_CONNECTRESPONSE']._serialized_start=556
-  _globals['_CONNECTRESPONSE']._serialized_end=806
-  _globals['_GRPCENDPOINT']._serialized_start=808
-  _globals['_GRPCENDPOINT']._serialized_end=847
-  _globals['_NIXLENDPOINT']._serialized_start=850
-  _globals['_NIXLENDPOINT']._serialized_end=1005
-  _globals['_IPCENDPOINT']._serialized_start=1008
-  _globals['_IPCENDPOINT']._serialized_end=1189
-  _globals['_HOSTMEMORY']._serialized_start=1191
-  _globals['_HOSTMEMORY']._serialized_end=1242
-  _globals['_CUDAMEMORY']._serialized_start=1244
-  _globals['_CUDAMEMORY']._serialized_end=1307
-  _globals['_MEMORYOFRANKS']._serialized_start=1309
-  _globals['_MEMORYOFRANKS']._serialized_end=1361
-  _globals['_PUSHCHUNK']._serialized_start=1363
-  _globals['_PUSHCHUNK']._serialized_end=1476
-  _globals['_PUSHSUMMARY']._serialized_start=1478
-  _globals['_PUSHSUMMARY']._serialized_end=1549
-  _globals['_COMMITREQUEST']._serialized_start=1552
-  _globals['_COMMITREQUEST']._serialized_end=1689
-  _globals['_COMMITRESPONSE']._serialized_start=1692
-  _globals['_COMMITRESPONSE']._serialized_end=1868
-  _globals['_COMMITRESPONSE_OUTCOME']._serialized_start=1789
-  _globals['_COMMITRESPONSE_OUTCOME']._serialized_end=1868
-  _globals['_ABANDONREQUEST']._serialized_start=1870
-  _globals['_ABANDONREQUEST']._serialized_end=1940
-  _globals['_ABANDONRESPONSE']._serialized_start=1942
-  _globals['_ABANDONRESPONSE']._serialized_end=1959
-  _globals['_KVTRANSFER']._serialized_start=1962
-  _globals['_KVTRANSFER']._serialized_end=2225
+  _globals['_GRANT']._serialized_end=412
+  _globals['_CONNECTREQUEST']._serialized_start=415
+  _globals['_CONNECTREQUEST']._serialized_end=576
+  _globals['_CONNECTRESPONSE']._serialized_start=579
+  _globals['_CONNECTRESPONSE']._serialized_end=829
+  _globals['_GRPCENDPOINT']._serialized_start=831
+  _globals['_GRPCENDPOINT']._serialized_end=870
+  _globals['_NIXLENDPOINT']._serialized_start=873
+  _globals['_NIXLENDPOINT']._serialized_end=1028
+  _globals['_IPCENDPOINT']._serialized_start=1031
+  _globals['_IPCENDPOINT']._serialized_end=1212
+  _globals['_HOSTMEMORY']._serialized_start=1214
+  _globals['_HOSTMEMORY']._serialized_end=1265
+  _globals['_CUDAMEMORY']._serialized_start=1267
+  _globals['_CUDAMEMORY']._serialized_end=1330
+  _globals['_MEMORYOFRANKS']._serialized_start=1332
+  _globals['_MEMORYOFRANKS']._serialized_end=1384
+  _globals['_PUSHCHUNK']._serialized_start=1386
+  _globals['_PUSHCHUNK']._serialized_end=1499
+  _globals['_PUSHSUMMARY']._serialized_start=1501
+  _globals['_PUSHSUMMARY']._serialized_end=1572
+  _globals['_COMMITREQUEST']._serialized_start=1575
+  _globals['_COMMITREQUEST']._serialized_end=1712
+  _globals['_COMMITRESPONSE']._serialized_start=1715
+  _globals['_COMMITRESPONSE']._serialized_end=1891
+  _globals['_COMMITRESPONSE_OUTCOME']._serialized_start=1812
+  _globals['_COMMITRESPONSE_OUTCOME']._serialized_end=1891
+  _globals['_ABANDONREQUEST']._serialized_start=1893
+  _globals['_ABANDONREQUEST']._serialized_end=1963
+  _globals['_ABANDONRESPONSE']._serialized_start=1965
+  _globals['_ABANDONRESPONSE']._serialized_end=1982
+  _globals['_KVTRANSFER']._serialized_start=1985
+  _globals['_KVTRANSFER']._serialized_end=2248
 # @@protoc_insertion_point(module_scope)

@@ -30,7 +30,7 @@ class KVLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., order: _Optional[str] = ..., digest: _Optional[str] = ..., num_parts: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "kv_address", "grant_id", "epoch", "block_ids", "num_cached_blocks", "lease_ms")
+    __slots__ = ("worker_id", "incarnation", "kv_address", "grant_id", "epoch", "block_ids", "num_cached_blocks", "lease_ms", "prompt_digest")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class Grant(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     kv_address: str
@@ -47,7 +48,8 @@ class Grant(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     num_cached_blocks: int
     lease_ms: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., kv_address: _Optional[str] = ..., grant_id: _Optional[int] = ..., epoch: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_cached_blocks: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    prompt_digest: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., kv_address: _Optional[str] = ..., grant_id: _Optional[int] = ..., epoch: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_cached_blocks: _Optional[int] = ..., lease_ms: _Optional[int] = ..., prompt_digest: _Optional[bytes] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "incarnation", "compat_digest", "layout", "transport")

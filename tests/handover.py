@@ -79,7 +79,7 @@ def handed_over(
     source, destination = pools or (bytes_of(prefill), bytes_of(decode))
     reservation = decode.reserve("r", prompt, params, lora_name=lora_name)
     assert reservation is not None
-    prefill.add_prefill("r", prompt, params, lora_name=lora_name)
+    assert prefill.add_prefill("r", prompt, params, lora_name=lora_name) == reservation.prompt_digest
     outputs: list[RequestOutput] = []
     while not outputs:  # a step late, where steps are launched ahead
         outputs = prefill.step()

@@ -105,10 +105,11 @@ class Pair:
             self.met["busy"] += 1
             return False
         self._hand_overs[name] = HandOver(list(reservation.block_ids), reservation.num_cached_blocks)
-        self.prefill.add_prefill(
+        computed = self.prefill.add_prefill(
             name, request.prompt, request.params, output_token_ids=request.given, cache_salt=request.cache_salt,
             lora_name=request.lora_name, num_receiver_blocks=reservation.num_cached_blocks,
         )  # fmt: skip
+        assert computed == reservation.prompt_digest
         return True
 
     def go_on(self, output: RequestOutput, num_tokens: int) -> None:

@@ -181,6 +181,19 @@ def test_one_prefills_and_another_decodes(served: tuple[LLMEngine, LLMEngine]) -
             assert handed_over(prefill, decode, PROMPTS[1], params, lora_name=name) == expected
 
 
+def test_two_engines_tell_whether_they_mean_the_same(served: tuple[LLMEngine, LLMEngine]) -> None:
+    """By token ids and adapter. A salt is no part of what KV is of."""
+    prefill, decode = served
+    prompt = PROMPTS[1]
+    promised = decode.reserve("r", prompt, GREEDY, lora_name="a", cache_salt="x")
+    decode.abort("r")
+    assert promised is not None
+    for tokens, name in ((prompt, "a"), ([*prompt[:-1], 7], "a"), (prompt[:-1], "a"), (prompt, "some"), (prompt, "")):
+        computed = prefill.add_prefill("r", tokens, GREEDY, lora_name=name)
+        prefill.abort("r")
+        assert (computed == promised.prompt_digest) == ((tokens, name) == (prompt, "a"))
+
+
 def test_a_model_in_8_bits_has_adapters_too(folder: Path) -> None:
     """What they add is in the model's own dtype: as far from the merged model as the model in 8 bits is from itself."""
     engine = LLMEngine(config_of(folder, quantization="int8"))

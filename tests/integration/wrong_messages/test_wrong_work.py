@@ -179,6 +179,20 @@ def test_prefill_under_a_wrong_grant(peers: Peers, name: str) -> None:
     assert says in event.failed.message
 
 
+def test_prefill_of_another_prompt_than_the_grant_is_for(peers: Peers) -> None:
+    """As long, so that its KV would fit. The grant lives on: the next one may be right."""
+    right = engine_request(prompt_token_ids=[44_999, *PROMPT[1:]], attempt=2)
+    with Session(peers, "Decode") as decode, Session(peers, "Prefill") as prefill:
+        grant = decode.hello().say(reserve=right).event().granted
+        prefill.hello().say(prefill=pb.PrefillRequest(request=engine_request(), grant=grant))
+        failed = prefill.event().failed
+        assert (failed.code, failed.can_retry) == (BAD.value[0], True), failed
+        assert failed.message.startswith(f"prompt_digest: worker {peers.decode.worker_id} means another prompt")
+        prefill.say(prefill=pb.PrefillRequest(request=right, grant=grant))
+        while not (event := prefill.event()).HasField("handed_over"):
+            assert not event.HasField("failed"), event
+
+
 def test_prefill_for_a_worker_that_takes_no_kv(peers: Peers) -> None:
     with Session(peers, "Prefill") as session:
         grant = grant_of(peers, kv_address=peers.prefill.address)
