@@ -41,6 +41,7 @@ from engine.llm_engine import EngineLoad, LLMEngine
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
 from engine.outputs import RequestOutput
+from engine.running.executor import RankLost
 from engine.scheduling.block_ledger import CacheEvent
 from engine.scheduling.stats import SchedulerStats
 from engine.step_profiler import StepProfile, StepProfiler
@@ -171,8 +172,11 @@ class AsyncLLMEngine:
         return await asyncio.to_thread(self._engine.find_lora, name, path)
 
     async def read_lora(self, module: LoRAModule) -> ReadAdapter:
-        """See `LLMEngine.read_lora`. As `find_lora`."""
-        return await asyncio.to_thread(self._engine.read_lora, module)
+        """See `LLMEngine.read_lora`. As `find_lora`. Raises `EngineDeadError` where a rank has ended."""
+        try:
+            return await asyncio.to_thread(self._engine.read_lora, module)
+        except RankLost as error:
+            raise EngineDeadError(str(error)) from error
 
     @property
     def stats(self) -> SchedulerStats:

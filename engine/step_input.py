@@ -97,7 +97,7 @@ class StepInput:
         return np.concatenate([_integers(header), *map(np.ravel, arrays)]).tobytes()
 
     @staticmethod
-    def from_bytes(data: bytes) -> StepInput:
+    def from_bytes(data: bytes | memoryview) -> StepInput:
         """What `to_bytes` was called on. Nothing is checked."""
         numbers = np.frombuffer(bytearray(data), dtype=np.int64)
         num_decodes, has_exports, *sizes = numbers[: 2 + 2 * _NUM_ARRAYS].tolist()

@@ -1,6 +1,5 @@
-"""`python -m worker_service.rank FD COPIES_FD RANK MEETING_FILE POOL_FD`: another rank of a worker on several GPUs.
-Computes as `engine.tensor_parallel` does, and does with the blocks of its pool what rank 0 asks over POOL_FD
-(rank_pool.py)."""
+"""`python -m worker_service.rank FDS RANK MEETING_FILE POOL_FD`: another rank of a worker on several GPUs. Computes
+as `engine.tensor_parallel` does, and does with the blocks of its pool what rank 0 asks over POOL_FD (rank_pool.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import gc
 gc.disable()  # of the objects that imports make, none is garbage: looking through them is a third of a start
 
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,14 +22,14 @@ gc.freeze()  # nor will it be
 gc.enable()
 
 
-def main(fd: int, copies_fd: int, rank: int, meeting_file: Path, pool_fd: int) -> int:
+def main(fds: Sequence[int], rank: int, meeting_file: Path, pool_fd: int) -> int:
     connection: Connection[bytes, bytes] = Connection(pool_fd)
 
     def serve_pool(config: EngineConfig, worker: Worker) -> None:
         PoolServer(transfer_pool(worker.kv_pool, worker.kv_shape, config.cache.kv_order), connection).start()
 
-    return run_rank(fd, copies_fd, rank, meeting_file, serve_pool)
+    return run_rank(fds, rank, meeting_file, serve_pool)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5])))
+    sys.exit(main([*map(int, sys.argv[1].split(","))], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])))

@@ -160,7 +160,12 @@ class Adapters:
     def max_bytes(self, name: str, rank: int) -> int:
         """That a file of that rank may have. Raises `ValueError` for a rank that is too large."""
         self._room.check_rank(name, rank)
-        numbers = sum(len(place.outputs) * place.inputs + sum(place.outputs.values()) for place in self._places)
+        numbers = 0
+        for place in self._places:
+            for product, outputs in place.outputs.items():
+                cut = self._cut_of(product)
+                shape = (outputs, place.inputs)
+                numbers += sum(shape if cut is None else cut.whole(shape))
         return MAX_HEADER_BYTES + MAX_NUMBER_BYTES * rank * numbers
 
     def put(self, adapter_id: int, adapter: ReadAdapter) -> None:

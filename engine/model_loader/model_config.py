@@ -280,11 +280,6 @@ def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]
     if (folders or args.max_loras) and not isinstance(shape, DecoderConfig):
         field, must = ("lora_modules", "empty") if folders else ("max_loras", "0")
         raise ValueError(f"{field} must be {must} for models that transformers' code computes")
-    if args.max_loras and args.tensor_parallel_size > 1:
-        raise ValueError(
-            "max_loras needs tensor_parallel_size=1: on several ranks adapters do not come and go; lora_modules are "
-            f"there from the start; tensor_parallel_size is {args.tensor_parallel_size}"
-        )
     own_names = [served_model_name, *_aliases(args)]
     if taken := [name for name in own_names if name in folders]:
         raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another")

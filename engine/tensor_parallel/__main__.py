@@ -1,4 +1,4 @@
-"""`python -m engine.tensor_parallel FD COPIES_FD RANK MEETING_FILE`: one rank other than 0 (rank.py)."""
+"""`python -m engine.tensor_parallel FDS RANK MEETING_FILE`: one rank other than 0 (rank.py)."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ gc.freeze()  # nor will it be
 gc.enable()
 
 if __name__ == "__main__":
-    sys.exit(run_rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))
+    sys.exit(run_rank([*map(int, sys.argv[1].split(","))], int(sys.argv[2]), Path(sys.argv[3])))

@@ -14,6 +14,8 @@ import torch
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheShape
 from engine.kv_memory import KVMemory
+from engine.lora.adapters import ReadAdapter
+from engine.lora.modules import LoRAModule
 from engine.running.executor import Executor
 from engine.running.host_copies import HostCopies
 from engine.running.worker import Worker
@@ -21,6 +23,7 @@ from engine.sampling.sampled_tokens import SampledTokens
 from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import BlockExport, OnLayerWritten, SchedulerOutput
 from engine.tensor_parallel.group import RankGroup
+from engine.tensor_parallel.rank_adapters import RankAdapters
 from engine.tensor_parallel.rank_copies import RankCopies
 from engine.tensor_parallel.rank_processes import RankProcesses
 from engine.tensor_parallel.rank_watch import RankWatch
@@ -33,6 +36,7 @@ class TensorParallelExecutor(Executor):
         self._num_ranks = config.parallel.tensor_parallel_size
         self._memory = memory
         self._ranks = RankProcesses(config, memory)
+        self._rank_adapters = RankAdapters(self._ranks.adapter_connections, self._ranks.tell_change)
         self._watch: RankWatch | None = None
         """From when all have loaded."""
         self._pool: torch.Tensor | None = None
@@ -98,6 +102,23 @@ class TensorParallelExecutor(Executor):
         assert self._watch is not None
         with self._watch.taking():
             return super().wait_for_copies()
+
+    def read_adapter(self, module: LoRAModule) -> ReadAdapter:
+        """Raises `RankLost`, too. On several ranks an adapter is put before the next one is read."""
+        return self._rank_adapters.read(module, super().read_adapter)
+
+    def put_adapter(self, number: int, adapter: ReadAdapter) -> None:
+        """Raises `RankLost` where a rank has ended."""
+        assert self._watch is not None
+        with self._watch.taking():
+            self._rank_adapters.put(number, adapter, super().put_adapter)
+
+    def remove_adapter(self, number: int) -> None:
+        """Raises `RankLost` where a rank has ended."""
+        assert self._watch is not None
+        with self._watch.taking():
+            super().remove_adapter(number)
+            self._rank_adapters.remove(number)
 
     def close(self) -> None:
         super().close()

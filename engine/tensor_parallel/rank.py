@@ -3,7 +3,8 @@
 run_rank ──"here"──> all meet ──> loaded ──on_loaded──> computes what it is told, step by step, until its connection
                                                         ends: then its engine has, and so does this process at once
 
-Beside the steps, on threads of their own, it copies blocks to host memory and back (rank_copies.py).
+Beside the steps, on threads of their own, it copies blocks to host memory and back (rank_copies.py), and reads adapters
+(rank_adapters.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,22 +31,23 @@ from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.step_input import StepInput
 from engine.tensor_parallel.group import RankGroup
+from engine.tensor_parallel.rank_adapters import FollowedAdapters
 from engine.tensor_parallel.rank_copies import follow_copies
-from engine.tensor_parallel.rank_processes import CONFIG, HERE
+from engine.tensor_parallel.rank_processes import CHANGE, CONFIG, HERE, STEP
 
 PR_SET_PDEATHSIG = 1
 """Of linux/prctl.h."""
 
 
 def run_rank(
-    fd: int,
-    copies_fd: int,
+    fds: Sequence[int],
     rank: int,
     meeting_file: Path,
     on_loaded: Callable[[EngineConfig, Worker], None] = lambda config, worker: None,
 ) -> int:
-    """Until its engine ends. Returns the exit code. `fd` and `copies_fd`: what it is told by, of steps and of copies
-    (rank_copies.py). `on_loaded`: called before the first step."""
+    """Until its engine ends. Returns the exit code. `fds`: what it is told by, of steps, of copies (rank_copies.py) and
+    of adapters (rank_adapters.py). `on_loaded`: called before the first step."""
+    fd, copies_fd, adapters_fd = fds
     _be_killed_with_engine()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the engine's process, which lets running answers finish
@@ -68,13 +70,23 @@ def run_rank(
     except ValueError as error:
         print(f"tandem: rank {rank}: {error}", file=sys.stderr, flush=True)  # noqa: T201
         return 2
+    adapters = None
+    if worker.runner.adapters is not None:
+        device = None if config.device.device == "cpu" else torch.device("cuda", rank)
+        adapters = FollowedAdapters(worker.runner.adapters, Connection(adapters_fd), device)
     on_loaded(config, worker)
     while True:
         try:
             message = connection.recv_bytes()
         except EOFError:
             return 0
-        worker.runner.follow(StepInput.from_bytes(message))
+        kind, told = message[:1], memoryview(message)[1:]
+        if kind == STEP:
+            worker.runner.follow(StepInput.from_bytes(told))
+        else:
+            assert kind == CHANGE
+            assert adapters is not None
+            adapters.change(told)
 
 
 def _map_pool(

@@ -3,7 +3,8 @@
     RankProcesses(config, …) ──start, configuration──> "here" ──> all meet (group.py), and load
            └── tell_pool, then tell once a step ──> … ── close, or this process' end, whatever it is ──> they end
 
-Owns the processes and two connections to each, for steps and for copies, which carry bytes, never pickles.
+Owns the processes and three connections to each, which carry bytes, never pickles: for steps and what comes between
+them, for copies, and for adapters that are to be read.
 
 Where a rank ends, exchanges of the others fail over gloo. NCCL's do not: on the device they wait for it, and whoever
 waits for the device does. Once all have loaded, `RankWatch` ends that wait (rank_watch.py). Before, there may be no
@@ -20,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 
@@ -43,6 +44,8 @@ END_S = 10.0
 WATCH_S = 1.0
 """Between two looks at the ranks, while all load."""
 CONFIG = TypeAdapter(EngineConfig)
+STEP, CHANGE = b"s", b"a"
+"""What a message after the first ones begins with: a step, and an adapter's change before the next one."""
 
 
 class RankProcesses:
@@ -55,8 +58,10 @@ class RankProcesses:
         self._connections: list[Connection[bytes, bytes]] = []
         self.copy_connections: list[Connection[bytes, bytes]] = []
         """See rank_copies.py. Whoever looks at them ends that before `close`."""
+        self.adapter_connections: list[Connection[bytes, bytes]] = []
+        """See rank_adapters.py."""
         self._watches: list[RankWatch] = []
-        connections = self._connections, self.copy_connections
+        connections = self._connections, self.copy_connections, self.adapter_connections
         self._close = weakref.finalize(self, _close, self._watches, self._processes, connections, self._folder)
         for rank in range(1, config.parallel.tensor_parallel_size):
             self._start(rank, memory.rank_program(config.device.device))
@@ -81,7 +86,11 @@ class RankProcesses:
 
     def tell(self, step: StepInput) -> None:
         """What they are to compute next. Raises `RankLost`."""
-        self._send(step.to_bytes())
+        self._send(STEP + step.to_bytes())
+
+    def tell_change(self, change: bytes) -> None:
+        """Of an adapter, before the next step (rank_adapters.py). Raises `RankLost`."""
+        self._send(CHANGE + change)
 
     def check(self) -> None:
         """Raises `RankLost` where one has ended, or does within a second: its connections break before."""
@@ -105,13 +114,20 @@ class RankProcesses:
         self._close()
 
     def _start(self, rank: int, program: RankProgram) -> None:
-        ours, theirs = Pipe()
-        our_copies, their_copies = Pipe()
-        self._connections.append(ours)
-        self.copy_connections.append(our_copies)
-        with theirs, their_copies, program.connection or nullcontext():
-            fds = [each.fileno() for each in (theirs, their_copies, program.connection) if each is not None]
-            arguments = [*map(str, fds[:2]), str(rank), str(self.meeting_file), *map(str, fds[2:])]
+        theirs = []
+        for connections in (self._connections, self.copy_connections, self.adapter_connections):
+            our_end, their_end = Pipe()
+            connections.append(our_end)
+            theirs.append(their_end)
+        with ExitStack() as closing:
+            for each in theirs:
+                closing.enter_context(each)
+            fds = [each.fileno() for each in theirs]
+            arguments = [",".join(map(str, fds)), str(rank), str(self.meeting_file)]
+            if program.connection is not None:
+                closing.enter_context(program.connection)
+                fds.append(program.connection.fileno())
+                arguments.append(str(fds[-1]))
             command = [sys.executable, "-m", program.module, *arguments]
             self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL))
 
@@ -146,7 +162,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], is_left: threading.Even
 def _close(
     watches: Sequence[RankWatch],
     processes: Sequence[subprocess.Popen[bytes]],
-    connections: tuple[Sequence[Connection[bytes, bytes]], Sequence[Connection[bytes, bytes]]],
+    connections: Sequence[Sequence[Connection[bytes, bytes]]],
     folder: OwnedFolder,
 ) -> None:
     # First: a connection that somebody still looks at stays open when it is closed, and its rank would not hear of it.

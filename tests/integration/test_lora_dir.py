@@ -97,9 +97,13 @@ async def test_what_is_new_is_read_at_the_second_look_and_again_if_it_changes_me
         await engine.close()
 
 
-async def test_adapters_come_are_exchanged_and_go(tiny_cluster: Cluster, tiny_model: Path, folder: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_adapters_come_are_exchanged_and_go(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, num_ranks: int
+) -> None:
     write(folder / "sql", seed=1)
-    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=3, max_num_seqs=4)
+    settings: dict[str, Any] = {"max_loras": 3, "max_num_seqs": 4, "tensor_parallel_size": num_ranks}
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, **settings)
     await tiny_cluster.wait_for_workers("w")
     assert await known(tiny_cluster) == ["sql"], "what is there is served from the first moment on"
     first = await ask(tiny_cluster, "sql", 600)

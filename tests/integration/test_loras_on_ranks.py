@@ -1,0 +1,149 @@
+"""Adapters that come and go on several ranks: what one of them cannot read, and what becomes of who waits for it.
+
+That they answer as with one rank: the kind "ranks" in test_loras_that_come_and_go.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handover import alone
+from lora_folders import PRODUCTS, write_adapter, write_model
+
+from engine.config import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.lora.modules import LoRAModule
+from engine.model_loader import create_engine_config
+from engine.running.executor import RankLost
+from engine.sampling_params import SamplingParams
+from engine.tensor_parallel.rank_adapters import FollowedAdapters, RankAdapters
+
+PROMPT = [(11 * i) % 290 + 5 for i in range(40)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    write_model(folder / "model")
+    for seed, name in enumerate(("a", "b"), start=1):
+        write_adapter(folder / name, seed=seed)
+    up = torch.zeros(PRODUCTS["self_attn.q_proj"][0], 4)
+    up[-1] = float("nan")
+    write_adapter(folder / "of the last rank", seed=3, tensors={Q: up})
+    return folder
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[LLMEngine]:
+    args = EngineArgs(
+        model=str(folder / "model"), load_format="dummy", device="cpu", num_threads=1, num_kv_blocks=60,
+        dtype="float32", attention_backend="torch", tensor_parallel_size=2, max_loras=2,
+    )  # fmt: skip
+    with closing(LLMEngine(create_engine_config(args))) as engine:
+        yield engine
+
+
+def test_what_another_rank_cannot_read_changes_nothing(engine: LLMEngine, folder: Path) -> None:
+    before = alone(engine, PROMPT, GREEDY)
+    wrong = engine.find_lora("x", folder / "of the last rank")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"rank 1: adapter 'x': what it adds to .*q_proj is not a number"):
+            engine.read_lora(wrong)
+    right = engine.find_lora("x", folder / "a")
+    engine.add_lora(right, engine.read_lora(right))
+    assert alone(engine, PROMPT, GREEDY) == before != alone(engine, PROMPT, GREEDY, lora_name="x")
+
+
+def test_they_are_put_one_by_one(engine: LLMEngine, folder: Path) -> None:
+    """A rank has room for what was read last alone."""
+    modules = [engine.find_lora(name, folder / name) for name in ("a", "b")]
+    first, second = [engine.read_lora(module) for module in modules]
+    with pytest.raises(ValueError, match="another adapter has been read since: on several ranks they are put one by"):
+        engine.add_lora(modules[0], first)
+    assert engine.loras.served == ()
+    engine.add_lora(modules[1], second)
+    engine.add_lora(modules[0], engine.read_lora(modules[0]))
+    answers = [alone(engine, PROMPT, GREEDY, lora_name=name) for name in ("", "a", "b")]
+    assert len({tuple(tokens) for tokens in answers}) == 3
+
+
+def test_a_rank_that_ends_while_it_reads(engine: LLMEngine, folder: Path) -> None:
+    """Whoever waits for it hears of that."""
+    module = engine.find_lora("a", folder / "a")
+    [pid] = engine.executor.rank_pids
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(engine.read_lora, module)
+        with pytest.raises(TimeoutError):
+            reading.result(0.2)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankLost):
+            reading.result(30)
+
+
+class Read:
+    """Stands for `Adapters` of another rank."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+        self.is_reading = threading.Event()
+        self.put_by_number: dict[int, str] = {}
+
+    def read(self, module: LoRAModule) -> Any:
+        self.is_reading.set()
+        self.may_read.wait(30)
+        return module.name
+
+    def put(self, adapter_id: int, adapter: Any) -> None:
+        self.put_by_number[adapter_id] = adapter
+
+    def remove(self, adapter_id: int) -> None:
+        del self.put_by_number[adapter_id]
+
+
+def test_a_rank_that_reads_does_what_it_is_told_meanwhile(tmp_path: Path) -> None:
+    """Puts what it read before, whatever has been asked for since; and keeps nothing that nobody can put any more."""
+    ours, theirs = Pipe()
+    there = Read()
+    followed = FollowedAdapters(there, theirs, None)  # type: ignore[arg-type]
+    told: list[bytes] = []
+    adapters = RankAdapters([ours], told.append)
+
+    def read(name: str) -> Any:
+        return adapters.read(LoRAModule(name=name, path=tmp_path, rank=4, scale=1.0, digest=name), lambda _: [name])
+
+    there.may_read.set()
+    for name in ("never put", "never put, too"):
+        read(name)
+    adapters.put(3, first := read("first"), lambda number, adapter: None)
+    there.may_read.clear()
+    there.is_reading.clear()
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(read, "second")
+        assert there.is_reading.wait(30)
+        followed.change(told.pop())
+        assert there.put_by_number == {3: "first"}
+        adapters.remove(3)
+        followed.change(told.pop())
+        assert there.put_by_number == {}
+        with pytest.raises(ValueError, match="another adapter has been read since"):
+            adapters.put(3, first, lambda number, adapter: None)
+        there.may_read.set()
+        second = reading.result(30)
+    assert list(followed._read.values()) == ["second"]
+    adapters.put(3, second, lambda number, adapter: None)
+    followed.change(told.pop())
+    assert there.put_by_number == {3: "second"}
+    assert not followed._read
+    ours.close()
