@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from handover import alone
-from lora_folders import PRODUCTS, write_adapter, write_model
+from lora_folders import CONFIG, PRODUCTS, write_adapter, write_model
 
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
+from engine.lora.adapters import MAX_HEADER_BYTES, MAX_NUMBER_BYTES
 from engine.lora.modules import LoRAModule
 from engine.model_loader import create_engine_config
 from engine.running.executor import RankLost
@@ -63,6 +64,12 @@ def test_what_another_rank_cannot_read_changes_nothing(engine: LLMEngine, folder
     right = engine.find_lora("x", folder / "a")
     engine.add_lora(right, engine.read_lora(right))
     assert alone(engine, PROMPT, GREEDY) == before != alone(engine, PROMPT, GREEDY, lora_name="x")
+
+
+def test_a_file_may_have_the_bytes_of_all_ranks(engine: LLMEngine) -> None:
+    num_layers, numbers = CONFIG["num_hidden_layers"], sum(map(sum, PRODUCTS.values()))
+    most = engine.executor.max_adapter_bytes("a", 4)
+    assert most == MAX_HEADER_BYTES + MAX_NUMBER_BYTES * 4 * num_layers * numbers
 
 
 def test_they_are_put_one_by_one(engine: LLMEngine, folder: Path) -> None:
@@ -127,6 +134,7 @@ def test_a_rank_that_reads_does_what_it_is_told_meanwhile(tmp_path: Path) -> Non
     for name in ("never put", "never put, too"):
         read(name)
     adapters.put(3, first := read("first"), lambda number, adapter: None)
+    unput = read("never put, either")
     there.may_read.clear()
     there.is_reading.clear()
     with ThreadPoolExecutor(1) as threads:
@@ -137,8 +145,9 @@ def test_a_rank_that_reads_does_what_it_is_told_meanwhile(tmp_path: Path) -> Non
         adapters.remove(3)
         followed.change(told.pop())
         assert there.put_by_number == {}
-        with pytest.raises(ValueError, match="another adapter has been read since"):
-            adapters.put(3, first, lambda number, adapter: None)
+        for gone in (first, unput):
+            with pytest.raises(ValueError, match="another adapter has been read since"):
+                adapters.put(3, gone, lambda number, adapter: None)
         there.may_read.set()
         second = reading.result(30)
     assert list(followed._read.values()) == ["second"]
