@@ -14,6 +14,8 @@ that all of them map; on GPUs whoever sends blocks asks each rank's process for 
 Either way blocks travel to other workers as if the model had as many more layers. What of them goes to host memory goes
 to that of the rank's process (rank_copies.py).
 
+Adapters that come while the engine runs are read by each (rank_adapters.py).
+
 Ranks live and die together. Where one ends, the step of all others fails: its connections break, and rank 0 aborts what
 its device waits for (rank_watch.py). A worker's process then ends, as for any failed step, and answers go on elsewhere;
 `LLM` says so and lets go of the other ranks. When the engine's process ends, in whatever way, so do they.

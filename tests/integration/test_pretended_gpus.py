@@ -159,6 +159,28 @@ def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, for
     assert len(told) == GREEDY.max_tokens
 
 
+def test_adapters_that_come_go_to_each_rank_s_own_gpu(tmp_path: Path) -> None:
+    """By threads that have said which that is."""
+    config = LORA_CONFIG | {"eos_token_id": 1}
+    for seed, name in enumerate(("a", "b"), start=1):
+        write_adapter(tmp_path / name, seed=seed)
+
+    def answers(engine: LLMEngine) -> list[list[int]]:
+        told = []
+        for name in ("a", "b"):
+            module = engine.find_lora("x", tmp_path / name)
+            engine.add_lora(module, engine.read_lora(module))
+            engine.free_loras(engine.loras.leaving)
+            told += [alone(engine, prompt_of(16), GREEDY, lora_name=asked) for asked in ("", "x")]
+        return told
+
+    settings: dict[str, Any] = {"max_loras": 2, "max_num_seqs": 2}
+    with two_gpus(tmp_path), closing(make_engine(tmp_path, config, tensor_parallel_size=2, **settings)) as engine:
+        told = answers(engine)
+    assert told == answers(make_engine(tmp_path, config, device="cpu", **settings))
+    assert len({tuple(each) for each in told}) == 3
+
+
 @pytest.mark.slow
 def test_a_rank_that_ends_while_all_load_takes_its_engine_along(tmp_path: Path) -> None:
     """Which waits for the device, and the device for the rank, as NCCL has it."""
