@@ -12,9 +12,8 @@
 Every rank has the KV of its own heads: a pool of its own on its own device. On a CPU these lie side by side in memory
 that all of them map; on GPUs whoever sends blocks asks each rank's process for its own (`KVMemory.rank_program`).
 Either way blocks travel to other workers as if the model had as many more layers. What of them goes to host memory goes
-to that of the rank's process (rank_copies.py).
-
-Adapters that come while the engine runs are read by each (rank_adapters.py).
+to that of the rank's process (rank_copies.py). Of adapters that come while the engine runs each reads its part
+(rank_adapters.py).
 
 Ranks live and die together. Where one ends, the step of all others fails: its connections break, and rank 0 aborts what
 its device waits for (rank_watch.py). A worker's process then ends, as for any failed step, and answers go on elsewhere;
