@@ -331,16 +331,16 @@ class LLMEngine:
         """Its weights, for `add_lora`. On any thread. Raises `ValueError` for one that cannot be served."""
         return self.executor.read_adapter(module)
 
-    def add_lora(self, module: LoRAModule, adapter: ReadAdapter) -> None:
-        """Requests may ask for it from now on. One that had its name is leaving. Raises `ValueError` where there is no
-        room. Whatever it raises, all is as before."""
+    def add_lora(self, module: LoRAModule, adapter: ReadAdapter) -> int:
+        """Requests may ask for it from now on; returns its number. One that had its name is leaving. Raises
+        `ValueError` where there is no room. Whatever it raises, all is as before."""
         number = self.loras.next_number(module.name)
         try:
             self.executor.put_adapter(number, adapter)
         except BaseException:
             self.executor.remove_adapter(number)  # who has the number next may change other products
             raise
-        self.loras.add(module)
+        return self.loras.add(module)
 
     def remove_lora(self, name: str) -> bool:
         """New requests cannot ask for it any more, unless they mean it by its digest: it is leaving. False: there is

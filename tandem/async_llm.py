@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
+from tandem.async_loras import AsyncLoRAs
 from tandem.async_requests import AsyncRequests
 from tandem.lora_request import LoRARequest
 from tandem.offline_answer import OfflineRequest, RequestOutput
@@ -67,6 +68,7 @@ class AsyncLLM:
         weakref.finalize(self, self.engine.close_blocking)
         self.engine.wait_until_made()
         self._requests = AsyncRequests(self.engine)
+        self._loras = AsyncLoRAs(self.engine, config.lora_modules) if config.lora_room.num else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._names = count()
 
@@ -98,7 +100,10 @@ class AsyncLLM:
             read = await asyncio.to_thread(
                 self._read, request_id, prompt, sampling_params, lora_request, tokenization_kwargs
             )
-            request.take(*read)
+            answers, kind = read
+            request.take(answers, kind)
+            if lora_request is not None and self._loras is not None:
+                answers.mean(await self._loras.bring(lora_request, request))
             await self._requests.begin(request)
             is_finished = False
             while not is_finished:
@@ -192,7 +197,8 @@ class AsyncLLM:
     ) -> tuple[OfflineRequest, RequestOutputKind]:
         asked = self._inputs.tokenization(tokenization_kwargs)
         (params,) = self._inputs.params_of_each(sampling_params, 1)
-        (lora_name,) = self._inputs.lora_name_of_each(lora_request, 1)
+        loaded = None if self._loras is None else self._loras.folders
+        (lora_name,) = self._inputs.lora_name_of_each(lora_request, 1, loaded)
         read = self._inputs.read("prompt", prompt, params, asked)
         # A name of its own: what the engine says of a request that was aborted is never another's of the same id.
         name = str(next(self._names))

@@ -10,7 +10,7 @@ Lives on one event loop. Owns neither the engine nor its thread, which it only t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, StepNews
@@ -27,6 +27,10 @@ class AsyncRequest:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.is_aborted = False
+        self.is_over = False
+        """The engine has nothing of it any more, and gets nothing: it has ended, or nobody waits for it."""
+        self.on_over: Callable[[], object] = lambda: None
+        """Called once, as it is over."""
         self._has_news = asyncio.Event()
         self._error: Exception | None = None
         self._kind = RequestOutputKind.CUMULATIVE
@@ -38,6 +42,12 @@ class AsyncRequest:
 
     def wake(self) -> None:
         self._has_news.set()
+
+    def end(self) -> None:
+        """It is over."""
+        if not self.is_over:
+            self.is_over = True
+            self.on_over()
 
     def fail(self, error: Exception) -> None:
         self._error = error
@@ -139,6 +149,7 @@ class AsyncRequests:
             del self._answers[answer.name]
         if request.answers is not None and request.answers.is_finished:
             del self._requests[request.request_id]
+            request.end()
         request.wake()
 
     def _add_later(self, answer: OfflineAnswer) -> None:
@@ -158,6 +169,7 @@ class AsyncRequests:
         """What of it the engine may still have. Its id is free from now on."""
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
+            request.end()
         names = [] if request.answers is None else [answer.name for answer in request.answers.answers]
         return [name for name in names if self._answers.pop(name, None) is not None]
 

@@ -38,7 +38,7 @@ def lora_name_of_each(
         raise ValueError(f"lora_request has {len(asked)} entries for {num_prompts} prompts")
     names = ["" if request is None else _checked_name(request, loaded, fixed, may_load) for request in asked]
     folders: dict[str, Path] = {}
-    for name, folder in {(request.lora_name, _folder_of(request)) for request in asked if request is not None}:
+    for name, folder in {(request.lora_name, folder_of(request)) for request in asked if request is not None}:
         if folder is not None and folders.setdefault(name, folder) != folder:
             raise ValueError(f"lora_request: {name!r} is asked for from {folder} and from {folders[name]}")
     return names
@@ -50,7 +50,8 @@ def named_requests(asked: LoRARequest | Sequence[LoRARequest | None] | None) -> 
     return [request for request in each if request is not None]
 
 
-def _folder_of(request: LoRARequest) -> Path | None:
+def folder_of(request: LoRARequest) -> Path | None:
+    """That it names."""
     return Path(request.lora_path).expanduser().resolve() if request.lora_path else None
 
 
@@ -61,10 +62,10 @@ def _checked_name(request: object, loaded: Mapping[str, Path], fixed: Collection
     check_text("lora_request: lora_name", name)
     if not isinstance(request.lora_path, str | os.PathLike):
         raise ValueError(f"lora_request: lora_path must be a folder's path, is {request.lora_path!r:.60}")
-    folder, wished = loaded.get(name), _folder_of(request)
+    folder, wished = loaded.get(name), folder_of(request)
     if may_load and name not in fixed:
         if folder is None and wished is None:
-            raise ValueError(f"lora_request names {name!r}, which is not loaded: give its folder, too, as lora_path")
+            raise ValueError(not_loaded(name))
         return name
     if folder is None:
         raise ValueError(
@@ -75,3 +76,7 @@ def _checked_name(request: object, loaded: Mapping[str, Path], fixed: Collection
     if wished is not None and wished != folder:
         raise ValueError(f"lora_request: {name!r} was loaded from {folder}, not {request.lora_path}")
     return name
+
+
+def not_loaded(name: str) -> str:
+    return f"lora_request names {name!r}, which is not loaded: give its folder, too, as lora_path"

@@ -105,6 +105,11 @@ class OfflineRequest:
     def is_finished(self) -> bool:
         return all(answer.is_finished for answer in self.answers)
 
+    def mean(self, lora_digest: str) -> None:
+        """By the name of its adapter the one with this digest."""
+        for answer in self.answers:
+            answer.lora_digest = lora_digest
+
     def output(self) -> RequestOutput:
         """All that there is of all answers."""
         return self._output([answer.output() for answer in self.answers], self.answers[0].prompt_logprobs)
@@ -146,7 +151,7 @@ class OfflineAnswer:
         tokenizer: Tokenizer,
     ) -> None:
         """`name`: the engine's for it."""
-        self.lora_name = lora_name
+        self.lora_name, self.lora_digest = lora_name, ""
         self.lora_request = LoRARequest(lora_name) if lora_name else None
         self.name = name
         self.prompt = prompt
@@ -189,7 +194,7 @@ class OfflineAnswer:
         """Raises `ValueError` for what the engine can never run."""
         engine.add_request(
             self.name, self.prompt.token_ids, self.engine_params,
-            cache_salt=self.prompt.cache_salt, lora_name=self.lora_name,
+            cache_salt=self.prompt.cache_salt, lora_name=self.lora_name, lora_digest=self.lora_digest,
         )  # fmt: skip
 
     def advance(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.llm_engine import LLMEngine
 from engine.lora.table import NoRoomForAdapter
-from tandem.lora_request import LoRARequest
+from tandem.lora_request import LoRARequest, folder_of
 
 
 class OfflineLoRAs:
@@ -41,7 +41,8 @@ class OfflineLoRAs:
             )
         for name, request in wanted.items():
             folder = self._loaded.get(name)
-            if request.lora_path and (wished := Path(request.lora_path).expanduser().resolve()) != folder:
+            wished = folder_of(request)
+            if wished is not None and wished != folder:
                 self._put(name, wished, keep=wanted)
                 folder = wished
             assert folder is not None, "it is there, or names its folder"
