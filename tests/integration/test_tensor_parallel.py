@@ -277,8 +277,8 @@ def test_no_rank_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_rank_ends_with_its_engine_while_it_waits_for_others(tmp_path: Path) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        fds = [str(theirs.fileno())] * 2  # the second is for copies, of which there are none
-        command = [sys.executable, "-m", "engine.tensor_parallel", *fds, "1", str(tmp_path / "meeting")]
+        fds = ",".join([str(theirs.fileno())] * 3)  # the others are for copies and adapters, of which there are none
+        command = [sys.executable, "-m", "engine.tensor_parallel", fds, "1", str(tmp_path / "meeting")]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         ours.send_bytes(CONFIG.dump_json(engine_config(tmp_path, LLAMA, 2)))
