@@ -1,6 +1,6 @@
 """Adapters that come and go on several ranks: what one of them cannot read, and what becomes of who waits for it.
 
-That they answer as with one rank: the kind "ranks" in test_loras_that_come_and_go.py."""
+All else that adapters do: the kind "ranks" in test_loras_that_come_and_go.py."""
 
 from __future__ import annotations
 
@@ -45,14 +45,50 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def engine(folder: Path) -> Iterator[LLMEngine]:
+def make_engine(folder: Path, num_ranks: int = 2) -> LLMEngine:
     args = EngineArgs(
         model=str(folder / "model"), load_format="dummy", device="cpu", num_threads=1, num_kv_blocks=60,
-        dtype="float32", attention_backend="torch", tensor_parallel_size=2, max_loras=2,
+        dtype="float32", attention_backend="torch", tensor_parallel_size=num_ranks, max_loras=2,
     )  # fmt: skip
-    with closing(LLMEngine(create_engine_config(args))) as engine:
+    return LLMEngine(create_engine_config(args))
+
+
+@pytest.fixture(scope="module")
+def shared_engine(folder: Path) -> Iterator[LLMEngine]:
+    with closing(make_engine(folder)) as engine:
         yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: LLMEngine) -> LLMEngine:
+    """Without adapters."""
+    for module in shared_engine.loras.served:
+        shared_engine.remove_lora(module.name)
+    assert shared_engine.free_loras(shared_engine.loras.leaving) == []
+    return shared_engine
+
+
+def test_they_answer_as_with_one_rank(engine: LLMEngine, folder: Path) -> None:
+    """Whoever is exchanged, too, while one goes on with the one before."""
+
+    def answers(engine: LLMEngine) -> list[list[int]]:
+        told = {"before": list[int](), "after": list[int]()}
+        for name in ("a", "b"):
+            module = engine.find_lora("x", folder / name)
+            engine.add_lora(module, engine.read_lora(module))
+            engine.add_request("before" if name == "a" else "after", PROMPT, GREEDY, lora_name="x")
+            for output in engine.step():
+                told[output.request_id] += output.token_ids
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                told[output.request_id] += output.token_ids
+        assert engine.free_loras(engine.loras.leaving) == []
+        return [*told.values(), alone(engine, PROMPT, GREEDY)]
+
+    told = answers(engine)
+    with closing(make_engine(folder, num_ranks=1)) as one:
+        assert told == answers(one)
+    assert len({tuple(tokens) for tokens in told}) == 3
 
 
 def test_what_another_rank_cannot_read_changes_nothing(engine: LLMEngine, folder: Path) -> None:
@@ -85,12 +121,12 @@ def test_they_are_put_one_by_one(engine: LLMEngine, folder: Path) -> None:
     assert len({tuple(tokens) for tokens in answers}) == 3
 
 
-def test_a_rank_that_ends_while_it_reads(engine: LLMEngine, folder: Path) -> None:
+def test_a_rank_that_ends_while_it_reads(folder: Path) -> None:
     """Whoever waits for it hears of that."""
-    module = engine.find_lora("a", folder / "a")
-    [pid] = engine.executor.rank_pids
-    os.kill(pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as threads:
+    with closing(make_engine(folder)) as engine, ThreadPoolExecutor(1) as threads:
+        module = engine.find_lora("a", folder / "a")
+        [pid] = engine.executor.rank_pids
+        os.kill(pid, signal.SIGSTOP)
         reading = threads.submit(engine.read_lora, module)
         with pytest.raises(TimeoutError):
             reading.result(0.2)

@@ -64,7 +64,8 @@ def free_all(engine: LLMEngine) -> list[int]:
     return engine.free_loras(engine.loras.leaving)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# On ranks: test_loras_on_ranks.py.
+@pytest.fixture(scope="module", params=[*list(KINDS)[:-1], pytest.param("ranks", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param != "plain":
         probe = create_engine_config(EngineArgs(model=str(request.getfixturevalue("folder") / "model"),
