@@ -19,6 +19,7 @@ import asyncio
 from collections.abc import Callable
 
 from engine.async_llm_engine import AsyncLLMEngine
+from engine.llm_engine import LLMEngine
 from engine.scheduling.sequence import BlockExport
 from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
@@ -27,7 +28,7 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from rpc.errors import InvalidRequest, error_of_code
 from rpc.failpoints import reach
 from worker_service.generation import generate
-from worker_service.messages import engine_arguments
+from worker_service.messages import EngineArguments, engine_arguments
 from worker_service.sessions import RouterSession, SessionHost, Stream
 
 
@@ -124,12 +125,7 @@ class PrefillRole:
         is_settled = False
         try:
             await reach("prefill.opened")
-            prompt_digest = await self._engine.call(
-                lambda engine: engine.add_prefill(
-                    stream.engine_id, **arguments, num_receiver_blocks=command.grant.num_cached_blocks
-                )
-            )
-            check_grant_is_for(command.grant, prompt_digest)
+            await self._engine.call(lambda engine: add_prefill(engine, stream.engine_id, command.grant, arguments))
             output = await stream.first_token
             if not output.is_finished:
                 await reach("prefill.before_commit")
@@ -175,11 +171,14 @@ def check_grant_fits(grant: Grant, num_tokens: int, block_size: int) -> None:
         raise ValueError(f"grant.num_cached_blocks must be at most {num_blocks}, is {grant.num_cached_blocks}")
 
 
-def check_grant_is_for(grant: Grant, prompt_digest: bytes) -> None:
-    """Refuse a grant of blocks whose KV is to be of another prompt, or of another adapter of the same name.
+def add_prefill(engine: LLMEngine, engine_id: str, grant: Grant, arguments: EngineArguments) -> None:
+    """Queue it, between two steps. Refuses a grant of blocks whose KV is to be of another prompt, or of another adapter
+    of the same name: before a step could make a token of it, which would go to the router at once.
 
-    Raises `InvalidTransfer`."""
-    if grant.prompt_digest and grant.prompt_digest != prompt_digest:
+    Raises `InvalidTransfer`, and as `LLMEngine.add_prefill`."""
+    digest = engine.add_prefill(engine_id, **arguments, num_receiver_blocks=grant.num_cached_blocks)
+    if grant.prompt_digest and grant.prompt_digest != digest:
+        engine.abort(engine_id)
         raise InvalidTransfer(
             f"prompt_digest: worker {grant.worker_id} means another prompt, or another adapter of its name"
         )

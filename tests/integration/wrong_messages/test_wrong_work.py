@@ -180,17 +180,28 @@ def test_prefill_under_a_wrong_grant(peers: Peers, name: str) -> None:
 
 
 def test_prefill_of_another_prompt_than_the_grant_is_for(peers: Peers) -> None:
-    """As long, so that its KV would fit. The grant lives on: the next one may be right."""
-    right = engine_request(prompt_token_ids=[44_999, *PROMPT[1:]], attempt=2)
+    """As long, so that its KV would fit. Nothing of it is computed, so no token of it can have been sent before. The
+    grant lives on: the next one may be right."""
+    wrong, right = (
+        engine_request(prompt_token_ids=[first, *PROMPT[1:]], attempt=attempt)
+        for attempt, first in enumerate((44_998, 44_999), start=1)
+    )
+
+    def num_computed() -> int:
+        answer = peers.call("Worker/GetStatus", b"", worker=peers.prefill)
+        return pb.WorkerStatus.FromString(answer).num_prompt_tokens
+
+    before = num_computed()
     with Session(peers, "Decode") as decode, Session(peers, "Prefill") as prefill:
         grant = decode.hello().say(reserve=right).event().granted
-        prefill.hello().say(prefill=pb.PrefillRequest(request=engine_request(), grant=grant))
+        prefill.hello().say(prefill=pb.PrefillRequest(request=wrong, grant=grant))
         failed = prefill.event().failed
         assert (failed.code, failed.can_retry) == (BAD.value[0], True), failed
         assert failed.message.startswith(f"prompt_digest: worker {peers.decode.worker_id} means another prompt")
         prefill.say(prefill=pb.PrefillRequest(request=right, grant=grant))
         while not (event := prefill.event()).HasField("handed_over"):
             assert not event.HasField("failed"), event
+    assert num_computed() - before == len(PROMPT)
 
 
 def test_prefill_for_a_worker_that_takes_no_kv(peers: Peers) -> None:
