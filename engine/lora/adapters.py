@@ -150,7 +150,8 @@ class Adapters:
     # -- adapters that come and go ------------------------------------------------------------------------------
 
     def read(self, module: LoRAModule) -> ReadAdapter:
-        """Its weights, for `put`. On any thread, beside steps. Raises `ValueError` where it does not fit the model."""
+        """Its weights, for `put`. On any thread, beside steps. Raises `ValueError` where it does not fit the model, or
+        is not what `module` is of any more: what several ranks have read is one adapter."""
         # Others may do anything to its files meanwhile.
         file = self._open(module, self.max_bytes(module.name, module.rank))
         parts = [(place.product, file.take_all(place.outputs, place.inputs)) for place in self._places]
@@ -267,11 +268,12 @@ class _AdapterFile:
         self._dtype, self._device = dtype, device
         self._who = f"adapter {module.name!r}"
         self._path = path = module.path / WEIGHTS_FILE
-        self._handle: Any = (
-            open_tensors(path, device, self._who)
-            if max_bytes is None
-            else TensorsInMemory(path, device, max_bytes, self._who)
-        )
+        self._handle: Any
+        if max_bytes is None:
+            self._handle = open_tensors(path, device, self._who)
+        else:
+            self._handle = TensorsInMemory(path, device, max_bytes, self._who)
+            module.check_weights(self._handle.digest)
         self._left = set(self._handle.keys())
         if not self._left:
             raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")

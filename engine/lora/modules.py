@@ -54,6 +54,11 @@ class LoRAModule:
     digest: str
     """Of all that its numbers depend on, the name not among them: 32 characters."""
 
+    def check_weights(self, digest_of_weights: str) -> None:
+        """Raises `ValueError` where its weights' file is another one than when the folder was read."""
+        if _digest_of(digest_of_weights, self.scale) != self.digest:
+            raise ValueError(f"adapter {self.name!r}: {self.path / WEIGHTS_FILE} has changed since it was looked at")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRARoom:
@@ -124,8 +129,12 @@ def read_lora_module(name: str, path: Path, digest_of_weights: Callable[[int], s
             f"adapter {name!r}: lora_alpha must be a number in [{-MAX_ALPHA}, {MAX_ALPHA}], is {alpha!r:.40}"
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    digest = blake2b(f"{digest_of_weights(rank)}:{scale!r}".encode(), digest_size=16).hexdigest()
+    digest = _digest_of(digest_of_weights(rank), scale)
     return LoRAModule(name=name, path=path, rank=rank, scale=scale, digest=digest)
+
+
+def _digest_of(digest_of_weights: str, scale: float) -> str:
+    return blake2b(f"{digest_of_weights}:{scale!r}".encode(), digest_size=16).hexdigest()
 
 
 def _read_config(name: str, path: Path) -> dict[str, Any]:

@@ -98,6 +98,8 @@ class TensorsInMemory:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
         check_size(path, len(data), max_bytes, whose)
+        self.digest = xxhash.xxh3_128_hexdigest(data)
+        """As `digest_files`."""
         with opening(path, whose):
             self._found = dict(deserialize(data))  # type: ignore[no-untyped-call]
         self._device, self._whose = device, whose

@@ -5,6 +5,7 @@ All else that adapters do: the kind "ranks" in test_loras_that_come_and_go.py.""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,10 +22,10 @@ from lora_folders import CONFIG, PRODUCTS, write_adapter, write_model
 
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
-from engine.lora.adapters import MAX_HEADER_BYTES, MAX_NUMBER_BYTES
-from engine.lora.modules import LoRAModule
+from engine.lora.adapters import MAX_HEADER_BYTES, MAX_NUMBER_BYTES, ReadAdapter
+from engine.lora.modules import WEIGHTS_FILE, LoRAModule
 from engine.model_loader import create_engine_config
-from engine.running.executor import RankLost
+from engine.running.executor import Executor, RankLost
 from engine.sampling_params import SamplingParams
 from engine.tensor_parallel.rank_adapters import FollowedAdapters, RankAdapters
 
@@ -119,6 +120,23 @@ def test_they_are_put_one_by_one(engine: LLMEngine, folder: Path) -> None:
     engine.add_lora(modules[0], engine.read_lora(modules[0]))
     answers = [alone(engine, PROMPT, GREEDY, lora_name=name) for name in ("", "a", "b")]
     assert len({tuple(tokens) for tokens in answers}) == 3
+
+
+def test_what_ranks_have_read_is_one_adapter(
+    engine: LLMEngine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not half of one and half of another, which was there when the next rank read."""
+    shutil.copytree(folder / "a", tmp_path / "x")
+
+    def read_and_exchange(self: Executor, module: LoRAModule, read: Any = Executor.read_adapter) -> ReadAdapter:
+        adapter: ReadAdapter = read(self, module)
+        shutil.copyfile(folder / "b" / WEIGHTS_FILE, tmp_path / "x" / WEIGHTS_FILE)
+        return adapter
+
+    monkeypatch.setattr(Executor, "read_adapter", read_and_exchange)
+    module = engine.find_lora("x", tmp_path / "x")
+    with pytest.raises(ValueError, match=r"^rank 1: adapter 'x': .* has changed since it was looked at$"):
+        engine.read_lora(module)
 
 
 def test_a_rank_that_ends_while_it_reads(folder: Path) -> None:

@@ -212,6 +212,17 @@ def test_files_that_are_cut_short_while_they_are_read(folder: Path, tmp_path: Pa
     subprocess.run([sys.executable, "-c", READS, tmp_path / "loras"], check=True, timeout=120, env=env)
 
 
+def test_one_whose_file_is_exchanged_before_it_is_read(folder: Path, tmp_path: Path) -> None:
+    """What is cached under an adapter's digest is computed with the weights that have it."""
+    shutil.copytree(folder / "a", tmp_path / "x")
+    with closing(engine_of(folder, "plain", max_loras=1)) as engine:
+        module = engine.find_lora("x", tmp_path / "x")
+        write_adapter(tmp_path / "x", seed=9)
+        with pytest.raises(ValueError, match=r"^adapter 'x': .* has changed since it was looked at$"):
+            engine.read_lora(module)
+        add(engine, tmp_path, "x")
+
+
 @pytest.mark.parametrize("at_start", [True, False])
 def test_a_dtype_that_nobody_can_read(folder: Path, tmp_path: Path, at_start: bool) -> None:
     write_adapter(tmp_path / "x")
