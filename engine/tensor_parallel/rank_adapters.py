@@ -44,7 +44,15 @@ class _Change:
     reading: int
 
 
-_READING, _CHANGE = TypeAdapter(_Reading), TypeAdapter(_Change)
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    number: int
+    """Of the reading."""
+    why_not: str
+    """Empty: it has been read."""
+
+
+_READING, _ANSWER, _CHANGE = TypeAdapter(_Reading), TypeAdapter(_Answer), TypeAdapter(_Change)
 
 
 class RankAdapters:
@@ -67,18 +75,19 @@ class RankAdapters:
         with self._is_reading:
             adapter = read_here(module)  # first: whatever is wrong with it mostly is for all
             with self._changing:
-                unwanted, self._read_last = self._unput, None
-                self._unput = self._num_readings = self._num_readings + 1
-            message = _READING.dump_json(_Reading(self._num_readings, module, unwanted))
+                reading = _Reading(self._num_readings + 1, module, unwanted=self._unput)
+                message = _READING.dump_json(reading)
+                self._read_last = None
+                self._unput = self._num_readings = reading.number
             try:
                 for connection in self._connections:
                     connection.send_bytes(message)
-                answers = [connection.recv_bytes().decode() for connection in self._connections]
+                answers = [_answer(connection, reading.number) for connection in self._connections]
             except (EOFError, OSError) as error:
                 raise RankLost(LOST) from error
-            for rank, why in enumerate(answers, start=1):
-                if why:
-                    raise ValueError(f"rank {rank}: {why}")
+            for rank, why_not in enumerate(answers, start=1):
+                if why_not:
+                    raise ValueError(f"rank {rank}: {why_not}")
             self._read_last = adapter
             return adapter
 
@@ -95,6 +104,14 @@ class RankAdapters:
     def remove(self, adapter_id: int) -> None:
         """Raises `RankLost`."""
         self._tell(_CHANGE.dump_json(_Change(adapter_id, 0)))
+
+
+def _answer(connection: Connection[bytes, bytes], number: int) -> str:
+    """What is wrong with it there."""
+    while True:
+        answer = _ANSWER.validate_json(connection.recv_bytes())
+        if answer.number == number:  # else of one that nobody waits for any more: Ctrl-C came meanwhile
+            return answer.why_not
 
 
 class FollowedAdapters:
@@ -122,7 +139,8 @@ class FollowedAdapters:
             while True:
                 reading = _READING.validate_json(self._connection.recv_bytes())
                 self._read.pop(reading.unwanted, None)
-                self._connection.send_bytes(self._try_to_read(reading).encode())
+                answer = _Answer(reading.number, self._try_to_read(reading))
+                self._connection.send_bytes(_ANSWER.dump_json(answer))
 
     def _try_to_read(self, reading: _Reading) -> str:
         """What is wrong."""

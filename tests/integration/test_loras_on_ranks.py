@@ -160,10 +160,13 @@ class Read:
         self.may_read = threading.Event()
         self.is_reading = threading.Event()
         self.put_by_number: dict[int, str] = {}
+        self.cannot_read = ""
 
     def read(self, module: LoRAModule) -> Any:
         self.is_reading.set()
         self.may_read.wait(30)
+        if module.name == self.cannot_read:
+            raise ValueError("no number")
         return module.name
 
     def put(self, adapter_id: int, adapter: Any) -> None:
@@ -209,4 +212,34 @@ def test_a_rank_that_reads_does_what_it_is_told_meanwhile(tmp_path: Path) -> Non
     followed.change(told.pop())
     assert there.put_by_number == {3: "second"}
     assert not followed._read
+    ours.close()
+
+
+def test_whose_answer_it_is_where_a_reading_was_broken_off(tmp_path: Path) -> None:
+    """By Ctrl-C, as of a single rank: the next one waits for its own."""
+    ours, theirs = Pipe()
+    there = Read()
+    FollowedAdapters(there, theirs, None)  # type: ignore[arg-type]
+
+    class BrokenOff:
+        """Once."""
+
+        send_bytes = staticmethod(ours.send_bytes)
+
+        def recv_bytes(self) -> bytes:
+            self.recv_bytes = ours.recv_bytes  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+    adapters = RankAdapters([BrokenOff()], lambda change: None)  # type: ignore[list-item]
+
+    def read(name: str) -> Any:
+        return adapters.read(LoRAModule(name=name, path=tmp_path, rank=4, scale=1.0, digest=name), lambda _: [name])
+
+    with pytest.raises(KeyboardInterrupt):
+        read("broken off")
+    there.cannot_read = "wrong"
+    there.may_read.set()
+    with pytest.raises(ValueError, match="rank 1: no number"):
+        read("wrong")
+    assert read("right") == ["right"]
     ours.close()
