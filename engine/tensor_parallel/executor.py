@@ -16,7 +16,7 @@ from engine.kv_cache import KVCacheShape
 from engine.kv_memory import KVMemory
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
-from engine.running.executor import Executor
+from engine.running.executor import Executor, RankLost
 from engine.running.host_copies import HostCopies
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens
@@ -105,7 +105,11 @@ class TensorParallelExecutor(Executor):
 
     def read_adapter(self, module: LoRAModule) -> ReadAdapter:
         """Raises `RankLost`, too. On several ranks an adapter is put before the next one is read."""
-        return self._rank_adapters.read(module, super().read_adapter)
+        try:
+            return self._rank_adapters.read(module, super().read_adapter)
+        except RankLost:
+            self._ranks.check()  # it says who has ended, and how
+            raise
 
     def put_adapter(self, number: int, adapter: ReadAdapter) -> None:
         """Raises `RankLost` where a rank has ended."""

@@ -13,6 +13,7 @@ Where a rank cannot put what it has read, it ends, and the engine with it: ranks
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -147,6 +148,9 @@ class FollowedAdapters:
         try:
             with torch.inference_mode():
                 self._read[reading.number] = self._adapters.read(reading.module)
-        except Exception as error:
+        except (ValueError, OSError) as error:
             return f"{error}" or type(error).__name__
+        except Exception as error:  # none of the adapter's, perhaps: for want of memory others compute on
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
         return ""

@@ -149,7 +149,7 @@ def test_a_rank_that_ends_while_it_reads(folder: Path) -> None:
         with pytest.raises(TimeoutError):
             reading.result(0.2)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RankLost):
+        with pytest.raises(RankLost, match="rank 1 of the engine has ended with SIGKILL"):
             reading.result(30)
 
 
@@ -242,4 +242,21 @@ def test_whose_answer_it_is_where_a_reading_was_broken_off(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="rank 1: no number"):
         read("wrong")
     assert read("right") == ["right"]
+    ours.close()
+
+
+def test_an_error_that_nobody_has_foreseen_is_told_of_with_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = Pipe()
+
+    class Broken(Read):
+        def read(self, module: LoRAModule) -> Any:
+            raise RuntimeError("no memory")
+
+    FollowedAdapters(Broken(), theirs, None)  # type: ignore[arg-type]
+    module = LoRAModule(name="a", path=tmp_path, rank=4, scale=1.0, digest="a")
+    with pytest.raises(ValueError, match=r"^rank 1: RuntimeError: no memory$"):
+        RankAdapters([ours], lambda change: None).read(module, lambda _: [])
+    assert "in read\n" in capsys.readouterr().err
     ours.close()
