@@ -25,8 +25,7 @@ from pydantic import TypeAdapter
 from engine.lora.adapters import Adapters, ReadAdapter
 from engine.lora.modules import LoRAModule
 from engine.running.executor import RankLost
-
-LOST = "a rank of the engine has ended; what it said stands above"
+from engine.tensor_parallel.rank_watch import LOST
 
 
 @dataclass(frozen=True, slots=True)

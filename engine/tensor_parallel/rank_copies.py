@@ -27,9 +27,9 @@ import torch
 from engine.running.executor import RankLost
 from engine.running.host_copies import HostCopies
 from engine.scheduling.offloading import BlockCopy
+from engine.tensor_parallel.rank_watch import LOST
 
 LEFT = b"left"
-LOST = "a rank of the engine has ended; what it said stands above"
 
 
 class RankCopies(HostCopies):

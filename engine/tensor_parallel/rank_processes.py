@@ -32,7 +32,7 @@ from engine.kv_memory import KVMemory, RankProgram
 from engine.owned_folder import OwnedFolder
 from engine.running.executor import RankLost
 from engine.step_input import StepInput
-from engine.tensor_parallel.rank_watch import NOTICE_S, RankWatch, what_ended
+from engine.tensor_parallel.rank_watch import LOST, NOTICE_S, RankWatch, what_ended
 
 FOLDER_PREFIX = "tandem-ranks-"
 """Of the folder in which ranks meet."""
@@ -137,7 +137,7 @@ class RankProcesses:
                 connection.send_bytes(message)
         except OSError as error:
             self.check()
-            raise RankLost("a rank of the engine has ended; what it said stands above") from error
+            raise RankLost(LOST) from error
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from engine.running.executor import RankLost
 
+LOST = "a rank of the engine has ended; what it said stands above"
+"""Where nobody knows yet which one, nor how."""
 STATUS_S = 1.0
 """From the end of a rank's connection until it has ended. Its connections break before."""
 LAUNCH_S = 1.0
