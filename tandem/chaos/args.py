@@ -21,6 +21,8 @@ class SoakArgs:
     seed: int = 1
     num_prefill: int = 2
     num_decode: int = 2
+    num_routers: int = 1
+    num_gateways: int = 1
     transport: str = "grpc"
     engine: EngineArgs = field(default_factory=lambda: EngineArgs(**ENGINE))
     """Of the workers. Requests select its adapters."""
@@ -31,5 +33,8 @@ class SoakArgs:
         for flag, value in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
             if not 2 <= value <= 16:
                 raise ValueError(f"{flag} must be in [2, 16]: one fails, another goes on; is {value}")
+        for flag, value in (("--routers", self.num_routers), ("--gateways", self.num_gateways)):
+            if not 1 <= value <= 16:
+                raise ValueError(f"{flag} must be in [1, 16], is {value}")
         for name, folder in parse_lora_modules(self.engine.lora_modules).items():
             check_lora_folder(name, folder)

@@ -3,8 +3,8 @@
     plan_faults ──> [Fault, Fault, …] in the order of their time; `tandem.chaos.soak` makes them happen
 
 Two things a plan leaves alone, for what the failure contract promises in full: of each role one worker is whole at any
-moment, and the router and the gateway end at intervals that a client can live with. Everything else happens at any
-time, and together.
+moment, and so is one router and one gateway where there are several; a single one ends at intervals that a client can
+live with. Everything else happens at any time, and together.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RECOVERY_S = 12.0
 MEAN_INTERVAL_S = 1.8
 DOOR_INTERVAL_S = 15.0
 DOORS = ("router", "gateway")
-"""Of which there is one each."""
+"""Roles of those that clients come to."""
 _ON_WORKERS = (
     FaultKind.KILL, FaultKind.LEAVE, FaultKind.STOP, FaultKind.PARTITION, FaultKind.MUTE, FaultKind.DEAFEN,
     FaultKind.RESET, FaultKind.RESET, FaultKind.SLOW,
@@ -71,23 +71,34 @@ _LASTS_S = {
 
 
 def plan_faults(
-    seed: int, seconds: float, workers: Sequence[str], lease_s: float, *, can_damage: bool = True
+    seed: int,
+    seconds: float,
+    workers: Sequence[str],
+    lease_s: float,
+    *,
+    doors: Sequence[str] = DOORS,
+    can_damage: bool = True,
 ) -> list[Fault]:
-    """Faults on `workers` ("prefill-1", "decode-2", …), "router", "gateway", "redis" and "clients" within `seconds`.
+    """Faults on `workers` ("prefill-1", "decode-2", …), `doors` ("router", or "router-1", "router-2", …, and gateways
+    likewise), "redis" and "clients" within `seconds`.
 
     The same arguments give the same plan. The first comes after a second. `can_damage`: KV travels where it can be
     reached.
     """
     dice = random.Random(seed)
     impaired_until_s = dict.fromkeys([*workers, "redis", "clients"], 0.0)
-    impaired_until_s |= {"router": DOOR_INTERVAL_S / 2, "gateway": DOOR_INTERVAL_S / 4}
+    impaired_until_s |= dict.fromkeys(doors, 0.0)
+    # One of which there is no other is left alone at first.
+    impaired_until_s |= {
+        door: DOOR_INTERVAL_S / rests for door, rests in zip(DOORS, (2, 4), strict=True) if door in doors
+    }
     plan: list[Fault] = []
     at_s = 1.0
     while at_s < seconds:
         fault = _draw(dice, at_s, list(impaired_until_s), lease_s, can_damage=can_damage)
         if _is_allowed(fault, impaired_until_s):
             plan.append(fault)
-            rests_s = DOOR_INTERVAL_S if fault.target in DOORS else 0.5
+            rests_s = DOOR_INTERVAL_S if fault.target in DOORS else 0.5  # a single one
             impaired_until_s[fault.target] = at_s + fault.duration_s + rests_s
             at_s += dice.expovariate(1 / MEAN_INTERVAL_S)
         else:
@@ -97,8 +108,8 @@ def plan_faults(
 
 def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: float, *, can_damage: bool) -> Fault:
     # Workers, where the state is, four times as often as what stands around them.
-    target = dice.choices(targets, [1 if t in (*DOORS, "redis", "clients") else 4 for t in targets])[0]
-    match target:
+    target = dice.choices(targets, [1 if role_of(t) in (*DOORS, "redis", "clients") else 4 for t in targets])[0]
+    match role_of(target):
         case "router" | "gateway":
             kind = dice.choice(_ON_DOORS)
         case "redis":
@@ -106,7 +117,7 @@ def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: flo
         case "clients":
             kind = FaultKind.BURST
         case _:
-            has_kv = can_damage and target.startswith("decode")
+            has_kv = can_damage and role_of(target) == "decode"
             kind = dice.choice(_ON_WORKERS + (FaultKind.DAMAGE,) * 2 * has_kv)
     lasts_s = _LASTS_S.get(kind)
     return Fault(at_s, kind, target, dice.uniform(0.5, 2.5) * lease_s if lasts_s is None else lasts_s)
@@ -116,6 +127,10 @@ def _is_allowed(fault: Fault, impaired_until_s: dict[str, float]) -> bool:
     """Whether its target is whole, and so is another one of its role for as long as this lasts."""
     if impaired_until_s[fault.target] > fault.at_s:
         return False
-    role = fault.target.split("-")[0]
-    others = [t for t in impaired_until_s if t != fault.target and t.split("-")[0] == role]
+    others = [t for t in impaired_until_s if t != fault.target and role_of(t) == role_of(fault.target)]
     return not others or any(impaired_until_s[other] <= fault.at_s for other in others)
+
+
+def role_of(name: str) -> str:
+    """Of a process."""
+    return name.split("-")[0]

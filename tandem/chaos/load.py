@@ -15,6 +15,7 @@ from typing import Any
 
 from protos.tandem_inference_pb2 import FinishReason, GetModelInfoResponse
 from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unreachable
+from rpc.targets import addresses_of
 from tandem.answer import StreamBroken, short_name
 from tandem.chaos.asked import DEADLINE_S, Asked, EndedAs, Ending, Heard, Way, numbers_of
 from tandem.chaos.over_http import read_over_http
@@ -37,10 +38,10 @@ TOKENS_OF_A_WORD = 5
 
 
 class Load:
-    """Clients of one router and one gateway."""
+    """Clients of a router and a gateway, or of all of several."""
 
     def __init__(self, router: str, gateway: str, seed: int, info: GetModelInfoResponse) -> None:
-        """`info`: of the model that is asked."""
+        """`router`: or gRPC's target for several. `info`: of the model that is asked."""
         self._token_ids = range(min(100, info.vocab_size // 2), min(40_000, info.vocab_size))
         self._models = ["", *info.lora_names]
         self._ways_over_http = [Way.COMPLETIONS, *([Way.CHATS] if info.has_chat_template else [])]
@@ -49,7 +50,7 @@ class Load:
         self._prompts: dict[bool, list[Prompt]] = {False: [], True: []}
         """Of all, by whether they are chats."""
         self.num_running = 0
-        self._client = AsyncClient(router, resume_s=RESUME_S)
+        self._client = AsyncClient(router, resume_s=RESUME_S, is_spread=len(addresses_of(router)) > 1)
         self._dice = random.Random(seed)
         self._is_over = asyncio.Event()
 

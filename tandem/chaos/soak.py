@@ -17,7 +17,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from tandem.chaos.proxy import Direction, FaultyProxy
 from tandem.chaos.verdict import Absence, Absences, Verdict, judge, needs_check
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster
-from tandem.cluster_args import GATEWAY, ROUTER, ClusterArgs
+from tandem.cluster_args import ClusterArgs
 from tandem.supervision import ProcessEvent, RestartPolicy, describe_exit
 from tandem.tables import not_at_rest
 
@@ -102,6 +102,8 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
         policy=PolicyConfig(learn_costs=False),  # what is to be broken is KV on its way
         num_prefill=args.num_prefill,
         num_decode=args.num_decode,
+        num_routers=args.num_routers,
+        num_gateways=args.num_gateways,
         listen="127.0.0.1:0",
         http_port=0,
         transport=args.transport,
@@ -160,7 +162,8 @@ class _Soak:
         self._num_faults: Counter[str] = Counter()
         self._exits = exits
         self._wrong_exits: list[str] = []
-        self._absences: dict[str, list[Absence]] = {ROUTER: [], GATEWAY: []}
+        self._routers, self._gateways = cluster.args.router_names, cluster.args.gateway_names
+        self._absences: dict[str, list[Absence]] = {name: [] for name in (*self._routers, *self._gateways)}
         self._load = load
 
     async def run(self) -> Report:
@@ -180,14 +183,16 @@ class _Soak:
         return Report(
             args=self._args,
             num_faults=self._num_faults,
-            verdict=judge(
-                self._load.history, expected, Absences(self._absences[ROUTER], self._absences[GATEWAY]), of_model
-            ),
+            verdict=judge(self._load.history, expected, self._all_absences(), of_model),
             wrong_exits=self._wrong_exits,
             rest_s=rested_s,
             num_loaded_tokens=num_loaded_tokens,
             leaks=leaks,
         )
+
+    def _all_absences(self) -> Absences:
+        routers, gateways = ([self._absences[name] for name in names] for names in (self._routers, self._gateways))
+        return Absences(routers, gateways)
 
     # -- faults -------------------------------------------------------------------------------------------------
 
@@ -198,6 +203,7 @@ class _Soak:
             self._args.seconds,
             list(self._proxies),
             LEASE_MS / 1000,
+            doors=[*self._routers, *self._gateways],
             can_damage=self._args.transport == "grpc",
         )
         start_s = time.monotonic()
@@ -279,9 +285,13 @@ class _Soak:
         for proxy in self._proxies.values():
             proxy.heal()
         start_s = time.monotonic()
-        async with AsyncClient(self._cluster.router_address) as client:
+        async with AsyncExitStack() as stack:
+            # Each knows of its own requests alone.
+            routers = [
+                await stack.enter_async_context(AsyncClient(self._cluster.address_of(name))) for name in self._routers
+            ]
             while True:
-                leaks = await _what_is_not_at_rest(client, len(self._proxies))
+                leaks = [leak for router in routers for leak in await _what_is_not_at_rest(router, len(self._proxies))]
                 waited_s = time.monotonic() - start_s
                 if not leaks or waited_s > REST_TIMEOUT_S:
                     return waited_s, leaks
@@ -335,7 +345,7 @@ assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blo
 async def _what_is_not_at_rest(client: AsyncClient, num_workers: int) -> list[str]:
     try:
         audit = await client.audit()
-    except TandemError as error:  # the last fault may have been the router's end
+    except TandemError as error:  # the last fault may have been its end
         return [f"the router does not answer: {error!r}"]
     problems = not_at_rest(audit)
     if len(audit.workers) < num_workers:

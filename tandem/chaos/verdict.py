@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from tandem.chaos.asked import Asked, Ending, Heard, Way
@@ -59,10 +60,15 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Absences:
-    """Of whom there is one each."""
+    """Of each router, and of each gateway."""
 
-    router: Sequence[Absence] = ()
-    gateway: Sequence[Absence] = ()
+    routers: Sequence[Sequence[Absence]] = ((),)
+    gateways: Sequence[Sequence[Absence]] = ((),)
+
+
+def _has_none(absences: Sequence[Sequence[Absence]], asked: Asked) -> bool:
+    """Whether a request that ended then may have found none of those that there are of a kind."""
+    return all(any(each.is_behind(asked) for each in of_one) for of_one in absences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +122,9 @@ def judge(
     same of some that an adapter was asked, as the model itself answers them.
 
     No stream may break off, but those over HTTP do with their gateway, if it is killed, or leaves and may wait no
-    longer. A client may have to ask for the rest of one, and a request be refused with nobody to serve, only by an
-    absence of the router: of each kind of worker one is whole at any moment, and a gateway that is there again serves
-    at once.
+    longer. A client may have to ask for the rest of one only by an absence of a router, and a request be refused with
+    nobody to serve only by one of all routers: of each kind of worker one is whole at any moment, and a gateway that is
+    there again serves at once.
     """
     by_ending: Counter[str] = Counter()
     by_way: Counter[str] = Counter()
@@ -156,7 +162,8 @@ def judge(
 
 def _fault_of(asked: Asked, wanted: list[Heard], absences: Absences) -> tuple[str, str] | None:
     """Of which kind, and in words, is what is wrong with one request, if anything is."""
-    was_told = asked.way is not Way.GRPC and any(each.may_have_said_so(asked) for each in absences.gateway)
+    of_gateways = [*chain(*absences.gateways)]
+    was_told = asked.way is not Way.GRPC and any(each.may_have_said_so(asked) for each in of_gateways)
     match asked.ending:
         case None:
             return "lost", "it never ended"
@@ -164,16 +171,16 @@ def _fault_of(asked: Asked, wanted: list[Heard], absences: Absences) -> tuple[st
             return "lost", asked.error
         case Ending.GIVEN_UP if not was_told:
             return "lost", asked.error
-        case Ending.UNAVAILABLE if not (was_told or any(each.is_behind(asked) for each in absences.router)):
+        case Ending.UNAVAILABLE if not (was_told or _has_none(absences.routers, asked)):
             return "lost", asked.error
-        case Ending.NO_GATEWAY if not any(each.is_behind(asked) for each in absences.gateway):
+        case Ending.NO_GATEWAY if not _has_none(absences.gateways, asked):
             return "lost", asked.error
-        case Ending.CUT if not any(each.may_have_cut(asked) for each in absences.gateway):
+        case Ending.CUT if not any(each.may_have_cut(asked) for each in of_gateways):
             return "lost", f"its gateway lived: {asked.error}"
         case Ending.WRONG:
             return "repeated" if asked.error.startswith("StreamBroken") else "wrong", asked.error
-    if asked.num_resumed and not any(each.is_within(asked) for each in absences.router):
-        return "lost", "its stream broke, though its router lived"
+    if asked.num_resumed and not any(each.is_within(asked) for each in chain(*absences.routers)):
+        return "lost", "its stream broke, though all routers lived"
     is_whole = asked.ending is Ending.ANSWERED
     for sequence, whole in enumerate(wanted):
         if fault := _difference(asked.answers.get(sequence, Heard()), whole, is_whole=is_whole):

@@ -26,6 +26,7 @@ from tandem.stderr import tell
         "tandem chaos",
         "tandem chaos --seconds 600 --seed 7 --decode 3",
         "tandem chaos --transport nixl",
+        "tandem chaos --routers 2 --gateways 2",
         "tandem chaos --lora-modules sql=/models/sql-adapter",
         "tandem chaos --model ~/models/Qwen3-0.6B --tensor-parallel-size 2 --quantization int8",
     ),
@@ -35,6 +36,8 @@ from tandem.stderr import tell
               help="Faults and requests are drawn from this seed: the same seed gives the same plan.")  # fmt: skip
 @click.option("--prefill", "num_prefill", type=int, default=2, show_default=True, help="Number of prefill workers.")
 @click.option("--decode", "num_decode", type=int, default=2, show_default=True, help="Number of decode workers.")
+@click.option("--routers", "num_routers", type=int, default=1, show_default=True, help="Number of routers.")
+@click.option("--gateways", "num_gateways", type=int, default=1, show_default=True, help="Number of HTTP gateways.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
               help="How KV moves. Only with grpc can it be damaged in transit.")  # fmt: skip
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
@@ -47,13 +50,15 @@ def chaos(
     seed: int,
     num_prefill: int,
     num_decode: int,
+    num_routers: int,
+    num_gateways: int,
     transport: str,
     **options: Any,
 ) -> None:
     """Start a cluster, put load on it, and meanwhile kill, stop, disconnect, corrupt and overload it.
 
     Requests come over gRPC and, through a gateway, over HTTP (completions and chats); with --lora-modules they select
-    adapters. Workers, router, gateway and Redis are killed, or told to leave; networks fail in both directions or in
+    adapters. Workers, routers, gateways and Redis are killed, or told to leave; networks fail in both directions or in
     one.
 
     Then check that every request ended once, in one of the ways it may, that every answer has the tokens and the text
@@ -78,6 +83,8 @@ def chaos(
             seed=seed,
             num_prefill=num_prefill,
             num_decode=num_decode,
+            num_routers=num_routers,
+            num_gateways=num_gateways,
             transport=transport,
             engine=engine,
         )

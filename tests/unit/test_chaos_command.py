@@ -20,6 +20,7 @@ from tandem.chaos.verdict import Verdict
 from tandem.cli import main
 from tandem.cli.chaos import describe
 from tandem.cluster import ClusterError
+from tandem.cluster_args import ClusterArgs
 from tandem.process_run import ProcessSpec
 from tandem.supervision import SupervisedProcess
 
@@ -120,7 +121,7 @@ async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", leaves, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     await process.stdout.readline()
-    cluster = SimpleNamespace(pids={"decode-1": process.pid})
+    cluster = SimpleNamespace(pids={"decode-1": process.pid}, args=ClusterArgs())
     hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, soak._Exits())  # type: ignore[arg-type]
     stopped = asyncio.create_task(hurt._inflict(Fault(0.0, FaultKind.STOP, "decode-1", 60.0), 0.0))
     await asyncio.sleep(0)
@@ -166,7 +167,7 @@ async def test_one_that_is_told_to_leave_does_so_as_it_should(
     )
     process.start()
     pid = await process.wait_running()
-    cluster = SimpleNamespace(pids={"gateway": pid})
+    cluster = SimpleNamespace(pids={"gateway": pid}, args=ClusterArgs(http_port=0))
     hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, exits)  # type: ignore[arg-type]
     await hurt._inflict(Fault(0.0, FaultKind.LEAVE, "gateway", 17.0), 0.0)
     assert await process.wait_running(unlike_pid=pid), "it is started again"

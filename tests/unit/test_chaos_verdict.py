@@ -10,7 +10,7 @@ import pytest
 from rpc.errors import DeadlinePassed, InternalError, NoWorker, Overloaded, TandemError, Unreachable
 from tandem.answer import StreamBroken
 from tandem.chaos.asked import Asked, Ending, Heard, Way
-from tandem.chaos.faults import GRACE_S, RECOVERY_S, FaultKind, plan_faults
+from tandem.chaos.faults import DOORS, GRACE_S, RECOVERY_S, FaultKind, plan_faults
 from tandem.chaos.load import ending_of
 from tandem.chaos.verdict import Absence, Absences, Verdict, judge
 
@@ -30,7 +30,7 @@ def judge_one(asked: Asked, *wanted: list[int], router_s: tuple[float, ...] = ()
 
 def killed(router_s: Sequence[float] = (), gateway_s: Sequence[float] = ()) -> Absences:
     router, gateway = ([Absence(at_s, at_s) for at_s in deaths_s] for deaths_s in (router_s, gateway_s))
-    return Absences(router, gateway)
+    return Absences([router], [gateway])
 
 
 def verdict_of(ending: Ending | None, token_ids: list[int], *, router_deaths_s: tuple[float, ...] = ()) -> Verdict:
@@ -168,24 +168,30 @@ LEFT_EARLY = Absence(97.0, 98.0, 5.0)
 @pytest.mark.parametrize(
     ("ending", "way", "token_ids", "absences", "num_lost"),
     [
-        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(router=[LEFT_AT_102]), 0),
-        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(router=[LEFT_AT_90]), 0),
-        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(gateway=[LEFT_AT_102]), 1),
-        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateway=[LEFT_AT_102]), 0),
-        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateway=[LEFT_AT_90]), 1),
-        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateway=[LEFT_EARLY]), 1),
-        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateway=[LEFT_AT_102]), 0),
-        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateway=[LEFT_AT_90]), 1),
-        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateway=[LEFT_EARLY]), 1),
-        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(router=[LEFT_AT_102]), 1),
+        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(routers=[[LEFT_AT_102]]), 0),
+        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(routers=[[LEFT_AT_90]]), 0),
+        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(gateways=[[LEFT_AT_102]]), 1),
+        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateways=[[LEFT_AT_102]]), 0),
+        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateways=[[LEFT_AT_90]]), 1),
+        (Ending.UNAVAILABLE, Way.CHATS, [], Absences(gateways=[[LEFT_EARLY]]), 1),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateways=[[LEFT_AT_102]]), 0),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateways=[[LEFT_AT_90]]), 1),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateways=[[LEFT_EARLY]]), 1),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(routers=[[LEFT_AT_102]]), 1),
         (Ending.GIVEN_UP, Way.CHATS, [1], killed(gateway_s=[105.0]), 1),
-        (Ending.GIVEN_UP, Way.GRPC, [1], Absences(gateway=[LEFT_AT_102]), 1),
-        (Ending.NO_GATEWAY, Way.CHATS, [], Absences(gateway=[LEFT_AT_102]), 0),
-        (Ending.CUT, Way.CHATS, [1], Absences(gateway=[LEFT_AT_102]), 1),
-        (Ending.CUT, Way.CHATS, [1], Absences(gateway=[LEFT_AT_99]), 1),
-        (Ending.CUT, Way.CHATS, [], Absences(gateway=[LEFT_AT_99]), 0),
-        (Ending.CUT, Way.CHATS, [], Absences(gateway=[LEFT_AT_102]), 1),
-        (Ending.BROKEN, Way.GRPC, [1], Absences(router=[LEFT_AT_102]), 1),
+        (Ending.GIVEN_UP, Way.GRPC, [1], Absences(gateways=[[LEFT_AT_102]]), 1),
+        (Ending.NO_GATEWAY, Way.CHATS, [], Absences(gateways=[[LEFT_AT_102]]), 0),
+        (Ending.CUT, Way.CHATS, [1], Absences(gateways=[[LEFT_AT_102]]), 1),
+        (Ending.CUT, Way.CHATS, [1], Absences(gateways=[[LEFT_AT_99]]), 1),
+        (Ending.CUT, Way.CHATS, [], Absences(gateways=[[LEFT_AT_99]]), 0),
+        (Ending.CUT, Way.CHATS, [], Absences(gateways=[[LEFT_AT_102]]), 1),
+        (Ending.BROKEN, Way.GRPC, [1], Absences(routers=[[LEFT_AT_102]]), 1),
+        # With several, another one is there.
+        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(routers=[[LEFT_AT_102], []]), 1),
+        (Ending.UNAVAILABLE, Way.GRPC, [], Absences(routers=[[LEFT_AT_102], [LEFT_AT_99]]), 0),
+        (Ending.NO_GATEWAY, Way.CHATS, [], Absences(gateways=[[], [LEFT_AT_102]]), 1),
+        (Ending.CUT, Way.CHATS, [], Absences(gateways=[[], [LEFT_AT_99]]), 0),
+        (Ending.GIVEN_UP, Way.CHATS, [1], Absences(gateways=[[], [LEFT_AT_102]]), 0),
     ],
 )
 def test_what_one_that_leaves_excuses(
@@ -200,8 +206,10 @@ def test_what_one_that_leaves_excuses(
 @pytest.mark.parametrize(("since_s", "num_lost"), [(101.0, 0), (96.0, 0), (109.0, 0), (93.0, 1), (111.0, 1)])
 def test_a_stream_is_taken_up_again_also_where_its_router_left(since_s: float, num_lost: int) -> None:
     asked = asked_of(WANTED, ending=Ending.ANSWERED, num_resumed=1)
-    absences = Absences(router=[Absence(since_s, since_s + 6, 5.0)])
+    absences = Absences(routers=[[Absence(since_s, since_s + 6, 5.0)]])
     assert judge([asked], {0: [Heard(WANTED)]}, absences).num_lost == num_lost
+    of_several = Absences(routers=[[], *absences.routers])
+    assert judge([asked], {0: [Heard(WANTED)]}, of_several).num_lost == num_lost
 
 
 @pytest.mark.parametrize("of_model", [WANTED, [4, 5, 6]])
@@ -234,11 +242,17 @@ def test_what_an_error_means(error: TandemError, num_tokens: int, ending: Ending
 WORKERS = ["prefill-1", "prefill-2", "decode-1", "decode-2"]
 
 
+SEVERAL = ("router-1", "router-2", "gateway-1", "gateway-2")
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_of_each_role_one_worker_is_whole_at_any_moment(seed: int) -> None:
-    plan = plan_faults(seed, 300, WORKERS, 2.0)
-    assert plan == plan_faults(seed, 300, WORKERS, 2.0)
+@pytest.mark.parametrize("doors", [DOORS, SEVERAL])
+def test_of_each_role_one_is_whole_at_any_moment(doors: tuple[str, ...], seed: int) -> None:
+    plan = plan_faults(seed, 300, WORKERS, 2.0, doors=doors)
+    assert plan == plan_faults(seed, 300, WORKERS, 2.0, doors=doors)
     assert {fault.kind for fault in plan} == set(FaultKind)
+    assert {fault.kind for fault in plan if fault.target in doors} == {FaultKind.KILL, FaultKind.LEAVE}
+    assert {fault.target for fault in plan} == {*WORKERS, *doors, "redis", "clients"}
     for number, fault in enumerate(plan):
         lasts_s = {FaultKind.KILL: RECOVERY_S, FaultKind.LEAVE: GRACE_S + RECOVERY_S}.get(fault.kind, fault.duration_s)
         for later in plan[number + 1 :]:
