@@ -126,7 +126,7 @@ async def measure(
         )  # fmt: skip
         async with (
             Cluster(args, on_line=lambda *_: None, on_event=lambda _: None) as cluster,
-            AsyncClient(cluster.router_address, is_spread=num_routers > 1) as client,
+            AsyncClient(cluster.router_address) as client,
         ):
             streams = Streams(cluster, client, num_streams)
             return [await streams.measure(way, num_tokens) for way in ("grpc", "http")]

@@ -26,6 +26,7 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
 from rpc.channel import SpreadChannel, open_blocking_channel, open_channel
 from rpc.errors import TandemError
+from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
 from tandem.client_base import INFERENCE_SERVICE, NO_HEADERS, ClientBase, ClientClosed
@@ -221,10 +222,13 @@ class AsyncClient(ClientBase):
         tls: ClientTLS | None = None,
         resume_s: float = RESUME_S,
         on_broken: OnBroken = lambda error, left_s: None,
-        is_spread: bool = False,
+        is_spread: bool | None = None,
     ) -> None:
-        """As `Client`'s. `is_spread`: there may be several routers behind `address`. Requests go in turn to those that
-        can serve; one that none has taken on is asked of another, once, as is a question that is not answered."""
+        """As `Client`'s. `is_spread`: there may be several routers behind `address`, as there are where it lists them
+        ("ipv4:10.0.0.4:50051,10.0.0.5:50051"), which is meant by None. Requests go in turn to those that can serve; one
+        that none has taken on is asked of another, once, as is a question that is not answered."""
+        if is_spread is None:
+            is_spread = isinstance(address, str) and len(addresses_of(address)) > 1
         super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unauthenticated
-from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 from tandem.bench.openai_stream import OpenAIStream, ServerError
 from tandem.bench.outcome import Usage
@@ -198,8 +197,7 @@ async def open_grpc(
 ) -> AsyncIterator[tuple[Backend, str]]:
     """The router at `address`, or several, in turn. They may ask for `api_key`. And the model that they serve. Prompts
     have token ids below `vocab_size`. Raises `ServerGone`."""
-    are_several = len(addresses_of(address)) > 1
-    async with AsyncClient(address, api_key=api_key, tls=tls, is_spread=are_several) as client:
+    async with AsyncClient(address, api_key=api_key, tls=tls) as client:
         try:
             info = await client.model_info()
         except Unauthenticated as error:

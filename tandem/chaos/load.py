@@ -15,7 +15,6 @@ from typing import Any
 
 from protos.tandem_inference_pb2 import FinishReason, GetModelInfoResponse
 from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unreachable
-from rpc.targets import addresses_of
 from tandem.answer import StreamBroken, short_name
 from tandem.chaos.asked import DEADLINE_S, Asked, EndedAs, Ending, Heard, Way, numbers_of
 from tandem.chaos.over_http import read_over_http
@@ -50,7 +49,7 @@ class Load:
         self._prompts: dict[bool, list[Prompt]] = {False: [], True: []}
         """Of all, by whether they are chats."""
         self.num_running = 0
-        self._client = AsyncClient(router, resume_s=RESUME_S, is_spread=len(addresses_of(router)) > 1)
+        self._client = AsyncClient(router, resume_s=RESUME_S)
         self._dice = random.Random(seed)
         self._is_over = asyncio.Event()
 

@@ -27,7 +27,7 @@ async def spread(num_ready: int = 2) -> AsyncIterator[tuple[list[Router], AsyncC
     addresses = [await router.server.start() for router in routers]
     for router in routers[:num_ready]:
         router.server.set_serving(SERVICE, True)
-    client = AsyncClient(f"ipv4:{','.join(addresses)}", is_spread=True, resume_s=TIMEOUT_S)
+    client = AsyncClient(f"ipv4:{','.join(addresses)}", resume_s=TIMEOUT_S)
     try:
         async with asyncio.timeout(3 * TIMEOUT_S), client:
             yield routers, client
