@@ -3,7 +3,8 @@
     bring ──it is there──────────────────────────────> the request's, until it is over
       └─ read, beside steps ──there is room──────────────┘
                     └─ none: the one that was asked for longest ago goes, of those that nobody uses;
-                             where all are used, it waits until one is not
+                             where all are used, of these: whoever has it keeps it, who asks for it next comes
+                             behind the one that waits for the room
 
 As in vLLM, a folder is read once: asked for again under the same name, it is what was read. Another folder under that
 name is another adapter for who asks from then on; who has begun goes on with the one before.
@@ -96,10 +97,12 @@ class AsyncLoRAs:
                     number = await self._engine.call(partial(LLMEngine.add_lora, module=module, adapter=read))
                 except NoRoomForAdapter:
                     idle = next((other for other, adapter in self._there.items() if not adapter.num_users), None)
-                    if idle is None:
-                        await self._changed.wait()
-                    else:
+                    if idle is not None:
                         self._take_out(idle)
+                    elif not self._leaving:  # else it would wait for as long as others ask for those that are there
+                        self._take_out(next(iter(self._there)))
+                    else:
+                        await self._changed.wait()
                 else:
                     self._there[name] = _Adapter(module, number)
                     return

@@ -146,6 +146,27 @@ async def test_who_waits_for_room_does_not_wait_for_ever(
     await until(lambda: not llm._loras._tasks)  # type: ignore[union-attr]
 
 
+async def test_who_waits_for_room_is_not_overtaken(
+    llm: AsyncLLM, folders: dict[str, str], expected: dict[str, list[int]]
+) -> None:
+    """By those who ask for the adapter that has the room: it would be used for ever."""
+    running = llm.generate("abc", LONG, "running", lora_request=LoRARequest("a", 1, folders["a"]))
+    await anext(running)
+    asked: dict[str, asyncio.Task[list[int]]] = {}
+    ended: list[str] = []
+    for name in ("b", "a", "c"):
+        asked[name] = asyncio.create_task(tokens(llm, LoRARequest(name, 1, folders[name]), name))
+        asked[name].add_done_callback(lambda _, name=name: ended.append(name))  # type: ignore[misc]
+        await until(lambda: len(llm._loras._tasks) == len(asked) and "a" not in llm._loras.folders)  # type: ignore[union-attr]
+    for _ in range(5):
+        await tokens(llm, None, "other")
+    assert not (await anext(running)).finished
+    assert not ended
+    await running.aclose()
+    assert {name: await task for name, task in asked.items()} == expected
+    assert ended == ["b", "a", "c"]
+
+
 async def test_one_that_cannot_be_served_harms_nobody(
     llm: AsyncLLM, folders: dict[str, str], expected: dict[str, list[int]], tmp_path: Path
 ) -> None:
