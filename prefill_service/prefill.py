@@ -21,7 +21,7 @@ from collections.abc import Callable
 from engine.async_llm_engine import AsyncLLMEngine
 from engine.llm_engine import LLMEngine
 from engine.scheduling.sequence import BlockExport
-from kv_transfer import STATUS_OF, InvalidTransfer, KVSender, Push, TransferError
+from kv_transfer import STATUS_OF, IncompatiblePeer, KVSender, Push, TransferError
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import KVTransferStats
 from protos.tandem_kv_transfer_pb2 import Grant
@@ -175,10 +175,11 @@ def add_prefill(engine: LLMEngine, engine_id: str, grant: Grant, arguments: Engi
     """Queue it, between two steps. Refuses a grant of blocks whose KV is to be of another prompt, or of another adapter
     of the same name: before a step could make a token of it, which would go to the router at once.
 
-    Raises `InvalidTransfer`, and as `LLMEngine.add_prefill`."""
+    Raises `IncompatiblePeer`, and as `LLMEngine.add_prefill`: whether this worker is wrong or that one, nobody knows
+    here."""
     digest = engine.add_prefill(engine_id, **arguments, num_receiver_blocks=grant.num_cached_blocks)
     if grant.prompt_digest and grant.prompt_digest != digest:
         engine.abort(engine_id)
-        raise InvalidTransfer(
+        raise IncompatiblePeer(
             f"prompt_digest: worker {grant.worker_id} means another prompt, or another adapter of its name"
         )

@@ -196,7 +196,7 @@ def test_prefill_of_another_prompt_than_the_grant_is_for(peers: Peers) -> None:
         grant = decode.hello().say(reserve=right).event().granted
         prefill.hello().say(prefill=pb.PrefillRequest(request=wrong, grant=grant))
         failed = prefill.event().failed
-        assert (failed.code, failed.can_retry) == (BAD.value[0], True), failed
+        assert (failed.code, failed.can_retry) == (StatusCode.FAILED_PRECONDITION.value[0], True), failed
         assert failed.message.startswith(f"prompt_digest: worker {peers.decode.worker_id} means another prompt")
         prefill.say(prefill=pb.PrefillRequest(request=right, grant=grant))
         while not (event := prefill.event()).HasField("handed_over"):
