@@ -150,7 +150,7 @@ async def test_the_worker_beats_when_it_has_nothing_to_say() -> None:
         for _ in range(3):
             message = await stream.read()
             assert (list(message.events), message.load.num_running) == ([], 5)
-            await stream.write(pb.DecodeCommand(beat=pb.Beat()))  # or three of its beats would take a lease all but whole
+            await stream.write(pb.DecodeCommand(beat=pb.Beat()))  # three of its beats take a lease all but whole
         await stream.done_writing()
 
 
