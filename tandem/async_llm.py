@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -96,14 +97,15 @@ class AsyncLLM:
         self._bind()
         request = self._requests.open(request_id)
         try:
+            loaded = {} if self._loras is None else self._loras.folders
             # A long prompt takes milliseconds.
             read = await asyncio.to_thread(
-                self._read, request_id, prompt, sampling_params, lora_request, tokenization_kwargs
+                self._read, request_id, prompt, sampling_params, lora_request, loaded, tokenization_kwargs
             )
             answers, kind = read
             request.take(answers, kind)
             if lora_request is not None and self._loras is not None:
-                answers.mean(await self._loras.bring(lora_request, request))
+                answers.mean(await self._loras.bring(lora_request, loaded, request))
             await self._requests.begin(request)
             is_finished = False
             while not is_finished:
@@ -193,11 +195,11 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         lora_request: LoRARequest | None,
+        loaded: Mapping[str, Path],
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> tuple[OfflineRequest, RequestOutputKind]:
         asked = self._inputs.tokenization(tokenization_kwargs)
         (params,) = self._inputs.params_of_each(sampling_params, 1)
-        loaded = None if self._loras is None else self._loras.folders
         (lora_name,) = self._inputs.lora_name_of_each(lora_request, 1, loaded)
         read = self._inputs.read("prompt", prompt, params, asked)
         # A name of its own: what the engine says of a request that was aborted is never another's of the same id.

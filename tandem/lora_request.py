@@ -51,8 +51,11 @@ def named_requests(asked: LoRARequest | Sequence[LoRARequest | None] | None) -> 
 
 
 def folder_of(request: LoRARequest) -> Path | None:
-    """That it names."""
-    return Path(request.lora_path).expanduser().resolve() if request.lora_path else None
+    """That it names. Raises `ValueError` for a path that leads nowhere, as round in a circle."""
+    try:
+        return Path(request.lora_path).expanduser().resolve() if request.lora_path else None
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"lora_request: lora_path {str(request.lora_path)!r:.200}: {error}") from error
 
 
 def _checked_name(request: object, loaded: Mapping[str, Path], fixed: Collection[str], may_load: bool) -> str:
@@ -65,7 +68,7 @@ def _checked_name(request: object, loaded: Mapping[str, Path], fixed: Collection
     folder, wished = loaded.get(name), folder_of(request)
     if may_load and name not in fixed:
         if folder is None and wished is None:
-            raise ValueError(not_loaded(name))
+            raise ValueError(f"lora_request names {name!r}, which is not loaded: give its folder, too, as lora_path")
         return name
     if folder is None:
         raise ValueError(
@@ -76,7 +79,3 @@ def _checked_name(request: object, loaded: Mapping[str, Path], fixed: Collection
     if wished is not None and wished != folder:
         raise ValueError(f"lora_request: {name!r} was loaded from {folder}, not {request.lora_path}")
     return name
-
-
-def not_loaded(name: str) -> str:
-    return f"lora_request names {name!r}, which is not loaded: give its folder, too, as lora_path"

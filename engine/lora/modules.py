@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def parse_lora_modules(text: str) -> dict[str, Path]:
 
 def check_lora_folder(name: str, path: Path) -> None:
     """Raises `ValueError` where it is none, or lacks a file: one that can be read to its end, no pipe and no device."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # also of a path that is too long
         raise ValueError(f"adapter {name!r}: there is no folder {path}")
     for file in (path / CONFIG_FILE, path / WEIGHTS_FILE):
         if not file.is_file():

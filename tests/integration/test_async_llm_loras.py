@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from engine.llm_engine import LLMEngine
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
 from tandem import LLM, AsyncLLM, LoRARequest
+from tandem.async_loras import AsyncLoRAs
 
 NAMES = ("a", "b", "c")
 
@@ -93,6 +94,23 @@ async def test_a_folder_is_read_once_and_who_was_asked_for_longest_ago_goes(
         assert await llm.engine.call(served) == ["a", "c", "sql"]
 
 
+async def test_what_is_there_is_looked_up_where_it_changes(
+    llm: AsyncLLM, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the thread on which a prompt is read, which would find it changed under its hands."""
+    threads: list[threading.Thread] = []
+    look_up = AsyncLoRAs.folders.fget
+    assert look_up is not None
+
+    def look(loras: AsyncLoRAs) -> Mapping[str, Path]:
+        threads.append(threading.current_thread())
+        return look_up(loras)
+
+    monkeypatch.setattr(AsyncLoRAs, "folders", property(look))
+    await tokens(llm, LoRARequest("a", 1, folders["a"]))
+    assert threads == [threading.current_thread()]
+
+
 async def test_who_begins_goes_on_with_the_one_it_began_with(
     settings: dict[str, Any], folders: dict[str, str], expected: dict[str, list[int]]
 ) -> None:
@@ -146,25 +164,41 @@ async def test_who_waits_for_room_does_not_wait_for_ever(
     await until(lambda: not llm._loras._tasks)  # type: ignore[union-attr]
 
 
-async def test_who_waits_for_room_is_not_overtaken(
+async def test_who_waits_for_room_is_overtaken_by_nobody_who_asks_for_it(
     llm: AsyncLLM, folders: dict[str, str], expected: dict[str, list[int]]
 ) -> None:
-    """By those who ask for the adapter that has the room: it would be used for ever."""
+    """Else it would wait for ever, where requests for the one that is there overlap."""
+    assert llm._loras is not None
+    a, b = (LoRARequest(name, 1, folders[name]) for name in "ab")
+    running = llm.generate("abc", LONG, "running", lora_request=a)
+    await anext(running)
+    waiting = asyncio.create_task(tokens(llm, b, "waiting"))
+    await until(lambda: llm._loras._going == "a")  # type: ignore[union-attr]
+    behind = [asyncio.create_task(tokens(llm, wish, f"behind {wish}")) for wish in (LoRARequest("a"), a)]
+    for _ in range(3):
+        await tokens(llm, None, "other")
+    assert not any(task.done() for task in behind)
+    await running.aclose()
+    assert await waiting == expected["b"]
+    assert [await task for task in behind] == [expected["a"]] * 2
+
+
+async def test_who_is_aborted_in_line_ends_at_once(llm: AsyncLLM, folders: dict[str, str]) -> None:
+    """Though the one before it waits on. Nothing is read for it."""
+    assert llm._loras is not None
     running = llm.generate("abc", LONG, "running", lora_request=LoRARequest("a", 1, folders["a"]))
     await anext(running)
-    asked: dict[str, asyncio.Task[list[int]]] = {}
-    ended: list[str] = []
-    for name in ("b", "a", "c"):
-        asked[name] = asyncio.create_task(tokens(llm, LoRARequest(name, 1, folders[name]), name))
-        asked[name].add_done_callback(lambda _, name=name: ended.append(name))  # type: ignore[misc]
-        await until(lambda: len(llm._loras._tasks) == len(asked) and "a" not in llm._loras.folders)  # type: ignore[union-attr]
-    for _ in range(5):
-        await tokens(llm, None, "other")
+    in_line = [asyncio.create_task(tokens(llm, LoRARequest(name, 1, folders[name]), name)) for name in "bc"]
+    await until(lambda: len(llm._loras._tasks) == 2)  # type: ignore[union-attr]
+    shutil.rmtree(folders["c"])
+    await llm.abort("c")
+    async with asyncio.timeout(20):
+        assert await in_line[1] == []
     assert not (await anext(running)).finished
-    assert not ended
     await running.aclose()
-    assert {name: await task for name, task in asked.items()} == expected
-    assert ended == ["b", "a", "c"]
+    assert await in_line[0]
+    await until(lambda: not llm._loras._tasks)  # type: ignore[union-attr]
+    assert await llm.engine.call(served) == ["b", "sql"]
 
 
 async def test_one_that_cannot_be_served_harms_nobody(
@@ -178,6 +212,8 @@ async def test_one_that_cannot_be_served_harms_nobody(
         (LoRARequest("a", 1, str(tmp_path / "broken")), "adapter 'a': .*adapter_model.safetensors"),
         (LoRARequest("z"), "lora_request names 'z', which is not loaded"),
         (LoRARequest("sql", 1, folders["a"]), "lora_request: 'sql' was loaded from"),
+        (LoRARequest("z", 1, "~nobody-here/a"), "lora_request: lora_path '~nobody-here/a'"),
+        (LoRARequest("z", 1, "x" * 5000), "adapter 'z': there is no folder"),
     ):
         with pytest.raises(ValueError, match=says):
             await tokens(llm, wish)
