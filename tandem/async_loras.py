@@ -113,8 +113,7 @@ class AsyncLoRAs:
                 if idle is not None:
                     self._take_out(idle)
                     continue
-                if not self._leaving:
-                    self._going = self._going or next(iter(self._there))
+                self._going = self._going or next(iter(self._there), None)
                 await self._changed.wait()
             else:
                 self._there[module.name] = _Adapter(module, number)

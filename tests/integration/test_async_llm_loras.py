@@ -164,23 +164,29 @@ async def test_who_waits_for_room_does_not_wait_for_ever(
     await until(lambda: not llm._loras._tasks)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("is_another_leaving", [False, True])
 async def test_who_waits_for_room_is_overtaken_by_nobody_who_asks_for_it(
-    llm: AsyncLLM, folders: dict[str, str], expected: dict[str, list[int]]
+    settings: dict[str, Any], folders: dict[str, str], expected: dict[str, list[int]], is_another_leaving: bool
 ) -> None:
-    """Else it would wait for ever, where requests for the one that is there overlap."""
-    assert llm._loras is not None
+    """Else it would wait for ever, where requests for the one that is there overlap; or as long as one that is leaving
+    is used."""
     a, b = (LoRARequest(name, 1, folders[name]) for name in "ab")
-    running = llm.generate("abc", LONG, "running", lora_request=a)
-    await anext(running)
-    waiting = asyncio.create_task(tokens(llm, b, "waiting"))
-    await until(lambda: llm._loras._going == "a")  # type: ignore[union-attr]
-    behind = [asyncio.create_task(tokens(llm, wish, f"behind {wish}")) for wish in (LoRARequest("a"), a)]
-    for _ in range(3):
-        await tokens(llm, None, "other")
-    assert not any(task.done() for task in behind)
-    await running.aclose()
-    assert await waiting == expected["b"]
-    assert [await task for task in behind] == [expected["a"]] * 2
+    with running(settings | {"max_loras": 1 + is_another_leaving}) as llm:
+        leaving = llm.generate("abc", LONG, "leaving", lora_request=LoRARequest("a", 1, folders["c"]))
+        if is_another_leaving:
+            await anext(leaving)
+        uses = llm.generate("abc", LONG, "uses", lora_request=a)
+        await anext(uses)
+        waiting = asyncio.create_task(tokens(llm, b, "waiting"))
+        await until(lambda: llm._loras._going == "a")  # type: ignore[union-attr]
+        behind = [asyncio.create_task(tokens(llm, wish, f"behind {wish}")) for wish in (LoRARequest("a"), a)]
+        for _ in range(3):
+            await tokens(llm, None, "other")
+        assert not any(task.done() for task in behind)
+        await uses.aclose()
+        assert await waiting == expected["b"]
+        await leaving.aclose()
+        assert [await task for task in behind] == [expected["a"]] * 2
 
 
 async def test_who_is_aborted_in_line_ends_at_once(llm: AsyncLLM, folders: dict[str, str]) -> None:
