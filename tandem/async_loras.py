@@ -135,4 +135,5 @@ class AsyncLoRAs:
 
     def _note_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        task.cancelled() or task.exception()  # which nobody hears of who was cancelled
+        if not task.cancelled():
+            task.exception()  # seen: whoever was cancelled meanwhile does not ask for it
