@@ -244,7 +244,7 @@ class RequestState:
                 self.phase = Phase.DECODING
                 return self._note_transfer(worker, said)
             case "failed":
-                return self._on_failed(worker, said.failed)
+                return self._on_failed(worker, said.failed, plan)
             case other:
                 return self._on_nonsense(worker, f"said {other} to a request that is {self.phase.name}")
 
@@ -304,12 +304,12 @@ class RequestState:
         self.transfer = said.handed_over.stats
         return [NoteSuccess(worker), NoteSuccess(pair)]
 
-    def _on_failed(self, worker: WorkerKey, failed: Failed) -> list[Action]:
+    def _on_failed(self, worker: WorkerKey, failed: Failed, plan: Plan) -> list[Action]:
         error = error_of_code(failed.code, f"worker {worker.worker_id}: {failed.message}")
         if failed.can_retry:
-            if isinstance(error, InvalidRequest):  # what one worker asked of another, not what the client asked of us
-                error = InternalError(error.message)
             at_fault = self._pair_of(worker) if isinstance(error, BETWEEN_WORKERS) else worker
+            if isinstance(error, InvalidRequest):  # what one worker asked of another, not what the client asked of us
+                error, at_fault = InternalError(error.message), plan.pair  # whichever of the two tells
             return self._retry(error, avoid=worker, at_fault=at_fault)
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
 

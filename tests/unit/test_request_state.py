@@ -341,6 +341,7 @@ def notes(actions: Sequence[Action]) -> list[Action]:
         (StatusCode.CANCELLED, True, True),
         (StatusCode.INTERNAL, False, False),
         (StatusCode.INVALID_ARGUMENT, False, False),
+        (StatusCode.INVALID_ARGUMENT, True, False),
         (StatusCode.UNAVAILABLE, True, False),
         (StatusCode.ABORTED, True, False),
         (StatusCode.FAILED_PRECONDITION, True, False),
@@ -352,9 +353,11 @@ def notes(actions: Sequence[Action]) -> list[Action]:
 def test_only_a_failure_of_its_own_is_held_against_a_worker(
     worker: WorkerKey, code: StatusCode, can_retry: bool, is_fault: bool
 ) -> None:
-    """And against the two together what may be either's: a transfer, which the prefill worker reports."""
+    """And against the two together what may be either's: a transfer, which the prefill worker reports, and what one
+    asked of the other."""
     actions = prefilling().on(failed(worker, 1, code=code.value[0], can_retry=can_retry))
-    blamed = worker if is_fault else WorkerPair(P, D) if can_retry and worker == P else None
+    is_pairs = can_retry and (worker == P or code is StatusCode.INVALID_ARGUMENT)
+    blamed = worker if is_fault else WorkerPair(P, D) if is_pairs else None
     assert notes(actions) == ([NoteFault(blamed)] if blamed else [])
 
 
