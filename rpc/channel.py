@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -39,14 +33,6 @@ KEPT_WHILE_IDLE = ("grpc.client_idle_timeout_ms", 2**31 - 1)
 MIN_RESOLUTION_MS = 5_000
 """Between two questions to a name server, which gRPC asks when a connection is lost, or a peer can serve no more: by
 default 30 seconds, in which all peers that it knows may have been replaced."""
-
-RENEW_CONNECTIONS_S = 300.0
-"""So long those of a `SpreadChannel` are used for new calls."""
-REOPEN_S = 5.0
-"""And so long where nobody is found that serves: gRPC asks a name server that knew nothing of a name, or did not
-answer, again after ever longer times, two minutes in the end, and cannot be told to ask sooner."""
-_A_STREAM_S = 86_400.0
-"""More than any stream lasts."""
 
 SESSION_READ_AHEAD_BYTES = 16 * 1024
 """Some steps of a worker. Whoever reads more slowly than is written has so much waiting, which is as much delay, and
@@ -98,12 +84,17 @@ def _spread(service: str) -> list[tuple[str, int | str]]:
     ]
 
 
-def open_channel(address: str, *, tls: ClientTLS | None = None, read_ahead_bytes: int = 0) -> grpc.aio.Channel:
+def open_channel(
+    address: str, *, tls: ClientTLS | None = None, read_ahead_bytes: int = 0, spread_service: str = ""
+) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"). Connects at the first call; the caller closes it.
 
-    `read_ahead_bytes`: see `channel_options`.
+    `read_ahead_bytes`, `spread_service`: see `channel_options`.
     """
-    return _open(address, tls, channel_options(connect_ms=_connect_ms(tls), read_ahead_bytes=read_ahead_bytes))
+    options = channel_options(
+        connect_ms=_connect_ms(tls), read_ahead_bytes=read_ahead_bytes, spread_service=spread_service
+    )
+    return _open(address, tls, options)
 
 
 def open_kv_channel(
@@ -113,120 +104,6 @@ def open_kv_channel(
     the peer is there, however long nothing is asked of it: its end is taken for the peer's."""
     options = channel_options(max_message_bytes, connect_ms=KV_CONNECT_MS, ping_timeout_ms=KV_PING_TIMEOUT_MS)
     return _open(address, tls, [*options, KEPT_WHILE_IDLE])
-
-
-class SpreadChannel:
-    """Of peers behind one address: calls go in turn to those that serve `service`, and where none does to anyone, who
-    says why. On the event loop; the caller closes it.
-
-        connected to all ──renew_s──> connecting to all anew ──one serves there──> the new connections; the old ones
-                       └──nobody serves there for REOPEN_S──> others, at once       close when their streams have ended
-
-    gRPC asks a name server only when a connection is lost, and reads certificates when a channel is opened: without
-    new ones, a peer that was added would get nothing, and a certificate that was renewed would run out.
-    """
-
-    def __init__(
-        self, address: str, *, service: str, tls: ClientTLS | None = None, renew_s: float = RENEW_CONNECTIONS_S
-    ) -> None:
-        self._open = partial(_Spread, address, service, tls)
-        self._renew_s = renew_s
-        self._now = self._open()
-        self._now_s = time.monotonic()
-        """When its connections were opened."""
-        self._served_s = self._now_s
-        """When somebody served over them, as far as was seen; or when they were opened."""
-        self._next: _Spread | None = None
-        self._closing: set[asyncio.Task[None]] = set()
-
-    def unary_unary(self, *described: Any, **further: Any) -> Any:
-        """As of gRPC's channels, of which stubs are made."""
-        return self._calling(lambda spread: spread.unary_unary(*described, **further))
-
-    def unary_stream(self, *described: Any, **further: Any) -> Any:
-        """As of gRPC's channels."""
-        return self._calling(lambda spread: spread.unary_stream(*described, **further))
-
-    async def close(self) -> None:
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        for spread in (self._now, self._next):
-            if spread is not None:
-                await spread.close()
-
-    def _calling(self, describe: Callable[[_Spread], Any]) -> Any:
-        """What is called with a request; `describe`: how, over some connections."""
-        calls: WeakKeyDictionary[_Spread, Any] = WeakKeyDictionary()
-
-        def call(*request: Any, **how: Any) -> Any:
-            spread = self._newest()
-            if spread not in calls:
-                calls[spread] = describe(spread)
-            return calls[spread](*request, **how)
-
-        return call
-
-    def _newest(self) -> _Spread:
-        now_s = time.monotonic()
-        if self._now.is_one_serving():
-            self._served_s = now_s
-        if now_s - self._served_s > REOPEN_S:
-            self._go_on_with(self._open())
-        elif self._next is not None and self._next.is_one_serving():
-            self._go_on_with(self._next)
-        elif self._next is None and now_s - self._now_s >= self._renew_s:
-            self._next = self._open()
-        return self._now
-
-    def _go_on_with(self, spread: _Spread) -> None:
-        for old in (self._now, self._next):
-            if old is not None and old is not spread:
-                closing = asyncio.create_task(old.close(_A_STREAM_S))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-        self._now, self._next = spread, None
-        self._now_s = self._served_s = time.monotonic()
-
-
-class _Spread:
-    """The connections of a `SpreadChannel`, as of one resolution of its address."""
-
-    def __init__(self, address: str, service: str, tls: ClientTLS | None) -> None:
-        options = channel_options(connect_ms=_connect_ms(tls), spread_service=service)
-        # Streams take turns by themselves: with a question before each, all would be the same peer's.
-        self._streams, self._questions = (_open(address, tls, options) for _ in range(2))
-        for channel in (self._streams, self._questions):
-            channel.get_state(try_to_connect=True)
-        self._any = open_channel(address, tls=tls)
-
-    def is_one_serving(self) -> bool:
-        return all(_is_ready(channel) for channel in (self._streams, self._questions))
-
-    def unary_unary(self, *described: Any, **further: Any) -> Any:
-        at_any = self._any.unary_unary(*described, **further)
-        return _either(self._questions, self._questions.unary_unary(*described, **further), at_any)
-
-    def unary_stream(self, *described: Any, **further: Any) -> Any:
-        at_any = self._any.unary_stream(*described, **further)
-        return _either(self._streams, self._streams.unary_stream(*described, **further), at_any)
-
-    async def close(self, grace_s: float | None = None) -> None:
-        """Calls that run have `grace_s` seconds to end."""
-        await asyncio.gather(*(channel.close(grace_s) for channel in (self._streams, self._questions, self._any)))
-
-
-def _either(channel: grpc.aio.Channel, at_serving: Any, at_any: Any) -> Any:
-    """How to call one that serves, if `channel` knows one by now, or anyone."""
-
-    def call(*request: Any, **how: Any) -> Any:
-        return (at_serving if _is_ready(channel) else at_any)(*request, **how)
-
-    return call
-
-
-def _is_ready(channel: grpc.aio.Channel) -> bool:
-    return channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
 
 def _connect_ms(tls: ClientTLS | None) -> int:
@@ -239,9 +116,9 @@ def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int | st
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 
-def open_blocking_channel(address: str, *, tls: ClientTLS | None) -> grpc.Channel:
+def open_blocking_channel(address: str, *, tls: ClientTLS | None, spread_service: str = "") -> grpc.Channel:
     """As `open_channel`, for code without an event loop."""
-    options = channel_options(connect_ms=_connect_ms(tls))
+    options = channel_options(connect_ms=_connect_ms(tls), spread_service=spread_service)
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.credentials(), options=options)

@@ -24,8 +24,9 @@ from grpc_health.v1 import health_pb2
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
-from rpc.channel import SpreadChannel, open_blocking_channel, open_channel
+from rpc.channel import open_blocking_channel, open_channel
 from rpc.errors import TandemError
+from rpc.spread_channel import SpreadChannel
 from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 from tandem.answer import Answer

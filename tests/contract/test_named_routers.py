@@ -79,7 +79,7 @@ async def test_all_routers_behind_a_name_take_turns() -> None:
 
 async def test_a_name_that_comes_back_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC asks a name server that knew nothing again after 1, 2.6, 5.2 seconds, in the end every two minutes."""
-    monkeypatch.setattr("rpc.channel.REOPEN_S", 0.1)
+    monkeypatch.setattr("rpc.spread_channel.REOPEN_S", 0.1)
     async with named(0) as (names, routers, client):
         while names.num_asked < 60:
             with pytest.raises(Unreachable):

@@ -14,9 +14,9 @@ from spread_harness import SERVICE, Router, until_asked
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc
-from rpc.channel import SpreadChannel
 from rpc.errors import Draining, NoWorker, Overloaded, TandemError, Unreachable
 from rpc.health import HealthServicer
+from rpc.spread_channel import SpreadChannel
 from tandem.client import AsyncClient
 
 
