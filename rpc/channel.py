@@ -81,6 +81,7 @@ def _spread(service: str) -> list[tuple[str, int | str]]:
     return [
         ("grpc.service_config", json.dumps(config)),
         ("grpc.dns_min_time_between_resolutions_ms", MIN_RESOLUTION_MS),
+        KEPT_WHILE_IDLE,  # else nobody is known to serve when there is a call again
     ]
 
 

@@ -8,6 +8,7 @@ a call ── over ─┤
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
-from rpc.channel import open_channel
+from rpc.channel import CONNECT_MS, open_blocking_channel, open_channel
 from rpc.tls import ClientTLS
 
 RENEW_CONNECTIONS_S = 300.0
@@ -139,3 +140,41 @@ def _either(channel: grpc.aio.Channel, at_serving: Any, at_any: Any) -> Any:
 
 def _is_ready(channel: grpc.aio.Channel) -> bool:
     return channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+
+class BlockingSpreadChannel:
+    """As `SpreadChannel`, for code without an event loop, whose peers are listed: no name server is asked anew. Threads
+    may share one; the caller closes it."""
+
+    def __init__(self, address: str, *, service: str, tls: ClientTLS | None = None) -> None:
+        self._serving = open_blocking_channel(address, tls=tls, spread_service=service)
+        self._any = open_blocking_channel(address, tls=tls)
+        self._is_one_serving = False
+        self._is_known = threading.Event()
+        """Whether one serves, by what is heard of all when they are connected to."""
+        self._serving.subscribe(self._note, try_to_connect=True)
+
+    def unary_unary(self, *described: Any, **further: Any) -> Any:
+        """As of gRPC's channels, of which stubs are made."""
+        return self._calling(*(channel.unary_unary(*described, **further) for channel in (self._serving, self._any)))
+
+    def unary_stream(self, *described: Any, **further: Any) -> Any:
+        """As of gRPC's channels."""
+        return self._calling(*(channel.unary_stream(*described, **further) for channel in (self._serving, self._any)))
+
+    def close(self) -> None:
+        self._serving.unsubscribe(self._note)
+        for channel in (self._serving, self._any):
+            channel.close()
+
+    def _note(self, state: grpc.ChannelConnectivity) -> None:
+        self._is_one_serving = state is grpc.ChannelConnectivity.READY
+        if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
+            self._is_known.set()
+
+    def _calling(self, at_serving: Any, at_any: Any) -> Any:
+        def call(*request: Any, timeout: float | None = None, **how: Any) -> Any:
+            self._is_known.wait(CONNECT_MS / 1_000 if timeout is None else min(timeout, CONNECT_MS / 1_000))
+            return (at_serving if self._is_one_serving else at_any)(*request, timeout=timeout, **how)
+
+        return call

@@ -26,7 +26,7 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_worker_pb2
 from rpc.channel import open_blocking_channel, open_channel
 from rpc.errors import TandemError
-from rpc.spread_channel import SpreadChannel
+from rpc.spread_channel import BlockingSpreadChannel, SpreadChannel
 from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
@@ -69,9 +69,15 @@ class Client(ClientBase):
     ) -> None:
         """`api_key`: one of the router's, if it asks for any. `tls`: for a router that is served over TLS. `resume_s`:
         for how long a stream that broke after its first token waits for a router that goes on with it; 0: not at all.
-        `on_broken` hears of each that begins to."""
-        super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken)
-        self._use(open_blocking_channel(self._address, tls=tls))
+        `on_broken` hears of each that begins to. Where `address` lists several routers
+        ("ipv4:10.0.0.4:50051,10.0.0.5:50051"), requests go in turn to those that can serve; one that none has taken on
+        is asked of another, once, as is a question that is not answered."""
+        is_spread = _lists_several(address)
+        super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
+        if is_spread:
+            self._use(BlockingSpreadChannel(self._address, service=INFERENCE_SERVICE, tls=tls))
+        else:
+            self._use(open_blocking_channel(self._address, tls=tls))
 
     def generate(
         self,
@@ -146,12 +152,19 @@ class Client(ClientBase):
             return
 
     def _ask(self, method: Callable[..., T], request: Message, timeout_s: float | None = None) -> T:
-        """One message for one."""
+        """One message for one; where a router does not answer, and there are others, what another says."""
+        try:
+            with self._asking():
+                return method(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
+        except LOST:
+            if not self._is_spread:
+                raise
         with self._asking():
             return method(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
 
     def abort(self, request_id: str) -> bool:
-        """End a running request; its stream then ends with finish_reason abort. False if it was not running."""
+        """End a running request; its stream then ends with finish_reason abort. False if it was not running. A client
+        that is spread over several routers raises `RuntimeError`."""
         response: pb.AbortResponse = self._ask(self._inference.Abort, self._abort_request(request_id))
         return response.was_running
 
@@ -225,11 +238,9 @@ class AsyncClient(ClientBase):
         on_broken: OnBroken = lambda error, left_s: None,
         is_spread: bool | None = None,
     ) -> None:
-        """As `Client`'s. `is_spread`: there may be several routers behind `address`, as there are where it lists them
-        ("ipv4:10.0.0.4:50051,10.0.0.5:50051"), which is meant by None. Requests go in turn to those that can serve; one
-        that none has taken on is asked of another, once, as is a question that is not answered."""
+        """As `Client`'s. `is_spread`: there may be several routers behind `address`; None: where it lists them."""
         if is_spread is None:
-            is_spread = isinstance(address, str) and len(addresses_of(address)) > 1
+            is_spread = _lists_several(address)
         super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -325,8 +336,7 @@ class AsyncClient(ClientBase):
     async def _ask(
         self, method: Callable[[], Callable[..., Awaitable[T]]], request: Message, timeout_s: float | None = None
     ) -> T:
-        """As `Client._ask`; where a router does not answer, and there may be others, what another does. `method` is
-        looked up once there is a channel."""
+        """As `Client._ask`. `method` is looked up once there is a channel."""
         try:
             with self._asking():
                 return await method()(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
@@ -337,7 +347,7 @@ class AsyncClient(ClientBase):
             return await method()(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
 
     async def abort(self, request_id: str) -> bool:
-        """As `Client.abort`. A client that is spread over several routers raises `RuntimeError`."""
+        """As `Client.abort`."""
         response: pb.AbortResponse = await self._ask(lambda: self._inference.Abort, self._abort_request(request_id))
         return response.was_running
 
@@ -389,3 +399,7 @@ class AsyncClient(ClientBase):
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _lists_several(address: object) -> bool:
+    return isinstance(address, str) and len(addresses_of(address)) > 1

@@ -17,7 +17,8 @@ from protos import tandem_inference_pb2_grpc
 from rpc.errors import Draining, NoWorker, Overloaded, TandemError, Unreachable
 from rpc.health import HealthServicer
 from rpc.spread_channel import SpreadChannel
-from tandem.client import AsyncClient
+from rpc.targets import addresses_of, target_of
+from tandem.client import AsyncClient, Client
 
 
 @asynccontextmanager
@@ -190,3 +191,38 @@ async def test_an_abort_might_reach_another_router_and_is_refused() -> None:
     async with spread() as (_, client):
         with pytest.raises(RuntimeError, match="drop the stream"):
             await client.abort("r")
+
+
+@pytest.mark.parametrize("num_ready", [1, 2])
+async def test_plain_code_asks_those_of_a_list_that_serve(num_ready: int) -> None:
+    """Whoever stands first in it leaves, which its health service says, or only it when it is asked."""
+    async with spread(num_ready=num_ready) as (routers, client):
+        leaving, other = routers if num_ready == 2 else routers[::-1]
+        leaving.refusal = Draining("leaving")
+        the_leaving_first = addresses_of(client._address)[:: 1 if leaving is routers[0] else -1]
+        with Client(target_of(the_leaving_first)) as plain:
+            assert (await asyncio.to_thread(plain.model_info)).model == "m"
+            while len(other.requests) < 4 or (num_ready == 2 and not leaving.requests):
+                assert (await asyncio.to_thread(plain.generate, "a")).text == "one two"
+            assert num_ready == 2 or not leaving.requests
+            other.refusal = Draining("leaving, too")
+            with pytest.raises(Draining):
+                await asyncio.to_thread(plain.generate, "a")
+            with pytest.raises(RuntimeError, match="abort"):
+                plain.abort("r")
+
+
+async def test_plain_code_hears_why_none_of_a_list_serves_and_goes_on_where_another_does() -> None:
+    async with spread(num_ready=0) as ((first, other), client):
+        first.refusal = NoWorker("no worker")
+        with Client(client._address, resume_s=TIMEOUT_S) as plain:
+            with pytest.raises(NoWorker, match="no worker"):
+                await asyncio.to_thread(plain.generate, "a")
+            first.refusal = None
+            first.may_go_on.clear()
+            stream = plain.stream("a")
+            await asyncio.to_thread(next, stream)
+            other.server.set_serving(SERVICE, True)
+            await first.server.drain(0)
+            assert [message.text for message in await asyncio.to_thread(list, stream)] == ["two", ""]
+            assert other.requests[0].output_token_ids == [1]
