@@ -167,6 +167,11 @@ class AsyncLLMEngine:
         """That requests may ask for now."""
         return self._engine.loras.served
 
+    @property
+    def leaving_adapters(self) -> tuple[LoRAModule, ...]:
+        """That only those get who mean them: what leaves `adapters` is here before."""
+        return self._engine.loras.leaving_modules
+
     async def find_lora(self, name: str, path: Path) -> LoRAModule:
         """See `LLMEngine.find_lora`. On a thread of its own, beside steps."""
         return await asyncio.to_thread(self._engine.find_lora, name, path)

@@ -353,7 +353,7 @@ def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[object, ..
     return {
         worker_id: (
             record.incarnation, record.address, record.role, record.is_draining, record.rival_address,
-            dict(record.lora_digests),
+            dict(record.lora_digests), [(each.lora_name, each.lora_digest) for each in record.leaving_loras],
         )
         for worker_id, record in records.items()
     }  # fmt: skip

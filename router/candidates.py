@@ -11,7 +11,7 @@ from router.worker_handle import WorkerHandle
 def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCandidate:
     return PrefillCandidate(
         key=handle.key,
-        kind=handle.facts.kind_for(request.needs.lora_name),
+        kind=handle.facts.kind_for(request.needs.lora_name, request.needs.kind),
         num_queued_tokens=handle.num_queued_tokens,
         num_cached_tokens=num_cached_tokens(handle, request),
         num_blocks=handle.load.num_blocks,
@@ -24,7 +24,7 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
 def decode_candidate(handle: WorkerHandle, request: QueuedRequest, slowness: float) -> DecodeCandidate:
     return DecodeCandidate(
         key=handle.key,
-        kind=handle.facts.kind_for(request.needs.lora_name),
+        kind=handle.facts.kind_for(request.needs.lora_name, request.needs.kind),
         block_size=handle.facts.block_size,
         num_available_blocks=handle.num_available_blocks + request.num_shared_blocks(handle.key),
         num_used_blocks=handle.load.num_used_blocks + handle.num_planned_blocks,

@@ -168,7 +168,7 @@ def _kind_of(worker_kind: str, lora_name: str, pool: WorkerPool) -> Kind | None:
     if not worker_kind:
         return None
     for handle in pool.handles:
-        kind = handle.facts.kind_for(lora_name)
-        if kind is not None and kind_name(kind) == worker_kind:
-            return kind
+        for kind in handle.facts.kinds_for(lora_name):
+            if kind_name(kind) == worker_kind:
+                return kind
     raise NoWorker("no worker of the kind that began this answer is available", retry_after_s=1.0)

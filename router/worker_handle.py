@@ -35,6 +35,8 @@ class WorkerFacts(NamedTuple):
     """Of its adapters, by name; empty where its version does not say. Not to be written to."""
     adapters: frozenset[tuple[str, str]]
     """The same, to be counted: most workers have the same ones."""
+    leaving_adapters: frozenset[tuple[str, str]]
+    """Likewise of those that only answers get which have begun with them."""
 
     @classmethod
     def of(cls, record: pb.WorkerRecord) -> WorkerFacts:
@@ -48,14 +50,24 @@ class WorkerFacts(NamedTuple):
             can_generate=record.can_generate,
             lora_digests=lora_digests,
             adapters=frozenset(lora_digests.items()),
+            leaving_adapters=frozenset((each.lora_name, each.lora_digest) for each in record.leaving_loras),
         )
 
-    def kind_for(self, lora_name: str) -> Kind | None:
-        """Of this worker, for requests for that adapter (empty: for none). None: it has no such adapter."""
+    def kind_for(self, lora_name: str, begun_on: Kind | None = None) -> Kind | None:
+        """Of this worker, for requests for that adapter (empty: for none). None: it has no such adapter. `begun_on`:
+        the kind that an answer has begun on, which the worker is for it where it has that adapter yet."""
         if not lora_name:
             return Kind(self.compat_digest)
+        if begun_on is not None and (lora_name, begun_on.lora_digest) in self.leaving_adapters:
+            return Kind(self.compat_digest, begun_on.lora_digest)
         lora_digest = self.lora_digests.get(lora_name)
         return None if lora_digest is None else Kind(self.compat_digest, lora_digest)
+
+    def kinds_for(self, lora_name: str) -> list[Kind]:
+        """That answers for that adapter may have begun on, to go on here."""
+        kind = self.kind_for(lora_name)
+        leaving = [Kind(self.compat_digest, digest) for name, digest in self.leaving_adapters if name == lora_name]
+        return leaving if kind is None else [kind, *leaving]
 
 
 class Load(NamedTuple):

@@ -186,7 +186,7 @@ class WorkerPool:
     def _take_room(self, plan: Plan, request: QueuedRequest, now_s: float) -> TakenRoom:
         handles = self.workers.handles
         decode, prefill = handles[plan.decode], handles[plan.prefill] if plan.prefill is not None else None
-        kind = decode.facts.kind_for(request.needs.lora_name)
+        kind = decode.facts.kind_for(request.needs.lora_name, request.needs.kind)
         assert kind is not None, "it was chosen for having the adapter"
         room = TakenRoom(
             decode,
@@ -214,7 +214,7 @@ class WorkerPool:
         return (
             h
             for h in handles
-            if kind is not None and h.facts.kind_for(lora_name) == kind and needs.are_met_by(h.record)
+            if kind is not None and h.facts.kind_for(lora_name, needs.kind) == kind and needs.are_met_by(h.record)
         )
 
     # -- who fails, and who does well ---------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Adapters that come and go: a folder of them is looked at again and again, and the engine has what is there.
 
     folder ──as it was at the last look──> read (a thread) ──between two steps──> in the engine ──> in the record
-       └─ gone, or another one: out of the record at once; out of the engine two looks later, as soon as nobody uses it
+       └─ gone, or another one: none for new requests at once; out of the engine when nobody uses it, half a minute
+          later: answers that have begun may come from a worker that died. Or two looks later, if another needs its room
 
 Owns what is known of the folder. An adapter is a folder in it, by whose name requests ask for it; others, and names
 that begin with a dot, are nobody's business. What is being copied there is waited for: it is read once two looks have
@@ -13,17 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
+from engine.llm_engine import LLMEngine
 from engine.lora.modules import CONFIG_FILE, NAME, WEIGHTS_FILE
 from engine.lora.table import NoRoomForAdapter
 from rpc.interceptors import log_bug
 
 LOOK_S = 3.0
+LEAVING_S = 30.0
+"""As long as a router's requests wait for a worker of the kind that they have begun on."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +56,8 @@ class LoRAFolder:
         """At the last look, by name."""
         self._done: dict[str, Stamp] = {}
         """Those of them that are in the engine, or cannot be."""
-        self._leaving: list[int] = []
-        """The engine's numbers of those that were leaving at the last look."""
+        self._leaving: dict[int, float] = {}
+        """The engine's numbers of those that were leaving at the last look, and since when."""
         self._waiting: dict[str, bool] = {}
         """For room, as the log has been told, and whether they made some themselves: these come first."""
         self._unseen: set[str] = set()
@@ -79,17 +84,39 @@ class LoRAFolder:
             self._done.pop(name, None)
             self._waiting.pop(name, None)
             await self._take_out(name)
-        for name, stamp in sorted(there.items(), key=lambda item: not self._waiting.get(item[0], False)):
-            if self._done.get(name) != stamp and (not waits or before.get(name) == stamp):
-                self._done[name] = stamp
-                try:
-                    await self._put(name, stamp)
-                except EngineDeadError:
-                    raise
-                except Exception as error:  # the others are none the worse for it
-                    log_bug(error, f"reading the adapter {name!r}")
-        leaving = self._leaving
-        self._leaving = await self._engine.call(lambda engine: engine.free_loras(leaving))
+        coming = [
+            name for name, stamp in there.items()
+            if self._done.get(name) != stamp and (not waits or before.get(name) == stamp)
+        ]  # fmt: skip
+        await self._let_go(num_coming=len(coming))
+        for name in sorted(coming, key=lambda name: not self._waiting.get(name, False)):
+            self._done[name] = there[name]
+            try:
+                await self._put(name, there[name])
+            except EngineDeadError:
+                raise
+            except Exception as error:  # the others are none the worse for it
+                log_bug(error, f"reading the adapter {name!r}")
+        now_s = time.monotonic()
+        for number in await self._engine.call(lambda engine: engine.loras.leaving):
+            self._leaving.setdefault(number, now_s)
+
+    async def _let_go(self, num_coming: int) -> None:
+        """Of those that left long ago, or by the last look where their room is needed; never of what is used."""
+        before_s = time.monotonic() - LEAVING_S
+
+        def free(engine: LLMEngine) -> list[int]:
+            is_needed = engine.loras.num_free < num_coming
+            return engine.free_loras(
+                [number for number, since_s in self._leaving.items() if is_needed or since_s <= before_s]
+            )
+
+        still = await self._engine.call(free)
+        freed = self._leaving.keys() - set(still)
+        for number in freed:
+            del self._leaving[number]
+        if freed:
+            self._on_change()
 
     def _stamps(self) -> dict[str, Stamp]:
         """Of all that look like adapters."""

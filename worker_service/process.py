@@ -398,6 +398,10 @@ class WorkerProcess:
             takes_bad_words=True,
             takes_thinking_budgets=True,
             lora_digests={module.name: module.digest for module in adapters},
+            leaving_loras=[
+                pb.LeavingLoRA(lora_name=module.name, lora_digest=module.digest)
+                for module in self.engine.leaving_adapters
+            ],
             transport=self._args.transport,
             traits=self._traits,
             rival_address=self._registration.rival_address,

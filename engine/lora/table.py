@@ -22,7 +22,7 @@ class NoRoomForAdapter(ValueError):  # noqa: N818 - named for what happened
 
 
 class AdapterTable:
-    """Of one engine. Used by the stepping thread; `served` may be read by any."""
+    """Of one engine. Used by the stepping thread; `served` and `leaving_modules` may be read by any."""
 
     def __init__(self, modules: Sequence[LoRAModule], num_rooms: int) -> None:
         self._fixed = {module.name for module in modules}
@@ -32,7 +32,9 @@ class AdapterTable:
         self.num_rooms = num_rooms
         self.served: tuple[LoRAModule, ...] = ()
         """What new requests may ask for, by name."""
-        self._note_served()
+        self.leaving_modules: tuple[LoRAModule, ...] = ()
+        """What only those get who mean it."""
+        self._note()
 
     def number_and_digest(self, name: str, digest: str) -> tuple[int, str]:
         """Of the adapter of that name, 0 and nothing for none. With a `digest`, the one that has it.
@@ -72,15 +74,20 @@ class AdapterTable:
         self._free.pop()
         self.remove(module.name)
         self._module_of[number], self._served[module.name] = module, number
-        self._note_served()
+        self._note()
         return number
 
     def remove(self, name: str) -> bool:
         """It is served no more. False: nothing happens, as there is none of that name, or one that stays."""
         is_removed = name not in self._fixed and self._served.pop(name, None) is not None
         if is_removed:
-            self._note_served()
+            self._note()
         return is_removed
+
+    @property
+    def num_free(self) -> int:
+        """How many more there is room for."""
+        return len(self._free)
 
     @property
     def leaving(self) -> list[int]:
@@ -92,6 +99,7 @@ class AdapterTable:
         assert number in self.leaving, f"adapter {number} is served"
         del self._module_of[number]
         self._free.append(number)
+        self._note()
 
     def _leaving(self, name: str, digest: str) -> int | None:
         for number in self.leaving:
@@ -100,5 +108,7 @@ class AdapterTable:
                 return number
         return None
 
-    def _note_served(self) -> None:
+    def _note(self) -> None:
+        # In this order: whoever reads both misses none of those that leave just now.
+        self.leaving_modules = tuple(self._module_of[number] for number in self.leaving)
         self.served = tuple(self._module_of[number] for _, number in sorted(self._served.items()))

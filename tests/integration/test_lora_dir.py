@@ -22,6 +22,7 @@ from engine.lora.modules import WEIGHTS_FILE, LoRAModule
 from engine.model_loader import create_engine_config
 from engine.model_loader.model_config import lora_module_of
 from rpc.errors import InvalidRequest, NoWorker
+from tandem.requests import generate_request
 from worker_service import lora_folder
 from worker_service.lora_folder import LoRAFolder
 from worker_service.process import CannotLoad
@@ -128,6 +129,34 @@ async def test_adapters_come_are_exchanged_and_go(
         await ask(tiny_cluster, "poet")
     shutil.rmtree(folder / "sql")
     await wait_until_known(tiny_cluster)
+
+
+async def test_an_answer_whose_worker_died_goes_on_where_its_adapter_is_leaving(
+    tiny_cluster: Cluster, tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_another() -> bool:
+        return bool((await ask(tiny_cluster, "sql")).token_ids != expected.token_ids[:8])
+
+    async def has_left() -> bool:
+        [worker] = (await tiny_cluster.client.status()).workers
+        return not worker.record.leaving_loras
+
+    write(folder / "sql", seed=1)
+    await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=folder, max_loras=2)
+    await tiny_cluster.wait_for_workers("w")
+    expected = await ask(tiny_cluster, "sql", 24)
+    asked = {"model": "sql", "max_tokens": 24, **GREEDY}
+    [begun, *_] = [message async for message in tiny_cluster.client.stream(PROMPT, **asked)]
+    write(folder / "sql", seed=2)
+    await wait_for(is_another, "new requests get another of its name")
+    rest = generate_request(PROMPT, **asked)
+    rest.output_token_ids.extend(expected.token_ids[:8])
+    rest.worker_kind = begun.worker_kind
+    call = tiny_cluster.client._inference.Generate(rest)
+    assert expected.token_ids[8:] == [token_id async for message in call for token_id in message.token_ids]
+    assert not await has_left()
+    monkeypatch.setattr(lora_folder, "LEAVING_S", 0.1)
+    await wait_for(has_left, "nobody needs it any more")
 
 
 async def test_what_cannot_be_served_is_told_of_once_and_harms_nobody(

@@ -140,11 +140,14 @@ class Bench:
         handle.take_record(handle.record)
         self.pool.workers.num_changes += 1
 
-    def tell_adapters(self, handle: WorkerHandle, **lora_digests: str) -> None:
-        """All that a worker has, by name."""
+    def tell_adapters(self, handle: WorkerHandle, *leaving: tuple[str, str], **lora_digests: str) -> None:
+        """All that a worker has, by name; and those that are `leaving`, by name and digest."""
         handle.record.model.lora_names[:] = lora_digests
         handle.record.lora_digests.clear()
         handle.record.lora_digests.update(lora_digests)
+        handle.record.leaving_loras.clear()
+        for name, digest in leaving:
+            handle.record.leaving_loras.add(lora_name=name, lora_digest=digest)
         self.tell(handle)
 
     def take_away(self, handle: WorkerHandle) -> None:

@@ -12,7 +12,7 @@ from lifecycle_bench import PROMPT, Asked, Bench, ScriptedSession, load, settle
 from protos import tandem_worker_pb2 as pb
 from router.request_events import WorkerKey
 from router.served_kind import Kind
-from router.validation.resumption import Resumption, kind_name
+from router.validation.resumption import NOTHING, Resumption, kind_name
 from router.worker_handle import WorkerHandle
 from rpc.errors import NoWorker
 
@@ -205,6 +205,27 @@ async def test_all_answers_to_a_prompt_are_of_one_adapter() -> None:
     assert requests_at(bench, name) == ["1", "2"]
     assert bench.sent(name)[-1].generate.lora_digest == "old"
     await leave(asked, second)
+
+
+async def test_only_what_has_begun_with_an_adapter_that_is_leaving_gets_it() -> None:
+    """Its client may have named it, or have another answer of it; a prefill worker may compute for it, too."""
+    bench = Several(with_prefill=True, worker_wait_s=0.01)
+    for handle in (bench.decode, bench.prefill):
+        bench.tell_adapters(handle, ("sql", "old"), ("sql", "older"), ("poet", "new"), sql="new")
+    for begun, lora_digest in ((Kind("", "older"), "older"), (Kind("", "new"), "new"), (None, "new")):
+        resumption = NOTHING if begun is None else Resumption(token_ids=[5], kind=begun)
+        asked = bench.ask("a", lora_name="sql", resumption=resumption, prompt_token_ids=PROMPT)
+        await settle()
+        reserve = bench.sent("d")[-1].reserve
+        assert (reserve.lora_name, reserve.lora_digest) == ("sql", lora_digest)
+        await leave(asked)
+    gone = Resumption(token_ids=[5], kind=Kind("", "older"))
+    for other in ("poet", "third"):
+        with pytest.raises(NoWorker):
+            await bench.ask("b", lora_name=other, resumption=gone).task
+    assert set(bench.decode.facts.kinds_for("sql")) == {Kind("", digest) for digest in ("new", "old", "older")}
+    assert bench.decode.facts.kinds_for("poet") == [Kind("", "new")]
+    assert bench.decode.facts.kinds_for("") == [Kind("")]
 
 
 async def test_of_a_stream_whose_client_names_no_kind_what_is_cached_is_known() -> None:
