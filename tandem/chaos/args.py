@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.config import EngineArgs
 from engine.lora.modules import check_lora_folder, parse_lora_modules
+from tandem.chaos.exchanged import adapters_in
 
 ENGINE: dict[str, Any] = {"num_kv_blocks": 256, "kv_offloading_size": 0.2, "max_model_len": 2048}
 """Settings of workers that are not given. So few blocks that some of what was computed has to go to host memory, and
@@ -24,6 +26,8 @@ class SoakArgs:
     num_routers: int = 1
     num_gateways: int = 1
     transport: str = "grpc"
+    lora_dir: str = ""
+    """Of adapters that are exchanged for one another. Empty: none are."""
     engine: EngineArgs = field(default_factory=lambda: EngineArgs(**ENGINE))
     """Of the workers. Requests select its adapters."""
 
@@ -38,3 +42,8 @@ class SoakArgs:
                 raise ValueError(f"{flag} must be in [1, 16], is {value}")
         for name, folder in parse_lora_modules(self.engine.lora_modules).items():
             check_lora_folder(name, folder)
+        self.adapters_to_exchange()
+
+    def adapters_to_exchange(self) -> dict[str, Path]:
+        """Their folders, by name."""
+        return adapters_in(Path(self.lora_dir).expanduser()) if self.lora_dir else {}

@@ -38,6 +38,8 @@ class FaultKind(Enum):
     """Every packet comes later."""
     BURST = "bursts"
     """Many requests at once, more than the queue takes."""
+    EXCHANGE = "adapters exchanged"
+    """A name gets the files of another adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Fault:
     at_s: float
     kind: FaultKind
     target: str
-    """A process; "clients" for a burst."""
+    """A process; "clients" for a burst, "adapters" for an exchange."""
     duration_s: float
 
 
@@ -53,10 +55,14 @@ GRACE_S = 5.0
 """Of those that are told to leave, for what they have."""
 RECOVERY_S = 12.0
 """Until a killed worker has certainly been started again, on a busy machine."""
+EXCHANGE_S = 5.0
+"""From one exchange to the next: workers have heard of the first, most of the time."""
 MEAN_INTERVAL_S = 1.8
 DOOR_INTERVAL_S = 15.0
 DOORS = ("router", "gateway")
 """Roles of those that clients come to."""
+_AROUND = (*DOORS, "redis", "clients")
+"""Roles of what stands around workers."""
 _ON_WORKERS = (
     FaultKind.KILL, FaultKind.LEAVE, FaultKind.STOP, FaultKind.PARTITION, FaultKind.MUTE, FaultKind.DEAFEN,
     FaultKind.RESET, FaultKind.RESET, FaultKind.SLOW,
@@ -65,7 +71,7 @@ _ON_REDIS = (FaultKind.KILL, FaultKind.STOP)
 _ON_DOORS = (FaultKind.KILL, FaultKind.LEAVE)
 _LASTS_S = {
     FaultKind.KILL: RECOVERY_S, FaultKind.LEAVE: GRACE_S + RECOVERY_S, FaultKind.RESET: 0.0, FaultKind.DAMAGE: 0.5,
-    FaultKind.BURST: 3.0,
+    FaultKind.BURST: 3.0, FaultKind.EXCHANGE: EXCHANGE_S,
 }  # fmt: skip
 """How long it keeps its target from being whole; of the others a multiple of the lease."""
 
@@ -78,15 +84,16 @@ def plan_faults(
     *,
     doors: Sequence[str] = DOORS,
     can_damage: bool = True,
+    can_exchange: bool = False,
 ) -> list[Fault]:
     """Faults on `workers` ("prefill-1", "decode-2", …), `doors` ("router", or "router-1", "router-2", …, and gateways
-    likewise), "redis" and "clients" within `seconds`.
+    likewise), "redis", "clients" and "adapters" within `seconds`.
 
     The same arguments give the same plan. The first comes after a second. `can_damage`: KV travels where it can be
-    reached.
+    reached. `can_exchange`: there are adapters for it.
     """
     dice = random.Random(seed)
-    impaired_until_s = dict.fromkeys([*workers, "redis", "clients"], 0.0)
+    impaired_until_s = dict.fromkeys([*workers, "redis", "clients", *(["adapters"] if can_exchange else [])], 0.0)
     impaired_until_s |= dict.fromkeys(doors, 0.0)
     # One of which there is no other is left alone at first.
     impaired_until_s |= {
@@ -107,8 +114,8 @@ def plan_faults(
 
 
 def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: float, *, can_damage: bool) -> Fault:
-    # Workers, where the state is, four times as often as what stands around them.
-    target = dice.choices(targets, [1 if role_of(t) in (*DOORS, "redis", "clients") else 4 for t in targets])[0]
+    # Workers, where the state is, and their adapters four times as often as what stands around them.
+    target = dice.choices(targets, [1 if role_of(t) in _AROUND else 4 for t in targets])[0]
     match role_of(target):
         case "router" | "gateway":
             kind = dice.choice(_ON_DOORS)
@@ -116,6 +123,8 @@ def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: flo
             kind = dice.choice(_ON_REDIS)
         case "clients":
             kind = FaultKind.BURST
+        case "adapters":
+            kind = FaultKind.EXCHANGE
         case _:
             has_kv = can_damage and role_of(target) == "decode"
             kind = dice.choice(_ON_WORKERS + (FaultKind.DAMAGE,) * 2 * has_kv)

@@ -17,21 +17,23 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
 
 from router.policy import PolicyConfig
 from rpc.errors import TandemError
 from tandem.chaos.args import SoakArgs
 from tandem.chaos.asked import DEADLINE_S, Asked, Heard
+from tandem.chaos.exchanged import KNOWN_S, ExchangedAdapters
 from tandem.chaos.faults import GRACE_S, Fault, FaultKind, plan_faults
 from tandem.chaos.load import Load
 from tandem.chaos.proxy import Direction, FaultyProxy
 from tandem.chaos.verdict import Absence, Absences, Verdict, judge, needs_check
 from tandem.client import AsyncClient
-from tandem.cluster import Cluster
+from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
 from tandem.supervision import ProcessEvent, RestartPolicy, describe_exit
 from tandem.tables import not_at_rest
@@ -46,6 +48,8 @@ REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
 LEAVES_S = GRACE_S + 15.0
 """Until a process that was told to leave has done so, on a busy machine."""
 CHECKS_AT_ONCE = 16
+_Adapters: TypeAlias = dict[str, dict[str, str]]
+"""By worker the digests of its adapters, by router the kinds of workers that their requests go to, each by name."""
 NUM_TOLD_APART = 8
 """Of what each adapter was asked: so much is asked of the model itself, too."""
 
@@ -97,8 +101,13 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
 
     Raises `ClusterError` where the cluster cannot be started or a process dies again and again.
     """
+    adapters = args.adapters_to_exchange()
+    room = args.engine.max_loras or (2 * len(adapters) + 2 if adapters else 0)
+    links = TemporaryDirectory(prefix="tandem-chaos-adapters-")
+    exchanged = ExchangedAdapters(adapters, links.name)
     cluster_args = ClusterArgs(
-        engine=args.engine,
+        engine=replace(args.engine, max_loras=room),
+        lora_dir=links.name if adapters else "",
         policy=PolicyConfig(learn_costs=False),  # what is to be broken is KV on its way
         num_prefill=args.num_prefill,
         num_decode=args.num_decode,
@@ -137,9 +146,12 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
         async with cluster:
             async with AsyncClient(cluster.router_address) as client:
                 info = await client.model_info()
+            if unserved := sorted(set(adapters) - set(info.lora_names)):
+                raise ClusterError(f"adapter {unserved[0]!r} is not served: the workers' log says why")
             load = Load(cluster.router_address, cluster.http_address, args.seed, info)
-            return await _Soak(args, cluster, proxies, load, say, exits).run()
+            return await _Soak(args, cluster, proxies, load, say, exits, exchanged).run()
     finally:
+        links.cleanup()
         for proxy in proxies.values():
             proxy.close()
 
@@ -153,6 +165,7 @@ class _Soak:
         load: Load,
         say: Callable[[str], None],
         exits: _Exits,
+        exchanged: ExchangedAdapters,
     ) -> None:
         """`load`: closed here."""
         self._args = args
@@ -165,17 +178,21 @@ class _Soak:
         self._routers, self._gateways = cluster.args.router_names, cluster.args.gateway_names
         self._absences: dict[str, list[Absence]] = {name: [] for name in (*self._routers, *self._gateways)}
         self._load = load
+        self._exchanged = exchanged
 
     async def run(self) -> Report:
         try:
+            adapters = await self._adapters()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._load.run(NUM_CLIENTS))
                 await self._hurt()
                 self._load.end()
+            self._exchanged.restore()
             rested_s, leaks = await self._wait_until_at_rest()
+            leaks += await self._wait_for_adapters(adapters)
             self._say(f"{len(self._load.history)} requests have ended; now each of them again, without faults")
-            expected = await self._run_again(asked for asked in self._load.history if needs_check(asked))
-            of_model = await self._run_again(self._told_apart(), of_model_itself=True)
+            expected, of_others = await self._answers_again()
+            of_model = await self._run_again((asked, "") for asked in self._told_apart())
             async with AsyncClient(self._cluster.router_address) as client:
                 num_loaded_tokens = sum(worker.num_loaded_tokens for worker in (await client.status()).workers)
         finally:
@@ -183,7 +200,7 @@ class _Soak:
         return Report(
             args=self._args,
             num_faults=self._num_faults,
-            verdict=judge(self._load.history, expected, self._all_absences(), of_model),
+            verdict=judge(self._load.history, expected, self._all_absences(), of_model, of_others),
             wrong_exits=self._wrong_exits,
             rest_s=rested_s,
             num_loaded_tokens=num_loaded_tokens,
@@ -205,6 +222,7 @@ class _Soak:
             LEASE_MS / 1000,
             doors=[*self._routers, *self._gateways],
             can_damage=self._args.transport == "grpc",
+            can_exchange=bool(self._exchanged.names),
         )
         start_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
@@ -222,6 +240,8 @@ class _Soak:
         match fault.kind:
             case FaultKind.BURST:
                 await self._load.burst(BURST_REQUESTS)
+            case FaultKind.EXCHANGE:
+                self._exchanged.exchange()
             case FaultKind.KILL:
                 now_s = time.monotonic()
                 self._signal(fault.target, signal.SIGKILL)
@@ -297,16 +317,48 @@ class _Soak:
                     return waited_s, leaks
                 await asyncio.sleep(0.1)  # an audit is asked for, nobody tells
 
-    async def _run_again(self, history: Iterable[Asked], *, of_model_itself: bool = False) -> dict[int, list[Heard]]:
-        """By number: the answers to each request, now that nothing fails; of whom it was asked, or all of the model
-        itself."""
+    async def _wait_for_adapters(self, there: _Adapters) -> list[str]:
+        """Until workers and routers know of these again; who did not after as long as may be."""
+        end_s = time.monotonic() + KNOWN_S
+        while (now := await self._adapters()) != there:
+            if time.monotonic() > end_s:
+                return [f"{name} has other adapters than its folder" for name in there if now.get(name) != there[name]]
+            await asyncio.sleep(0.1)  # they are asked, nobody tells
+        return []
+
+    async def _adapters(self) -> _Adapters:
+        adapters: _Adapters = {}
+        for router in self._routers:
+            async with AsyncClient(self._cluster.address_of(router)) as client:
+                for worker in (await client.status()).workers:
+                    adapters[worker.record.worker_id] = dict(worker.record.lora_digests)
+                adapters[router] = {name: await _kind_of(name, client) for name in self._exchanged.names}
+        return adapters
+
+    async def _answers_again(self) -> tuple[dict[int, list[Heard]], dict[int, list[list[Heard]]]]:
+        """By number: the answers to each request that had any, now that nothing fails. And those of other adapters that
+        may have answered it, as their files were exchanged."""
+        needing = [asked for asked in self._load.history if needs_check(asked)]
+        whose = {asked.number: self._exchanged.those_of(asked) for asked in needing}
+        expected = await self._run_again((asked, whose[asked.number][0]) for asked in needing)
+        of_others: dict[int, list[list[Heard]]] = {}
+        for turn in range(1, len(self._exchanged.names)):
+            answers = await self._run_again(
+                (asked, whose[asked.number][turn]) for asked in needing if turn < len(whose[asked.number])
+            )
+            for number, heard in answers.items():
+                of_others.setdefault(number, []).append(heard)
+        return expected, of_others
+
+    async def _run_again(self, requests: Iterable[tuple[Asked, str]]) -> dict[int, list[Heard]]:
+        """By number: the answers of that model, or adapter, now."""
         turns = asyncio.Semaphore(CHECKS_AT_ONCE)
 
-        async def again(asked: Asked) -> tuple[int, list[Heard]]:
+        async def again(asked: Asked, model: str) -> tuple[int, list[Heard]]:
             async with turns:
-                return asked.number, await self._load.again(asked, "" if of_model_itself else asked.model)
+                return asked.number, await self._load.again(asked, model)
 
-        return dict(await asyncio.gather(*(again(asked) for asked in history)))
+        return dict(await asyncio.gather(*(again(asked, model) for asked, model in requests)))
 
     def _told_apart(self) -> list[Asked]:
         """Of each adapter some requests that have answers."""
@@ -340,6 +392,12 @@ _FROZEN = {
 }
 _LASTING = (FaultKind.STOP, FaultKind.SLOW, *_FROZEN)
 assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blocks are called a leak"
+
+
+async def _kind_of(adapter: str, client: AsyncClient) -> str:
+    """Of the workers that new requests for it go to."""
+    async with aclosing(client.stream([1], model=adapter, max_tokens=1)) as messages:
+        return (await anext(messages)).worker_kind
 
 
 async def _what_is_not_at_rest(client: AsyncClient, num_workers: int) -> list[str]:

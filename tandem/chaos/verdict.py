@@ -117,9 +117,11 @@ def judge(
     expected: Mapping[int, list[Heard]],
     absences: Absences,
     of_model: Mapping[int, list[Heard]] | None = None,
+    of_others: Mapping[int, Sequence[list[Heard]]] | None = None,
 ) -> Verdict:
     """`expected`: by number, the answers in a run without faults, for every request that `needs_check`. `of_model`: the
-    same of some that an adapter was asked, as the model itself answers them.
+    same of some that an adapter was asked, as the model itself answers them. `of_others`: as other adapters answer
+    them, whose files were, or had been, under the name that was asked; all of a request's answers are one adapter's.
 
     No stream may break off, but those over HTTP do with their gateway, if it is killed, or leaves and may wait no
     longer. A client may have to ask for the rest of one only by an absence of a router, and a request be refused with
@@ -139,8 +141,9 @@ def judge(
         counts["resumed"] += asked.num_resumed > 0
         if needs_check(asked):
             counts["checked"] += asked.num_tokens
-        wanted = expected[asked.number] if needs_check(asked) else []
-        if fault := _fault_of(asked, wanted, absences):
+        wanted = [expected[asked.number], *(of_others or {}).get(asked.number, ())] if needs_check(asked) else [[]]
+        faults = [_fault_of(asked, each, absences) for each in wanted]
+        if fault := faults[0] if all(faults) else None:
             what, why = fault
             counts[what] += 1
             to_whom = f" to {asked.model}" if asked.model else ""

@@ -28,6 +28,7 @@ from tandem.stderr import tell
         "tandem chaos --transport nixl",
         "tandem chaos --routers 2 --gateways 2",
         "tandem chaos --lora-modules sql=/models/sql-adapter",
+        "tandem chaos --lora-dir /models/adapters",
         "tandem chaos --model ~/models/Qwen3-0.6B --tensor-parallel-size 2 --quantization int8",
     ),
 )
@@ -40,6 +41,9 @@ from tandem.stderr import tell
 @click.option("--gateways", "num_gateways", type=int, default=1, show_default=True, help="Number of HTTP gateways.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
               help="How KV moves. Only with grpc can it be damaged in transit.")  # fmt: skip
+@click.option("--lora-dir", default="",
+              help="Folder of two LoRA adapters or more, in PEFT's layout. Workers follow one of links to them, which "
+                   "are exchanged for one another while requests ask for them.")  # fmt: skip
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
 @json_option
 @options_of(EngineArgs, defaults=ENGINE, leave_out={"seed"})
@@ -53,13 +57,14 @@ def chaos(
     num_routers: int,
     num_gateways: int,
     transport: str,
+    lora_dir: str,
     **options: Any,
 ) -> None:
     """Start a cluster, put load on it, and meanwhile kill, stop, disconnect, corrupt and overload it.
 
     Requests come over gRPC and, through a gateway, over HTTP (completions and chats); with --lora-modules they select
-    adapters. Workers, routers, gateways and Redis are killed, or told to leave; networks fail in both directions or in
-    one.
+    adapters, and with --lora-dir others, which are exchanged for one another meanwhile. Workers, routers, gateways and
+    Redis are killed, or told to leave; networks fail in both directions or in one.
 
     Then check that every request ended once, in one of the ways it may, that every answer has the tokens and the text
     of a run without faults, and the logprobs where they were asked for, and that every KV block came back. No stream
@@ -86,6 +91,7 @@ def chaos(
             num_routers=num_routers,
             num_gateways=num_gateways,
             transport=transport,
+            lora_dir=lora_dir,
             engine=engine,
         )
     except ValueError as error:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from rpc.errors import NoWorker, Unreachable
 from tandem.chaos import soak
+from tandem.chaos.exchanged import ExchangedAdapters
 from tandem.chaos.faults import Fault, FaultKind
 from tandem.chaos.soak import _what_is_not_at_rest
 from tandem.chaos.verdict import Verdict
@@ -23,6 +24,8 @@ from tandem.cluster import ClusterError
 from tandem.cluster_args import ClusterArgs
 from tandem.process_run import ProcessSpec
 from tandem.supervision import SupervisedProcess
+
+NO_ADAPTERS = ExchangedAdapters({}, "")
 
 
 def chaos_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raises: BaseException) -> tuple[Result, str]:
@@ -122,7 +125,7 @@ async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -
     assert process.stdout is not None
     await process.stdout.readline()
     cluster = SimpleNamespace(pids={"decode-1": process.pid}, args=ClusterArgs())
-    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, soak._Exits())  # type: ignore[arg-type]
+    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, soak._Exits(), NO_ADAPTERS)  # type: ignore[arg-type]
     stopped = asyncio.create_task(hurt._inflict(Fault(0.0, FaultKind.STOP, "decode-1", 60.0), 0.0))
     await asyncio.sleep(0)
     stopped.cancel()
@@ -168,7 +171,7 @@ async def test_one_that_is_told_to_leave_does_so_as_it_should(
     process.start()
     pid = await process.wait_running()
     cluster = SimpleNamespace(pids={"gateway": pid}, args=ClusterArgs(http_port=0))
-    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, exits)  # type: ignore[arg-type]
+    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, exits, NO_ADAPTERS)  # type: ignore[arg-type]
     await hurt._inflict(Fault(0.0, FaultKind.LEAVE, "gateway", 17.0), 0.0)
     assert await process.wait_running(unlike_pid=pid), "it is started again"
     await process.stop(0.0)

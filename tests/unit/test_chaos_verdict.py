@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rpc.errors import DeadlinePassed, InternalError, NoWorker, Overloaded, TandemError, Unreachable
 from tandem.answer import StreamBroken
 from tandem.chaos.asked import Asked, Ending, Heard, Way
-from tandem.chaos.faults import DOORS, GRACE_S, RECOVERY_S, FaultKind, plan_faults
+from tandem.chaos.faults import DOORS, EXCHANGE_S, GRACE_S, RECOVERY_S, FaultKind, plan_faults
 from tandem.chaos.load import ending_of
 from tandem.chaos.verdict import Absence, Absences, Verdict, judge
 
@@ -224,6 +225,23 @@ def test_an_adapter_that_answers_as_its_model_is_not_told_apart(of_model: list[i
 
 
 @pytest.mark.parametrize(
+    ("answers", "is_one_s"),
+    [
+        ([[1, 2, 3], [1, 2]], True),
+        ([[7, 8], [9]], True),
+        ([[1, 2, 3], [9]], False),
+        ([[7, 8, 3], [9]], False),
+        ([[7, 8], [1, 2]], False),
+    ],
+)
+def test_where_adapters_were_exchanged_all_answers_are_those_of_one(answers: list[list[int]], is_one_s: bool) -> None:
+    asked = asked_of(*answers, ending=Ending.ANSWERED, model="sql")
+    now, before = ([Heard([1, 2, 3]), Heard([1, 2])], [Heard([7, 8]), Heard([9])])
+    verdict = judge([asked], {0: now}, Absences(), of_others={0: [before]})
+    assert bool(verdict.findings) is not is_one_s
+
+
+@pytest.mark.parametrize(
     ("error", "num_tokens", "ending"),
     [
         (DeadlinePassed(), 0, Ending.HUNG),
@@ -250,7 +268,7 @@ SEVERAL = ("router-1", "router-2", "gateway-1", "gateway-2")
 def test_of_each_role_one_is_whole_at_any_moment(doors: tuple[str, ...], seed: int) -> None:
     plan = plan_faults(seed, 300, WORKERS, 2.0, doors=doors)
     assert plan == plan_faults(seed, 300, WORKERS, 2.0, doors=doors)
-    assert {fault.kind for fault in plan} == set(FaultKind)
+    assert {fault.kind for fault in plan} == set(FaultKind) - {FaultKind.EXCHANGE}
     assert {fault.kind for fault in plan if fault.target in doors} == {FaultKind.KILL, FaultKind.LEAVE}
     assert {fault.target for fault in plan} == {*WORKERS, *doors, "redis", "clients"}
     for number, fault in enumerate(plan):
@@ -258,6 +276,15 @@ def test_of_each_role_one_is_whole_at_any_moment(doors: tuple[str, ...], seed: i
         for later in plan[number + 1 :]:
             is_peer = later.target != fault.target and later.target.split("-")[0] == fault.target.split("-")[0]
             assert not is_peer or later.at_s >= fault.at_s + lasts_s
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_adapters_are_exchanged_where_there_are_any(seed: int) -> None:
+    plan = plan_faults(seed, 300, WORKERS, 2.0, can_exchange=True)
+    exchanges = [fault for fault in plan if fault.kind is FaultKind.EXCHANGE]
+    assert {fault.target for fault in exchanges} == {"adapters"}
+    assert len(exchanges) > 20
+    assert all(later.at_s - fault.at_s > EXCHANGE_S for fault, later in pairwise(exchanges))
 
 
 def test_where_kv_cannot_be_reached_it_is_not_damaged() -> None:

@@ -1,0 +1,83 @@
+"""Adapters whose files are exchanged while requests ask for them by name.
+
+    sql  ──> /models/adapters/sql       exchange       sql  ──> /models/adapters/poet
+    poet ──> /models/adapters/poet     ─────────>      poet ──> /models/adapters/poet
+
+Owns a folder of links, which workers follow (--lora-dir), and what it said when. A name gets another's files at once;
+workers have them seconds later, and each at another moment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine.lora.modules import check_lora_folder
+from tandem.chaos.asked import Asked
+
+KNOWN_S = 30.0
+"""For so long after an exchange somebody may have the files from before: a worker that was cut off, or stood still, has
+to be there again, look at the folder, and read."""
+
+
+def adapters_in(folder: Path) -> dict[str, Path]:
+    """By name. Raises `ValueError` where it does not hold two that look like adapters."""
+    if not folder.is_dir():
+        raise ValueError(f"--lora-dir: there is no folder {folder}")
+    found = {each.name: each.resolve() for each in sorted(folder.iterdir()) if not each.name.startswith(".")}
+    if len(found) < 2:
+        raise ValueError(f"--lora-dir must hold two adapters or more, to be exchanged; {folder} holds {len(found)}")
+    for name, each in found.items():
+        check_lora_folder(name, each)
+    return found
+
+
+class ExchangedAdapters:
+    """Those of a folder, under their own names at first."""
+
+    def __init__(self, adapters: Mapping[str, Path], links: str) -> None:
+        """`links`: an empty folder."""
+        self._adapters = dict(adapters)
+        self._links = Path(links)
+        self._said: dict[str, list[tuple[float, str]]] = {name: [] for name in adapters}
+        """Under each name: since when whose files are there."""
+        self._turn = 0
+        self.restore()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._adapters)
+
+    def exchange(self) -> tuple[str, str]:
+        """One name's files, in turn, for the next one's. Returns the name, and whose they are now."""
+        names = self.names
+        name = names[self._turn % len(names)]
+        self._turn += 1
+        _, now = self._said[name][-1]
+        whose = names[(names.index(now) + 1) % len(names)]
+        self._link(name, whose)
+        return name, whose
+
+    def restore(self) -> None:
+        """Each name has its own files again."""
+        for name in self._adapters:
+            self._link(name, name)
+
+    def those_of(self, asked: Asked) -> list[str]:
+        """Whose files may have answered: those that are under its adapter's name first."""
+        said = self._said.get(asked.model, [(0.0, asked.model)])
+        gone_s = [*(since_s for since_s, _ in said[1:]), float("inf")]
+        maybe = [
+            whose
+            for (since_s, whose), until_s in zip(said, gone_s, strict=True)
+            if since_s <= asked.ended_s and asked.began_s <= until_s + KNOWN_S
+        ]
+        return list(dict.fromkeys(reversed(maybe)))
+
+    def _link(self, name: str, whose: str) -> None:
+        new = self._links / f".{name}"
+        new.symlink_to(self._adapters[whose], target_is_directory=True)
+        os.replace(new, self._links / name)
+        self._said[name].append((time.monotonic(), whose))
