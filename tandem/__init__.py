@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from engine.async_llm_engine import EngineDeadError
     from engine.config import EngineArgs
-    from engine.sampling_params import SamplingParams
     from rpc.tls import ClientTLS
     from tandem.answer import Answer, StreamBroken
     from tandem.async_llm import AsyncEngineArgs, AsyncLLM
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
     from tandem.prompts import TextPrompt, TokensPrompt
-    from tandem.sampling_params import RequestOutputKind
+    from tandem.sampling_params import RequestOutputKind, SamplingParams
     from tandem.structured_outputs import StructuredOutputsParams
 
     __version__: str
@@ -40,7 +39,7 @@ _HOME = {
     "AsyncLLM": "tandem.async_llm",
     "EngineDeadError": "tandem.async_llm",
     "EngineArgs": "engine.config",
-    "SamplingParams": "tandem.llm",
+    "SamplingParams": "tandem.sampling_params",
     "Answer": "tandem.answer",
     "StreamBroken": "tandem.answer",
     "AsyncClient": "tandem.client",

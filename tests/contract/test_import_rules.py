@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import tandem
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,3 +117,18 @@ print(*sorted(set({sorted(NEVER_FROM_OUTSIDE[package])!r}) & sys.modules.keys())
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
+
+
+def test_a_type_checker_sees_what_is_imported_from_tandem() -> None:
+    """`tandem` names everything twice: for type checkers, and for whoever runs it, when it is first used."""
+    source = ast.parse((ROOT / "tandem" / "__init__.py").read_text())
+    (seen,) = [node for node in source.body if isinstance(node, ast.If)]
+    homes = {
+        alias.name: node.module
+        for node in seen.body
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != "typing"
+        for alias in node.names
+    }
+    assert homes.keys() == {*tandem.__all__} - {"__version__"}
+    for name, home in homes.items():
+        assert getattr(tandem, name) is getattr(importlib.import_module(home), name), name
