@@ -64,7 +64,7 @@ class _Up(click.Command):
 
 @click.command(
     cls=_Up,
-    short_help="Start router, workers and Redis on this machine.",
+    short_help="Start Redis, router, workers and gateway on this machine.",
     epilog=examples(
         "tandem up                              # then, in another terminal:",
         "tandem generate --chat 'Hello!'",
