@@ -22,11 +22,10 @@ PROGRAMS = {
 INTRODUCTION = """\
 # Configuration
 
-Every flag of `tandem up` and of the processes that it starts, generated from the programs themselves (`make docs`); each
-one's `--help` shows the same, and other commands have a `--help` of their own. A flag can also be set by its
-environment variable; the flag wins. `tandem up` passes all settings on as flags, and those that may hold a password
-(keys, Redis' URL) as environment variables. So the environment in which it is started changes none of its processes
-unnoticed.
+Every flag of `tandem up` and of the processes that it starts, generated from the programs themselves (`make docs`);
+`--help` shows the same, and that of other commands their flags. A flag can also be set by its environment variable; the
+flag wins. `tandem up` passes all settings on as flags, and those that may hold a password (keys, Redis' URL) as
+environment variables. So the environment in which it is started changes none of its processes unnoticed.
 """
 
 
