@@ -197,7 +197,7 @@ class Lifecycle:
     @property
     def _kind_begun_on(self) -> Kind | None:
         """Of those that the client has an answer of, this one or the first to its prompt: all are to be of one kind."""
-        if self._state.token_ids:
+        if self._state.token_ids or self._asked.resumption.kind is not None:
             return self._kind
         return None if self._after is None else self._after._kind_begun_on
 

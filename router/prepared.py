@@ -22,7 +22,7 @@ from router.text.tool_calls import CallIds
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.prompt import TokenizedPrompt, tokenize_prompt
 from router.validation.request import ValidatedRequest, check_prompt_length, compile_grammar
-from router.validation.resumption import NOTHING, Resumption, kind_name, resumption_of
+from router.validation.resumption import Resumption, kind_name, resumption_of
 from router.validation.sampling import resolve_sampling
 from router.validation.thinking import thinking_budget_of
 from router.worker_pool import WorkerPool
@@ -145,12 +145,17 @@ class PreparedRequest:
             form = asked.grammar(added_ids(asked.words)).text
         return self._reasoning.grammar(form, tokens=added_ids(self._reasoning.words), is_calls=asked.holds)
 
+    def _kind_of_others(self, pool: WorkerPool) -> Kind | None:
+        """That answers have begun on which the client has something of, or all: this one is to be of it, too."""
+        named = (begun.worker_kind for begun in self._validated.begun.values() if begun.worker_kind)
+        return _kind_of(next(named, ""), self._validated.lora_name, pool)
+
     async def _resumption(
         self, index: int, pool: WorkerPool, detokenizer: IncrementalDetokenizer, reader: AnswerReader | None
     ) -> Resumption:
         begun = self._validated.begun.get(index)
         if begun is None or not begun.token_ids:
-            return NOTHING
+            return Resumption(kind=self._kind_of_others(pool))
         return await asyncio.to_thread(  # milliseconds for every hundred tokens
             resumption_of,
             begun,

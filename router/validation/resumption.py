@@ -42,7 +42,7 @@ class Resumption:
     token_ids: Sequence[int] = ()
     """Of the answer, that the client has, with their text."""
     kind: Kind | None = None
-    """Of the workers that computed them. None: any may go on."""
+    """Of the workers that computed them, or other answers to the prompt. None: any may go on."""
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
     """Why nothing follows, where nothing does: only the last message was lost."""
 

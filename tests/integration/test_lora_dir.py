@@ -154,6 +154,11 @@ async def test_an_answer_whose_worker_died_goes_on_where_its_adapter_is_leaving(
     rest.worker_kind = begun.worker_kind
     call = tiny_cluster.client._inference.Generate(rest)
     assert expected.token_ids[8:] == [token_id async for message in call for token_id in message.token_ids]
+    second = generate_request(PROMPT, n=2, **asked)
+    second.answers_so_far.add(sequence=0, worker_kind=begun.worker_kind, is_complete=True)
+    call = tiny_cluster.client._inference.Generate(second)
+    said = [(message.sequence, token_id) async for message in call for token_id in message.token_ids]
+    assert said == [(1, token_id) for token_id in expected.token_ids], "all answers to a prompt are of one adapter"
     assert not await has_left()
     monkeypatch.setattr(lora_folder, "LEAVING_S", 0.1)
     await wait_for(has_left, "nobody needs it any more")

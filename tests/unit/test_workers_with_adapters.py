@@ -212,8 +212,13 @@ async def test_only_what_has_begun_with_an_adapter_that_is_leaving_gets_it() -> 
     bench = Several(with_prefill=True, worker_wait_s=0.01)
     for handle in (bench.decode, bench.prefill):
         bench.tell_adapters(handle, ("sql", "old"), ("sql", "older"), ("poet", "new"), sql="new")
-    for begun, lora_digest in ((Kind("", "older"), "older"), (Kind("", "new"), "new"), (None, "new")):
-        resumption = NOTHING if begun is None else Resumption(token_ids=[5], kind=begun)
+    older, new = Kind("", "older"), Kind("", "new")
+    for resumption, lora_digest in (
+        (Resumption(token_ids=[5], kind=older), "older"),
+        (Resumption(kind=older), "older"),
+        (Resumption(token_ids=[5], kind=new), "new"),
+        (NOTHING, "new"),
+    ):
         asked = bench.ask("a", lora_name="sql", resumption=resumption, prompt_token_ids=PROMPT)
         await settle()
         reserve = bench.sent("d")[-1].reserve
