@@ -11,7 +11,6 @@ A key says who may call, and TLS that nobody else reads it: without, it travels 
 from __future__ import annotations
 
 import hmac
-import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
@@ -20,8 +19,6 @@ import grpc
 
 from rpc.errors import Unauthenticated
 from rpc.interceptors import with_behavior
-
-_log = logging.getLogger(__name__)
 
 KEY_METADATA = "authorization"
 HOW_TO_GIVE = "the API key is missing or wrong: it is metadata, authorization: Bearer KEY"
