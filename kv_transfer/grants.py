@@ -24,7 +24,7 @@ it could still reach are not free until it has said that it is done, or until on
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -129,8 +129,8 @@ class GrantTable:
     lease_s: float
     counters: GrantCounters = field(default_factory=GrantCounters)
     _entries: dict[int, _Entry] = field(default_factory=dict)
-    _tombstones: dict[int, _Tombstone] = field(default_factory=dict)
-    _tombstone_order: deque[int] = field(default_factory=deque)
+    _tombstones: OrderedDict[int, _Tombstone] = field(default_factory=OrderedDict)
+    """By grant id; the first to expire first."""
     _owners: dict[Hashable, _Owner] = field(default_factory=dict)
     """Those with a live grant."""
     _lost: dict[int, None] = field(default_factory=dict)
@@ -197,8 +197,8 @@ class GrantTable:
             assert entry.lost_s is not None
             if now_s - entry.lost_s >= self.lease_s:
                 freed += self._end_attachment(entry)
-        while self._tombstone_order and self._tombstones[self._tombstone_order[0]].expires_s <= now_s:
-            del self._tombstones[self._tombstone_order.popleft()]
+        while self._tombstones and next(iter(self._tombstones.values())).expires_s <= now_s:
+            self._tombstones.popitem(last=False)
         return freed
 
     def next_expiry_s(self) -> float | None:
@@ -208,8 +208,8 @@ class GrantTable:
         deadlines = [held.seen_s + self.lease_s for held in self._owners.values()]
         lost = [self._entries[grant_id].lost_s for grant_id in self._lost]
         deadlines += [lost_s + self.lease_s for lost_s in lost if lost_s is not None]
-        if self._tombstone_order:
-            deadlines.append(self._tombstones[self._tombstone_order[0]].expires_s)
+        if self._tombstones:
+            deadlines.append(next(iter(self._tombstones.values())).expires_s)
         return min(deadlines, default=None)
 
     # -- senders --
@@ -297,15 +297,12 @@ class GrantTable:
         self._end_attachment(entry)
         del self._entries[grant_id]
         self._tombstones[grant_id] = _Tombstone(epoch, now_s + self.lease_s)
-        self._tombstone_order.append(grant_id)
         self._disown(entry.grant)
         return CommitResult.COMMITTED
 
     def forget_commit(self, grant_id: int) -> None:
         """The caller did not want what it was handed by `finish_commit`: a repeated Commit is to find no grant."""
-        tombstone = self._tombstones.get(grant_id)
-        if tombstone is not None:
-            tombstone.epoch = 0
+        self._tombstones.pop(grant_id, None)
 
     # -- views --
 
@@ -316,8 +313,7 @@ class GrantTable:
 
     def state(self, grant_id: int) -> GrantState | None:
         """None: never made, freed, or forgotten."""
-        tombstone = self._tombstones.get(grant_id)
-        if tombstone is not None and tombstone.epoch:
+        if grant_id in self._tombstones:
             return GrantState.COMMITTED
         entry = self._entries.get(grant_id)
         return None if entry is None else entry.state
