@@ -116,7 +116,7 @@ def check_layers_are_announced(config: EngineConfig) -> None:
 
     bench = Bench(config, on_layer_written)
     seq = bench.sequence(random_tokens(8, seed=1))
-    export = BlockExport("r", 0, 2, tuple(seq.block_table[:2]), True)
+    export = BlockExport("r", 0, tuple(seq.block_table[:2]))
     bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 8)], [export])).wait()
     assert seen == [0, 1, 2]
     seq.num_computed_tokens = 8

@@ -212,23 +212,20 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockExport:
-    """Blocks `first_block .. last_block - 1` of a sequence hold their final KV once this step has written them."""
+    """Blocks of a sequence, from its `first_block` on, that hold their final KV once this step has written them."""
 
     request_id: str
     first_block: int
-    last_block: int
     block_ids: tuple[int, ...]
-    is_last: bool
-    """The prompt's last block is among them."""
 
 
 def take_export(scheduled: ScheduledSequence, block_size: int) -> BlockExport:
     """What a step completes of a prefill-only sequence, and its receiver still lacks: perhaps nothing. Each block is
     taken once, and counts as exported from then on."""
     seq, first = scheduled.seq, scheduled.seq.num_exported_blocks
-    last = len(seq.block_table) if scheduled.is_sampled else scheduled.end // block_size
-    seq.num_exported_blocks = max(first, last)
-    return BlockExport(seq.request_id, first, last, tuple(seq.block_table[first:last]), scheduled.is_sampled)
+    end = len(seq.block_table) if scheduled.is_sampled else scheduled.end // block_size
+    seq.num_exported_blocks = max(first, end)
+    return BlockExport(seq.request_id, first, tuple(seq.block_table[first:end]))
 
 
 OnLayerWritten: TypeAlias = Callable[[int, list[BlockExport]], None]

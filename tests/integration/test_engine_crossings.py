@@ -84,7 +84,7 @@ class Pair:
         source, destination = self.prefill.executor.kv_pool, self.decode.executor.kv_pool
         for export in exports:
             hand_over = self._hand_overs[export.request_id]
-            for place, block_id in zip(range(export.first_block, export.last_block), export.block_ids, strict=True):
+            for place, block_id in enumerate(export.block_ids, export.first_block):
                 if place < len(hand_over.block_ids):  # behind them is one for the token that is sampled, if any
                     assert place >= hand_over.num_cached_blocks, "that one is there"
                     destination[layer, hand_over.block_ids[place]] = source[layer, block_id]

@@ -399,9 +399,9 @@ def test_a_computed_prompt_is_held_until_it_is_aborted() -> None:
     seq.is_prefill_only = True
     scheduler.add(seq)
     first = step(scheduler)
-    assert [(e.first_block, e.last_block, e.is_last) for e in first.exports] == [(0, 2, False)]
+    assert [(e.first_block, e.block_ids) for e in first.exports] == [(0, tuple(seq.block_table[:2]))]
     second = step(scheduler)
-    assert [(e.first_block, e.last_block, e.is_last) for e in second.exports] == [(2, 3, True)]
+    assert [(e.first_block, e.block_ids) for e in second.exports] == [(2, tuple(seq.block_table[2:]))]
     assert seq.status is SequenceStatus.HELD
     assert scheduler.block_manager.ledger().num_held == 3
     assert scheduler.abort("r")

@@ -31,7 +31,7 @@ def random_output(rng: random.Random) -> tuple[SchedulerOutput, dict[int, int]]:
             seq.token_ids[-1] = PENDING_TOKEN
         drafts = [1, 2] if num_new == length - seq.num_computed_tokens and rng.random() < 0.3 else []
         scheduled.append(ScheduledSequence(seq, num_new + len(drafts), drafts))
-    exports = [BlockExport("0", 0, 1, (3,), False)] if rng.random() < 0.5 else []
+    exports = [BlockExport("0", 0, (3,))] if rng.random() < 0.5 else []
     return SchedulerOutput(scheduled, exports), {number: 7 - number for number in range(5)}
 
 
