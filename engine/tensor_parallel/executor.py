@@ -6,7 +6,7 @@ tokens are taken. See `engine.tensor_parallel` for what they do.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -81,26 +81,22 @@ class TensorParallelExecutor(Executor):
 
     def wait(self, tokens: SampledTokens) -> list[list[int]]:
         """Raises `RankLost` where a rank has ended."""
-        assert self._watch is not None
-        with self._watch.taking():
+        with self._taking():
             return tokens.wait()
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """Raises `RankLost` where a rank has ended."""
-        assert self._watch is not None
-        with self._watch.taking():
+        with self._taking():
             super().copy_blocks(copies)
 
     def take_copied(self) -> list[BlockCopy]:
         """Raises `RankLost` where a rank has ended."""
-        assert self._watch is not None
-        with self._watch.taking():
+        with self._taking():
             return super().take_copied()
 
     def wait_for_copies(self) -> bool:
         """Raises `RankLost` where a rank has ended."""
-        assert self._watch is not None
-        with self._watch.taking():
+        with self._taking():
             return super().wait_for_copies()
 
     def read_adapter(self, module: LoRAModule) -> ReadAdapter:
@@ -113,14 +109,12 @@ class TensorParallelExecutor(Executor):
 
     def put_adapter(self, number: int, adapter: ReadAdapter) -> None:
         """Raises `RankLost` where a rank has ended."""
-        assert self._watch is not None
-        with self._watch.taking():
+        with self._taking():
             self._rank_adapters.put(number, adapter, super().put_adapter)
 
     def remove_adapter(self, number: int) -> None:
         """Raises `RankLost` where a rank has ended."""
-        assert self._watch is not None
-        with self._watch.taking():
+        with self._taking():
             super().remove_adapter(number)
             self._rank_adapters.remove(number)
 
@@ -130,6 +124,11 @@ class TensorParallelExecutor(Executor):
         # NCCL's abort waits for recorded steps, and torch would take that for a hang and end the process. Where all is
         # well nothing is aborted: who closes must not depend on when NCCL returns.
         self._worker.runner.close()
+
+    def _taking(self) -> AbstractContextManager[None]:
+        """Around what is nothing without the other ranks. Raises `RankLost` where one has ended."""
+        assert self._watch is not None
+        return self._watch.taking()
 
     def _allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
         if device != "cpu":
