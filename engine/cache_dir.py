@@ -31,7 +31,7 @@ PROGRESS = "tandem: "
 
 
 def report(line: str) -> None:
-    """One line of progress on stderr."""
+    """One line on stderr: of progress, or of what ends the process."""
     print(f"{PROGRESS}{line}", file=sys.stderr, flush=True)  # noqa: T201
 
 

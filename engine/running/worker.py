@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ class Worker:
             config = replace(config, device=replace(config.device, uses_graphs=False))
         load_s = time.monotonic() - start_s
         if load_s > REPORT_AFTER_S:
-            print(f"tandem: loaded {config.model.model} in {load_s:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+            report(f"loaded {config.model.model} in {load_s:.0f} s")
 
         def make_runner(kv_pool: torch.Tensor, on_layer_written: OnLayerWritten | None) -> ModelRunner:
             return ModelRunner(config, model, backend, kv_pool, on_layer_written, group)

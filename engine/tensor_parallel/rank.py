@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import KV_DTYPES, KVCacheShape
 from engine.kv_memory import KVMemory
@@ -68,7 +69,7 @@ def run_rank(
         if num_blocks:
             follow_copies(HostCopies(worker.kv_pool, num_blocks), Connection(copies_fd))
     except ValueError as error:
-        print(f"tandem: rank {rank}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        report(f"rank {rank}: {error}")
         return 2
     adapters = None
     if worker.runner.adapters is not None:

@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, Pipe
 
 from pydantic import TypeAdapter
 
+from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_memory import KVMemory, RankProgram
 from engine.owned_folder import OwnedFolder
@@ -155,7 +156,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], is_left: threading.Even
     while not is_left.wait(WATCH_S):
         ended = [what_ended(rank, p.returncode) for rank, p in enumerate(processes, start=1) if p.poll() is not None]
         if ended and not is_left.wait(NOTICE_S):
-            print(f"tandem: {ended[0]}; this process ends, too", file=sys.stderr, flush=True)  # noqa: T201
+            report(f"{ended[0]}; this process ends, too")
             os._exit(1)  # what waits for a device cannot be woken
 
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
 
+from engine.cache_dir import report
 from engine.running.executor import RankLost
 
 LOST = "a rank of the engine has ended; what it said stands above"
@@ -122,7 +122,7 @@ class _State:
         # It waits until no recorded step is left that would use the communicator, long after the device goes on.
         threading.Thread(target=self._abort, name="rank-abort", daemon=True).start()
         if self._is_within and not self._is_left.wait(NOTICE_S):
-            print(f"tandem: {self._lost}; this process ends, too", file=sys.stderr, flush=True)  # noqa: T201
+            report(f"{self._lost}; this process ends, too")
             os._exit(1)  # what waits for a device that was told not to cannot be woken
 
     def leave(self) -> None:
