@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +40,7 @@ for so many."""
 MapTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
+class LogprobTensors(NamedTuple):
     """Of R tokens, and what might have stood in their places."""
 
     token_ids: torch.Tensor
@@ -56,19 +56,15 @@ class LogprobTensors:
 
     def map(self, function: MapTensor) -> LogprobTensors:
         """With what `function` makes of each tensor."""
-        return LogprobTensors(*map(function, self.tensors()))
+        return LogprobTensors(*map(function, self))
 
     def read(self) -> list[TokenLogprobs]:
         """As plain numbers, with all K alternatives."""
         read = []
-        for token_id, logprob, rank, top_ids, top in zip(*(t.tolist() for t in self.tensors()), strict=True):
+        for token_id, logprob, rank, top_ids, top in zip(*(t.tolist() for t in self), strict=True):
             alternatives = [Logprob(*each) for each in zip(top_ids, top, range(1, len(top) + 1), strict=True)]
             read.append(TokenLogprobs(Logprob(token_id, logprob, rank), alternatives))
         return read
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All, in the order of the fields."""
-        return self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +168,7 @@ def _look_up(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -
 
 
 def _joined(parts: list[LogprobTensors]) -> LogprobTensors:
-    return LogprobTensors(*map(torch.cat, zip(*(part.tensors() for part in parts), strict=True)))
+    return LogprobTensors(*map(torch.cat, zip(*parts, strict=True)))
 
 
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
