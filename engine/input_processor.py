@@ -6,7 +6,7 @@ Whatever comes to a scheduler has passed here: it can run, alone if need be, and
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from collections.abc import Sequence as Seq
 from itertools import count
 
@@ -21,8 +21,10 @@ from engine.scheduling.thinking import Thinking
 class InputProcessor:
     """Of one engine. Used by the stepping thread."""
 
-    def __init__(self, config: EngineConfig, grammars: Grammars, loras: AdapterTable) -> None:
+    def __init__(self, config: EngineConfig, in_use: Container[str], grammars: Grammars, loras: AdapterTable) -> None:
+        """`in_use`: ids of the requests that are there."""
         self._model = config.model
+        self._in_use = in_use
         self._loras = loras
         self._grammars = grammars
         self._seq_ids = count()
@@ -35,13 +37,15 @@ class InputProcessor:
         output_token_ids: Seq[int],
         cache_salt: str,
         lora_name: str,
-        lora_digest: str = "",
+        lora_digest: str,
     ) -> Sequence:
         """Arguments as those of `LLMEngine.add_request`. Raises `ValueError` naming the field and its bound,
         and `AdapterGone`.
 
         A grammar begins to be compiled: whoever does not hand the sequence to a scheduler closes it.
         """
+        if request_id in self._in_use:
+            raise ValueError(f"request_id {request_id!r} is in use")
         self._check_tokens(prompt_token_ids, output_token_ids)
         self._check_params(params)
         lora_id, lora_digest = self._loras.number_and_digest(lora_name, lora_digest)

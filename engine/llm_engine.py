@@ -109,7 +109,7 @@ class LLMEngine:
             config.model.path, vocab_size=config.model.vocab_size, eos_token_ids=config.model.eos_token_ids
         )
         self.loras = AdapterTable(config.lora_modules, config.lora_room.num)
-        self._processor = InputProcessor(config, self._grammars, self.loras)
+        self._processor = InputProcessor(config, self._scheduler, self._grammars, self.loras)
         self._in_flight: _StepInFlight | None = None
         self._last_done_s = 0.0
         self._is_woken = False
@@ -138,7 +138,7 @@ class LLMEngine:
         `lora_digest`: which of that name, where that is said. Raises `ValueError` for a request that could never run,
         `AdapterGone` for one that might elsewhere.
         """
-        seq = self._new_sequence(
+        seq = self._processor.process(
             request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
         )
         if not may_wait and not self._scheduler.has_room(seq):
@@ -164,7 +164,7 @@ class LLMEngine:
         `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them. Returns the
         digest of what is computed, which must be the receiver's `Reservation.prompt_digest`.
         """
-        seq = self._new_sequence(
+        seq = self._processor.process(
             request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
         )
         seq.is_prefill_only = True
@@ -184,7 +184,7 @@ class LLMEngine:
         lora_digest: str = "",
     ) -> Reservation | None:
         """Reserve blocks for a request that another engine prefills. None if there are too few now."""
-        seq = self._new_sequence(
+        seq = self._processor.process(
             request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
         )
         seq.prompt_logprobs = None  # that one tells them
@@ -373,22 +373,6 @@ class LLMEngine:
         )
         stats.num_generation_tokens += sum(len(o.token_ids) for o in request_outputs)
         stats.seconds_in_steps += seconds
-
-    def _new_sequence(
-        self,
-        request_id: str,
-        prompt_token_ids: Seq[int],
-        params: SamplingParams,
-        output_token_ids: Seq[int],
-        cache_salt: str,
-        lora_name: str,
-        lora_digest: str,
-    ) -> Sequence:
-        if request_id in self._scheduler:
-            raise ValueError(f"request_id {request_id!r} is in use")
-        return self._processor.process(
-            request_id, prompt_token_ids, params, output_token_ids, cache_salt, lora_name, lora_digest
-        )
 
     def _prompt_digest(self, seq: Sequence) -> bytes:
         """Of a sequence whose tokens another engine has, too. Whoever may share its blocks says nothing of their KV."""

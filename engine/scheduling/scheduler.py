@@ -84,7 +84,7 @@ class Scheduler:
         """Of all requests that are here; 0 among them where some ask for none."""
         return {seq.lora_id for seq in self._seqs.values()}
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         """It has come and has not ended, wherever it is."""
         return request_id in self._seqs
 

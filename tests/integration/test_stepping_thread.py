@@ -45,6 +45,16 @@ def make_engine(folder: Path) -> LLMEngine:
     return LLMEngine(create_engine_config(args_of(folder)))
 
 
+def test_an_id_in_use_is_refused_by_every_way_in_until_its_request_ends(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.add_request("r", [1, 2], SamplingParams())
+    for way_in in (engine.add_request, engine.add_prefill, engine.reserve):
+        with pytest.raises(ValueError, match="request_id 'r' is in use"):
+            way_in("r", [1, 2], SamplingParams())
+    engine.abort("r")
+    assert engine.reserve("r", [1, 2], SamplingParams()) is not None
+
+
 async def test_an_engine_is_made_where_it_is_stepped(tmp_path: Path) -> None:
     threads: list[int] = []
     is_answered = asyncio.Event()
