@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protos import tandem_inference_pb2 as inference_pb
 from router.account import Account
@@ -80,21 +80,15 @@ class Cluster:
     budget: RetryBudget
     forecast: Forecast
     metrics: RouterMetrics
+    numbers: AttemptNumbers = field(default_factory=AttemptNumbers)
+    """Ids come from clients, and may come again."""
 
 
 class Lifecycle:
     """One request. Iterate `run` once."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        asked: AskedAnswer,
-        *,
-        numbers: AttemptNumbers | None = None,
-        after: Lifecycle | None = None,
-    ) -> None:
-        """`numbers`: those that all requests of the router share, where ids come from clients and may come again.
-        `after`: the first answer to the same prompt, where this one is to run once that one is prefilled."""
+    def __init__(self, cluster: Cluster, asked: AskedAnswer, *, after: Lifecycle | None = None) -> None:
+        """`after`: the first answer to the same prompt, where this one is to run once that one is prefilled."""
         self.name, self.sequence, self.lora_name = asked.name, asked.sequence, asked.lora_name
         """To workers; among the answers to its prompt; the adapter that it asks for, if any."""
         self._asked = asked
@@ -106,7 +100,7 @@ class Lifecycle:
         self._state = RequestState(
             MAX_ATTEMPTS,
             cluster.budget,
-            numbers or AttemptNumbers(),
+            cluster.numbers,
             wants_logprobs=asked.sampling_params.HasField("logprobs"),
             num_prompt_logprobs=asked.num_prompt_logprobs,
             token_ids=list(asked.resumption.token_ids),

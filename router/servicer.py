@@ -21,7 +21,6 @@ from router.open_requests import OpenRequests
 from router.outcome import Outcome, reason_of
 from router.prepared import prepare
 from router.request_spans import request_spans
-from router.request_state import AttemptNumbers
 from router.sequences import Sequences
 from router.served_model import ServedModel, Texts
 from router.validation.grammar_checker import GrammarChecker
@@ -49,7 +48,6 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self._max_request_bytes = max_request_bytes
         self._takes_priorities = takes_priorities
         self._tracing = tracing or Untraced()
-        self._numbers = AttemptNumbers()
         self._model = ServedModel(texts.model, cluster.pool.decode_records)
         self._grammars = GrammarChecker()
         self._is_draining = False
@@ -121,13 +119,13 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     async def _answers(
         self, validated: ValidatedRequest, arrived_s: float, deadline_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        pool, numbers = self._cluster.pool, self._numbers
+        pool = self._cluster.pool
         prepared = await prepare(validated, self._model.now(), self._texts, self._grammars, pool)
         lifecycles: list[Lifecycle] = []
         for index in validated.open_sequences:
             asked = await prepared.answer(index, pool, arrived_s=arrived_s, deadline_s=deadline_s)
             after = lifecycles[0] if lifecycles else None
-            lifecycles.append(Lifecycle(self._cluster, asked, numbers=numbers, after=after))
+            lifecycles.append(Lifecycle(self._cluster, asked, after=after))
         sequences = Sequences(lifecycles, is_streaming=validated.is_streaming)
         self.open_requests.begin(validated.request_id, sequences)
         async with aclosing(sequences.run()) as responses:

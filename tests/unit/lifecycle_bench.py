@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 from protos import tandem_inference_pb2 as inference_pb
@@ -225,7 +226,8 @@ class Bench:
             deadline_s=deadline_s,
             **asked,
         )
-        return Lifecycle(self.cluster, answer, numbers=numbers, after=after)
+        cluster = replace(self.cluster, numbers=numbers or AttemptNumbers())
+        return Lifecycle(cluster, answer, after=after)
 
 
 class Asked:
