@@ -44,18 +44,15 @@ class KnownWorkers:
         self,
         *,
         router_id: str,
-        serves: Callable[[pb.WorkerRecord], bool],
         tls: ClientTLS | None,
         now_s: Callable[[], float],
         on_change: Callable[[], None],
         on_fault: Callable[[WorkerKey], None],
         on_forgotten: Callable[[WorkerKey], None],
     ) -> None:
-        """`serves` tells whether a worker is one of ours. `on_change`: one joined, left, or freed something.
-        `on_fault`: its session was lost, or its engine stands still, with requests there. `on_forgotten`: it will not
-        come back. `tls`: how workers are called."""
+        """`on_change`: one joined, left, or freed something. `on_fault`: its session was lost, or its engine stands
+        still, with requests there. `on_forgotten`: it will not come back. `tls`: how workers are called."""
         self._router_id = router_id
-        self._serves = serves
         self._tls = tls
         self._now_s = now_s
         self._on_change = on_change
@@ -70,8 +67,8 @@ class KnownWorkers:
         self._is_closed = False
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
-        """Take over what the registry says now."""
-        by_key = {WorkerKey(r.worker_id, r.incarnation): r for r in records if self._serves(r)}
+        """Take over what the registry says now of the workers that this router uses."""
+        by_key = {WorkerKey(r.worker_id, r.incarnation): r for r in records}
         for key, record in by_key.items():
             handle = self.handles.get(key)
             if handle is None:

@@ -28,8 +28,9 @@ class Peers:
         self.unused: list[str] = []
         """Ids of workers that are none for this router, each with why."""
 
-    def look_at(self, records: Iterable[pb.WorkerRecord]) -> None:
-        """Say in the log which of `records` are not used or not paired, where it has not been said before."""
+    def look_at(self, records: Iterable[pb.WorkerRecord]) -> list[pb.WorkerRecord]:
+        """Those of `records` that are used. The log says which are not, or are not paired, where it has not said so
+        before."""
         told, self._told = self._told, set()
         used, self.unused = [], []
         for record in records:
@@ -44,6 +45,7 @@ class Peers:
         if all(each.role == pb.Role.ROLE_DECODE for each in used):  # else pairs tell
             self._compare_decode_workers(used, told)
         self._compare_kinds(used, told)
+        return used
 
     def _tell_of_rival(self, record: pb.WorkerRecord, told: set[tuple[str, ...]]) -> None:
         """In the same words whichever of the two has written last."""
@@ -85,10 +87,6 @@ class Peers:
             if why and self._is_news((record.incarnation, "unlike"), told):
                 names = {"worker": record.worker_id, "unlike": records[0].worker_id}
                 _log.warning("decode workers of two kinds", extra={**names, "why": why})
-
-    def serves(self, record: pb.WorkerRecord) -> bool:
-        """Whether the worker is one for this router."""
-        return not why_unused(self._model, record)
 
     def _is_news(self, key: tuple[str, ...], told: set[tuple[str, ...]]) -> bool:
         self._told.add(key)

@@ -102,7 +102,6 @@ class Router:
         self._pool = WorkerPool(
             router_id=router_id,
             policy=policy,
-            serves=self._peers.serves,
             on_change=self._on_change,
             tls=args.client_tls,
         )
@@ -187,8 +186,7 @@ class Router:
         await self._index.close()
 
     def _on_records(self, records: list[pb.WorkerRecord]) -> None:
-        self._peers.look_at(records)
-        self._pool.set_records(records)
+        self._pool.set_records(self._peers.look_at(records))
 
     def _on_change(self) -> None:
         self._server.set_serving(INFERENCE_SERVICE, self._pool.has_decode_worker)

@@ -44,12 +44,11 @@ class WorkerPool:
         *,
         router_id: str,
         policy: PolicyConfig,
-        serves: Callable[[pb.WorkerRecord], bool],
         on_change: Callable[[], None],
         now_s: Callable[[], float] = time.monotonic,
         tls: ClientTLS | None = None,
     ) -> None:
-        """`serves`, `on_change`, `tls`: as `KnownWorkers` has them. `now_s`: the clock of ejections."""
+        """`on_change`, `tls`: as `KnownWorkers` has them. `now_s`: the clock of ejections."""
         self._policy = policy
         self._now_s = now_s
         self.costs = Costs()
@@ -61,7 +60,6 @@ class WorkerPool:
         """Of the attempts that are under way."""
         self.workers = KnownWorkers(
             router_id=router_id,
-            serves=serves,
             tls=tls,
             now_s=now_s,
             on_change=on_change,
@@ -70,7 +68,7 @@ class WorkerPool:
         )
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
-        """Take over what the registry says now."""
+        """Take over what the registry says now of the workers that this router uses."""
         self.workers.set_records(records)
 
     async def close(self) -> None:

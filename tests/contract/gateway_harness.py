@@ -108,7 +108,7 @@ async def gateway(
     stop = router.stop
     server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, router, "tandem.v1.Inference")
     if texts is not None:
-        pool = WorkerPool(router_id="r", policy=PolicyConfig(), serves=lambda _: True, on_change=lambda: None)
+        pool = WorkerPool(router_id="r", policy=PolicyConfig(), on_change=lambda: None)
         tokenizer = TokenizerServicer(texts=texts, pool=pool, max_request_bytes=MAX_REQUEST_BYTES)
         server.add(tandem_inference_pb2_grpc.add_TokenizerServicer_to_server, tokenizer, "tandem.v1.Tokenizer")
     address = await server.start()

@@ -102,7 +102,6 @@ class Bench:
         self.pool = WorkerPool(
             router_id="r",
             policy=PolicyConfig(),
-            serves=lambda _: True,
             on_change=self.dispatch,
             now_s=lambda: self.now_s,
         )

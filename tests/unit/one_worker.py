@@ -64,7 +64,6 @@ class OneWorker:
         self.pool = WorkerPool(
             router_id="r",
             policy=PolicyConfig(),
-            serves=lambda _: True,
             on_change=self._on_change,
             now_s=lambda: 1000.0,
         )

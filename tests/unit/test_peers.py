@@ -113,11 +113,10 @@ def test_workers_that_differ_are_not_paired_and_the_log_says_in_what(
     decode = record(pb.ROLE_DECODE, "d", digest_of(other, **settings))
     same = record(pb.ROLE_DECODE, "e", digest_of(folder, num_kv_blocks=99, max_model_len=9))
     peers = Peers(ModelInfo.from_folder(folder))
-    peers.look_at([prefill, same, decode])
+    assert peers.look_at([prefill, same, decode]) == [prefill, same, decode]
     ((message, why),) = lines(caplog)
     assert message == "workers not paired"
     assert why.startswith(f"compat_digest: {says}")
-    assert all(peers.serves(each) for each in (prefill, same, decode))
 
     peers.look_at([decode, same, prefill])
     assert lines(caplog) == []
@@ -133,9 +132,8 @@ def test_workers_of_different_transports_are_not_paired(folder: Path, caplog: py
     prefill, decode = record(pb.ROLE_PREFILL, "p", digest), record(pb.ROLE_DECODE, "d", digest)
     prefill.transport, decode.transport = "nixl", "grpc"
     peers = Peers(ModelInfo.from_folder(folder))
-    peers.look_at([prefill, decode])
+    assert peers.look_at([prefill, decode]) == [prefill, decode]
     assert lines(caplog) == [("workers not paired", "transport 'nixl' != 'grpc'")]
-    assert all(peers.serves(each) for each in (prefill, decode))
     decode.transport, decode.incarnation = "nixl", "d-2"
     peers.look_at([prefill, decode])
     assert lines(caplog) == []
@@ -162,10 +160,9 @@ def test_workers_that_are_none_of_ours(
     folder: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
 ) -> None:
     peers = Peers(ModelInfo.from_folder(folder))
-    stranger = record(pb.ROLE_DECODE, "d", "x=1", **changes)
+    stranger, known = record(pb.ROLE_DECODE, "d", "x=1", **changes), record(pb.ROLE_PREFILL, "p", "x=2")
     for _ in range(3):
-        peers.look_at([stranger, record(pb.ROLE_PREFILL, "p", "x=2")])
-        assert not peers.serves(stranger)
+        assert peers.look_at([stranger, known]) == [known]
         assert peers.unused == [f"d: {why}"]
     assert lines(caplog) == [("worker not used", why)]
 

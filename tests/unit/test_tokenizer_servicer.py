@@ -43,7 +43,7 @@ class Slow(Tokenizer):
 
 async def test_however_many_are_counted_a_prompt_does_not_wait_for_them() -> None:
     tokenizer = Slow(grammar_cases.tokenizer())
-    pool = WorkerPool(router_id="r", policy=PolicyConfig(), serves=lambda _: True, on_change=lambda: None)
+    pool = WorkerPool(router_id="r", policy=PolicyConfig(), on_change=lambda: None)
     servicer = TokenizerServicer(texts=Texts(MODEL, tokenizer, None), pool=pool, max_request_bytes=10_000)
     request, context = pb.TokenizeRequest(text=LONG * "b"), cast(Any, None)
     counted = [asyncio.create_task(servicer.Tokenize(request, context)) for _ in range(50)]
