@@ -4,9 +4,9 @@ when somebody looks: `gauges`.)
 Names, meanings and histogram edges are vLLM's (vllm/v1/metrics, 0.32) where it has them, behind our prefix, so that
 dashboards need another prefix and no other thought. Observed on the event loop: a few microseconds a token.
 
-    Lifecycle ──tokens(gap)──>          histograms, counters ──┐
-    servicer  ──ended(answer or error)──┘                      ├──> registry
-    gauges: read when somebody looks ──────────────────────────┘
+    Account, Lifecycle ──first_token, tokens, retried, resumed──┬──> histograms, counters ──┐
+    Outcome ──answered, failed──────────────────────────────────┘                           ├──> registry
+    RouterGauges: read when somebody looks ─────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
