@@ -151,9 +151,9 @@ async def _beat(outbox: EventOutbox, lease_ms: int) -> None:
         outbox.post()
 
 
-def check_hello(command: pb.PrefillCommand | pb.DecodeCommand, *, incarnation: str) -> pb.Hello:
-    """The Hello that must open a session, checked against this worker's `incarnation`. Raises `Incompatible`, and
-    `InvalidRequest` for a name that is none."""
+def check_hello(command: pb.PrefillCommand | pb.DecodeCommand, *, incarnation: str) -> None:
+    """Of the command that opens a session: is it a Hello, and meant for this worker's `incarnation`? Raises
+    `Incompatible`, and `InvalidRequest` for a name that is none."""
     if command.WhichOneof("command") != "hello":
         raise Incompatible("the first command of a session must be hello")
     hello = command.hello
@@ -163,4 +163,3 @@ def check_hello(command: pb.PrefillCommand | pb.DecodeCommand, *, incarnation: s
         raise Incompatible(f"protocol_version {hello.protocol_version} is not ours, {PROTOCOL_VERSION}")
     if hello.incarnation != incarnation:
         raise Incompatible(f"incarnation {hello.incarnation!r} has ended; this is {incarnation!r}")
-    return hello

@@ -65,7 +65,6 @@ class Stream:
 class RouterSession:
     """One router's session. Also the owner of its grants."""
 
-    router_id: str
     outbox: EventOutbox
     streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
 
@@ -137,8 +136,8 @@ class SessionHost:
             raise _leaving()
         if first is None:
             raise Incompatible("the session ended before its hello")
-        hello = check_hello(first, incarnation=self._incarnation)
-        session = RouterSession(hello.router_id, EventOutbox(self._load))
+        check_hello(first, incarnation=self._incarnation)
+        session = RouterSession(EventOutbox(self._load))
         task = asyncio.current_task()
         assert task is not None
         self._sessions[session] = task
