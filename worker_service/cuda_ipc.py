@@ -164,10 +164,12 @@ def cuda_peers(device: torch.device) -> DevicePeers:
     from engine.kernels.gpu.copy_rows import copy_rows
 
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return DevicePeers(CudaDriver(), copy_rows, lambda: torch.cuda.stream(stream), record_cuda_event)
 
-    def record() -> Copying:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
-    return DevicePeers(CudaDriver(), copy_rows, lambda: torch.cuda.stream(stream), record)
+def record_cuda_event() -> torch.cuda.Event:
+    """What the calling thread has launched up to now. Who waits for it sleeps: a thread that spins would take a core
+    for as long as prompts are computed."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

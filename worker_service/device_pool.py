@@ -30,7 +30,7 @@ from kv_transfer import InvalidTransfer, KVLayout, KVPool, TransportMissing
 from kv_transfer.nixl_agent import NixlAgent
 from kv_transfer.pool import Digests, PeerPool, PoolAgent
 from protos import tandem_kv_transfer_pb2 as pb
-from worker_service.cuda_ipc import DevicePeers
+from worker_service.cuda_ipc import DevicePeers, record_cuda_event
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +55,6 @@ RecordEvent = Callable[[], DeviceEvent]
 """Marks what the calling thread has launched up to now."""
 BesideEngine = Callable[[], AbstractContextManager[object]]
 """What is launched within runs beside the engine's work, and is done when the context is left."""
-
-
-def record_cuda_event() -> DeviceEvent:
-    # Who waits sleeps: a thread that spins would take a core for as long as prompts are computed.
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def cuda_stream_beside(device: torch.device) -> BesideEngine:
