@@ -14,7 +14,7 @@ import click
 from gateway.app import create_app
 from gateway.args import GatewayArgs
 from gateway.metrics import Metrics
-from rpc.entrypoint import announce
+from rpc import entrypoint
 from rpc.http import HttpServer, show_metrics
 from rpc.keys import first_key
 from rpc.otlp_endpoint import create_tracing
@@ -30,7 +30,7 @@ async def run_gateway(
     args: GatewayArgs,
     stop: asyncio.Event,
     *,
-    announce: Callable[[str], object] = lambda address: announce(address, way="http"),
+    announce: Callable[[str], object] = lambda address: entrypoint.announce(address, way="http"),
 ) -> int:
     """Serve until `stop` is set. `announce` is told where it listens. Returns the exit code. Raises `CannotListen`."""
     try:
