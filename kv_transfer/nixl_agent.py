@@ -66,8 +66,8 @@ class InFlight:
     """Writes that NIXL makes."""
 
     transfer: Transfer
-    handle: Any
     deadline_s: float
+    handle: Any = None
 
 
 class NixlAgent:
@@ -217,7 +217,7 @@ class NixlAgent:
         if remote.is_removed:
             transfer.terms.on_end(1, PeerUnreachable(f"{remote.agent_name}: the connection was closed"))
             return
-        under_way = InFlight(transfer, None, time.monotonic() + transfer.terms.patience_s)
+        under_way = InFlight(transfer, time.monotonic() + transfer.terms.patience_s)
         self._in_flight.append(under_way)
         self._count_bytes(transfer, 1)
         src = np.asarray(transfer.src_block_ids, dtype=np.int32) + transfer.layer * self._pool.layout.num_blocks

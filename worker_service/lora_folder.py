@@ -150,7 +150,7 @@ class LoRAFolder:
             self._check_name(name)
             served = {module.name: module.digest for module in self._engine.adapters}
             if name not in served:  # else it may be what it was, for which no room is needed
-                await self._check_may_add(name)
+                await self._engine.call(lambda engine: engine.loras.check_may_add(name))
             module = await self._engine.find_lora(name, self._folder / name)
             if served.get(name) == module.digest:
                 return
@@ -179,9 +179,6 @@ class LoRAFolder:
             _log.info("adapter is served no more", extra={"lora_name": name})
             self._on_change()
         return is_removed
-
-    async def _check_may_add(self, name: str) -> None:
-        await self._engine.call(lambda engine: engine.loras.check_may_add(name))
 
     def _check_name(self, name: str) -> None:
         if not NAME.fullmatch(name):

@@ -63,7 +63,7 @@ class RankPool(KVPool):
         self._on_lost = on_lost
         self._lost: RankLost | None = None
         self._lock = threading.Lock()
-        _bound_waiting(connection, BEGIN_S + END_S)
+        _bound_waiting(connection)
         self._memory = SharedMemory(SHARED_BYTES)
         self._ask("share", self._memory.describe().SerializeToString(), patience_s=MADE_S)
         self._line.shared = memoryview(self._memory.buffer)
@@ -320,9 +320,9 @@ class Line:
         return message, self.shared[:num_bytes] if is_shared else memoryview(self.connection.recv_bytes())
 
 
-def _bound_waiting(connection: Connection[bytes, bytes], seconds: float) -> None:
+def _bound_waiting(connection: Connection[bytes, bytes]) -> None:
     """For a piece of a message: then `OSError` is raised. The other end may have been stopped in the middle of one."""
     with socket.socket(fileno=connection.fileno()) as ours:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(BEGIN_S + END_S), 0))
         ours.detach()
