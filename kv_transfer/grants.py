@@ -264,10 +264,8 @@ class GrantTable:
 
     def abandon(self, grant_id: int, epoch: int, incarnation: str) -> list[Grant]:
         """A sender says that it will write no more under this grant. A live grant lives on, for another sender."""
-        entry = self._entries.get(grant_id)
-        if entry is None or entry.grant.epoch != epoch or incarnation != self.incarnation:
-            return []
-        return self._end_attachment(entry)
+        entry = self._entry_of(grant_id, epoch, incarnation)
+        return [] if entry is None else self._end_attachment(entry)
 
     def begin_commit(self, grant_id: int, epoch: int, incarnation: str) -> CommitStart:
         """All blocks are written, says the sender. From here until `finish_commit` no write is accepted.
@@ -278,8 +276,8 @@ class GrantTable:
         tombstone = self._tombstones.get(grant_id)
         if tombstone is not None and tombstone.epoch == epoch:
             return CommitStart.COMMITTED
-        entry = self._entries.get(grant_id)
-        if entry is None or entry.grant.epoch != epoch or entry.state is GrantState.QUARANTINED:
+        entry = self._entry_of(grant_id, epoch, incarnation)
+        if entry is None or entry.state is GrantState.QUARANTINED:
             return CommitStart.GONE
         assert entry.state is GrantState.GRANTED, "one Commit of a grant at a time"
         entry.state = GrantState.VERIFYING
@@ -331,11 +329,15 @@ class GrantTable:
         """Blocks of all grants that are neither committed nor freed, cached ones included."""
         return [block_id for entry in self._entries.values() for block_id in entry.grant.block_ids]
 
-    def _writable_entry(self, grant_id: int, epoch: int, incarnation: str) -> _Entry | None:
+    def _entry_of(self, grant_id: int, epoch: int, incarnation: str) -> _Entry | None:
         entry = self._entries.get(grant_id)
         if entry is None or incarnation != self.incarnation or entry.grant.epoch != epoch:
             return None
-        return entry if entry.state is GrantState.GRANTED else None
+        return entry
+
+    def _writable_entry(self, grant_id: int, epoch: int, incarnation: str) -> _Entry | None:
+        entry = self._entry_of(grant_id, epoch, incarnation)
+        return entry if entry is not None and entry.state is GrantState.GRANTED else None
 
     def _disown(self, grant: Grant) -> None:
         held = self._owners[grant.owner]
