@@ -50,7 +50,7 @@ from worker_service.lora_folder import LoRAFolder
 from worker_service.messages import load_message, model_message
 from worker_service.metrics import WorkerMetrics
 from worker_service.pool_memory import PoolMemory
-from worker_service.rank_watch import RankWatch
+from worker_service.rank_exits import RankExits
 from worker_service.role import MakeService, RoleService, WorkerParts
 from worker_service.servicer import WorkerServicer
 from worker_service.sessions import SessionHost
@@ -151,7 +151,7 @@ class WorkerProcess:
         self._lora_dir = Path(args.lora_dir).expanduser() if args.lora_dir else None
         self._lora_folder: LoRAFolder | None = None
         self._lora_task: asyncio.Task[None] | None = None
-        self._ranks = RankWatch(self._on_failure)
+        self._ranks = RankExits(self._on_failure)
         self._metrics: WorkerMetrics | None = None
         self._metrics_server: HttpServer | None = None
 

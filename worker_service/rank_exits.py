@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from engine.running.executor import RankLost
 
 
-class RankWatch:
+class RankExits:
     """Of one worker process. Made and used on its event loop, but for `lose`. Owns a descriptor of each rank."""
 
     def __init__(self, on_lost: Callable[[RankLost], None]) -> None:
