@@ -13,13 +13,12 @@ each other are paragraphs. Pure.
 from __future__ import annotations
 
 import enum
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from router.text.calls.call_format import GrammarLines
+from router.text.calls.call_format import GrammarLines, around
 from router.text.calls.harmony import (
     ANALYSIS,
     CALL,
@@ -76,7 +75,6 @@ class Harmony:
         reads it."""
         if not form:
             return form
-        (held,) = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
         lines = GrammarLines(tokens)
         thought = lines.text_until(END, (0, None), without=WORDS)
         again = lines.literal(START + ROLE)
@@ -90,7 +88,7 @@ class Harmony:
             lines.begin_with(f"{lines.literal(END)} {again} analysis* {said}")
         else:
             lines.begin_with("@form")
-        return json.dumps({"grammars": [{"lark_grammar": lines.text}, {**held, "name": "form"}]})
+        return around(form, lines.text)
 
     @property
     def thoughts(self) -> Thoughts:

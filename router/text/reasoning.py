@@ -12,11 +12,11 @@ counts; an answer that ends within it is all thought.
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from router.text.calls.call_format import around
 from router.text.calls.free_text import pattern, text_without
 from router.text.calls.harmony import CHANNEL
 from router.text.harmony import Harmony, HarmonyParser, header_at_end_of
@@ -97,14 +97,12 @@ class Reasoning:
         the thought for whoever reads the text, and not for the grammar: so it may not be."""
         if not form or not self.is_open or self.marks is None:
             return form
-        known = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
-        (held,) = known
         ends = self.marks.ends
         added = " | ".join(f"<[{tokens[word]}]>" for word in ends if word in tokens)
         spelled = "" if added else f"({'|'.join(map(pattern, ends))})"
         lines = f"start: THOUGHT {f'({added}) ' if added else ''}GAP @form\n"
         lines += f"THOUGHT: /{text_without(ends)}{spelled}/\nGAP: /\\n{{0,2}}/\n"
-        return json.dumps({"grammars": [{"lark_grammar": lines}, {**held, "name": "form"}]})
+        return around(form, lines)
 
     @property
     def thoughts(self) -> Thoughts | None:

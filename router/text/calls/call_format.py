@@ -101,13 +101,12 @@ class ToolFormat(ABC):
     """What a chat template says that teaches it, without backslashes."""
     not_by: tuple[str, ...] = ()
     """And what such a template does not say: others begin their calls alike."""
+    has_short_ids: bool = False
+    """Its templates take ids of calls of nine letters and digits alone."""
 
     def is_taught_by(self, template: str) -> bool:
         """`template`: without backslashes, and without what it says to people."""
         return all(word in template for word in self.known_by) and not any(word in template for word in self.not_by)
-
-    has_short_ids: bool = False
-    """Its templates take ids of calls of nine letters and digits alone."""
 
     @property
     @abstractmethod
@@ -191,6 +190,12 @@ def json_of(schema: Mapping[str, Any]) -> str:
     """Of a grammar: JSON that fits `schema`. On one line, which what reads calls relies on. Keywords that llguidance
     does not know (`uniqueItems`, formats of one's own) are not held to: agents send many, and mean them for people."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**ON_ONE_LINE, 'lenient': True}})}"
+
+
+def around(form: str, lines: str) -> str:
+    """The grammar of `lines`, Lark in which @form is another one, as workers go by both."""
+    (held,) = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
+    return json.dumps({"grammars": [{"lark_grammar": lines}, {**held, "name": "form"}]})
 
 
 def _quoted(text: str) -> str:
