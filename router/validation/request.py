@@ -120,13 +120,12 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         violations.append(("fairness_id", f"must have at most {MAX_FAIRNESS_ID_BYTES} bytes, has {num_bytes}"))
     prompt = check_prompt(request, model, violations)
     _check_truncation(request, model, violations)
-    params = request.sampling_params
-    formed = None
+    asked = params = request.sampling_params
     if isinstance(prompt, ChatPrompt):
-        prompt, formed = _with_form(prompt, params, violations)
+        prompt, params = _with_form(prompt, asked, violations)
     wrongs: Violations = []
-    check_sampling(params if formed is None else formed, model, wrongs)
-    if formed is not None:  # whoever brought tools has not heard of structured_outputs
+    check_sampling(params, model, wrongs)
+    if params is not asked:  # whoever brought tools has not heard of structured_outputs
         wrongs = [(field, said.replace("structured_outputs", "tools that hold the answer")) for field, said in wrongs]
     violations += wrongs
     if has_thinking_budget(params) and not isinstance(prompt, ChatPrompt):
@@ -138,7 +137,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     return ValidatedRequest(
         request_id=request.request_id or uuid.uuid4().hex,
         prompt=prompt,
-        sampling_params=params if formed is None else formed,
+        sampling_params=params,
         begun=begun,
         cache_salt=request.cache_salt,
         lora_name=request.model if request.model in model.lora_names else "",
@@ -242,25 +241,25 @@ def _some(names: Sequence[str]) -> str:
 
 def _with_form(
     prompt: ChatPrompt, params: pb.SamplingParams, violations: Violations
-) -> tuple[ChatPrompt, pb.SamplingParams | None]:
-    """`prompt`, which knows what its tools hold answers to, and `params` with that; None: they do not."""
+) -> tuple[ChatPrompt, pb.SamplingParams]:
+    """`prompt`, which knows what its tools hold answers to, and `params`: others with that form, if they do."""
     try:
         prompt = replace(prompt, asked=prompt.asked.with_form(params))
     except ValueError as error:
         violations.append(("sampling_params.structured_outputs", str(error)))
-        return prompt, None
+        return prompt, params
     if not prompt.asked.holds:
-        return prompt, None
+        return prompt, params
     try:
         form = pb.StructuredOutputs(grammar=prompt.asked.grammar().text)
     except CannotBeHeld as error:
         violations.append((prompt.asked.field_of(error.tool), f"cannot be enforced: {error}"))
-        return prompt, None
+        return prompt, params
     n = max(1, params.n)
     if (problem := problem_of(form, n)) is not None:
         if not (params.HasField("structured_outputs") and problem_of(params.structured_outputs, n)):
             violations.append(("chat.tools", f"as a {problem}"))
-        return prompt, None
+        return prompt, params
     formed = pb.SamplingParams()
     formed.CopyFrom(params)
     formed.structured_outputs.CopyFrom(form)

@@ -177,8 +177,9 @@ def _check_bad_words(params: pb.SamplingParams, violations: Violations) -> None:
     if wrong is not None:
         bound = f"must be 1 to {MAX_BAD_WORD_CHARS} characters long, not all of them spaces, has {len(words[wrong])}"
         violations.append((f"{field}[{wrong}]", bound))
-    for name in ("structured_outputs", "allowed_token_ids"):
-        if words and (params.HasField(name) if name == "structured_outputs" else params.allowed_token_ids):
+    has_form = params.HasField("structured_outputs")
+    for name, is_given in (("structured_outputs", has_form), ("allowed_token_ids", params.allowed_token_ids)):
+        if words and is_given:
             violations.append((field, f"cannot be combined with {name}: no token might be left that may come next"))
 
 
