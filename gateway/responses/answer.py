@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway.answers import timings_of
 from gateway.errors import KINDS, Refusal
-from gateway.responses.output import Output
+from gateway.responses.output import Output, Status
 from gateway.responses.request import ChosenTool, ResponseRequest
 from gateway.spoken import Event
 from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Usage
@@ -60,8 +60,8 @@ class ResponseAnswer:
 
     def _end(self, message: GenerateResponse) -> list[Event]:
         is_whole = message.finish_reason == FinishReason.FINISH_REASON_STOP
-        status = "completed" if is_whole else "incomplete"
-        events = self._output.end("completed" if is_whole else "incomplete")
+        status: Status = "completed" if is_whole else "incomplete"
+        events = self._output.end(status)
         self._whole = {
             **self._response(status),
             "incomplete_details": None if is_whole else _why(message.finish_reason),

@@ -177,7 +177,8 @@ def _killed() -> Overloaded:
 
 def _note_end(asking: asyncio.Task[dict[str, Any]]) -> None:
     """Else asyncio tells of an error that nobody asks for: whoever would have may have left."""
-    asking.cancelled() or asking.exception()
+    if not asking.cancelled():
+        asking.exception()
 
 
 async def _read_frame(child: asyncio.subprocess.Process) -> bytes:
