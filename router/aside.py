@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from router.fair_shares import Share
 
@@ -24,14 +24,25 @@ Item = TypeVar("Item")
 """What waits. By identity."""
 
 
-class Turn(NamedTuple):
-    """The smaller goes first."""
+class Place(NamedTuple):
+    """Of a request among all that wait, in line or aside. The smaller goes first."""
 
     priority: int
     is_first: int
     """0: it waited its turn before. Else 1."""
     counter: int
     """What its client was served."""
+
+    @staticmethod
+    def of(share: Share[Any], *, is_return: bool) -> Place:
+        priority = share.owner.priority
+        return Place(priority, 0, 0) if is_return else Place(priority, 1, share.counter)
+
+
+class Turn(NamedTuple):
+    """In a lane. The smaller goes first."""
+
+    place: Place
     is_new: bool
     """It has not begun at another router."""
     number: int
@@ -48,10 +59,8 @@ class _Waiting(Generic[Item]):
 
     @property
     def turn(self) -> Turn:
-        priority = self.share.owner.priority
-        if self.is_return:
-            return Turn(priority, 0, 0, False, -self.number)
-        return Turn(priority, 1, self.share.counter, not self.is_ahead, self.number)
+        place = Place.of(self.share, is_return=self.is_return)
+        return Turn(place, False, -self.number) if self.is_return else Turn(place, not self.is_ahead, self.number)
 
 
 @dataclass(slots=True)

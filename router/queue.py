@@ -37,7 +37,7 @@ from collections.abc import Callable, Collection, Hashable, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from router.aside import Aside
+from router.aside import Aside, Place
 from router.fair_shares import FairShares, Share
 from router.needs import NO_NEEDS, Needs
 from router.queue_pace import QueuePace
@@ -265,9 +265,12 @@ class RequestQueue:
         is_line_full = False
         lanes = self._aside.due()
         while True:
-            aside, in_line = lanes.first(), None if is_line_full else self._first()
-            is_aside = aside is not None and (in_line is None or aside[0][:3] <= _turn_of(in_line))
-            request = aside[1] if aside is not None and is_aside else in_line
+            request, is_aside = None if is_line_full else self._first(), False
+            if (first_aside := lanes.first()) is not None:
+                turn, aside = first_aside
+                # Those aside were before it in line: of equal places theirs is first.
+                if request is None or turn.place <= Place.of(request.share, is_return=request.is_return):
+                    request, is_aside = aside, True
             if request is None:
                 return
             group = request.needs.group
@@ -315,11 +318,20 @@ class RequestQueue:
                 self._join_line(request, in_front=True)
 
     def _settle(self, request: QueuedRequest) -> bool:
-        """Plan it, unless it is over, or nobody can go on with it. Whether others may have their turn: it is not here
-        any more."""
+        """Plan it, unless it is over, or nobody can go on with it. Whether it has left its place, so that others may
+        have their turn: else no worker has room for it."""
         try:
-            if not request.planned.done() and not self._plan(request):
-                return request.patience is not None
+            if not request.planned.done():
+                if not self._has_workers(request):
+                    self._be_patient(request)
+                    return True
+                room = self._choose(request)
+                if room is None:
+                    return False
+                request.planned.set_result(room)
+                # What fails, or finds a worker busy after all, is not the client's to pay for again.
+                if not request.is_return:
+                    request.share.charge_prompt(room.num_tokens_to_prefill)
         except Exception as error:  # its own end, and not that of whoever happens to call
             request.planned.set_exception(error)
         self._wait_no_more(request)
@@ -327,18 +339,6 @@ class RequestQueue:
 
     def _first(self) -> QueuedRequest | None:
         return self._shares[self._priorities[0]].first() if self._priorities else None
-
-    def _plan(self, request: QueuedRequest) -> bool:
-        """Whether `request` waits no more."""
-        if not self._has_workers(request):
-            self._be_patient(request)
-            return False
-        room = self._choose(request)
-        if room is not None:
-            request.planned.set_result(room)
-            if not request.is_return:  # what fails, or finds a worker busy after all, is not the client's to pay for
-                request.share.charge_prompt(room.num_tokens_to_prefill)
-        return room is not None
 
     def _be_patient(self, request: QueuedRequest) -> None:
         """Nobody can go on with it now. Raises `NoWorker` where it is not to wait for somebody."""
@@ -421,12 +421,6 @@ class RequestQueue:
         shares.remove(request.share, request)
         if not shares.num_waiting:
             self._priorities.remove(shares.priority)
-
-
-def _turn_of(in_line: QueuedRequest) -> tuple[int, int, int]:
-    """Of the first in line, as `Turn` begins. Those aside were before it in line: of equal turns theirs are first."""
-    priority = in_line.share.owner.priority
-    return (priority, 0, 0) if in_line.is_return else (priority, 1, in_line.share.counter)
 
 
 def _nobody_for(request: QueuedRequest) -> NoWorker:
