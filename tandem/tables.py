@@ -123,8 +123,12 @@ def why_set_back(record: WorkerRecord, status: ClusterStatus) -> list[str]:
 
 def pool_text(blocks: BlockLedger) -> str:
     """ "free/cached/used of total"."""
-    num_used = blocks.num_sequence + blocks.num_grant + blocks.num_held
-    return f"{blocks.num_free}/{blocks.num_cached}/{num_used} of {blocks.num_blocks}"
+    return f"{blocks.num_free}/{blocks.num_cached}/{num_used_blocks(blocks)} of {blocks.num_blocks}"
+
+
+def num_used_blocks(blocks: BlockLedger) -> int:
+    """Neither free nor cached."""
+    return blocks.num_sequence + blocks.num_grant + blocks.num_held
 
 
 def hit_rate_text(num_hits: int, num_queries: int) -> str:

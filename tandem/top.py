@@ -12,7 +12,7 @@ from rich.text import Text
 
 from protos.tandem_worker_pb2 import ClusterStatus, Role, WorkerStatus
 from tandem.answer import short_name
-from tandem.tables import why_set_back
+from tandem.tables import num_used_blocks, why_set_back
 
 BAR_WIDTH = 16
 
@@ -104,7 +104,7 @@ def _workers(status: ClusterStatus, rates: dict[str, Rates]) -> Table:
 
 def _pool(worker: WorkerStatus) -> RenderableType:
     blocks = worker.record.load.blocks
-    num_used = blocks.num_sequence + blocks.num_grant + blocks.num_held
+    num_used = num_used_blocks(blocks)
     bar = ProgressBar(total=max(1, blocks.num_blocks), completed=num_used, width=BAR_WIDTH)
     row = Table.grid(padding=(0, 1))
     row.add_row(bar, Text(f"{100 * num_used / max(1, blocks.num_blocks):.0f} %"))

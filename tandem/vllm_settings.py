@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, Otherwise] = {
     "distributed_executor_backend": Otherwise("ranks are processes of this machine", ("mp", "uni")),
     "download_dir": Otherwise("models are kept in ~/.cache/tandem"),
     "enable_chunked_prefill": Otherwise("prompts are always cut: prefill_chunk_tokens, max_itl_ms", (True,)),
-    "enable_lora": Otherwise("lora_modules, or lora_dir for those that come and go", ANY),
+    "enable_lora": Otherwise("lora_modules, or max_loras and lora_dir for those that come and go", ANY),
     "enable_sleep_mode": Otherwise("there is none", (False,)),
     "guided_decoding_backend": Otherwise("grammars are llguidance's", ("auto", "guidance")),
     "hf_overrides": Otherwise("write it into config.json of the model's folder", ({},)),
@@ -46,7 +46,7 @@ SETTINGS: Mapping[str, Otherwise] = {
     "logits_processors": Otherwise(
         "logit_bias, allowed_token_ids, bad_words and structured_outputs of a request", ([],)
     ),
-    "max_cpu_loras": Otherwise("all adapters that there are are in the device's memory", ANY),
+    "max_cpu_loras": Otherwise("all adapters are in the device's memory", ANY),
     "max_logprobs": Otherwise("there are at most 20", (20,)),
     "num_gpu_blocks_override": Otherwise("num_kv_blocks"),
     "mm_processor_kwargs": Otherwise("prompts are text", ({},)),
