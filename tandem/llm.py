@@ -104,8 +104,8 @@ class LLM:
 
         `sampling_params`: one for all, one for each, or None for the model's. `use_tqdm` shows progress on stderr.
         `lora_request`: the adapter for all, or one or none for each; with room for it (`max_loras`) one that names its
-        folder is loaded. `tokenization_kwargs`: how texts become tokens,
-        and how many (`tandem.prompts.Tokenization`).
+        folder is loaded. `tokenization_kwargs`: how texts become tokens, and how many (`tandem.prompts.Tokenization`).
+
         Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then. Raises
         `RankLost`, now and ever after, if another process of `tensor_parallel_size` has ended. Ctrl-C ends it when the
         engine's step is done. A second one within the step does not wait for that; after it, and after an error in the

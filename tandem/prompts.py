@@ -138,10 +138,10 @@ def read_prompt(
     text = given.get("prompt")
     if text is not None:
         check_text(name, text)
-    if "prompt_token_ids" not in given:
-        encoded = tokenizer.encode(given["prompt"], add_special_tokens, num_kept)
-        return ReadPrompt(name=name, text=text, token_ids=encoded, cache_salt=salt or "")
-    token_ids = _last(_token_ids(name, given["prompt_token_ids"], vocab_size), num_kept)
+    if "prompt_token_ids" in given:
+        token_ids = _last(_token_ids(name, given["prompt_token_ids"], vocab_size), num_kept)
+    else:
+        token_ids = tokenizer.encode(given["prompt"], add_special_tokens, num_kept)
     return ReadPrompt(name=name, text=text, token_ids=token_ids, cache_salt=salt or "")
 
 
