@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Container
 from collections.abc import Sequence as Seq
 from itertools import count
+from typing import TypedDict
 
 from engine.config import EngineConfig
 from engine.lora.table import AdapterTable
@@ -16,6 +17,19 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.grammar import Grammars
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.thinking import Thinking
+
+
+class FurtherArguments(TypedDict, total=False):
+    """What a request may say beside its id, prompt and parameters, by whichever way it comes into an engine."""
+
+    output_token_ids: Seq[int]
+    """The part of the answer that exists already; the engine continues after it."""
+    cache_salt: str
+    """The request shares blocks only with requests of the same salt."""
+    lora_name: str
+    """The adapter to compute it with."""
+    lora_digest: str
+    """Which of that name, where that is said."""
 
 
 class InputProcessor:
@@ -34,13 +48,14 @@ class InputProcessor:
         request_id: str,
         prompt_token_ids: Seq[int],
         params: SamplingParams,
-        output_token_ids: Seq[int],
-        cache_salt: str,
-        lora_name: str,
-        lora_digest: str,
+        *,
+        output_token_ids: Seq[int] = (),
+        cache_salt: str = "",
+        lora_name: str = "",
+        lora_digest: str = "",
     ) -> Sequence:
-        """Arguments as those of `LLMEngine.add_request`. Raises `ValueError` naming the field and its bound,
-        and `AdapterGone`.
+        """Raises `ValueError` naming the field and its bound, for a request that could never run, and `AdapterGone` for
+        one that might elsewhere.
 
         A grammar begins to be compiled: whoever does not hand the sequence to a scheduler closes it.
         """

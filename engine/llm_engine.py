@@ -20,9 +20,10 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Unpack
 
 from engine.config import EngineConfig
-from engine.input_processor import InputProcessor
+from engine.input_processor import FurtherArguments, InputProcessor
 from engine.kv_memory import KVMemory
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
@@ -125,22 +126,12 @@ class LLMEngine:
         prompt_token_ids: Seq[int],
         sampling_params: SamplingParams,
         *,
-        output_token_ids: Seq[int] = (),
-        cache_salt: str = "",
-        lora_name: str = "",
-        lora_digest: str = "",
         may_wait: bool = True,
+        **further: Unpack[FurtherArguments],
     ) -> bool:
-        """Queue a request to be prefilled and decoded here. Returns False if it would have to wait but may not.
-
-        `output_token_ids`: the part of the answer that exists already; the engine continues after it. `cache_salt`: the
-        request shares blocks only with requests of the same salt. `lora_name`: the adapter to compute it with;
-        `lora_digest`: which of that name, where that is said. Raises `ValueError` for a request that could never run,
-        `AdapterGone` for one that might elsewhere.
-        """
-        seq = self._processor.process(
-            request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
-        )
+        """Queue a request to be prefilled and decoded here. Returns False if it would have to wait but may not. All
+        three ways in raise what `InputProcessor.process` does."""
+        seq = self._processor.process(request_id, prompt_token_ids, sampling_params, **further)
         if not may_wait and not self._scheduler.has_room(seq):
             _refuse(seq)
             return False
@@ -153,20 +144,15 @@ class LLMEngine:
         prompt_token_ids: Seq[int],
         sampling_params: SamplingParams,
         *,
-        output_token_ids: Seq[int] = (),
-        cache_salt: str = "",
-        lora_name: str = "",
-        lora_digest: str = "",
         num_receiver_blocks: int = 0,
+        **further: Unpack[FurtherArguments],
     ) -> bytes:
         """Queue a request to be prefilled here; after its first token its blocks are held until `abort`.
 
         `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them. Returns the
         digest of what is computed, which must be the receiver's `Reservation.prompt_digest`.
         """
-        seq = self._processor.process(
-            request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
-        )
+        seq = self._processor.process(request_id, prompt_token_ids, sampling_params, **further)
         seq.is_prefill_only = True
         seq.num_exported_blocks = num_receiver_blocks
         self._scheduler.add(seq)
@@ -177,16 +163,10 @@ class LLMEngine:
         request_id: str,
         prompt_token_ids: Seq[int],
         sampling_params: SamplingParams,
-        *,
-        output_token_ids: Seq[int] = (),
-        cache_salt: str = "",
-        lora_name: str = "",
-        lora_digest: str = "",
+        **further: Unpack[FurtherArguments],
     ) -> Reservation | None:
         """Reserve blocks for a request that another engine prefills. None if there are too few now."""
-        seq = self._processor.process(
-            request_id, prompt_token_ids, sampling_params, output_token_ids, cache_salt, lora_name, lora_digest
-        )
+        seq = self._processor.process(request_id, prompt_token_ids, sampling_params, **further)
         seq.prompt_logprobs = None  # that one tells them
         if not self._scheduler.reserve(seq):
             _refuse(seq)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TypedDict
 
 from engine.config import EngineConfig
+from engine.input_processor import FurtherArguments
 from engine.llm_engine import EngineLoad
 from engine.lora.modules import LoRAModule
 from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
@@ -25,15 +25,11 @@ _FINISH_REASONS = {
 }
 
 
-class EngineArguments(TypedDict):
+class EngineArguments(FurtherArguments):
     """What all ways into an engine ask for, after the request's id."""
 
     prompt_token_ids: Sequence[int]
     sampling_params: SamplingParams
-    output_token_ids: Sequence[int]
-    cache_salt: str
-    lora_name: str
-    lora_digest: str
 
 
 def engine_arguments(request: pb.EngineRequest) -> EngineArguments:
