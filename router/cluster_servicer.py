@@ -12,7 +12,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import ClusterServicer as ClusterServicerBase
 from protos.tandem_worker_pb2_grpc import WorkerStub
 from router.audit import find_ownerless
-from router.lifecycle import Cluster
+from router.lifecycle import RouterParts
 from router.open_requests import OpenRequests
 from router.worker_handle import WorkerHandle
 from rpc.errors import InternalError, NotFound, TandemError, rpc_errors_as_tandem_errors
@@ -35,13 +35,13 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         self,
         *,
         router_id: str,
-        cluster: Cluster,
+        parts: RouterParts,
         open_requests: OpenRequests,
         is_registry_reachable: Callable[[], bool],
         unused: Callable[[], list[str]],
     ) -> None:
         self._router_id = router_id
-        self._cluster = cluster
+        self._parts = parts
         self._open_requests = open_requests
         self._is_registry_reachable = is_registry_reachable
         self._unused = unused
@@ -54,19 +54,19 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         )
         return pb.ClusterStatus(
             router_id=self._router_id,
-            num_queued_requests=len(self._cluster.queue),
-            num_queued_tokens=self._cluster.queue.num_tokens,
+            num_queued_requests=len(self._parts.queue),
+            num_queued_tokens=self._parts.queue.num_tokens,
             num_running_requests=len(self._open_requests),
             is_registry_reachable=self._is_registry_reachable(),
             workers=workers,
             unreachable=unreachable,
             unused=self._unused(),
-            ejected=self._cluster.pool.ejected,
-            of_another_kind=self._cluster.pool.of_another_kind,
-            not_connected=self._cluster.pool.not_connected,
+            ejected=self._parts.pool.ejected,
+            of_another_kind=self._parts.pool.of_another_kind,
+            not_connected=self._parts.pool.not_connected,
             apart=[
                 pb.WorkerPair(prefill_worker=pair.prefill.worker_id, decode_worker=pair.decode.worker_id)
-                for pair in self._cluster.pool.apart
+                for pair in self._parts.pool.apart
             ],
         )
 
@@ -78,7 +78,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         return pb.ClusterAudit(workers=workers, unreachable=unreachable, router_id=self._router_id, problems=problems)
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.WorkerProfile:  # noqa: N802
-        handles = {handle.record.worker_id: handle for handle in self._cluster.pool.handles}
+        handles = {handle.record.worker_id: handle for handle in self._parts.pool.handles}
         handle = handles.get(request.worker_id)
         if handle is None:
             known = ", ".join(sorted(handles)) or "none"
@@ -91,7 +91,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         return profile
 
     def _ownerless(self) -> dict[Hashable, str]:
-        return find_ownerless(self._cluster.pool, self._cluster.queue, self._open_requests.lifecycles)
+        return find_ownerless(self._parts.pool, self._parts.queue, self._open_requests.lifecycles)
 
     async def _ask_all(self, ask: Callable[[WorkerStub], Awaitable[_T]]) -> tuple[list[_T], list[str]]:
         """What every known worker answers, and the ids of those that do not, with why."""
@@ -105,7 +105,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
                 return f"{who}: {error.message}"
             return f"{who}: it answers with bytes that are not a message" if answer is None else answer
 
-        answers = await asyncio.gather(*(ask_one(handle) for handle in self._cluster.pool.handles))
+        answers = await asyncio.gather(*(ask_one(handle) for handle in self._parts.pool.handles))
         return (
             [answer for answer in answers if not isinstance(answer, str)],
             [answer for answer in answers if isinstance(answer, str)],

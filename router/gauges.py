@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import tandem_worker_pb2 as worker_pb
-from router.lifecycle import Cluster
+from router.lifecycle import RouterParts
 from router.open_requests import OpenRequests
 
 COST_TOKENS = 1024
@@ -24,12 +24,12 @@ class RouterGauges(Collector):
         self,
         model: str,
         *,
-        cluster: Cluster,
+        parts: RouterParts,
         open_requests: OpenRequests,
         is_registry_reachable: Callable[[], bool],
     ) -> None:
         self._model = model
-        self._queue, self._pool, self._budget = cluster.queue, cluster.pool, cluster.budget
+        self._queue, self._pool, self._budget = parts.queue, parts.pool, parts.budget
         self._open_requests = open_requests
         self._is_registry_reachable = is_registry_reachable
 

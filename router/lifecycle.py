@@ -71,7 +71,7 @@ ACCOUNT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class RouterParts:
     """What every request of this router shares."""
 
     pool: WorkerPool
@@ -87,27 +87,27 @@ class Cluster:
 class Lifecycle:
     """One request. Iterate `run` once."""
 
-    def __init__(self, cluster: Cluster, asked: AskedAnswer, *, after: Lifecycle | None = None) -> None:
+    def __init__(self, parts: RouterParts, asked: AskedAnswer, *, after: Lifecycle | None = None) -> None:
         """`after`: the first answer to the same prompt, where this one is to run once that one is prefilled."""
         self.name, self.sequence, self.lora_name = asked.name, asked.sequence, asked.lora_name
         """To workers; among the answers to its prompt; the adapter that it asks for, if any."""
         self._asked = asked
         self._after = after
-        self._cluster = cluster
+        self._parts = parts
         self._share: ClientShare | None = None
         """Of its client, while it runs."""
         self._messages = AnswerMessages(asked)
         self._state = RequestState(
             MAX_ATTEMPTS,
-            cluster.budget,
-            cluster.numbers,
+            parts.budget,
+            parts.numbers,
             wants_logprobs=asked.sampling_params.HasField("logprobs"),
             num_prompt_logprobs=asked.num_prompt_logprobs,
             token_ids=list(asked.resumption.token_ids),
             num_resumed=len(asked.resumption.token_ids),
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._commands = WorkerCommands(cluster.pool, self._events.put_nowait, asked)
+        self._commands = WorkerCommands(parts.pool, self._events.put_nowait, asked)
         self._waiting: asyncio.Task[None] | None = None
         self.room: TakenRoom | None = None
         """Of the last attempt."""
@@ -115,12 +115,12 @@ class Lifecycle:
         """Which ended it."""
         self._num_failures = 0
         """Those of the state's that are logged and counted."""
-        self._deadline = Deadline(asked, cluster.forecast)
+        self._deadline = Deadline(asked, parts.forecast)
         self._cached: dict[WorkerKey, int] = {}
         """Leading blocks of the prompt that workers have, as the index said."""
         self._entered_s = asked.arrived_s
         """Since when it waits for workers."""
-        self.account = Account(cluster.forecast, cluster.pool.costs, cluster.metrics, asked.arrived_s)
+        self.account = Account(parts.forecast, parts.pool.costs, parts.metrics, asked.arrived_s)
 
     def stop(self, stopped: Stopped) -> None:
         """End the request from outside: Abort."""
@@ -139,8 +139,8 @@ class Lifecycle:
         self._entered_s = time.monotonic()
         self.account.entered()
         if self._state.num_resumed:
-            self._cluster.metrics.resumed()
-        self._share = self._cluster.queue.enter(self._asked.sampling_params.priority, self._asked.fairness_id)
+            self._parts.metrics.resumed()
+        self._share = self._parts.queue.enter(self._asked.sampling_params.priority, self._asked.fairness_id)
         try:
             actions = self._state.start()
             while True:
@@ -158,10 +158,10 @@ class Lifecycle:
     def _refuse_if_late(self) -> None:
         """For its deadline. It looks at all workers, and at all who wait."""
         self._deadline.refuse_if_late(
-            self._cluster.queue.wait_s(
+            self._parts.queue.wait_s(
                 self._asked.sampling_params.priority, self._asked.fairness_id, lora_name=self.lora_name
             ),
-            self._cluster.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids), self.lora_name),
+            self._parts.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids), self.lora_name),
         )
 
     @property
@@ -173,7 +173,7 @@ class Lifecycle:
         """The part of the prompt that the decode worker has in use, for other answers to the prompt: the prefix index
         would report it a moment later, or not at all. None if this answer has ended, or the worker keeps no
         prefixes."""
-        handle = None if self._last_plan is None else self._cluster.pool.get(self._last_plan.decode)
+        handle = None if self._last_plan is None else self._parts.pool.get(self._last_plan.decode)
         if handle is None or handle.record.keeps_no_prefixes or self._state.phase is Phase.DONE:
             return None
         num_blocks = (len(self._asked.prompt_token_ids) - 1) // handle.facts.block_size
@@ -240,9 +240,9 @@ class Lifecycle:
                 case SendCancel(worker, attempt):
                     self._commands.cancel(worker, attempt)
                 case NoteSuccess(who) if self.room is not None:
-                    self._cluster.pool.note_success(who, self.room)
+                    self._parts.pool.note_success(who, self.room)
                 case NoteFault(who) if self.room is not None:
-                    self._cluster.pool.note_fault(who, self.room)
+                    self._parts.pool.note_fault(who, self.room)
 
     def _enter_queue(self, action: EnterQueue) -> None:
         why = ""
@@ -250,7 +250,7 @@ class Lifecycle:
             self._num_failures, why = self._state.num_failures, self._state.last_failure
             facts = {"request_id": self.name, "num_failures": self._num_failures, "why": why}
             _log.warning("attempt failed, another is made", extra=facts)
-            self._cluster.metrics.retried(has_begun=bool(self._state.token_ids))
+            self._parts.metrics.retried(has_begun=bool(self._state.token_ids))
         self.account.queued(why)
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
@@ -273,7 +273,7 @@ class Lifecycle:
                 is_resumed=self._state.num_resumed > 0,
                 is_return=action.is_return,
             )
-            self.room = await self._cluster.queue.wait_for_plan(
+            self.room = await self._parts.queue.wait_for_plan(
                 request,
                 priority=self._asked.sampling_params.priority,
                 fairness_id=self._asked.fairness_id,
@@ -291,11 +291,11 @@ class Lifecycle:
         if self._state.num_prompt_logprobs and not self._state.token_ids:
             return {}  # all of it will be computed
         if self._after is None:
-            kind = self._kind_begun_on or self._cluster.pool.roster.kind_for(self.lora_name)
+            kind = self._kind_begun_on or self._parts.pool.roster.kind_for(self.lora_name)
             if self.lora_name and not (kind and kind.lora_digest):
                 return {}  # of which adapter of that name the blocks are, nobody can say
             lora_digest = "" if kind is None else kind.lora_digest
-            return await self._cluster.prefixes.longest_match(token_ids, self._asked.cache_salt, lora_digest)
+            return await self._parts.prefixes.longest_match(token_ids, self._asked.cache_salt, lora_digest)
         return self._after._cached | ({} if shared is None else {shared.worker: shared.num_blocks})
 
     def _needs(self) -> Needs:
@@ -340,7 +340,7 @@ class Lifecycle:
     def _is_better_off_without(self, worker: WorkerKey) -> bool:
         """Whether the worker still stands still, and somebody else can compute the request. Where nobody can, the
         request waits for the worker to go on; it hears of the stall again with each beat."""
-        return self._cluster.pool.is_stalled(worker) and self._cluster.pool.is_anybody_usable_for(self._needs())
+        return self._parts.pool.is_stalled(worker) and self._parts.pool.is_anybody_usable_for(self._needs())
 
     def _note(self, said: WorkerSaid) -> None:
         """Pass it on to the room taken on workers and to the account: here nothing is decided of the request."""
@@ -350,26 +350,26 @@ class Lifecycle:
         match said.event.WhichOneof("event"):
             case "granted":
                 room.settle_decode()
-                self._cluster.queue.dispatch_soon()
+                self._parts.queue.dispatch_soon()
             case "busy":
                 self._commands.note_busy(said.worker)
             case "tokens" if said.worker == (plan.prefill or plan.decode) and not room.is_settled:
                 room.settle()
-                self._cluster.queue.dispatch_soon()
+                self._parts.queue.dispatch_soon()
         self.account.note(said, plan, room)
 
     def _leave(self) -> None:
         """The request is over: nobody waits, counts or listens for it any more."""
         self.account.left(self._messages.num_tokens, "" if self._error is None else str(self._error))
         if self._share is not None:
-            self._cluster.queue.leave(self._share)
+            self._parts.queue.leave(self._share)
         if self._waiting is not None:
             self._waiting.cancel()
         if self.room is not None:
             was_settled = self.room.is_settled
             self.room.end()
             if not was_settled:
-                self._cluster.queue.dispatch_soon()  # what was counted as taken is free, though no worker says so
+                self._parts.queue.dispatch_soon()  # what was counted as taken is free, though no worker says so
         self._commands.hang_up()
 
     # -- what the client gets -----------------------------------------------------------------------------------

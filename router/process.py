@@ -24,7 +24,7 @@ from router.cluster_servicer import ClusterServicer
 from router.forecast import Forecast
 from router.gauges import RouterGauges
 from router.generation_defaults import GenerationDefaults
-from router.lifecycle import Cluster
+from router.lifecycle import RouterParts
 from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
 from router.peers import Peers
@@ -123,19 +123,19 @@ class Router:
             good_tpot_ms=args.good_tpot_ms,
         )
         prefixes = PrefixLookup(self._index, self._pool)
-        cluster = Cluster(self._pool, self._queue, prefixes, RetryBudget(), Forecast(), self._metrics)
+        parts = RouterParts(self._pool, self._queue, prefixes, RetryBudget(), Forecast(), self._metrics)
         self._inference = InferenceServicer(
             texts=texts,
-            cluster=cluster,
+            parts=parts,
             max_request_bytes=args.max_message_bytes,
             takes_priorities=args.scheduling_policy == "priority",
             tracing=tracing,
         )
         self._tokenizer = TokenizerServicer(texts=texts, pool=self._pool, max_request_bytes=args.max_message_bytes)
-        self._add_services(router_id, cluster)
+        self._add_services(router_id, parts)
         gauges = RouterGauges(
             name,
-            cluster=cluster,
+            parts=parts,
             open_requests=self._inference.open_requests,
             is_registry_reachable=lambda: self._directory.is_reachable,
         )
@@ -144,10 +144,10 @@ class Router:
         self._metrics_listen = args.metrics_listen
         self._metrics_server: HttpServer | None = None
 
-    def _add_services(self, router_id: str, cluster: Cluster) -> None:
+    def _add_services(self, router_id: str, parts: RouterParts) -> None:
         operators = ClusterServicer(
             router_id=router_id,
-            cluster=cluster,
+            parts=parts,
             open_requests=self._inference.open_requests,
             is_registry_reachable=lambda: self._directory.is_reachable,
             unused=lambda: self._peers.unused,

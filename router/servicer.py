@@ -16,7 +16,7 @@ import grpc
 from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
 from router.asked_answer import names_at_workers
-from router.lifecycle import Cluster, Lifecycle
+from router.lifecycle import Lifecycle, RouterParts
 from router.open_requests import OpenRequests
 from router.outcome import Outcome, reason_of
 from router.prepared import prepare
@@ -37,18 +37,18 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         self,
         *,
         texts: Texts,
-        cluster: Cluster,
+        parts: RouterParts,
         max_request_bytes: int,
         takes_priorities: bool = True,
         tracing: Tracing | None = None,
     ) -> None:
         """`takes_priorities`: whether clients may say that they are more urgent than others."""
         self._texts = texts
-        self._cluster = cluster
+        self._parts = parts
         self._max_request_bytes = max_request_bytes
         self._takes_priorities = takes_priorities
         self._tracing = tracing or Untraced()
-        self._model = ServedModel(texts.model, cluster.pool.decode_records)
+        self._model = ServedModel(texts.model, parts.pool.decode_records)
         self._grammars = GrammarChecker()
         self._is_draining = False
         self.open_requests = OpenRequests()
@@ -109,7 +109,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         model = self._model.now()
         if not model.max_model_len or not (model.knows_workers or model.has_name(request.model)):
             # Only a worker knows how long a prompt may be, and which adapters there are.
-            self._cluster.pool.require_decode_worker()
+            self._parts.pool.require_decode_worker()
         validated = validate(request, model)
         if not self._takes_priorities:
             validated.sampling_params.ClearField("priority")
@@ -119,13 +119,13 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     async def _answers(
         self, validated: ValidatedRequest, arrived_s: float, deadline_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        pool = self._cluster.pool
+        pool = self._parts.pool
         prepared = await prepare(validated, self._model.now(), self._texts, self._grammars, pool)
         lifecycles: list[Lifecycle] = []
         for index in validated.open_sequences:
             asked = await prepared.answer(index, pool, arrived_s=arrived_s, deadline_s=deadline_s)
             after = lifecycles[0] if lifecycles else None
-            lifecycles.append(Lifecycle(self._cluster, asked, after=after))
+            lifecycles.append(Lifecycle(self._parts, asked, after=after))
         sequences = Sequences(lifecycles, is_streaming=validated.is_streaming)
         self.open_requests.begin(validated.request_id, sequences)
         async with aclosing(sequences.run()) as responses:
@@ -135,14 +135,14 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     # -- what is told of it -------------------------------------------------------------------------------------
 
     def _note_refusal(self, request: pb.GenerateRequest, error: TandemError, span: OpenSpan) -> None:
-        self._cluster.metrics.failed(reason_of(error))
+        self._parts.metrics.failed(reason_of(error))
         refused = {"error.type": reason_of(error), "tandem.outcome": "failed"}
         span.end({**refused, "gen_ai.request.id": request.request_id[:MAX_REQUEST_ID_CHARS]}, error=str(error))
 
     def _note_end(self, outcome: Outcome, sequences: Sequences | None, span: OpenSpan) -> None:
         attempts = {} if sequences is None else sequences.attempts
         outcome.log(attempts)
-        outcome.count(self._cluster.metrics)
+        outcome.count(self._parts.metrics)
         if span.is_recorded:
             span.end(
                 outcome.trace_attributes(self._texts.model.served_model_name),

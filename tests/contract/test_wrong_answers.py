@@ -130,10 +130,10 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
         pool = SimpleNamespace(
             handles=[handle], rooms=set(), ejected=[], apart=[], of_another_kind=[], not_connected=[]
         )
-        cluster: Any = SimpleNamespace(pool=pool, queue=_EmptyQueue())
+        parts: Any = SimpleNamespace(pool=pool, queue=_EmptyQueue())
         servicer = ClusterServicer(
             router_id="r",
-            cluster=cluster,
+            parts=parts,
             open_requests=OpenRequests(),
             is_registry_reachable=lambda: True,
             unused=list,

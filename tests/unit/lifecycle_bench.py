@@ -12,7 +12,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.asked_answer import AskedAnswer, names_at_workers
 from router.forecast import Forecast
-from router.lifecycle import Cluster, Lifecycle
+from router.lifecycle import Lifecycle, RouterParts
 from router.metrics import RouterMetrics
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
@@ -114,7 +114,7 @@ class Bench:
             worker_wait_s=worker_wait_s,
         )
         prefixes = cast(PrefixLookup, NothingCached())
-        self.cluster = Cluster(self.pool, self.queue, prefixes, RetryBudget(), Forecast(), METRICS)
+        self.cluster = RouterParts(self.pool, self.queue, prefixes, RetryBudget(), Forecast(), METRICS)
         self.decode = self.add("d", pb.Role.ROLE_DECODE, 2048)
         self.d = cast(ScriptedSession, self.decode.session)
         if with_prefill:

@@ -86,7 +86,7 @@ MODEL = ModelInfo(
 
 def servicer_of(bench: Bench) -> InferenceServicer:
     texts = Texts(MODEL, Tokenizer(grammar_cases.tokenizer()), None)
-    return InferenceServicer(texts=texts, cluster=bench.cluster, max_request_bytes=10_000)
+    return InferenceServicer(texts=texts, parts=bench.cluster, max_request_bytes=10_000)
 
 
 async def refusal_of(servicer: InferenceServicer, model: str) -> TandemError:

@@ -11,7 +11,7 @@ from lifecycle_bench import PROMPT, Asked, Bench, load, settle
 from protos import tandem_worker_pb2 as pb
 from router.audit import find_ownerless
 from router.cluster_servicer import ClusterServicer
-from router.lifecycle import Cluster, Lifecycle
+from router.lifecycle import Lifecycle, RouterParts
 from router.open_requests import OpenRequests
 from router.prefix_lookup import PrefixLookup
 from router.request_events import WorkerKey
@@ -90,7 +90,7 @@ class ForgetsCancels:
 async def test_room_that_is_taken_for_a_client_that_has_left_is_found() -> None:
     bench = Bench()
     shared = bench.cluster
-    bench.cluster = Cluster(
+    bench.cluster = RouterParts(
         shared.pool, shared.queue, cast(PrefixLookup, ForgetsCancels()), shared.budget, shared.forecast, shared.metrics
     )
     asked = bench.request("r")
@@ -127,7 +127,7 @@ async def test_an_audit_tells_what_it_finds_twice() -> None:
     bench = Bench()
     servicer = ClusterServicer(
         router_id="r",
-        cluster=bench.cluster,
+        parts=bench.cluster,
         open_requests=OpenRequests(),
         is_registry_reachable=lambda: True,
         unused=list,
