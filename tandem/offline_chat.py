@@ -11,8 +11,8 @@ from router.model_info import ModelInfo
 from router.text.chat_template import GIVEN_NAMES, ChatTemplate
 from router.text.tool_formats import AUTO
 from router.validation.prompt import check_end
-from router.validation.sampling import Violations
 from router.validation.tools import check_messages, tools_of
+from router.validation.violations import Violations
 from tandem.checks import is_list
 from tandem.requests import set_end
 from tandem.tools import add_tools, chat_message

@@ -19,8 +19,8 @@ from router.model_info import ModelInfo
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
 from router.text.reasoning import opened_by
 from router.text.tokenizer import Tokenizer, TooManyTokens
-from router.validation.sampling import Violations, check_in_vocabulary
 from router.validation.tools import NO_TOOLS, AskedTools, check_messages, check_tools, object_of
+from router.validation.violations import Violations, check_in_vocabulary
 from rpc.errors import InvalidRequest
 
 MAX_CHAT_MESSAGES = 8192

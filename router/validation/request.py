@@ -25,8 +25,9 @@ from router.text.structured_outputs import problem_of
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.prompt import FIELD_OF_PROMPT, ChatPrompt, Prompt, check_prompt, too_long
 from router.validation.resumption import BegunAnswer, begun_answers
-from router.validation.sampling import Violations, check_sampling, has_thinking_budget
+from router.validation.sampling import check_sampling, has_thinking_budget
 from router.validation.tools import NO_TOOLS, AskedTools
+from router.validation.violations import Violations
 from rpc.errors import InvalidRequest
 
 MAX_REQUEST_ID_CHARS = 128

@@ -16,7 +16,7 @@ from router.model_info import ModelInfo
 from router.served_kind import Kind
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import AnswerReader
-from router.validation.sampling import Violations, check_in_vocabulary
+from router.validation.violations import Violations, check_in_vocabulary
 from rpc.errors import InvalidRequest
 
 MAX_KIND_CHARS = 64

@@ -6,12 +6,11 @@ Bounds are those of protos/tandem_inference.proto and the engine's SamplingParam
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import TypeAlias
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.text.structured_outputs import problem_of
+from router.validation.violations import Violations, check_in_vocabulary
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -23,9 +22,6 @@ MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_N = 128
 """OpenAI's."""
-
-Violations: TypeAlias = list[tuple[str, str]]
-"""(field, description) pairs."""
 
 
 def check_sampling(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
@@ -75,15 +71,6 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
         resolved.seed = secrets.randbits(63)
     resolved.MergeFrom(params)  # every field that the request sets wins; lists and the map are empty in `resolved`
     return resolved
-
-
-def check_in_vocabulary(field: str, token_ids: Sequence[int], model: ModelInfo, violations: Violations) -> None:
-    if not token_ids or max(token_ids) < model.vocab_size:
-        return
-    position = next(i for i, token_id in enumerate(token_ids) if token_id >= model.vocab_size)
-    violations.append(
-        (field, f"ids must be below the vocabulary's size {model.vocab_size}, is {token_ids[position]} at {position}")
-    )
 
 
 def _check_numbers(params: pb.SamplingParams, violations: Violations) -> None:

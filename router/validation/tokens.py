@@ -6,7 +6,7 @@ from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.validation.prompt import Prompt, check_prompt
 from router.validation.request import check_model
-from router.validation.sampling import Violations, check_in_vocabulary
+from router.validation.violations import Violations, check_in_vocabulary
 from rpc.errors import InvalidRequest
 
 MAX_TOKENS = 1_000_000

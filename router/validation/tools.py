@@ -18,7 +18,7 @@ from router.text.chat_template import ChatMessage
 from router.text.schemas import check_bounds, schema_of
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS, calls_grammar
-from router.validation.sampling import Violations
+from router.validation.violations import Violations
 
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 262_144
