@@ -48,10 +48,17 @@ REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
 LEAVES_S = GRACE_S + 15.0
 """Until a process that was told to leave has done so, on a busy machine."""
 CHECKS_AT_ONCE = 16
-_Adapters: TypeAlias = dict[str, dict[str, str]]
-"""By worker the digests of its adapters, by router the kinds of workers that their requests go to, each by name."""
 NUM_TOLD_APART = 8
 """Of what each adapter was asked: so much is asked of the model itself, too."""
+_Adapters: TypeAlias = dict[str, dict[str, str]]
+"""By worker the digests of its adapters, by router the kinds of workers that their requests go to, each by name."""
+_FROZEN = {
+    FaultKind.PARTITION: tuple(Direction),
+    FaultKind.MUTE: (Direction.DOWN,),
+    FaultKind.DEAFEN: (Direction.UP,),
+}
+_LASTING = (FaultKind.STOP, FaultKind.SLOW, *_FROZEN)
+assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blocks are called a leak"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,15 +390,6 @@ class _Exits:
     def note(self, event: ProcessEvent) -> None:
         if event.returncode is not None and (waiting := self._waiting.pop(event.name, None)):
             waiting.set_result(event.returncode)
-
-
-_FROZEN = {
-    FaultKind.PARTITION: tuple(Direction),
-    FaultKind.MUTE: (Direction.DOWN,),
-    FaultKind.DEAFEN: (Direction.UP,),
-}
-_LASTING = (FaultKind.STOP, FaultKind.SLOW, *_FROZEN)
-assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blocks are called a leak"
 
 
 async def _kind_of(adapter: str, client: AsyncClient) -> str:
