@@ -37,6 +37,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import kv_transfer
+from benchmarks.local_transport import LocalTransport, create_endpoint
 from engine.kv_cache import KV_ORDER, KVCacheShape
 from kv_transfer import Identity, KVPool, KVReceiver, KVSender, KVTransferServicer, Push
 from kv_transfer.pool import Digests
@@ -88,7 +89,7 @@ class BenchReceiver:
             pool=pool,
             identity=identity,
             lease_s=LEASE_S,
-            endpoint=kv_transfer.create_endpoint(transport, pool=pool, identity=identity),
+            endpoint=create_endpoint(transport, pool=pool, identity=identity),
             on_commit=self._on_commit,
             on_freed=lambda _: None,
         )
@@ -139,9 +140,7 @@ async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterato
         bench = BenchReceiver(transport, far_pool)
         address = "127.0.0.1:1"  # a name only: nobody listens there
         await bench.receiver.start(address)
-        sender = kv_transfer.create_sender(
-            transport, pool=pool, identity=identity, open_channel=open_kv_channel, receivers={address: bench.receiver}
-        )
+        sender = KVSender(transport=LocalTransport(pool, {address: bench.receiver}), pool=pool, identity=identity)
         yield sender, FarSide(bench.grant, far_pool.digests)
         await sender.close()
         await bench.receiver.close()

@@ -7,8 +7,6 @@ A decode service makes a `KVReceiver` and puts a `KVTransferServicer` in front o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kv_transfer.base import PROTOCOL_VERSION, Endpoint, Identity, Transport
 from kv_transfer.control_link import OpenChannel
 from kv_transfer.errors import (
@@ -26,7 +24,6 @@ from kv_transfer.grpc_transport import GrpcEndpoint, GrpcTransport
 from kv_transfer.host_pool import HostPool
 from kv_transfer.ipc_transport import IpcEndpoint, IpcTransport
 from kv_transfer.layout import KVLayout
-from kv_transfer.local_transport import LocalEndpoint, LocalTransport
 from kv_transfer.pool import KVPool
 from kv_transfer.receiver import KVReceiver, OnCommit, OnFreed
 from kv_transfer.sender import KVSender, Push
@@ -34,7 +31,6 @@ from kv_transfer.servicer import KVTransferServicer
 from kv_transfer.shared_memory import SharedMemory
 
 TRANSPORTS = ("grpc", "ipc", "nixl")
-"""Those between processes."""
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -66,23 +62,12 @@ __all__ = [
 ]
 
 
-def create_sender(
-    transport: str,
-    *,
-    pool: KVPool,
-    identity: Identity,
-    open_channel: OpenChannel,
-    receivers: Mapping[str, KVReceiver] | None = None,
-) -> KVSender:
+def create_sender(transport: str, *, pool: KVPool, identity: Identity, open_channel: OpenChannel) -> KVSender:
     """A sender of `pool`'s blocks by the named transport; the caller closes it.
 
-    open_channel: makes gRPC channels to peers (TLS, keepalive are its business). receivers: for "local", by address.
-    Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed."""
-    return KVSender(
-        transport=_create_transport(transport, pool, identity, open_channel, {} if receivers is None else receivers),
-        pool=pool,
-        identity=identity,
-    )
+    open_channel: makes gRPC channels to peers (TLS, keepalive are its business). Raises `ValueError` for an unknown
+    name, `TransportMissing` where NIXL is not installed."""
+    return KVSender(transport=_create_transport(transport, pool, identity, open_channel), pool=pool, identity=identity)
 
 
 def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endpoint:
@@ -99,18 +84,10 @@ def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endp
             from kv_transfer.nixl_transport import NixlEndpoint
 
             return NixlEndpoint(pool, identity)
-        case "local":
-            return LocalEndpoint()
     raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
 
 
-def _create_transport(
-    name: str,
-    pool: KVPool,
-    identity: Identity,
-    open_channel: OpenChannel,
-    receivers: Mapping[str, KVReceiver],
-) -> Transport:
+def _create_transport(name: str, pool: KVPool, identity: Identity, open_channel: OpenChannel) -> Transport:
     match name:
         case "grpc":
             return GrpcTransport(pool, open_channel)
@@ -122,6 +99,4 @@ def _create_transport(
 
             is_of_ranks = pool.base_address is None
             return (NixlTransportOfRanks if is_of_ranks else NixlTransport)(pool, identity, open_channel)
-        case "local":
-            return LocalTransport(pool, receivers)
     raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {name!r}")

@@ -18,9 +18,9 @@
     issue, renew, revoke,      ->  GrantTable (grants.py)            Endpoint.describe at every Connect
       drop_owner                                                     Endpoint.enter_push, leave_push (one-sided)
 
-Everything runs on one event loop's thread, except what a transport does in threads of its own. Two-sided transports
-("grpc", "local") hand every write to the receiver, which checks it; one-sided ones ("ipc", "nixl") write into its
-memory, so they attach to the grant first and the receiver quarantines what they could still reach.
+Everything runs on one event loop's thread, except what a transport does in threads of its own. A two-sided transport
+("grpc") hands every write to the receiver, which checks it; one-sided ones ("ipc", "nixl") write into its memory, so
+they attach to the grant first and the receiver quarantines what they could still reach.
 """
 
 from __future__ import annotations

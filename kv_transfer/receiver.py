@@ -6,7 +6,7 @@ blocks: the decode service takes blocks out of its free ones, `issue`s them, and
     issue ──> … ──> on_commit(grant, …)   the blocks hold verified KV and are the service's from this call on
                └──> on_freed([grant, …])  the grant ended otherwise and nothing can write to its blocks any more
 
-`servicer.py` puts it behind gRPC, `local_transport.py` calls it directly. All methods run on the event loop's thread.
+`servicer.py` puts it behind gRPC. All methods run on the event loop's thread.
 """
 
 from __future__ import annotations

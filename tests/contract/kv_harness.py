@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kv_transfer
+from benchmarks.local_transport import LocalTransport, create_endpoint
 from kv_transfer import (
     Grant,
     HostPool,
@@ -75,7 +76,7 @@ class Receiving:
             pool=pool,
             identity=self.identity,
             lease_s=lease_s,
-            endpoint=kv_transfer.create_endpoint(transport, pool=pool, identity=self.identity),
+            endpoint=create_endpoint(transport, pool=pool, identity=self.identity),
             on_commit=self._on_commit,
             on_freed=self._on_freed,
         )
@@ -115,9 +116,13 @@ class Cluster:
 
     def make_sender(self, pool: KVPool, compat_digest: str = "same") -> KVSender:
         identity = Identity(worker_id="prefill", incarnation=f"p-{len(self.senders)}", compat_digest=compat_digest)
-        sender = kv_transfer.create_sender(
-            self.transport, pool=pool, identity=identity, open_channel=open_kv_channel, receivers=self.local_receivers
-        )
+        if self.transport == "local":
+            transport = LocalTransport(pool, self.local_receivers)
+            sender = KVSender(transport=transport, pool=pool, identity=identity)
+        else:
+            sender = kv_transfer.create_sender(
+                self.transport, pool=pool, identity=identity, open_channel=open_kv_channel
+            )
         self.senders.append(sender)
         return sender
 

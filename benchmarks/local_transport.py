@@ -1,4 +1,5 @@
-"""The "local" transport: receivers of the same process, called directly. For tests and benchmarks.
+"""The "local" transport: receivers of the same process, called directly. For tests and benchmarks: it shows what all
+transports share, and no worker has it.
 
 Two-sided: every write goes through the receiver's checks, in the order of posting, at the next drain or turn of the
 event loop.
@@ -9,11 +10,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from kv_transfer.base import BlockWriter, Endpoint, Link
+import kv_transfer
+from kv_transfer.base import BlockWriter, Endpoint, Identity, Link
 from kv_transfer.errors import GrantGone, PeerUnreachable
 from kv_transfer.pool import KVPool
 from kv_transfer.receiver import KVReceiver
 from protos import tandem_kv_transfer_pb2 as pb
+
+
+def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endpoint:
+    """As `kv_transfer` does, and of "local", too."""
+    if transport == LocalEndpoint.name:
+        return LocalEndpoint()
+    return kv_transfer.create_endpoint(transport, pool=pool, identity=identity)
 
 
 class LocalEndpoint(Endpoint):
