@@ -65,7 +65,7 @@ class ServerTLS:
 
     def credentials(self) -> grpc.ServerCredentials:
         """That follow the files."""
-        renewals = self.renewals()
+        renewals = Renewals(self)
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             renewed = renewals()
@@ -80,7 +80,7 @@ class ServerTLS:
 
     def follow(self, context: ssl.SSLContext) -> None:
         """Have `context`, which has loaded `cert` and `key`, show whoever connects what the files hold by then."""
-        renewals, newest = self.renewals(), context
+        renewals, newest = Renewals(self), context
 
         def on_hello(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
             nonlocal newest
@@ -97,9 +97,6 @@ class ServerTLS:
         except OSError:  # changed since they were read: they will be read again
             return None
         return context
-
-    def renewals(self) -> Renewals:
-        return Renewals(self)
 
 
 class Renewals:

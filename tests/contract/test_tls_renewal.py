@@ -19,7 +19,7 @@ from rpc.channel import open_channel
 from rpc.errors import Unreachable, rpc_errors_as_tandem_errors
 from rpc.http import HttpServer
 from rpc.server import Server
-from rpc.tls import ClientTLS, SslArgs
+from rpc.tls import ClientTLS, Renewals, SslArgs
 
 TIMEOUT_S = 20.0
 
@@ -162,8 +162,8 @@ def test_a_secret_of_kubernetes_changes_by_a_link(served: Served, tmp_path: Path
     args = SslArgs(ssl_certfile=str(mounted / "cert.pem"), ssl_keyfile=str(mounted / "key.pem"))
     tls = args.server_tls()
     assert tls is not None
-    assert tls.renewals()() is None
-    renewals = tls.renewals()
+    assert Renewals(tls)() is None
+    renewals = Renewals(tls)
     (tmp_path / "..next").symlink_to("..2")
     os.rename(tmp_path / "..next", data)
     renewed = renewals()
