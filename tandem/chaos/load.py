@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -32,6 +33,14 @@ RETURNING_SHARE = 0.2
 """Of the requests: those that begin as an earlier one, which may have given way to others since, to host memory."""
 HTTP_SHARE = 0.4
 """Of the requests: those that go through the gateway; half of them are chats."""
+FURTHER_SHARE = 0.08
+"""Of the requests: those that ask for each of these, and for one of the two that bound what may be sampled."""
+FURTHER: Sequence[Mapping[str, Any]] = (
+    {"top_k": 20}, {"min_p": 0.02}, {"frequency_penalty": 0.5}, {"logit_bias": {5: -100.0, 7: 2.0}},
+    {"bad_words": ["the", " a"]}, {"cache_salt": "x"}, {"cache_salt": "y"}, {"priority": -1}, {"priority": 1},
+    {"truncate_prompt_tokens": 48}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False},
+)  # fmt: skip
+REGEX = "[a-z ,.]{4,30}"
 TOKENS_OF_A_WORD = 5
 """Of a chat, whose words are numbers: a vocabulary may have a token for each digit."""
 
@@ -101,6 +110,15 @@ class Load:
             sampling |= {"repetition_penalty": 1.1, "presence_penalty": 0.4}
         if dice.random() < 0.2:
             sampling |= {"stop": ["e", "a"], "min_tokens": 4}
+        for further in FURTHER:
+            if dice.random() < FURTHER_SHARE:
+                sampling |= further
+        bound = dice.random()
+        if bound < FURTHER_SHARE:
+            sampling |= {"structured_outputs": {"regex": REGEX}}
+        elif bound < 2 * FURTHER_SHARE:
+            sampling |= {"allowed_token_ids": sorted(dice.sample(self._token_ids, 50))}
+        sampling = _without_conflicts(sampling)
         if way is not Way.CHATS and dice.random() < 0.3:  # chats leave out those of tokens that tell nothing
             sampling |= {"logprobs": dice.randrange(3)}
         n, model = 3 if dice.random() < SEVERAL_SHARE else 1, dice.choice(self._models)
@@ -160,6 +178,17 @@ class Load:
                 if message.finish_reason:
                     heard.finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
                 asked.num_attempts = max(asked.num_attempts, message.timings.attempts)
+
+
+def _without_conflicts(sampling: dict[str, Any]) -> dict[str, Any]:
+    """A form bounds where an answer ends, and words that it may not have might leave it no token at all."""
+    if "structured_outputs" in sampling:
+        left_out = {"ignore_eos", "min_tokens", "stop", "bad_words"}
+    elif "allowed_token_ids" in sampling:
+        left_out = {"bad_words"}
+    else:
+        left_out = set()
+    return {name: value for name, value in sampling.items() if name not in left_out}
 
 
 def ending_of(error: Exception, num_tokens: int) -> Ending:
