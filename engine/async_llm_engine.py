@@ -26,9 +26,9 @@ import ctypes
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,10 +178,8 @@ class AsyncLLMEngine:
 
     async def read_lora(self, module: LoRAModule) -> ReadAdapter:
         """See `LLMEngine.read_lora`. As `find_lora`. Raises `EngineDeadError` where a rank has ended."""
-        try:
+        with _ended_with_a_rank():
             return await asyncio.to_thread(self._engine.read_lora, module)
-        except RankLost as error:
-            raise EngineDeadError(str(error)) from error
 
     @property
     def stats(self) -> SchedulerStats:
@@ -197,13 +195,14 @@ class AsyncLLMEngine:
     async def call(self, function: Callable[[LLMEngine], _T]) -> _T:
         """Run `function` on the stepping thread between two steps, and return its result or raise its error.
 
-        It runs even if the caller is cancelled meanwhile. Raises `EngineDeadError` if the thread has ended.
+        It runs even if the caller is cancelled meanwhile. Raises `EngineDeadError` if the thread has ended, or a rank.
         """
         future: asyncio.Future[_T] = self._loop.create_future()
         self._commands.put(_Command(function, future))
         if self._is_dead or not self._thread.is_alive():  # a fork has none of its parent's threads
             raise EngineDeadError("the engine's stepping thread has ended")
-        return await future
+        with _ended_with_a_rank():
+            return await future
 
     def post(self, function: Callable[[LLMEngine], object]) -> None:
         """Run `function` on the stepping thread between two steps, without waiting. It must not raise."""
@@ -346,6 +345,15 @@ class AsyncLLMEngine:
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
+
+
+@contextmanager
+def _ended_with_a_rank() -> Iterator[None]:
+    """Around what is asked of the engine: a rank's end is its own."""
+    try:
+        yield
+    except RankLost as error:
+        raise EngineDeadError(str(error)) from error
 
 
 def _nothing(_: object) -> None:

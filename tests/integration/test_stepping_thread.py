@@ -17,6 +17,7 @@ from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, ProfilingEr
 from engine.config import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.running.executor import RankLost
 from engine.running.host_copies import _ByHost
 from engine.sampling_params import SamplingParams
 from protos import tandem_inference_pb2 as inference_pb
@@ -147,6 +148,12 @@ async def test_an_ended_thread_refuses_calls(tmp_path: Path) -> None:
     engine = await AsyncLLMEngine.start(
         lambda: make_engine(tmp_path), on_step=lambda _: None, on_failure=lambda error: pytest.fail(str(error))
     )
+
+    def finds_a_rank_gone(_: LLMEngine) -> None:
+        raise RankLost("rank 1 of the engine has ended")
+
+    with pytest.raises(EngineDeadError, match="rank 1"):  # as one that is to take an adapter
+        await asyncio.wait_for(engine.call(finds_a_rank_gone), 5)
     await engine.close()
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(engine.call(LLMEngine.load), 5)
