@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 from gateway.answers import models_of
 from gateway.asked import Asked, Body
 from gateway.choices import Choices
-from gateway.errors import ENCODED, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of, refusal_of_any
+from gateway.errors import ENCODED, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of_any
 from gateway.headers import (
     ANSWERED_ID_HEADER,
     REQUEST_ID_HEADER,
@@ -49,7 +49,7 @@ from gateway.streams import Begun, ClientGone, EventStream, to_json, while_conne
 from gateway.tokens import CountMessagesRequest, CountRequest, DetokenizeRequest, TokenizeRequest
 from gateway.traced import Traced
 from protos.tandem_inference_pb2 import GenerateResponse
-from rpc.errors import DeadlinePassed, InvalidRequest, TandemError
+from rpc.errors import DeadlinePassed, InvalidRequest, NotFound, TandemError
 from rpc.keys import bearer_of, is_one_of
 from rpc.tracing import Tracing
 from tandem import __version__
@@ -314,11 +314,15 @@ class Gateway:
         return await self._answer(request, "models", answer)
 
     async def health(self, request: Request) -> Response:
-        """200 while requests can be served: the router is there, and a decode worker with it."""
+        """200 while requests can be served: the router is there, with a decode worker, and takes our key."""
         try:
             is_serving = await self._client.is_serving()
+            if is_serving:
+                await self._client.model_info()  # for its health the router asks nobody for a key
+        except NotFound:  # no router: whatever answers there has another health
+            return Response(status_code=503)
         except TandemError as error:
-            return _refuse(request, refusal_of(error))
+            return _refuse(request, refusal_of_any(error, request_id_of(request)))
         return Response(status_code=200 if is_serving else 503)
 
     async def load(self, request: Request) -> Response:

@@ -279,7 +279,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
     message = error.details() or str(error.code())
     if error_class is DeadlinePassed:
         message = "the deadline passed before the answer was complete"  # gRPC's own words tell of streams
-    if advice := tls.hint(message) or _hint_of_http(message):
+    if advice := tls.hint(message) or _hint_of_http(message) or _hint_of_role(error.code()):
         message = f"{message} ({advice})"
     if error_class is Overloaded and _TOO_LARGE in message:
         error_class = InvalidRequest  # gRPC gives both the same status, but trying again helps only one of them
@@ -292,6 +292,13 @@ def _hint_of_http(details: str) -> str:
     """What to do about a connection that failed with these words of gRPC's; "" where HTTP is no reason."""
     if "http1.x server" in details or _STATUS_LINE in details:
         return "an HTTP server answers there, no router: gRPC has a port of its own, by default 50051"
+    return ""
+
+
+def _hint_of_role(code: grpc.StatusCode) -> str:
+    """What to do where a server of ours, or some other, answers and has no such method; "" for other statuses."""
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return "what answers there is of another role, such as a worker, or of another version: check the address"
     return ""
 
 

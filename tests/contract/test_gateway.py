@@ -26,6 +26,7 @@ from rpc.errors import (
     RequestExists,
     TandemError,
 )
+from rpc.server import Server
 
 # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -408,5 +409,21 @@ async def test_without_a_router_it_says_so() -> None:
         refused = await other.post(f"{url}/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         assert refused.headers["retry-after"] == "1"
+        assert "127.0.0.1:1" not in (await other.get(f"{url}/health")).text, "where it looks is nobody's business"
         stop.set()
         await running
+
+
+async def test_before_another_server_of_ours_it_says_that_it_is_no_router() -> None:
+    server = Server("127.0.0.1:0")
+    address = await server.start()
+    stop, announced = asyncio.Event(), asyncio.get_running_loop().create_future()
+    args = GatewayArgs(router=address, listen="127.0.0.1:0")
+    running = asyncio.create_task(run_gateway(args, stop, announce=announced.set_result))
+    async with httpx.AsyncClient(base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False) as http:
+        assert (await http.get("/health")).status_code == 503
+        refused = await http.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, "of another role" in refused.json()["error"]["message"]) == (500, True)
+    stop.set()
+    await running
+    await server.drain(0)

@@ -51,6 +51,7 @@ async def test_a_router_that_asks_for_a_key(caplog: pytest.LogCaptureFixture) ->
             assert (refused.status_code, refused.json()["error"]["message"]) == (
                 500, "the router does not take this gateway's key"
             )  # fmt: skip
+        assert (await http.get("/health")).status_code == 500, "no request could be answered"
     assert not router.requests
     assert "the router asks for another key than --router-api-key" in caplog.text
     assert "r2" not in caplog.text + repr(GatewayArgs(router_api_key="r2"))

@@ -13,6 +13,7 @@ from rpc.errors import (
     FOREIGN_CODES,
     STATUS_CODES,
     CorruptKV,
+    Incompatible,
     InternalError,
     InvalidRequest,
     LeaseGone,
@@ -111,6 +112,16 @@ def test_status_that_is_not_ours_is_translated_by_its_code() -> None:
         assert error.message == "connection refused"
     without = AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, None, None, details=None)
     assert type(errors.from_rpc_error(without)) is InvalidRequest
+
+
+def test_a_method_that_the_peer_does_not_have_is_another_process_than_was_meant() -> None:
+    foreign = status_pb2.Status(code=grpc.StatusCode.UNIMPLEMENTED.value[0], message="Method not found!")
+    error = errors.from_rpc_error(as_rpc_error(foreign))
+    assert (type(error), error.message) == (
+        Incompatible,
+        "Method not found! (what answers there is of another role, such as a worker, or of another version: check the "
+        "address)",
+    )
 
 
 def test_cancellation_by_the_peer_is_a_lost_peer() -> None:
