@@ -136,7 +136,11 @@ class KnownWorkers:
             return  # it was closed here
         assert handle.session is not None
         if handle.num_lost == 0:
-            _log.warning("session lost", extra={"worker": handle.record.worker_id, "why": handle.session.lost_why})
+            worker = {"worker": handle.record.worker_id}
+            if handle.is_going and not handle.session.num_requests_lost:  # as it has said that it would
+                _log.info("worker left", extra=worker)
+            else:
+                _log.warning("session lost", extra={**worker, "why": handle.session.lost_why})
         handle.num_lost += 1
         if handle.session.num_requests_lost and not handle.session.is_our_fault and not handle.is_going:
             self._on_fault(handle.key)

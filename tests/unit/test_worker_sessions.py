@@ -48,3 +48,18 @@ async def test_a_pool_that_closes_closes_all_though_one_leaves_meanwhile(monkeyp
     monkeypatch.setattr(worker.channels[0], "close", finish)
     await worker.pool.close()
     assert worker.channels[1].is_closed
+
+
+async def test_a_worker_that_leaves_as_it_has_said_alarms_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that leaves while requests are there, or without a word, does."""
+    caplog.set_level(logging.INFO, "router.known_workers")
+    worker = OneWorker(monkeypatch)
+    told = []
+    for is_leaving, num_requests in ((True, 0), (True, 1), (False, 0)):
+        await worker.lose_session(num_requests=num_requests, code=None, is_leaving=is_leaving)
+        told += [(r.levelname, r.message) for r in caplog.records if r.message != "worker joined"]
+        caplog.clear()
+    await worker.pool.close()
+    assert told == [("INFO", "worker left"), ("WARNING", "session lost"), ("WARNING", "session lost")]
