@@ -14,7 +14,7 @@ from protos import tandem_inference_pb2 as pb
 from router.metrics import RouterMetrics
 from router.timings import AttemptStamps
 from router.validation.request import ValidatedRequest
-from rpc.errors import STATUS_CODES, TandemError, code_of
+from rpc.errors import STATUS_CODES, TandemError
 from rpc.tracing import Value
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Outcome:
         if request.fairness_id:  # a person's name, maybe: told apart, and found by who knows it, but not read
             facts["fairness_id_hash"] = blake2b(request.fairness_id.encode(), digest_size=8).hexdigest()
         if self.error is not None:
-            code = code_of(self.error) if isinstance(self.error, TandemError) else "bug"
+            code = STATUS_CODES[type(self.error)].name if isinstance(self.error, TandemError) else "bug"
             facts |= {"code": code, "error": str(self.error)}
         elif self.is_complete:
             first = min(self.lasts, key=lambda last: last.sequence)

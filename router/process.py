@@ -104,6 +104,7 @@ class Router:
             policy=policy,
             on_change=self._on_change,
             tls=args.client_tls,
+            is_registry_reachable=lambda: self._directory.is_reachable,
         )
         self._queue = RequestQueue(
             max_tokens=args.max_queue_tokens,

@@ -47,9 +47,12 @@ class WorkerPool:
         on_change: Callable[[], None],
         now_s: Callable[[], float] = time.monotonic,
         tls: ClientTLS | None = None,
+        is_registry_reachable: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`on_change`, `tls`: as `KnownWorkers` has them. `now_s`: the clock of ejections."""
+        """`on_change`, `tls`: as `KnownWorkers` has them. `now_s`: the clock of ejections. `is_registry_reachable`:
+        whether Redis, where workers are found, answers."""
         self._policy = policy
+        self._is_registry_reachable = is_registry_reachable
         self._now_s = now_s
         self.costs = Costs()
         """What plans are chosen by."""
@@ -96,7 +99,12 @@ class WorkerPool:
     def require_decode_worker(self) -> None:
         """Raise `NoWorker` at the door where nobody could serve a request."""
         if not self.has_decode_worker:
-            raise NoWorker("no decode worker is available; start one, or wait until one is ready", retry_after_s=2.0)
+            what_to_do = (
+                "start one, or wait until one is ready"
+                if self._is_registry_reachable()
+                else "Redis does not answer, without which this router finds none: see whether it runs at --redis"
+            )
+            raise NoWorker(f"no decode worker is available; {what_to_do}", retry_after_s=2.0)
 
     def decode_records(self) -> Sequence[pb.WorkerRecord]:
         """Of the decode workers that new requests may wait for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -95,7 +95,12 @@ class Bench:
     """A pool with one decode worker of 100 blocks and, if asked for, one prefill worker."""
 
     def __init__(
-        self, *, with_prefill: bool = False, prefill_max_model_len: int = 2048, worker_wait_s: float = 30.0
+        self,
+        *,
+        with_prefill: bool = False,
+        prefill_max_model_len: int = 2048,
+        worker_wait_s: float = 30.0,
+        is_registry_reachable: Callable[[], bool] = lambda: True,
     ) -> None:
         self.now_s = time.monotonic()  # as the lifecycle has it, which is small on a machine that has just begun
         """Of ejections."""
@@ -104,6 +109,7 @@ class Bench:
             policy=PolicyConfig(),
             on_change=self.dispatch,
             now_s=lambda: self.now_s,
+            is_registry_reachable=is_registry_reachable,
         )
         self.queue = RequestQueue(
             max_tokens=10**6,

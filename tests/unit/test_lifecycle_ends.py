@@ -184,6 +184,23 @@ async def test_an_adapter_that_has_gone_for_good_is_unknown() -> None:
     assert names("sql") == ("sql",), "its worker lives, and was told to let it go"
 
 
+@pytest.mark.parametrize(("is_reachable", "words"), [(True, "start one"), (False, "Redis does not answer")])
+async def test_whom_nobody_can_serve_is_told_what_is_missing_and_so_is_the_log(
+    caplog: pytest.LogCaptureFixture, is_reachable: bool, words: str
+) -> None:
+    """A router that cannot read who is there finds nobody, however many run."""
+    caplog.set_level("INFO")
+    bench = Bench(is_registry_reachable=lambda: is_reachable)
+    bench.take_away(bench.decode)
+    servicer = servicer_of(bench)
+    request = inference_pb.GenerateRequest(request_id="r", token_ids=inference_pb.TokenIds(ids=[1, 2, 3]))
+    with pytest.raises(NoWorker, match=f"no decode worker is available; {words}") as caught:
+        await anext(cast(AsyncGenerator[Any, None], servicer.Generate(request, cast(Any, Context()))))
+    facts = vars(caplog.records[-1])
+    assert (facts["message"], facts["code"], facts["error"]) == ("failed", "UNAVAILABLE", caught.value.message)
+    await servicer.close()
+
+
 async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.LogCaptureFixture) -> None:
     """When it is closed, and not when its generators are found by the garbage collector: until then others of its id
     are refused, and a router that drains waits."""
