@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # at INFO its core tells of connections; read at its import
 gc.disable()  # of 200,000 objects that imports make, none is garbage: looking through them is a sixth of a start
 
 from decode_service.service import DecodeService

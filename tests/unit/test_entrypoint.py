@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -272,3 +273,15 @@ PROGRAMS = [
 def test_nobody_looks_for_garbage_while_a_program_imports_what_it_needs(command: list[str]) -> None:
     """There is none; and that took a third of a start."""
     subprocess.run([sys.executable, "-c", *command], cwd=ROOT, capture_output=True, check=True)
+
+
+@pytest.mark.parametrize("service", ["router", "gateway", "prefill_service", "decode_service"])
+def test_grpc_tells_a_log_of_what_is_wrong_alone(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+    """Else a worker that leaves as it should is a line of "Cancelling all calls" in each router's log."""
+    file = str(Path(__file__).parents[2] / service / "__main__.py")
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    runpy.run_path(file)
+    assert os.environ["GRPC_VERBOSITY"] == "DEBUG", "who asks for more gets it"
+    monkeypatch.delenv("GRPC_VERBOSITY")
+    runpy.run_path(file)
+    assert os.environ["GRPC_VERBOSITY"] == "ERROR"
