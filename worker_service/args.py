@@ -11,6 +11,9 @@ from rpc.entrypoint import ServiceArgs
 from rpc.flag_numbers import number
 from rpc.server import split_address
 
+ANY_HOST = ("0.0.0.0", "[::]", "*")
+"""All addresses of a machine, to listen on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerArgs(ServiceArgs):
@@ -64,9 +67,23 @@ class WorkerArgs(ServiceArgs):
         if self.ssl_certfile and not self.ssl_ca_certs:
             raise ValueError("ssl_certfile needs ssl_ca_certs: a worker asks whoever calls it for a certificate")
         failpoints.parse(self.failpoints)
-        if self.advertise:
-            split_address(self.advertise)
+        self._check_advertise()
         if self.worker_id:
             check_name("worker_id", self.worker_id)
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, is {self.transport!r}")
+
+    def _check_advertise(self) -> None:
+        """Others would call themselves at the address that stands for all of a machine's."""
+        where = self.advertise or self.listen
+        try:
+            host, port = split_address(where)
+        except ValueError as error:
+            raise ValueError(f"advertise: {error}") from error
+        if host in ANY_HOST:
+            raise ValueError(
+                "advertise must be HOST:PORT at which routers and other workers reach this one, "
+                f"not {where!r}, at which each would reach itself"
+            )
+        if self.advertise and not port:
+            raise ValueError(f"advertise must name the port at which others reach this worker, is {where!r}")

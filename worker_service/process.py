@@ -172,8 +172,12 @@ class WorkerProcess:
         self._register()
         self._watchdog = asyncio.create_task(self._end_when_stuck())
         announce(listening)
-        blocks = self.engine.kv_shape.num_blocks
-        _log.info("serving %s", config.model.served_model_name, extra={"address": self._address, "num_blocks": blocks})
+        facts = {
+            "worker": self.identity.worker_id,
+            "address": self._address,
+            "num_blocks": self.engine.kv_shape.num_blocks,
+        }
+        _log.info("serving %s", config.model.served_model_name, extra=facts)
         return self
 
     async def _load_model(self) -> KVPool:

@@ -1,0 +1,23 @@
+"""What a worker is told of where others reach it."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker_service.args import WorkerArgs
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
+def test_no_worker_tells_others_to_call_themselves(host: str) -> None:
+    WorkerArgs(listen=f"{host}:50061", advertise="10.0.0.4:50061")
+    for wrong in ({"listen": f"{host}:50061"}, {"listen": "10.0.0.4:50061", "advertise": f"{host}:50061"}):
+        with pytest.raises(ValueError, match=r"advertise must be HOST:PORT at which routers and other workers reach"):
+            WorkerArgs(**wrong)
+
+
+def test_others_are_told_of_a_port() -> None:
+    WorkerArgs(listen="10.0.0.4:0")  # the port that it takes is the one that others are told
+    with pytest.raises(ValueError, match="advertise must name the port"):
+        WorkerArgs(listen="0.0.0.0:0", advertise="10.0.0.4:0")
+    with pytest.raises(ValueError, match="advertise: an address is HOST:PORT"):
+        WorkerArgs(advertise="10.0.0.4")
