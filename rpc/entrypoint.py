@@ -212,9 +212,13 @@ def setup_logging(level: str, service: str) -> None:
 
 def announce(address: str, way: str = "grpc") -> None:
     """Print the one line on stdout by which whoever started the process learns that and where it serves, and by which
-    `way`."""
-    sys.stdout.write(f"listening {way}={address}\n")
-    sys.stdout.flush()
+    `way`. It serves all the same where that cannot be written, as on a full disk."""
+    try:
+        sys.stdout.write(f"listening {way}={address}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python would try once more at its end
+        logger.warning("stdout does not take the line that says where this process listens: %s", error)
 
 
 def stop_signals() -> list[int]:

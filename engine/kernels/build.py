@@ -208,9 +208,8 @@ def _build(command: list[str], folder: Path, what_for: str = "for this machine")
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelsUnavailable(f"{command[0]} did not compile them: {error}") from error
         if done.returncode != 0:
-            first = next(
-                (line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr.strip()[:500]
-            )
+            said = done.stderr.strip()[:500] or f"it ended with {done.returncode}"
+            first = next((line for line in done.stderr.splitlines() if "error" in line.lower()), said)
             raise KernelsUnavailable(f"{command[0]} cannot compile them: {first}")
         if not output.is_file():
             raise KernelsUnavailable(f"{command[0]} says that it has compiled them, but has written nothing")

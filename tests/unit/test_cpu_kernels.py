@@ -492,6 +492,7 @@ def test_a_damaged_library_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [
         ("nonsense", "there is no C++ compiler (nonsense)"),
         ("true", "has written nothing"),
+        ("false", "cannot compile them: it ended with 1"),
         ("g++ --nonsense", "compile"),
     ],
 )

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 import pytest
@@ -170,7 +170,7 @@ async def main(stop):
     announce(await server.start())
     if sys.argv[1] == "busy":
         while True: time.sleep(0.01)
-    if sys.argv[1] == "nohup":
+    if sys.argv[1] in ("hung", "nohup"):
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.sleep(0)
         return 4 if stop.is_set() else 3
@@ -188,10 +188,10 @@ sys.exit(run_until_signal(main))
 """
 
 
-def start(kind: str, listen: str = "127.0.0.1:0") -> subprocess.Popen[str]:
+def start(kind: str, listen: str = "127.0.0.1:0", stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SERVICE, kind, listen]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,15 @@ def test_a_hangup_is_nothing_to_what_is_told_not_to_mind_it() -> None:
         signal.signal(signal.SIGHUP, previous)
     with process:
         assert process.wait(20) == 3
+
+
+def test_a_disk_that_is_full_of_logs_keeps_nobody_from_serving() -> None:
+    with open("/dev/full", "w") as full:
+        process = start("hung", stdout=full)
+    with process:
+        assert process.wait(20) == 4
+        assert process.stderr is not None
+        assert "No space left on device" in process.stderr.read()
 
 
 @pytest.mark.parametrize("kind", ["stuck", "busy"])
