@@ -23,6 +23,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import FinishReason
 from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
 from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid, WorkerStalled
+from rpc.errors import from_rpc_error
 from rpc.interceptors import log_bug
 from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
 
@@ -118,7 +119,7 @@ class WorkerSession:
                     self._on_open()
             self.lost_why = "the worker ended the session"
         except grpc.aio.AioRpcError as error:
-            self.lost_why = f"{error.code().name}: {error.details()}"
+            self.lost_why = f"{error.code().name}: {from_rpc_error(error).message}"  # with what to do about it
             self.is_our_fault = error.code() is grpc.StatusCode.ABORTED
         except Exception as error:  # of whoever takes in what it says: what was begun there is nobody's any more
             self.lost_why = log_bug(error, f"the session with {self.key.worker_id}").message

@@ -35,6 +35,8 @@ class Channel:
         self.ends: list[asyncio.Future[grpc.StatusCode | None]] = []
         """One for each stream; set to None for one that ends well."""
         self.is_closed = False
+        self.details = "broken"
+        """Of the error that a stream ends with."""
 
     def stream_stream(self, *_: object, **__: object) -> Callable[[object], Call]:
         return lambda _: Call(self._stream())
@@ -44,7 +46,7 @@ class Channel:
         self.ends.append(end)
         yield pb.WorkerEvents(load=load(100))
         if (code := await end) is not None:
-            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "broken")
+            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), self.details)
 
     def unary_unary(self, *_: object, **__: object) -> None:
         """Stubs make all their calls at once."""

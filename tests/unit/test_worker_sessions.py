@@ -63,3 +63,17 @@ async def test_a_worker_that_leaves_as_it_has_said_alarms_nobody(
         caplog.clear()
     await worker.pool.close()
     assert told == [("INFO", "worker left"), ("WARNING", "session lost"), ("WARNING", "session lost")]
+
+
+async def test_what_to_do_about_a_worker_that_cannot_be_called_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = OneWorker(monkeypatch)
+    await worker.open_handle()
+    worker.channels[-1].details = "Hostname Verification Check failed."
+    await worker.lose_session(num_requests=0)
+    await worker.pool.close()
+    assert vars(caplog.records[-1])["why"] == (
+        "UNAVAILABLE: Hostname Verification Check failed. "
+        "(its certificate does not name the address that it was called by (subjectAltName))"
+    )
