@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import os
+from rpc import starting
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # at INFO its core tells of connections; read at its import
-gc.disable()  # of 200,000 objects that imports make, none is garbage: looking through them is a sixth of a start
+starting.before_imports(__name__)
 
 from prefill_service.service import PrefillService
 from protos import tandem_worker_pb2 as pb
 from worker_service.command import worker_command
 
-gc.freeze()  # nor will it be: whatever looks for garbage later need not go through them, a quarter of a second
-gc.enable()
+starting.after_imports()
 
 main = worker_command(pb.Role.ROLE_PREFILL, "prefill", PrefillService)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
+from rpc import starting
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # at INFO its core tells of connections; read at its import
-gc.disable()  # of the objects that imports make, none is garbage: looking through them is a third of a start
+starting.before_imports(__name__)
 
 import asyncio
 import sys
@@ -19,8 +17,7 @@ from router.policy import PolicyConfig
 from router.process import run_router
 from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
 
-gc.freeze()  # nor will it be
-gc.enable()
+starting.after_imports()
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

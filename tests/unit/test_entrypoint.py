@@ -294,3 +294,24 @@ def test_grpc_tells_a_log_of_what_is_wrong_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("GRPC_VERBOSITY")
     runpy.run_path(file)
     assert os.environ["GRPC_VERBOSITY"] == "ERROR"
+
+
+SWALLOWS = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+except BaseException:
+    pass
+"""
+
+
+@pytest.mark.parametrize("service", ["router", "gateway", "prefill_service", "decode_service"])
+def test_ctrl_c_while_a_service_imports_what_it_needs_ends_it(service: str, tmp_path: Path) -> None:
+    """Though a module swallows what Python makes of it; and without a traceback."""
+    (tmp_path / "grpc.py").write_text(SWALLOWS)  # what all of them import
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", service], cwd=ROOT, env=env, capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
