@@ -178,9 +178,10 @@ class SupervisedProcess:
                 await self._fail(run, reason)
                 return
             again = f"in {delay_s:.1f} s" if delay_s else "at once"
-            last = ". Its last lines:" if run.tail else ""
+            tail = tuple(run.tail) if run.returncode else ()  # one that was drained died of nothing
+            last = ". Its last lines:" if tail else ""
             what = f"ended with {describe_exit(run.returncode)}; starting it again {again}{last}"
-            self._tell(what, tail=tuple(run.tail), is_bad=True, returncode=run.returncode)
+            self._tell(what, tail=tail, is_bad=True, returncode=run.returncode)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._stop_requested.wait()

@@ -99,6 +99,16 @@ async def within(seconds: float, awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
 
+async def test_of_one_that_left_in_order_nobody_need_read_the_last_lines(supervise: Make, heard: Heard) -> None:
+    process = supervise(SERVE_AND_EXIT_CLEANLY)
+    pid = await within(10, process.wait_running())
+    os.kill(pid, signal.SIGTERM)
+    await within(10, process.wait_running(unlike_pid=pid))
+    assert [(death.what, death.tail) for death in heard.deaths] == [
+        ("ended with exit code 0; starting it again in 0.0 s", ())
+    ]
+
+
 async def test_is_running_once_it_has_announced_its_address(supervise: Make, heard: Heard) -> None:
     process = supervise("print('loading', file=sys.stderr); " + SERVE)
     pid = await within(10, process.wait_running())
