@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,10 +103,15 @@ def _is_of_replica(error: ResponseError) -> bool:
 class Outage:
     """Whether Redis answers, logged when it changes, and how long to wait before trying again."""
 
-    def __init__(self, logger: logging.Logger, who: str) -> None:
+    def __init__(self, logger: logging.Logger, who: str, *, told_after_s: float = 0.0) -> None:
+        """`told_after_s`: what is over sooner is not told, where calls have so little time that a busy moment of either
+        side takes it."""
         self._logger = logger
         self._who = who
+        self._told_after_s = told_after_s
         self._num_failures = 0
+        self._since_s = 0.0
+        self._is_told = False
 
     @property
     def is_reachable(self) -> bool:
@@ -118,16 +124,21 @@ class Outage:
         return min(MIN_RETRY_S * 2.0 ** min(self._num_failures - 1, 10), MAX_RETRY_S)
 
     def failed(self, error: BaseException) -> None:
+        now_s = time.monotonic()
         if self._num_failures == 0:
+            self._since_s = now_s
+        if not self._is_told and now_s - self._since_s >= self._told_after_s:
+            self._is_told = True
             # A timeout says only that no answer was taken in: this process itself may have been too busy for that.
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
             self._logger.warning("%s: nothing from Redis (%s), going on with what is known", self._who, why)
         self._num_failures += 1
 
     def answered(self) -> None:
-        if self._num_failures:
+        if self._is_told:
             self._logger.warning("%s: Redis answers again, after %d failed calls", self._who, self._num_failures)
         self._num_failures = 0
+        self._is_told = False
 
 
 async def wait_for(event: asyncio.Event, timeout_s: float) -> bool:

@@ -53,6 +53,8 @@ MAX_KNOWN_KEYS = 4_096
 LOOKUP_TIMEOUT_S = 0.05
 LOOKUP_RETRY_S = 0.5
 """After a failed lookup the next ones answer "nothing known" at once, for so long."""
+TOLD_AFTER_S = 1.0
+"""The log tells of lookups that have failed for so long: one that was late is no outage."""
 
 # KEYS: set, seq. ARGV: expected seq, expected cardinality, new seq, ttl in ms, number of stored hashes, those stored,
 # those evicted. Answers the new cardinality, or -1 and changes nothing where the set is not as expected.
@@ -285,7 +287,7 @@ class PrefixIndex:
         self.max_hashes = max_hashes
         self._redis = open_redis(redis_url, timeout_s=REDIS_TIMEOUT_S, max_connections=MAX_CONCURRENT_LOOKUPS)
         self._match_script = self._redis.register_script(_LONGEST_MATCH)
-        self._outage = Outage(logger, "prefix index")
+        self._outage = Outage(logger, "prefix index", told_after_s=TOLD_AFTER_S)
         self._next_try_at = 0.0
 
     @property

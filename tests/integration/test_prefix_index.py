@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +21,7 @@ import redis
 from standstill import hold_up
 
 from registry import prefix_index
+from registry.connection import Outage
 from registry.prefix_index import PrefixIndex, PrefixReporter
 
 if TYPE_CHECKING:
@@ -386,7 +389,9 @@ async def test_nothing_asked_nothing_answered(redis_url: str) -> None:
         assert await index.longest_match([h(1)], []) == {}
 
 
-async def test_slow_redis_costs_one_timeout_and_answers_stay_paired(own_redis_server: RedisServer) -> None:
+async def test_slow_redis_costs_one_timeout_and_answers_stay_paired(
+    own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     url = own_redis_server.url
     cache = Cache()
     cache.store(1, 2)
@@ -407,6 +412,24 @@ async def test_slow_redis_costs_one_timeout_and_answers_stay_paired(own_redis_se
             os.kill(own_redis_server.pid, signal.SIGCONT)
         # The answer given up above ({w1: 2}) must not be taken for that of the next question.
         assert await first_answer(index, [h(2), h(9)]) == {"w1": 1}
+    assert not [line for line in caplog.messages if line.startswith("prefix index")], "one answer late is no outage"
+
+
+def test_an_outage_is_told_once_it_has_lasted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moments_s = iter((100.0, 100.6, 101.1, 101.7, 102.0, 102.9))
+    monkeypatch.setattr("registry.connection.time", SimpleNamespace(monotonic=lambda: next(moments_s)))
+    outage = Outage(logging.getLogger("test"), "prefix index", told_after_s=1.0)
+    for num_failures in (4, 1, 1):
+        for _ in range(num_failures):
+            outage.failed(TimeoutError())
+            assert not outage.is_reachable
+        outage.answered()
+    assert caplog.messages == [
+        "prefix index: nothing from Redis (no answer in time), going on with what is known",
+        "prefix index: Redis answers again, after 4 failed calls",
+    ]
 
 
 async def test_many_lookups_at_once_share_few_connections(redis_url: str) -> None:
