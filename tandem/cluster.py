@@ -53,9 +53,9 @@ T = TypeVar("T")
 STATUS_INTERVAL_S = 0.1
 """Between two looks at the router's list of workers, at the start only."""
 KILL_MARGIN_S = 5.0
-"""What the router may take beyond the grace that it gives to streams."""
+"""What a process may take beyond the grace that it gives to streams."""
 WORKER_GRACE_S = 20.0
-"""No request runs on them any more."""
+"""Where all routers are the cluster's: no request runs on workers any more once these have ended."""
 REDIS_GRACE_S = 5.0
 REDIS_TIMEOUT_S = 5.0
 """Until a Redis that was named must answer, at the start."""
@@ -185,8 +185,11 @@ class Cluster:
     async def stop(self) -> list[str]:
         """Drain and end everything. Returns what did not end as it should; empty if all is well."""
         doors = self._of_names(*self.args.gateway_names, *self.args.router_names)
-        problems = await self._stop(doors, self.args.drain_grace_s + KILL_MARGIN_S)
-        problems += await self._stop(self._of_names(*self.args.worker_names), WORKER_GRACE_S)
+        streams_s = self.args.drain_grace_s + KILL_MARGIN_S
+        problems = await self._stop(doors, streams_s)
+        may_have_streams = bool(self.args.redis_url)  # of other routers, which find our workers there
+        workers_s = max(WORKER_GRACE_S, streams_s) if may_have_streams else WORKER_GRACE_S
+        problems += await self._stop(self._of_names(*self.args.worker_names), workers_s)
         problems += await self._stop(self._of_names(REDIS), REDIS_GRACE_S)
         self._processes.clear()
         if self._http_port is not None:

@@ -7,6 +7,7 @@ import errno
 import socket
 import sys
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -43,6 +44,23 @@ async def test_a_process_that_cannot_be_started_is_given_up_and_can_be_stopped(m
     with pytest.raises(ProcessError, match=r"worker cannot be started: \[Errno 24\] Too many open files"):
         await process.wait_running()
     assert await process.stop(1.0) == ""
+
+
+@pytest.mark.parametrize(("redis_url", "is_waited_for"), [("", False), ("redis://127.0.0.1:6379", True)])
+async def test_workers_that_other_routers_may_use_are_not_killed_before_their_grace_is_over(
+    redis_url: str, is_waited_for: bool
+) -> None:
+    graces_s: list[float] = []
+
+    class Worker:
+        async def stop(self, grace_s: float) -> str:
+            graces_s.append(grace_s)
+            return ""
+
+    cluster = Cluster(ClusterArgs(redis_url=redis_url, drain_grace_s=120.0))
+    cluster._processes["decode-1"] = cast(SupervisedProcess, Worker())
+    assert await cluster.stop() == []
+    assert [grace_s > 120.0 for grace_s in graces_s] == [is_waited_for]
 
 
 async def test_a_worker_is_there_once_the_router_is_connected_to_it() -> None:
