@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 
 from prefix_hash.compat import compat_difference
@@ -24,11 +24,11 @@ class Peers:
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
         self._told: set[tuple[str, ...]] = set()
-        """Incarnations of workers, or ids of two, each with what the log has told of it."""
+        """Ids of workers, each with what the log has told of it, or of which process of that id."""
         self.unused: list[str] = []
         """Ids of workers that are none for this router, each with why."""
 
-    def look_at(self, records: Iterable[pb.WorkerRecord]) -> list[pb.WorkerRecord]:
+    def look_at(self, records: Collection[pb.WorkerRecord]) -> list[pb.WorkerRecord]:
         """Those of `records` that are used. The log says which are not, or are not paired, where it has not said so
         before."""
         told, self._told = self._told, set()
@@ -40,11 +40,13 @@ class Peers:
                 used.append(record)
                 continue
             self.unused.append(f"{record.worker_id}: {why}")
-            if self._is_news((record.incarnation,), told):
+            if self._is_news((record.worker_id, record.incarnation), told):
                 _log.warning("worker not used", extra={"worker": record.worker_id, "why": why})
         if all(each.role == pb.Role.ROLE_DECODE for each in used):  # else pairs tell
             self._compare_decode_workers(used, told)
         self._compare_kinds(used, told)
+        rivals = {record.worker_id for record in records if record.rival_address}
+        self._told |= {key for key in told if key[0] in rivals}  # the other one's turn comes again in a moment
         return used
 
     def _tell_of_rival(self, record: pb.WorkerRecord, told: set[tuple[str, ...]]) -> None:
@@ -77,14 +79,14 @@ class Peers:
         self, records: Sequence[pb.WorkerRecord], unlike: tuple[str, str], told: set[tuple[str, ...]]
     ) -> pb.WorkerRecord | None:
         """One of which the log has not said yet that it is unlike that kind. None: it has of all."""
-        news = [record for record in records if self._is_news((record.incarnation, *unlike), told)]
+        news = [r for r in records if self._is_news((r.worker_id, r.incarnation, *unlike), told)]
         return news[-1] if news else None
 
     def _compare_decode_workers(self, records: list[pb.WorkerRecord], told: set[tuple[str, ...]]) -> None:
         """Of those that are unlike the first: requests do not move between them."""
         for record in records[1:]:
             why = compat_difference(record.compat_digest, records[0].compat_digest)
-            if why and self._is_news((record.incarnation, "unlike"), told):
+            if why and self._is_news((record.worker_id, record.incarnation, "unlike"), told):
                 names = {"worker": record.worker_id, "unlike": records[0].worker_id}
                 _log.warning("decode workers of two kinds", extra={**names, "why": why})
 

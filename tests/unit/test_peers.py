@@ -297,6 +297,10 @@ def test_the_log_tells_once_of_two_workers_that_take_turns_in_one_record(
     (told,) = caplog.records
     assert (told.message, told.worker, told.addresses) == ("two workers of one id", "d", "a:1 and b:1")  # type: ignore[attr-defined]
     assert told.fix == "drain one, or give it another --worker-id"  # type: ignore[attr-defined]
+    second.model.vocab_size = 65
+    for written in (first, second, first, second):
+        peers.look_at([written])
+    assert [each.message for each in caplog.records] == ["two workers of one id", "worker not used"]
 
 
 def test_of_many_workers_of_two_kinds_the_log_says_it_once_and_of_one_that_comes_again(
