@@ -24,7 +24,10 @@ class WorkerArgs(ServiceArgs):
 
     advertise: str = field(
         default="",
-        metadata={"help": "HOST:PORT at which others reach this worker. Default: the address it listens on."},
+        metadata={
+            "help": "HOST:PORT at which others reach this worker. Default: the address it listens on. Required with "
+            "--listen 0.0.0.0:PORT, at which others would reach themselves."
+        },
     )
     worker_id: str = field(default="", metadata={"help": "Name of this worker. Default: its role and a random suffix."})
     transport: str = field(
