@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.names import name_in_body
+from gateway.texts import content_of
 
 _MESSAGE = re.compile(r"chat\.messages\[(\d+)\](\.tool_calls(?:\[(\d+)\])?)?")
 
@@ -20,7 +21,7 @@ class PlacedMessage:
     """What says it first."""
     role: str
     contents: list[str] = field(default_factory=list)
-    """Its text, in pieces: there may be thousands."""
+    """Its text, in parts: there may be thousands."""
     thoughts: list[str] = field(default_factory=list)
     tool_call_id: str | None = None
     name: str | None = None
@@ -36,7 +37,9 @@ class PlacedMessage:
         self.places_of_calls.append(place)
 
     def to_prompt(self) -> dict[str, Any]:
-        said = {"role": self.role, "content": "".join(self.contents), "reasoning": "".join(self.thoughts) or None}
+        # What an assistant said was one text, which answers have in pieces.
+        content = "".join(self.contents) if self.role == "assistant" else content_of(self.contents)
+        said = {"role": self.role, "content": content, "reasoning": "".join(self.thoughts) or None}
         return {**said, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id, "name": self.name}
 
 

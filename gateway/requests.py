@@ -30,7 +30,7 @@ from gateway.asked import (
 )
 from gateway.effort import Budget, Effort, effort_variables
 from gateway.names import name_in_body
-from gateway.texts import role_of, text_of, text_or_parts
+from gateway.texts import content_of, role_of, text_or_parts, texts_of
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
 from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
@@ -272,7 +272,7 @@ class Message(Known):
         calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
         said = {"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id}
         said |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning_content}
-        return {"role": self.role, "content": text_of(self.content or ""), **said}
+        return {"role": self.role, "content": content_of(texts_of(self.content or "")), **said}
 
 
 Messages = Annotated[Listed[Message], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -83,7 +83,17 @@ def _text_or(many: Any, check: Callable[[Any], Any]) -> Any:
 
 
 def text_of(content: str | Sequence[Part[Any]]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return "".join(texts_of(content))
+
+
+def texts_of(content: str | Sequence[Part[Any]]) -> list[str]:
+    """Its parts, which a chat's template puts together."""
+    return [content] if isinstance(content, str) else [part.text for part in content]
+
+
+def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """A message's, as the client takes it."""
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def role_of(*roles: str) -> Any:

@@ -16,7 +16,7 @@ from protos.tandem_worker_pb2 import ModelTraits
 from registry.model_traits import read_model_traits
 from router.generation_defaults import GenerationDefaults
 from router.text.calls.harmony import OPENAI
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import LINE_FEED, ChatTemplate
 from router.text.reasoning import HARMONY, NONE, parser_of_template
 from router.text.tokenizer import read_json
 from router.text.tool_formats import AUTO, FORMATS, format_of_template
@@ -33,6 +33,8 @@ class ModelInfo:
     """Of the model's embedding; the tokenizer may know fewer tokens."""
     eos_token_ids: frozenset[int]
     has_chat_template: bool = False
+    between_parts: str = LINE_FEED
+    """What its chat template puts between the parts of a content."""
     tool_call_parser: str = ""
     """How the model writes calls of tools (`router.text.tool_formats`). Empty: it is given none, `no_tools_because`."""
     no_tools_because: str = "it is not known how this model calls tools"
@@ -115,6 +117,7 @@ class ModelInfo:
         return replace(
             self,
             has_chat_template=template is not None,
+            between_parts=LINE_FEED if template is None else template.between_parts(),
             tool_call_parser=calls,
             no_tools_because=because,
             shows_tools=template is not None and problem is None,

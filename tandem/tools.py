@@ -67,7 +67,8 @@ def chat_message(message: Any) -> pb.ChatMessage:
         raise ValueError(f"prompt: a message has {known}, not {message!r:.500}")
     said = {key: message[key] for key in MESSAGE_KEYS - {"tool_calls"} if message.get(key) is not None}
     if isinstance(message.get("content"), list | tuple):
-        said["content"] = _text_of_parts(message["content"])
+        texts = _texts_of_parts(said.pop("content"))
+        said |= {"parts": texts} if len(texts) > 1 else {"content": "".join(texts)}
     if message["role"] == "assistant":
         thoughts = (message.get(key) for key in REASONING_KEYS)
         said["reasoning"] = next((each for each in thoughts if each and isinstance(each, str)), "")
@@ -97,7 +98,7 @@ def _add_call(message: pb.ChatMessage, call: Any) -> None:
         raise ValueError(f"prompt: a message's call is not {shape}: {call!r:.500}") from error
 
 
-def _text_of_parts(parts: Sequence[Any]) -> str:
+def _texts_of_parts(parts: Sequence[Any]) -> list[str]:
     texts = []
     for number, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
@@ -105,7 +106,7 @@ def _text_of_parts(parts: Sequence[Any]) -> str:
             shape = '{"type": "text", "text": ...}'
             raise ValueError(f"prompt: content[{number}] of a message must be {shape}, is {part!r:.200}")
         texts.append(text)
-    return "".join(texts)
+    return texts
 
 
 def add_tools(chat: pb.Chat, tools: Any, tool_choice: Any, parallel_tool_calls: bool | None) -> None:

@@ -17,7 +17,7 @@ from pydantic import model_validator
 
 from gateway.asked import Known, WithoutNulls, only
 from gateway.placed import PlacedMessage
-from gateway.texts import role_of, text_of, text_or_objects, text_or_parts
+from gateway.texts import role_of, text_of, text_or_objects, text_or_parts, texts_of
 
 _Texts = text_or_parts(Literal["text"])
 
@@ -98,8 +98,8 @@ def _of_blocks(place: str, role: str, blocks: Sequence[Block]) -> list[PlacedMes
     for number, block in enumerate(blocks):
         place_of_block = f"{place}.content[{number}]"
         if isinstance(block, ToolResultBlock):
-            result = text_of(block.content)
-            messages.append(PlacedMessage(place_of_block, "tool", [result], tool_call_id=block.tool_use_id))
+            results = texts_of(block.content)
+            messages.append(PlacedMessage(place_of_block, "tool", results, tool_call_id=block.tool_use_id))
             continue
         if not messages or messages[-1].role != role:
             messages.append(PlacedMessage(place, role))

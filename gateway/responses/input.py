@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from gateway.asked import MAX_ITEMS, WithoutNulls, only
 from gateway.placed import PlacedMessage
-from gateway.texts import role_of, text_of, text_or_objects, text_or_parts
+from gateway.texts import role_of, text_of, text_or_objects, text_or_parts, texts_of
 
 _NOT_READ = "it cannot be read here; reasoning is in content"
 
@@ -99,10 +99,10 @@ def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[Pl
     for number, item in enumerate(said):
         place = f"input[{number}]"
         if isinstance(item, CallOutputItem):
-            output = text_of(item.output)
-            messages.append(PlacedMessage(place, "tool", [output], tool_call_id=item.call_id, name=item.name))
+            outputs = texts_of(item.output)
+            messages.append(PlacedMessage(place, "tool", outputs, tool_call_id=item.call_id, name=item.name))
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append(PlacedMessage(place, item.role, [text_of(item.content)]))
+            messages.append(PlacedMessage(place, item.role, texts_of(item.content)))
         elif _is_told(item):
             if not messages or not _takes(messages[-1], item):
                 messages.append(PlacedMessage(place, "assistant"))

@@ -30,6 +30,8 @@ MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat what they are given, some loop."""
 SYSTEM, DEVELOPER = "system", "developer"
 """Roles of whoever says what all answers are to keep to."""
+LINE_FEED = "\n"
+"""Between the parts of a content, for templates that know of one text alone."""
 GIVEN_NAMES = frozenset(
     {
         "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
@@ -123,6 +125,18 @@ class ChatTemplate:
         except ValueError as error:
             raise ValueError(f"chat_template: {path}: {error}") from error
 
+    def between_parts(self) -> str:
+        """What stands between the parts of a content that was said in several: what the template puts there, or a line
+        feed where it knows of one text alone."""
+        said = [{"type": "text", "text": each} for each in _PARTS]
+        try:
+            prompt = self._rendered(self._template, [{"role": "user", "content": said}])
+        except ValueError:
+            return LINE_FEED
+        between, found, _ = prompt.partition(_PARTS[0])[2].partition(_PARTS[1])
+        # Python or JSON, where it wrote the list as it is.
+        return between if found and "type" not in between else LINE_FEED
+
     def problem_with_tools(self) -> str | None:
         """Why the prompt does not tell the model of tools that it is given; None: it does."""
         tool = Tool(name="tool_that_is_looked_for", description="One.")
@@ -188,13 +202,15 @@ class ChatTemplate:
 
     def _knows_developers(self, template: jinja2.Template) -> bool:
         """Whether it shows what a developer says, OpenAI's later word for the system, behind what that says. Most know
-        the earlier one alone: they leave the other's messages out, or fail on them. gpt-oss' shows one of both, the
-        first message, and leaves out what follows it."""
+        the earlier one alone: they leave the other's messages out, fail on them, or write any role, which the model has
+        never seen. gpt-oss' shows one of both, the first message, and leaves out what follows it."""
         if template not in self._shows_developers:
+            source = self.tool_source if template is self._tool_template else self.source
             try:
-                self._shows_developers[template] = _LOOKED_FOR in self._rendered(template, _DEVELOPED)
+                shows = DEVELOPER in source and _LOOKED_FOR in self._rendered(template, _DEVELOPED)
             except ValueError:
-                self._shows_developers[template] = False
+                shows = False
+            self._shows_developers[template] = shows
         return self._shows_developers[template]
 
     def _shows(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> bool:
@@ -276,6 +292,7 @@ _MADE: list[dict[str, Any]] = [
     {"role": "tool", "content": "1", "tool_call_id": "abcdefgh1", "name": "f"},
 ]
 """Of a chat in which a call was made."""
+_PARTS = "part-that-is-looked-for-first", "part-that-is-looked-for-then"
 _DEVELOPED: list[dict[str, Any]] = [
     {"role": SYSTEM, "content": "Be brief."},
     {"role": DEVELOPER, "content": _LOOKED_FOR},

@@ -14,7 +14,7 @@ from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
 from router.text.calls.call_format import FORM, GrammarLines, Tool
 from router.text.calls.text_values import Schema, no_number
-from router.text.chat_template import ChatMessage
+from router.text.chat_template import LINE_FEED, ChatMessage
 from router.text.schemas import check_bounds, schema_of
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS, calls_grammar
@@ -197,12 +197,15 @@ def check_messages(
     checked = []
     for position, message in enumerate(messages):
         calls = _check_calls(message, position, model, violations)
+        if message.content and message.parts:
+            cannot = "cannot be combined with content, which says the same"
+            violations.append((f"chat.messages[{position}].parts", cannot))
         name_of.update((call.id, call.name) for call in message.tool_calls if call.id)
         name = message.name or (name_of.get(message.tool_call_id, "") if message.role == "tool" else "")
         checked.append(
             ChatMessage(
                 role=message.role,
-                content=message.content,
+                content=message.content or _of_parts(message, model),
                 tool_calls=calls,
                 tool_call_id=message.tool_call_id,
                 name=name,
@@ -210,6 +213,12 @@ def check_messages(
             )
         )
     return tuple(checked)
+
+
+def _of_parts(message: pb.ChatMessage, model: ModelInfo) -> str:
+    """Its content, put together. What tools say is a text to most templates, also to those that know of parts."""
+    between = LINE_FEED if message.role == "tool" else model.between_parts
+    return between.join(filter(None, message.parts))
 
 
 def _check_calls(

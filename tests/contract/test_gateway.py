@@ -74,13 +74,14 @@ async def test_prompts_of_each_kind(prompt: Any, texts: list[str], is_stream: bo
 
 
 async def test_a_chat() -> None:
-    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "are you?"}]
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": parts, "name": "me"}]
+    parts = [{"type": "text", "text": "How"}, {"type": "text", "text": "are you?"}]
+    messages = [{"role": "system", "content": parts[:1]}, {"role": "user", "content": parts, "name": "me"}]
     async with gateway() as (router, http):
         whole = await http.post("/v1/chat/completions", json={"messages": messages, "max_completion_tokens": 9})
         stream = await http.post("/v1/chat/completions", json={"messages": messages, "stream": True, "model": "m"})
     sent = router.requests[0]
-    assert [(m.role, m.content) for m in sent.chat.messages] == [("system", "Be kind."), ("user", "How are you?")]
+    said = [(m.role, m.content, list(m.parts)) for m in sent.chat.messages]
+    assert said == [("system", "How", []), ("user", "", ["How", "are you?"])], "the router knows how to join them"
     assert sent.sampling_params.max_tokens == 9
     assert whole.json()["choices"][0]["message"] == {
             "role": "assistant", "content": "hello you ", "refusal": None, "reasoning": None,

@@ -145,7 +145,8 @@ async def test_what_was_said_before_reaches_the_template() -> None:
         ]},
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "c1", "content": "wet", **cached},
-            {"type": "tool_result", "tool_use_id": "c2", "is_error": True, "content": [{"type": "text", "text": "?"}]},
+            {"type": "tool_result", "tool_use_id": "c2", "is_error": True,
+             "content": [{"type": "text", "text": "?"}, {"type": "text", "text": "?"}]},
             {"type": "tool_result", "tool_use_id": "c3"},
             {"type": "text", "text": "So?"},
         ]},
@@ -164,9 +165,9 @@ async def test_what_was_said_before_reaches_the_template() -> None:
             output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}},
         )  # fmt: skip
     first, second, third = router.requests[::3]
-    assert [(each.role, each.content) for each in first.chat.messages] == [
-        ("system", "Be kind."), ("user", "Rain?"), ("assistant", "Let me look."), ("tool", "wet"), ("tool", "?"),
-        ("tool", ""), ("user", "So?"), ("system", "Be brief."),
+    assert [(each.role, each.content or each.parts) for each in first.chat.messages] == [
+        ("system", "Be kind."), ("user", ["Rain", "?"]), ("assistant", "Let me look."), ("tool", "wet"),
+        ("tool", ["?", "?"]), ("tool", []), ("user", "So?"), ("system", "Be brief."),
     ]  # fmt: skip
     answered = first.chat.messages[2]
     calls = [(call.id, call.name, call.arguments) for call in answered.tool_calls]

@@ -56,7 +56,8 @@ CALLS = [call_item(7, 0, "{}"), call_item(8, 1, "{}")]
 CONVERTED: list[tuple[list[Any], list[pb.ChatMessage]]] = [
     ([{"role": "developer", "content": "Brief."}, {**USER, "type": "message"}, {"role": "system", "content": ""}],
      [pb.ChatMessage(role="developer", content="Brief."), SAID_USER, pb.ChatMessage(role="system")]),
-    ([{"role": "user", "content": [text_part("H"), text_part("i")]}], [SAID_USER]),
+    ([{"role": "user", "content": [text_part("Hi")]}], [SAID_USER]),
+    ([{"role": "user", "content": [text_part("H"), text_part("i")]}], [pb.ChatMessage(role="user", parts=["H", "i"])]),
     ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": [text_part("b", "output_text")]}],
      [pb.ChatMessage(role="assistant", content="a"), pb.ChatMessage(role="assistant", content="b")]),
     ([USER, thought_item(0, "So"), message_item(1, "Two."), USER],
@@ -67,7 +68,7 @@ CONVERTED: list[tuple[list[Any], list[pb.ChatMessage]]] = [
      [SAID_USER,
       pb.ChatMessage(role="assistant", content="Well", reasoning="So", tool_calls=[made(0), made(1)]),
       pb.ChatMessage(role="tool", content="rain", tool_call_id="call_1"),
-      pb.ChatMessage(role="tool", content="sun", tool_call_id="call_0")]),
+      pb.ChatMessage(role="tool", parts=["su", "n"], tool_call_id="call_0")]),
     ([CALLS[0], result_item(0, ""), CALLS[1], result_item(1, "")],
      [pb.ChatMessage(role="assistant", tool_calls=[made(0)]), pb.ChatMessage(role="tool", tool_call_id="call_0"),
       pb.ChatMessage(role="assistant", tool_calls=[made(1)]), pb.ChatMessage(role="tool", tool_call_id="call_1")]),

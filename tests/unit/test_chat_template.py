@@ -157,11 +157,12 @@ DEVELOPED = [("system", "A"), ("developer", "B"), ("developer", "C"), ("user", "
         (ROLES_OF_QWEN_35, [("user", "D")], "<user>D"),
         (ROLES_OF_GPT_OSS, DEVELOPED, "<developer>A\n\nB\n\nC<user>D"),
         (ROLES_OF_GPT_OSS, DEVELOPED[1:], "<developer>B\n\nC<user>D"),
-        (TEMPLATES["chatml"], DEVELOPED[:2], "<|system|>A\n<|developer|>B\n<|assistant|>"),
+        (TEMPLATES["chatml"], DEVELOPED[:2], "<|system|>A\n\nB\n<|assistant|>"),
+        ("{# developer #}" + TEMPLATES["chatml"], DEVELOPED[:2], "<|system|>A\n<|developer|>B\n<|assistant|>"),
     ],
     ids=[
         *("left out", "left out, later", "refused", "refused, first", "nobody"),
-        *("left out behind the system", "left out behind another", "known"),
+        *("left out behind the system", "left out behind another", "any role is written, this one not known", "known"),
     ],
 )
 def test_what_a_developer_says_is_shown_as_the_systems_where_the_template_knows_that_alone(

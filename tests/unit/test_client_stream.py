@@ -145,7 +145,8 @@ def test_prompts_of_each_kind() -> None:
     chat = generate_request([{"role": "user", "content": "hi"}]).chat
     assert [(m.role, m.content) for m in chat.messages] == [("user", "hi")]
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    assert generate_request([{"role": "user", "content": parts}]).chat == chat
+    assert generate_request([{"role": "user", "content": parts}]).chat.messages[0].parts == ["h", "i"]
+    assert generate_request([{"role": "user", "content": [{"type": "text", "text": "hi"}]}]).chat == chat
 
 
 def test_only_what_is_given_travels() -> None:

@@ -12,6 +12,7 @@ from protos import tandem_inference_pb2 as pb
 from router.text.chat_template import ChatTemplate
 from router.validation.prompt import (
     INLINE_RENDER_CHARS,
+    ChatPrompt,
     TextPrompt,
     TokenIdsPrompt,
     tokenize_prompt,
@@ -97,6 +98,37 @@ async def test_a_text_that_is_only_tokenised_gets_bos_unless_it_is_asked_for_wit
     assert to_answer == prompt_to_tokenize(request, MODEL)
     token_ids = (await tokenize_prompt(to_answer, tokenizer, None)).token_ids
     assert token_ids == [*([] if add_special_tokens is False else [256]), *tokenizer.encode("hi", False)]
+
+
+SHOWS_PARTS = (
+    "{% macro text_of(said) %}{% if said is string %}{{ said }}{% else %}{% for part in said %}"
+    "{{ part.text | trim }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}{{ text_of(m.content) }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "a\nb;c\nd;"),
+        ("{% for m in messages %}{{ m.content + ';' }}{% endfor %}", "a\nb;c\nd;"),
+        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", '"a\\nb""c\\nd"'),
+        (SHOWS_PARTS, "abc\nd"),
+        (SHOWS_PARTS.replace("}}{% endfor %}{% endif", "}}, {% endfor %}{% endif"), "a, bc\nd"),
+    ],
+    ids=["a text, or Python's words", "a text alone", "a text, or JSON", "parts", "parts, apart"],
+)
+def test_parts_of_a_content_are_put_together_as_the_template_does_it(source: str, shown: str) -> None:
+    """vLLM's: templates that take a text get lines, and so do all of what tools said. An empty part is none."""
+    template = ChatTemplate(source)
+    said = [pb.ChatMessage(role="user", parts=["a", "", "b"]), pb.ChatMessage(role="tool", parts=["c", "d"])]
+    validated = validate(pb.GenerateRequest(chat=pb.Chat(messages=said)), MODEL.with_chat(template, "auto"))
+    assert isinstance(validated.prompt, ChatPrompt)
+    assert template.render(validated.prompt.messages) == shown
+    twice = pb.ChatMessage(role="user", content="a", parts=["b"])
+    assert violations_of(pb.GenerateRequest(chat=pb.Chat(messages=[twice]))) == {
+        "chat.messages[0].parts": "cannot be combined with content, which says the same"
+    }
 
 
 async def test_a_chat_that_the_template_refuses_names_the_chat() -> None:
