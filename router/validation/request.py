@@ -180,8 +180,8 @@ async def compile_grammar(
 def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, model: ModelInfo) -> None:
     """Check what depends on the prompt's length in tokens. Raises `InvalidRequest` with every violation.
 
-    Prompt and answer share the context: an explicit max_tokens that cannot be had is refused, as vLLM does, rather than
-    cut short in silence.
+    Prompt and answer share the context: an explicit max_tokens that cannot be had is refused, as OpenAI does it, rather
+    than cut short in silence.
     """
     violations: Violations = []
     num_left = model.max_model_len - num_prompt_tokens
