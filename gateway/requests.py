@@ -144,6 +144,7 @@ class AskedForChoices(Asked):
 
     def sampling(self) -> Sampling:
         sampling = super().sampling()
+        sampling["is_max_tokens_target"] = True
         if self.max_tokens is not None:
             sampling["max_tokens"] = self.max_tokens
         if self.response_format is not None:

@@ -25,6 +25,7 @@ _ROUTERS_OWN = (
     "bad_words",
     "thinking_token_budget",
     "is_thinking_token_budget_target",
+    "is_max_tokens_target",
 )
 """Sampling parameters that are no business of workers: texts and turns."""
 

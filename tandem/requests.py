@@ -36,6 +36,8 @@ class Sampling(TypedDict, total=False):
     default."""
 
     max_tokens: int
+    is_max_tokens_target: bool
+    """Where the context has no room for so many, the answer has fewer, and the request is not refused for it."""
     min_tokens: int
     temperature: float
     top_p: float

@@ -180,7 +180,7 @@ class ResponseRequest(Asked):
     def sampling(self) -> Sampling:
         sampling = super().sampling()
         if self.max_output_tokens is not None:
-            sampling["max_tokens"] = self.max_output_tokens
+            sampling |= {"max_tokens": self.max_output_tokens, "is_max_tokens_target": True}
         if self._held_to is not None:
             sampling["structured_outputs"] = self._held_to
         if self.thinking_token_budget is not None:

@@ -25,7 +25,7 @@ from router.text.structured_outputs import problem_of
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.prompt import FIELD_OF_PROMPT, ChatPrompt, Prompt, check_prompt, too_long
 from router.validation.resumption import BegunAnswer, begun_answers
-from router.validation.sampling import check_sampling, has_thinking_budget
+from router.validation.sampling import bounded_by_room, check_sampling, has_thinking_budget
 from router.validation.tools import NO_TOOLS, AskedTools
 from router.validation.violations import Violations
 from rpc.errors import InvalidRequest
@@ -82,7 +82,10 @@ class ValidatedRequest:
         """Of the prompt, at most. None: it is not cut. With -1 it leaves the answer what that may, or must, have."""
         if self.truncate_prompt_tokens != ROOM:
             return self.truncate_prompt_tokens
-        return model.max_model_len - max(1, self.sampling_params.max_tokens, self.sampling_params.min_tokens)
+        asked = self.sampling_params.max_tokens
+        if asked >= model.max_model_len:  # a target that no prompt leaves room for
+            asked = 1
+        return model.max_model_len - max(1, asked, self.sampling_params.min_tokens)
 
     @property
     def prompt_field(self) -> str:
@@ -180,8 +183,8 @@ async def compile_grammar(
 def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, model: ModelInfo) -> None:
     """Check what depends on the prompt's length in tokens. Raises `InvalidRequest` with every violation.
 
-    Prompt and answer share the context: an explicit max_tokens that cannot be had is refused, as OpenAI does it, rather
-    than cut short in silence.
+    Prompt and answer share the context: a max_tokens that cannot be had is refused, as Anthropic does it, unless it is
+    a target, as it is to vLLM.
     """
     violations: Violations = []
     num_left = model.max_model_len - num_prompt_tokens
@@ -210,9 +213,9 @@ def _check_beside_prompt(
         bound = f"is too much for {num_prompt_tokens} tokens of the prompt: each with {params.prompt_logprobs} "
         bound += f"alternatives and itself makes {num_numbers} numbers, there may be {MAX_PROMPT_LOGPROBS}"
         violations.append(("sampling_params.prompt_logprobs", bound))
-    for name in ("max_tokens", "min_tokens"):
+    for name in bounded_by_room(params):
         value = getattr(params, name)
-        if params.HasField(name) and value > num_left:
+        if value > num_left:
             bound = f"must be at most {num_left} (the context of {model.max_model_len} tokens minus the prompt of "
             violations.append((f"sampling_params.{name}", bound + f"{num_prompt_tokens}), is {value}"))
 

@@ -40,6 +40,12 @@ def has_thinking_budget(params: pb.SamplingParams) -> bool:
     return params.HasField("thinking_token_budget") and params.thinking_token_budget >= 0
 
 
+def bounded_by_room(params: pb.SamplingParams) -> list[str]:
+    """Names of those that may be no more than the context has room for, of those that are given."""
+    names = ["min_tokens"] if params.is_max_tokens_target else ["max_tokens", "min_tokens"]
+    return [name for name in names if params.HasField(name)]
+
+
 def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tokens: int) -> pb.SamplingParams:
     """`params` with every field set: by the request, else the model's generation_config, else the proto's default.
 
@@ -70,6 +76,8 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
     if not params.HasField("seed"):
         resolved.seed = secrets.randbits(63)
     resolved.MergeFrom(params)  # every field that the request sets wins; lists and the map are empty in `resolved`
+    if params.is_max_tokens_target:
+        resolved.max_tokens = min(resolved.max_tokens, num_left)
     return resolved
 
 
@@ -100,7 +108,7 @@ def _plain(value: float) -> str:
 
 def _check_lengths(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
     longest = model.max_model_len - 1
-    for name in ("max_tokens", "min_tokens"):
+    for name in bounded_by_room(params):
         value = getattr(params, name)
         if value > longest:
             bound = (

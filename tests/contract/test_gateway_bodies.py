@@ -425,6 +425,28 @@ def test_what_a_router_takes_the_gateway_takes() -> None:
     assert (asked.MAX_MESSAGES, asked.MAX_TOOLS) == (prompt.MAX_CHAT_MESSAGES, tools.MAX_TOOLS)
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "is_target"),
+    [
+        ("/v1/completions", "max_tokens", True),
+        ("/v1/chat/completions", "max_tokens", True),
+        ("/v1/chat/completions", "max_completion_tokens", True),
+        ("/v1/responses", "max_output_tokens", True),
+        ("/v1/messages", "max_tokens", False),
+    ],
+)
+async def test_an_answer_may_be_shorter_where_clients_expect_that(path: str, field: str, is_target: bool) -> None:
+    """Anthropic's learn from the refusal how much room there is."""
+    said: dict[str, Any] = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(
+        path, {"messages": [{"role": "user", "content": "a"}]}
+    )
+    async with gateway() as (router, http):
+        assert (await http.post(path, json=said | {field: 9})).status_code == 200
+    [request] = router.requests
+    params = request.sampling_params
+    assert (params.max_tokens, params.is_max_tokens_target) == (9, is_target)
+
+
 async def test_headers_name_the_request_and_its_deadline() -> None:
     async with gateway() as (router, http):
         headers = {"x-request-id": "mine", "x-request-timeout-ms": "5000"}

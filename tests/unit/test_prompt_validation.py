@@ -44,7 +44,14 @@ async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
 
 @pytest.mark.parametrize(
     ("num_kept", "params", "num_tokens"),
-    [(60, {}, 60), (-1, {}, 99), (-1, {"max_tokens": 30}, 70), (-1, {"min_tokens": 40}, 60), (None, {}, 120)],
+    [
+        (60, {}, 60),
+        (-1, {}, 99),
+        (-1, {"max_tokens": 30}, 70),
+        (-1, {"max_tokens": 200, "is_max_tokens_target": True}, 99),
+        (-1, {"min_tokens": 40}, 60),
+        (None, {}, 120),
+    ],
 )
 async def test_of_a_long_prompt_the_end_is_used(num_kept: int | None, params: dict[str, int], num_tokens: int) -> None:
     """-1: what the answer leaves of the context."""
@@ -163,6 +170,16 @@ async def test_prompts_far_too_long_name_their_field_whatever_they_are_of() -> N
         ({}, 0, {"text": "must give at least 1 token, gives 0"}),
         ({}, 100, {"text": "must be at most 99 tokens (a context of 100, 1 for the answer), has 100"}),
         ({"max_tokens": 60}, 40, {}),
+        ({"max_tokens": 61, "is_max_tokens_target": True}, 40, {}),
+        ({"max_tokens": 1000, "is_max_tokens_target": True}, 99, {}),
+        (
+            {"max_tokens": 61, "min_tokens": 61, "is_max_tokens_target": True},
+            40,
+            {
+                "sampling_params.min_tokens": "must be at most 60 (the context of 100 tokens minus the prompt of 40), "
+                "is 61"
+            },
+        ),
         (
             {"max_tokens": 61, "min_tokens": 61},
             40,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from validation_cases import MODEL
 
 from protos import tandem_inference_pb2 as pb
@@ -60,6 +61,12 @@ def test_an_open_max_tokens_has_room_for_min_tokens() -> None:
     model = replace(MODEL, defaults=GenerationDefaults(max_new_tokens=10))
     assert resolve_sampling(pb.SamplingParams(min_tokens=20), model, 40).max_tokens == 20
     assert resolve_sampling(pb.SamplingParams(), model, 95).max_tokens == 5
+
+
+@pytest.mark.parametrize(("asked", "resolved"), [(4, 4), (5, 5), (6, 5), (1000, 5)])
+def test_a_target_of_max_tokens_is_what_there_is_room_for(asked: int, resolved: int) -> None:
+    params = pb.SamplingParams(max_tokens=asked, is_max_tokens_target=True)
+    assert resolve_sampling(params, MODEL, 95).max_tokens == resolved
 
 
 def test_seeds_are_drawn_anew_and_fit_the_wire() -> None:

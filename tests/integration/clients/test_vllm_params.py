@@ -13,6 +13,7 @@ from clusters import RunningCluster
 from openai_cases import MESSAGES
 
 from protos import tandem_inference_pb2 as inference_pb
+from rpc.errors import InvalidRequest
 from tandem.client import Client
 
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
@@ -41,6 +42,15 @@ def test_an_answer_goes_on_with_the_last_message(cluster: RunningCluster, http: 
         "/v1/chat/completions", json={**asked, **GREEDY, "continue_final_message": False, "messages": MESSAGES}
     )
     assert as_it_is.json()["choices"][0]["message"]["role"] == "user", "whose message was the last"
+
+
+def test_an_answer_may_have_more_than_there_is_room_for(cluster: RunningCluster, http: httpx.Client) -> None:
+    body = {"prompt": "The capital of France is", "temperature": 0, "stop": "."}
+    [few] = http.post("/v1/completions", json=body).json()["choices"]
+    [many] = http.post("/v1/completions", json=body | {"max_tokens": 1_000_000}).json()["choices"]
+    assert (many["text"], many["finish_reason"]) == (few["text"], "stop")
+    with Client(cluster.address) as client, pytest.raises(InvalidRequest, match="max_tokens: must be at most"):
+        client.generate("The capital of France is", max_tokens=1_000_000)
 
 
 def test_no_token_but_those_allowed(cluster: RunningCluster, http: httpx.Client) -> None:
