@@ -149,10 +149,10 @@ class BlockingSpreadChannel:
     def __init__(self, address: str, *, service: str, tls: ClientTLS | None = None) -> None:
         self._serving = open_blocking_channel(address, tls=tls, spread_service=service)
         self._any = open_blocking_channel(address, tls=tls)
-        self._is_one_serving = False
-        self._is_known = threading.Event()
-        """Whether one serves, by what is heard of all when they are connected to."""
-        self._serving.subscribe(self._note, try_to_connect=True)
+        self._heard = _Heard()
+        self._lock = threading.Lock()
+        self._is_listening = False
+        """Or never will again."""
 
     def unary_unary(self, *described: Any, **further: Any) -> Any:
         """As of gRPC's channels, of which stubs are made."""
@@ -163,18 +163,41 @@ class BlockingSpreadChannel:
         return self._calling(*(channel.unary_stream(*described, **further) for channel in (self._serving, self._any)))
 
     def close(self) -> None:
-        self._serving.unsubscribe(self._note)
-        for channel in (self._serving, self._any):
-            channel.close()
-
-    def _note(self, state: grpc.ChannelConnectivity) -> None:
-        self._is_one_serving = state is grpc.ChannelConnectivity.READY
-        if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
-            self._is_known.set()
+        with self._lock:
+            self._is_listening = True
+            self._serving.unsubscribe(self._heard.note)
+            for channel in (self._serving, self._any):
+                channel.close()
+        self._heard.is_known.set()  # nobody waits for it any more
 
     def _calling(self, at_serving: Any, at_any: Any) -> Any:
         def call(*request: Any, timeout: float | None = None, **how: Any) -> Any:
-            self._is_known.wait(CONNECT_MS / 1_000 if timeout is None else min(timeout, CONNECT_MS / 1_000))
-            return (at_serving if self._is_one_serving else at_any)(*request, timeout=timeout, **how)
+            begin_s, connect_s = time.monotonic(), CONNECT_MS / 1_000
+            self._listen()
+            self._heard.is_known.wait(connect_s if timeout is None else min(timeout, connect_s))
+            left_s = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin_s))
+            return (at_serving if self._heard.is_one_serving else at_any)(*request, timeout=left_s, **how)
 
         return call
+
+    def _listen(self) -> None:
+        """From the first call on: gRPC has a thread for it, which fails aloud where its channel is closed at once."""
+        with self._lock:
+            if not self._is_listening:
+                self._is_listening = True
+                self._serving.subscribe(self._heard.note, try_to_connect=True)
+
+
+class _Heard:
+    """What is heard of peers. Has nothing of their channel, whose thread has this: who forgets to close it leaves none
+    behind."""
+
+    def __init__(self) -> None:
+        self.is_one_serving = False
+        self.is_known = threading.Event()
+        """Whether one serves, by what is heard of all when they are connected to."""
+
+    def note(self, state: grpc.ChannelConnectivity) -> None:
+        self.is_one_serving = state is grpc.ChannelConnectivity.READY
+        if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
+            self.is_known.set()

@@ -4,8 +4,12 @@ routers whose answers are scripted."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import gc
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -14,11 +18,12 @@ from spread_harness import SERVICE, Router, until_asked
 
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc
-from rpc.errors import Draining, NoWorker, Overloaded, TandemError, Unreachable
+from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unreachable
 from rpc.health import HealthServicer
 from rpc.spread_channel import SpreadChannel
 from rpc.targets import addresses_of, target_of
 from tandem.client import AsyncClient, Client
+from tandem.client_base import ClientClosed
 
 
 @asynccontextmanager
@@ -226,3 +231,49 @@ async def test_plain_code_hears_why_none_of_a_list_serves_and_goes_on_where_anot
             await first.server.drain(0)
             assert [message.text for message in await asyncio.to_thread(list, stream)] == ["two", ""]
             assert other.requests[0].output_token_ids == [1]
+
+
+@contextmanager
+def mute() -> Iterator[str]:
+    """A list of two that take connections, and say nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as other:
+        yield target_of([f"127.0.0.1:{each.getsockname()[1]}" for each in (first, other)])
+
+
+def test_plain_code_hears_in_time_that_none_of_a_list_answers() -> None:
+    with mute() as target, Client(target, resume_s=0.0) as plain:
+        start_s = time.monotonic()
+        with pytest.raises(DeadlinePassed):
+            plain.generate("a", timeout_s=0.7)
+        assert time.monotonic() - start_s < 1.2, "to find out who serves is part of it"
+
+
+def test_plain_code_that_waits_for_a_list_hears_that_its_client_is_closed() -> None:
+    with mute() as target:
+        plain = Client(target, resume_s=0.0)
+        closing = threading.Timer(0.1, plain.close)
+        closing.start()
+        start_s = time.monotonic()
+        with pytest.raises(ClientClosed):
+            plain.generate("a")
+        assert time.monotonic() - start_s < 0.9, "as soon as it is"
+        closing.join()
+
+
+def test_plain_code_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its client was used or not, was closed or forgotten."""
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    before = set(threading.enumerate())
+    with mute() as target:
+        for _ in range(10):
+            Client(target).close()
+        forgotten = Client(target, resume_s=0.0)
+        with pytest.raises(DeadlinePassed):
+            forgotten.generate("a", timeout_s=0.1)
+        del forgotten
+        gc.collect()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+    assert not raised
