@@ -50,6 +50,8 @@ class ModelInfo:
     """Further names that requests may call it by."""
     lora_names: tuple[str, ...] = ()
     """Adapters that workers have, which a request may ask for as its model."""
+    leaving_lora_names: tuple[str, ...] = ()
+    """Those that only answers may ask for which have begun with them."""
     traits: ModelTraits = field(default_factory=ModelTraits)
     """By what workers of this model are known."""
 
@@ -58,9 +60,14 @@ class ModelInfo:
         """Whether any has said what it serves, and with which adapters."""
         return self.block_size > 0
 
-    def has_name(self, name: str) -> bool:
-        """Whether a request may call it, or one of its adapters, so. Empty: it calls it nothing."""
-        return name in ("", self.served_model_name, *self.aliases, *self.lora_names)
+    def has_name(self, name: str, *, has_begun: bool = False) -> bool:
+        """Whether a request may call it, or one of its adapters, so. Empty: it calls it nothing. `has_begun`: and its
+        client says on which workers."""
+        return name in ("", self.served_model_name, *self.aliases) or self.is_lora(name, has_begun=has_begun)
+
+    def is_lora(self, name: str, *, has_begun: bool = False) -> bool:
+        """Whether it is an adapter of that name which such a request asks for."""
+        return name in self.lora_names or (has_begun and name in self.leaving_lora_names)
 
     @classmethod
     def from_folder(
@@ -124,7 +131,9 @@ class ModelInfo:
             reasoning_parser=thinks,
         )
 
-    def with_worker(self, model: pb.GetModelInfoResponse, lora_names: Iterable[str] = ()) -> ModelInfo:
+    def with_worker(
+        self, model: pb.GetModelInfoResponse, lora_names: Iterable[str] = (), leaving_lora_names: Iterable[str] = ()
+    ) -> ModelInfo:
         """This model as a worker serves it, with the adapters of all. `ValueError` where the worker's model cannot be
         the folder's."""
         if model.vocab_size != self.vocab_size:
@@ -132,12 +141,14 @@ class ModelInfo:
                 f"the worker's model {model.model!r} has a vocabulary of {model.vocab_size} tokens, "
                 f"the router's {self.served_model_name!r} one of {self.vocab_size}"
             )
+        own = {self.served_model_name, *self.aliases}
         return replace(
             self,
             max_model_len=model.max_model_len,
             block_size=model.block_size,
             dtype=model.dtype,
-            lora_names=tuple(sorted(set(lora_names) - {self.served_model_name, *self.aliases})),
+            lora_names=tuple(sorted(set(lora_names) - own)),
+            leaving_lora_names=tuple(sorted(set(leaving_lora_names) - own)),
             eos_token_ids=frozenset(model.eos_token_ids),
         )
 

@@ -67,7 +67,8 @@ class ServedModel:
             name: at_s for name, at_s in gone_s.items() if name not in self._there and now_s - at_s < KEPT_S
         }
         shortest = min(workers, key=lambda record: record.model.max_model_len)
-        self._known = self._model.with_worker(shortest.model, self._there.keys() | self._gone_s.keys())
+        leaving = {each.lora_name for record in workers for each in record.leaving_loras}
+        self._known = self._model.with_worker(shortest.model, self._there.keys() | self._gone_s.keys(), leaving)
 
 
 def _key_of(record: WorkerRecord) -> WorkerKey:

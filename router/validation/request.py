@@ -116,7 +116,8 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
     """Check all that can be checked before tokenising. Raises `InvalidRequest` with every violation."""
     violations: Violations = []
     _check_request_id(request.request_id, violations)
-    check_model(request.model, model, violations)
+    has_begun = bool(request.worker_kind) or any(each.worker_kind for each in request.answers_so_far)
+    check_model(request.model, model, violations, has_begun=has_begun)
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         bound = f"must be at most {MAX_CACHE_SALT_CHARS} characters, has {len(request.cache_salt)}"
         violations.append(("cache_salt", bound))
@@ -144,7 +145,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         sampling_params=params,
         begun=begun,
         cache_salt=request.cache_salt,
-        lora_name=request.model if request.model in model.lora_names else "",
+        lora_name=request.model if model.is_lora(request.model, has_begun=has_begun) else "",
         fairness_id=request.fairness_id,
         is_streaming=request.stream if request.HasField("stream") else True,
         truncate_prompt_tokens=request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
@@ -230,9 +231,9 @@ def _check_request_id(request_id: str, violations: Violations) -> None:
         violations.append(("request_id", f"must hold printable characters only, has U+{code:04X} at {position}"))
 
 
-def check_model(name: str, model: ModelInfo, violations: Violations) -> None:
-    """Whether a request may ask for `name`."""
-    if not model.has_name(name):
+def check_model(name: str, model: ModelInfo, violations: Violations, *, has_begun: bool = False) -> None:
+    """Whether a request may ask for `name`; `has_begun`: one whose client says on which workers."""
+    if not model.has_name(name, has_begun=has_begun):
         aliases = f", by another name {_some(model.aliases)}" if model.aliases else ""
         adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
         known = f"{model.served_model_name!r}{aliases}{adapters}"

@@ -127,12 +127,17 @@ async def test_an_adapter_whose_last_worker_has_gone_may_be_asked_for_again() ->
     await servicer.close()
 
 
-async def test_a_stream_with_an_adapter_is_taken_over_from_another_router() -> None:
-    """Its client says by the kind's name which of that name it was."""
+@pytest.mark.parametrize(("served", "leaving"), [({"sql": "1"}, []), ({}, [("sql", "1")])])
+async def test_a_stream_with_an_adapter_is_taken_over_from_another_router(
+    served: dict[str, str], leaving: list[tuple[str, str]]
+) -> None:
+    """Its client says by the kind's name which of that name it was. New requests may ask for it no more."""
     bench = Bench()
     bench.decode.record.model.vocab_size = 100
-    bench.tell_adapters(bench.decode, sql="1")
+    bench.tell_adapters(bench.decode, *leaving, **served)
     servicer = servicer_of(bench)
+    if not served:
+        assert isinstance(await refusal_of(servicer, "sql"), InvalidRequest)
 
     def request(kind: Kind) -> inference_pb.GenerateRequest:
         return inference_pb.GenerateRequest(

@@ -48,6 +48,12 @@ def test_model_info_is_read_from_the_folder_and_completed_by_a_worker(tmp_path: 
     assert (named.served_model_name, named.aliases) == ("smol", ("sql", "gpt"))
     assert list(named.to_proto().aliases) == ["sql", "gpt"]
     assert named.with_worker(worker, ["sql", "poet"]).lora_names == ("poet",), "nor any other of its names"
+    leaving = named.with_worker(worker, ["poet"], ["sql", "old", "poet"])
+    names = ("gpt", "poet", "old", "sql", "other")
+    assert [name for name in names if leaving.has_name(name, has_begun=True)] == ["gpt", "poet", "old", "sql"]
+    assert [name for name in names if leaving.is_lora(name, has_begun=True)] == ["poet", "old"]
+    assert not leaving.has_name("old")
+    assert list(leaving.to_proto().lora_names) == ["poet"]
     worker.vocab_size = 999
     with pytest.raises(ValueError, match="vocabulary of 999 tokens"):
         info.with_worker(worker)
