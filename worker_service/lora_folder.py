@@ -102,14 +102,15 @@ class LoRAFolder:
             self._leaving.setdefault(number, now_s)
 
     async def _let_go(self, num_coming: int) -> None:
-        """Of those that left long ago, or by the last look where their room is needed; never of what is used."""
+        """Of those that left long ago; and as far as room is needed, of the others, the first to leave first. Never of
+        what is used."""
         before_s = time.monotonic() - LEAVING_S
 
         def free(engine: LLMEngine) -> list[int]:
-            is_needed = engine.loras.num_free < num_coming
-            return engine.free_loras(
-                [number for number, since_s in self._leaving.items() if is_needed or since_s <= before_s]
-            )
+            for number, since_s in self._leaving.items():
+                if since_s <= before_s or engine.loras.num_free < num_coming:
+                    engine.free_loras([number])
+            return engine.loras.leaving
 
         still = await self._engine.call(free)
         freed = self._leaving.keys() - set(still)

@@ -98,6 +98,28 @@ async def test_what_is_new_is_read_at_the_second_look_and_again_if_it_changes_me
         await engine.close()
 
 
+async def test_no_more_of_those_that_leave_make_room_than_is_needed(tiny_model: Path, folder: Path) -> None:
+    """The others are there for half a minute. Who left first goes first."""
+    args = EngineArgs(model=str(tiny_model), load_format="dummy", device="cpu", num_kv_blocks=256, max_loras=4)
+    config = create_engine_config(args)
+    engine = await AsyncLLMEngine.start(lambda: LLMEngine(config), on_step=lambda _: None, on_failure=lambda _: None)
+    looks = lora_folder.LoRAFolder(folder, engine, names_of_others=(), on_change=lambda: None)
+    try:
+        for seed, name in enumerate("abc"):
+            write(folder / name, seed=seed)
+        await looks.look(waits=False)
+        for name in "bac":
+            shutil.rmtree(folder / name)
+            await looks.look()
+        for seed, name in enumerate("de"):
+            write(folder / name, seed=seed)
+        await looks.look(waits=False)
+        assert [module.name for module in engine.adapters] == ["d", "e"]
+        assert sorted(module.name for module in engine.leaving_adapters) == ["a", "c"]
+    finally:
+        await engine.close()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_adapters_come_are_exchanged_and_go(
     tiny_cluster: Cluster, tiny_model: Path, folder: Path, num_ranks: int
