@@ -44,7 +44,8 @@ class ExchangedAdapters:
         self._said: dict[str, list[tuple[float, str]]] = {name: [] for name in adapters}
         """Under each name: since when whose files are there."""
         self._turn = 0
-        self.restore()
+        for name in adapters:
+            self._link(name, name)
 
     @property
     def names(self) -> list[str]:
@@ -60,10 +61,14 @@ class ExchangedAdapters:
         self._link(name, whose)
         return name, whose
 
-    def restore(self) -> None:
-        """Each name has its own files again."""
-        for name in self._adapters:
-            self._link(name, name)
+    def exchange_all(self) -> dict[str, str]:
+        """Each name gets the next one's files: whoever has what there was at first has followed nothing. Returns whose
+        each has now."""
+        names = self.names
+        now = dict(zip(names, names[1:] + names[:1], strict=True))
+        for name, whose in now.items():
+            self._link(name, whose)
+        return now
 
     def those_of(self, asked: Asked) -> list[str]:
         """Whose files may have answered: those that are under its adapter's name first."""

@@ -189,16 +189,18 @@ class _Soak:
 
     async def run(self) -> Report:
         try:
-            adapters = await self._adapters()
+            at_first = await self._adapters()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._load.run(NUM_CLIENTS))
                 await self._hurt()
                 self._load.end()
-            self._exchanged.restore()
+            now = self._exchanged.exchange_all()
             rested_s, leaks = await self._wait_until_at_rest()
-            leaks += await self._wait_for_adapters(adapters)
+            leaks += await self._wait_for_adapters(
+                {who: {name: each[now.get(name, name)] for name in each} for who, each in at_first.items()}
+            )
             self._say(f"{len(self._load.history)} requests have ended; now each of them again, without faults")
-            expected, of_others = await self._answers_again()
+            expected, of_others = await self._answers_again({whose: name for name, whose in now.items()})
             of_model = await self._run_again((asked, "") for asked in self._told_apart())
             async with AsyncClient(self._cluster.router_address) as client:
                 num_loaded_tokens = sum(worker.num_loaded_tokens for worker in (await client.status()).workers)
@@ -325,7 +327,7 @@ class _Soak:
                 await asyncio.sleep(0.1)  # an audit is asked for, nobody tells
 
     async def _wait_for_adapters(self, there: _Adapters) -> list[str]:
-        """Until workers and routers know of these again; who did not after as long as may be."""
+        """Until workers and routers know of these; who did not after as long as may be."""
         end_s = time.monotonic() + KNOWN_S
         while (now := await self._adapters()) != there:
             if time.monotonic() > end_s:
@@ -342,11 +344,15 @@ class _Soak:
                 adapters[router] = {name: await _kind_of(name, client) for name in self._exchanged.names}
         return adapters
 
-    async def _answers_again(self) -> tuple[dict[int, list[Heard]], dict[int, list[list[Heard]]]]:
+    async def _answers_again(
+        self, name_of: Mapping[str, str]
+    ) -> tuple[dict[int, list[Heard]], dict[int, list[list[Heard]]]]:
         """By number: the answers to each request that had any, now that nothing fails. And those of other adapters that
-        may have answered it, as their files were exchanged."""
+        may have answered it, as their files were exchanged. `name_of`: under which name each adapter is now."""
         needing = [asked for asked in self._load.history if needs_check(asked)]
-        whose = {asked.number: self._exchanged.those_of(asked) for asked in needing}
+        whose = {
+            asked.number: [name_of.get(each, each) for each in self._exchanged.those_of(asked)] for asked in needing
+        }
         expected = await self._run_again((asked, whose[asked.number][0]) for asked in needing)
         of_others: dict[int, list[list[Heard]]] = {}
         for turn in range(1, len(self._exchanged.names)):
@@ -393,9 +399,12 @@ class _Exits:
 
 
 async def _kind_of(adapter: str, client: AsyncClient) -> str:
-    """Of the workers that new requests for it go to."""
-    async with aclosing(client.stream([1], model=adapter, max_tokens=1)) as messages:
-        return (await anext(messages)).worker_kind
+    """Of the workers that new requests for it go to. Empty: to none, as while it waits for room."""
+    try:
+        async with aclosing(client.stream([1], model=adapter, max_tokens=1)) as messages:
+            return (await anext(messages)).worker_kind
+    except TandemError:
+        return ""
 
 
 async def _what_is_not_at_rest(client: AsyncClient, num_workers: int) -> list[str]:

@@ -33,8 +33,8 @@ def test_each_name_in_turn_gets_the_next_one_s_files(adapters: Path, tmp_path: P
         folder.exchange()
         seen.append(there())
     assert seen == ["abc", "bbc", "bcc", "bca", "cca"]
-    folder.restore()
-    assert there() == "abc"
+    assert folder.exchange_all() == {"a": "b", "b": "c", "c": "a"}
+    assert there() == "bca"
 
 
 def test_whose_files_may_have_answered(adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
