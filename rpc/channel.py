@@ -117,9 +117,9 @@ def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int | st
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 
-def open_blocking_channel(address: str, *, tls: ClientTLS | None, spread_service: str = "") -> grpc.Channel:
+def open_blocking_channel(address: str, *, tls: ClientTLS | None) -> grpc.Channel:
     """As `open_channel`, for code without an event loop."""
-    options = channel_options(connect_ms=_connect_ms(tls), spread_service=spread_service)
+    options = channel_options(connect_ms=_connect_ms(tls))
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.credentials(), options=options)

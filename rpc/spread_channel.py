@@ -8,16 +8,18 @@ a call ── over ─┤
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.channel import CONNECT_MS, open_blocking_channel, open_channel
+from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 
 RENEW_CONNECTIONS_S = 300.0
@@ -25,6 +27,8 @@ RENEW_CONNECTIONS_S = 300.0
 REOPEN_S = 5.0
 """And so long where nobody is found that serves: gRPC asks a name server that knew nothing of a name, or did not
 answer, again after ever longer times, two minutes in the end, and cannot be told to ask sooner."""
+HEARD_S = 1.0
+"""So long what a peer said of itself is good for, to whoever has to ask it."""
 _A_STREAM_S = 86_400.0
 """More than any stream lasts."""
 
@@ -143,61 +147,70 @@ def _is_ready(channel: grpc.aio.Channel) -> bool:
 
 
 class BlockingSpreadChannel:
-    """As `SpreadChannel`, for code without an event loop, whose peers are listed: no name server is asked anew. Threads
-    may share one; the caller closes it."""
+    """Of peers that are listed, for code without an event loop: a call goes to the next in turn whose health service
+    says that it serves `service`, and where none does to the next one, who says why. Threads may share one; the caller
+    closes it.
+
+    It asks for itself: what gRPC tells of a channel's state comes on a thread of its own, of which children that are
+    forked die, and which outlives a program that closes nothing.
+    """
 
     def __init__(self, address: str, *, service: str, tls: ClientTLS | None = None) -> None:
-        self._serving = open_blocking_channel(address, tls=tls, spread_service=service)
-        self._any = open_blocking_channel(address, tls=tls)
-        self._heard = _Heard()
-        self._lock = threading.Lock()
-        self._is_listening = False
-        """Or never will again."""
+        self._peers = [_Peer(each, service, tls) for each in addresses_of(address)]
 
     def unary_unary(self, *described: Any, **further: Any) -> Any:
         """As of gRPC's channels, of which stubs are made."""
-        return self._calling(*(channel.unary_unary(*described, **further) for channel in (self._serving, self._any)))
+        return self._calling([peer.channel.unary_unary(*described, **further) for peer in self._peers])
 
     def unary_stream(self, *described: Any, **further: Any) -> Any:
         """As of gRPC's channels."""
-        return self._calling(*(channel.unary_stream(*described, **further) for channel in (self._serving, self._any)))
+        return self._calling([peer.channel.unary_stream(*described, **further) for peer in self._peers])
 
     def close(self) -> None:
-        with self._lock:
-            self._is_listening = True
-            self._serving.unsubscribe(self._heard.note)
-            for channel in (self._serving, self._any):
-                channel.close()
-        self._heard.is_known.set()  # nobody waits for it any more
+        for peer in self._peers:
+            peer.channel.close()
 
-    def _calling(self, at_serving: Any, at_any: Any) -> Any:
+    def _calling(self, at_each: Sequence[Any]) -> Any:
+        """Of `at_each` peer the same call. Each kind of call has turns of its own: else with a question before each
+        stream all streams would be the same peer's."""
+        turns = count()
+
         def call(*request: Any, timeout: float | None = None, **how: Any) -> Any:
-            begin_s, connect_s = time.monotonic(), CONNECT_MS / 1_000
-            self._listen()
-            self._heard.is_known.wait(connect_s if timeout is None else min(timeout, connect_s))
+            begin_s, patience_s = time.monotonic(), CONNECT_MS / 1_000
+            chosen = self._choose(next(turns), begin_s + (patience_s if timeout is None else min(timeout, patience_s)))
             left_s = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin_s))
-            return (at_serving if self._heard.is_one_serving else at_any)(*request, timeout=left_s, **how)
+            return at_each[chosen](*request, timeout=left_s, **how)
 
         return call
 
-    def _listen(self) -> None:
-        """From the first call on: gRPC has a thread for it, which fails aloud where its channel is closed at once."""
-        with self._lock:
-            if not self._is_listening:
-                self._is_listening = True
-                self._serving.subscribe(self._heard.note, try_to_connect=True)
+    def _choose(self, turn: int, until_s: float) -> int:
+        in_turn = [(turn + number) % len(self._peers) for number in range(len(self._peers))]
+        return next((number for number in in_turn if self._peers[number].is_serving(until_s)), in_turn[0])
 
 
-class _Heard:
-    """What is heard of peers. Has nothing of their channel, whose thread has this: who forgets to close it leaves none
-    behind."""
+class _Peer:
+    """One of those of a `BlockingSpreadChannel`."""
 
-    def __init__(self) -> None:
-        self.is_one_serving = False
-        self.is_known = threading.Event()
-        """Whether one serves, by what is heard of all when they are connected to."""
+    def __init__(self, address: str, service: str, tls: ClientTLS | None) -> None:
+        self.channel = open_blocking_channel(address, tls=tls)
+        self._check = health_pb2_grpc.HealthStub(self.channel).Check
+        self._question = health_pb2.HealthCheckRequest(service=service)
+        self._is_serving = False
+        self._heard_until_s = 0.0
 
-    def note(self, state: grpc.ChannelConnectivity) -> None:
-        self.is_one_serving = state is grpc.ChannelConnectivity.READY
-        if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
-            self.is_known.set()
+    def is_serving(self, until_s: float) -> bool:
+        """As it said a moment ago, or says now; False where it does not until then. Raises as calls do of a channel
+        that is closed."""
+        left_s = until_s - time.monotonic()
+        if time.monotonic() < self._heard_until_s or left_s <= 0:
+            return self._is_serving
+        try:
+            answer: health_pb2.HealthCheckResponse = self._check(self._question, timeout=left_s)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.CANCELLED:  # by who closes the channel
+                raise
+            self._is_serving, good_for_s = False, REOPEN_S
+        else:
+            self._is_serving, good_for_s = answer.status == health_pb2.HealthCheckResponse.SERVING, HEARD_S
+        self._heard_until_s = time.monotonic() + good_for_s
+        return self._is_serving

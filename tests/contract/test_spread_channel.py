@@ -4,8 +4,8 @@ routers whose answers are scripted."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -218,19 +218,24 @@ async def test_plain_code_asks_those_of_a_list_that_serve(num_ready: int) -> Non
 
 
 async def test_plain_code_hears_why_none_of_a_list_serves_and_goes_on_where_another_does() -> None:
-    async with spread(num_ready=0) as ((first, other), client):
-        first.refusal = NoWorker("no worker")
+    async with spread(num_ready=0) as (routers, client):
+        for router in routers:
+            router.refusal = NoWorker("no worker")
         with Client(client._address, resume_s=TIMEOUT_S) as plain:
             with pytest.raises(NoWorker, match="no worker"):
                 await asyncio.to_thread(plain.generate, "a")
-            first.refusal = None
-            first.may_go_on.clear()
+            for router in routers:
+                router.refusal = None
+                router.requests.clear()
+                router.may_go_on.clear()
             stream = plain.stream("a")
             await asyncio.to_thread(next, stream)
+            first, other = routers if routers[0].requests else routers[::-1]
+            other.may_go_on.set()
             other.server.set_serving(SERVICE, True)
             await first.server.drain(0)
             assert [message.text for message in await asyncio.to_thread(list, stream)] == ["two", ""]
-            assert other.requests[0].output_token_ids == [1]
+            assert other.requests[-1].output_token_ids == [1]
 
 
 @contextmanager
@@ -260,20 +265,27 @@ def test_plain_code_that_waits_for_a_list_hears_that_its_client_is_closed() -> N
         closing.join()
 
 
-def test_plain_code_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether its client was used or not, was closed or forgotten."""
-    raised: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", raised.append)
+def test_plain_code_has_no_thread_for_its_list() -> None:
+    """Else who forks would lose its child."""
     before = set(threading.enumerate())
     with mute() as target:
-        for _ in range(10):
-            Client(target).close()
-        forgotten = Client(target, resume_s=0.0)
-        with pytest.raises(DeadlinePassed):
-            forgotten.generate("a", timeout_s=0.1)
-        del forgotten
-        gc.collect()
-        for thread in set(threading.enumerate()) - before:
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
-    assert not raised
+        Client(target).close()
+        with Client(target, resume_s=0.0) as plain:
+            with pytest.raises(DeadlinePassed):
+                plain.generate("a", timeout_s=0.1)
+            for thread in set(threading.enumerate()) - before:  # the call's own ends with it
+                thread.join(2.0)
+                assert not thread.is_alive()
+
+
+async def test_a_process_ends_that_has_not_closed_its_client() -> None:
+    async with spread() as (routers, client):
+        program = f"from tandem.client import Client; c = Client({client._address!r}); print(c.generate('a').text)"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+        try:
+            said, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+        finally:
+            if process.returncode is None:
+                process.kill()
+        assert (process.returncode, said.decode().strip()) == (0, "one two")
+        assert any(router.requests for router in routers)
