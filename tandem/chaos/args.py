@@ -40,9 +40,11 @@ class SoakArgs:
         for flag, value in (("--routers", self.num_routers), ("--gateways", self.num_gateways)):
             if not 1 <= value <= 16:
                 raise ValueError(f"{flag} must be in [1, 16], is {value}")
-        for name, folder in parse_lora_modules(self.engine.lora_modules).items():
+        stay = parse_lora_modules(self.engine.lora_modules)
+        for name, folder in stay.items():
             check_lora_folder(name, folder)
-        self.adapters_to_exchange()
+        if both := sorted(stay.keys() & self.adapters_to_exchange().keys()):
+            raise ValueError(f"--lora-dir and --lora-modules must not have the same name; both have {both[0]!r}")
 
     def adapters_to_exchange(self) -> dict[str, Path]:
         """Their folders, by name."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from lora_folders import write_adapter
 
 from rpc.errors import NoWorker, Unreachable
 from tandem.chaos import soak
@@ -86,6 +87,15 @@ def test_what_ends_it_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 )
 def test_adapters_that_are_not_there_are_said_before_anything_starts(modules: str, why: str) -> None:
     result = CliRunner().invoke(main, ["chaos", "--lora-modules", modules])
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"Error: {why}")
+
+
+def test_an_adapter_stays_or_is_exchanged(tmp_path: Path) -> None:
+    for name in "ab":
+        write_adapter(tmp_path / name)
+    flags = ("--lora-dir", str(tmp_path), "--lora-modules", f"b={tmp_path / 'b'}")
+    result = CliRunner().invoke(main, ["chaos", *flags])
+    why = "--lora-dir and --lora-modules must not have the same name; both have 'b'"
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"Error: {why}")
 
 
