@@ -184,8 +184,13 @@ class BlockingSpreadChannel:
         return call
 
     def _choose(self, turn: int, until_s: float) -> int:
-        in_turn = [(turn + number) % len(self._peers) for number in range(len(self._peers))]
-        return next((number for number in in_turn if self._peers[number].is_serving(until_s)), in_turn[0])
+        """Those that are to be asked share the time: one that does not answer leaves the others theirs."""
+        num_peers = len(self._peers)
+        for number in range(num_peers):
+            now_s, chosen = time.monotonic(), (turn + number) % num_peers
+            if self._peers[chosen].is_serving(now_s + (until_s - now_s) / (num_peers - number)):
+                return chosen
+        return turn % num_peers
 
 
 class _Peer:

@@ -253,6 +253,16 @@ def test_plain_code_hears_in_time_that_none_of_a_list_answers() -> None:
         assert time.monotonic() - start_s < 1.2, "to find out who serves is part of it"
 
 
+async def test_of_a_list_one_that_is_silent_leaves_the_others_their_time() -> None:
+    async with spread(num_ready=1) as (routers, client):
+        with mute() as target:
+            both = target_of([addresses_of(target)[0], addresses_of(client._address)[0]])
+            with Client(both, resume_s=0.0) as plain:
+                answer = await asyncio.to_thread(plain.generate, "a", timeout_s=1.8)
+        assert answer.text == "one two"
+        assert len(routers[0].requests) == 1
+
+
 def test_plain_code_that_waits_for_a_list_hears_that_its_client_is_closed() -> None:
     with mute() as target:
         plain = Client(target, resume_s=0.0)
