@@ -250,7 +250,8 @@ class _Soak:
             case FaultKind.BURST:
                 await self._load.burst(BURST_REQUESTS)
             case FaultKind.EXCHANGE:
-                self._exchanged.exchange()
+                name, whose = self._exchanged.exchange()
+                self._say(f"        adapter {name} has the files of {whose} now")
             case FaultKind.KILL:
                 now_s = time.monotonic()
                 self._signal(fault.target, signal.SIGKILL)
@@ -331,7 +332,7 @@ class _Soak:
         end_s = time.monotonic() + KNOWN_S
         while (now := await self._adapters()) != there:
             if time.monotonic() > end_s:
-                return [f"{name} has other adapters than its folder" for name in there if now.get(name) != there[name]]
+                return [f"{who} has other adapters than its folder" for who in there if now.get(who) != there[who]]
             await asyncio.sleep(0.1)  # they are asked, nobody tells
         return []
 
@@ -339,8 +340,11 @@ class _Soak:
         adapters: _Adapters = {}
         for router in self._routers:
             async with AsyncClient(self._cluster.address_of(router)) as client:
-                for worker in (await client.status()).workers:
-                    adapters[worker.record.worker_id] = dict(worker.record.lora_digests)
+                try:
+                    workers = (await client.status()).workers
+                except TandemError:  # it is not back yet: it is missed
+                    continue
+                adapters |= {worker.record.worker_id: dict(worker.record.lora_digests) for worker in workers}
                 adapters[router] = {name: await _kind_of(name, client) for name in self._exchanged.names}
         return adapters
 
