@@ -274,18 +274,19 @@ def timings_of(timings: list[Timings]) -> dict[str, Any] | list[dict[str, Any]]:
     return plain[0] if len(plain) == 1 else plain
 
 
-def models_of(info: GetModelInfoResponse, created_s: int) -> dict[str, Any]:
-    """The one model that the router serves, by all its names, and its adapters."""
-    data = [
-        {
-            "id": name,
-            "object": "model",
-            "created": created_s,
-            "owned_by": "tandem",
-            "root": info.model if name in info.aliases else name,
-            "parent": info.model if name in info.lora_names else None,
-            "max_model_len": info.max_model_len,
-        }
-        for name in (info.model, *info.aliases, *info.lora_names)
-    ]
-    return {"object": "list", "data": data}
+def models_of(infos: Sequence[GetModelInfoResponse], created_s: int) -> dict[str, Any]:
+    """The models by all their names, and their adapters. Of two of one name, the first."""
+    known: dict[str, dict[str, Any]] = {}
+    for info in infos:
+        for name in (info.model, *info.aliases, *info.lora_names):
+            described = {
+                "id": name,
+                "object": "model",
+                "created": created_s,
+                "owned_by": "tandem",
+                "root": info.model if name in info.aliases else name,
+                "parent": info.model if name in info.lora_names else None,
+                "max_model_len": info.max_model_len,
+            }
+            known.setdefault(name, described)
+    return {"object": "list", "data": list(known.values())}

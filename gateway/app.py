@@ -1,6 +1,7 @@
 """The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's format, or in Anthropic's.
 
     body ──requests──> prompts, sampling ──Run──> one stream for each prompt ──Rendering──> JSON, or server-sent events
+           └──Models──> whose routers are asked
 
 A stream's status is sent with its first token, so that a client that is refused (429, 503 …) is told as for any other
 request. But if the first token takes longer than proxies keep silent connections, the status is sent with a sign of
@@ -41,6 +42,7 @@ from gateway.messages.errors import error_of, is_of_messages
 from gateway.messages.rendering import MessageRendering
 from gateway.messages.request import MessageRequest
 from gateway.metrics import Metrics
+from gateway.models import Models, no_such_model
 from gateway.requests import ChatRequest, CompletionRequest
 from gateway.responses.rendering import ResponseRendering
 from gateway.responses.request import ResponseRequest
@@ -49,11 +51,10 @@ from gateway.streams import Begun, ClientGone, EventStream, to_json, while_conne
 from gateway.tokens import CountMessagesRequest, CountRequest, DetokenizeRequest, TokenizeRequest
 from gateway.traced import Traced
 from protos.tandem_inference_pb2 import GenerateResponse
-from rpc.errors import DeadlinePassed, InvalidRequest, NotFound, TandemError
+from rpc.errors import DeadlinePassed, TandemError
 from rpc.keys import bearer_of, is_one_of
 from rpc.tracing import Tracing
 from tandem import __version__
-from tandem.client import AsyncClient
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Asked)
@@ -76,7 +77,7 @@ class Rendering(Protocol):
 
 
 def create_app(
-    client: AsyncClient,
+    models: Models,
     *,
     api_keys: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
@@ -87,13 +88,13 @@ def create_app(
     metrics: Metrics | None = None,
     is_alone: bool = True,
 ) -> FastAPI:
-    """The gateway's ASGI application over `client`, which its caller closes, as `tracing`. `api_keys`: one of which is
+    """The gateway's ASGI application over `models`, which its caller closes, as `tracing`. `api_keys`: one of which is
     asked for, if there are any. `allowed_origins`: whose pages may read the answers in a browser.
     `sse_keep_alive_s`: for how long a stream may be silent; 0: for ever. `leaving`: set when answers that still run
     are to end, and say why. `metrics`: what is counted into. `is_alone`: nobody else answers at its port, so that what
     it counts may be asked for there."""
     gateway = Gateway(
-        client,
+        models,
         api_keys=api_keys,
         max_body_bytes=max_body_bytes,
         keep_alive_s=sse_keep_alive_s or None,
@@ -186,7 +187,7 @@ class Gateway:
 
     def __init__(
         self,
-        client: AsyncClient,
+        models: Models,
         *,
         api_keys: Sequence[str],
         max_body_bytes: int,
@@ -195,7 +196,7 @@ class Gateway:
         metrics: Metrics,
         is_alone: bool,
     ) -> None:
-        self._client = client
+        self._models = models
         self._keep_alive_s = keep_alive_s
         self._leaving = leaving
         self._api_keys = api_keys
@@ -231,13 +232,14 @@ class Gateway:
     ) -> Response:
         """The whole answer, or a stream that has begun."""
         body = body_type.read(await self._read(request))
-        model = body.model or (await self._client.model_info()).model
+        client = await while_connected(request.receive, self._models.client_of(body.model or ""))
+        model = body.model or (await client.model_info()).model
 
         def on_failed(status: int) -> None:
             self._metrics.stream_failed(route, status)
             note_failed_stream(request, status)
 
-        run = Run(self._client, body, request, self._leaving, self._running, on_failed)
+        run = Run(client, body, request, self._leaving, self._running, on_failed)
         rendering = rendering_of(run, body, model)
         if not body.stream:
             content = await while_connected(request.receive, rendering.whole())
@@ -285,9 +287,13 @@ class Gateway:
         body_type: type[TokenizeRequest] | type[DetokenizeRequest] | type[CountRequest] | type[CountMessagesRequest],
     ) -> Any:
         body = body_type.read(await self._read(request))
+
+        async def ask() -> dict[str, Any]:
+            return await body.answer(await self._models.client_of(body.model or ""))
+
         try:
             async with asyncio.timeout(timeout_of(request)):
-                answer = await while_connected(request.receive, body.answer(self._client))
+                answer = await while_connected(request.receive, ask())
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before its tokens were known") from None
         content = await asyncio.to_thread(to_json, answer)  # a million numbers, maybe
@@ -297,30 +303,26 @@ class Gateway:
 
     async def models(self, request: Request) -> Any:
         async def answer() -> Response:
-            models = models_of(await self._client.model_info(), self._started_s)
+            models = models_of(await self._models.infos(), self._started_s)
             return JSONResponse(models, headers=headers_of(request_id_of(request)))
 
         return await self._answer(request, "models", answer)
 
     async def model(self, request: Request, model: str) -> Any:
         async def answer() -> Response:
-            known = models_of(await self._client.model_info(), self._started_s)["data"]
+            client = await self._models.client_of(model)
+            known = models_of([await client.model_info()], self._started_s)["data"]
             described = next((each for each in known if each["id"] == model), None)
             if described is None:
-                names = ", ".join(repr(each["id"]) for each in known)
-                raise InvalidRequest([("model", f"there is no model {model[:128]!r}; there is {names}")])
+                raise no_such_model(model, [each["id"] for each in known])
             return JSONResponse(described, headers=headers_of(request_id_of(request)))
 
         return await self._answer(request, "models", answer)
 
     async def health(self, request: Request) -> Response:
-        """200 while requests can be served: the router is there, with a decode worker, and takes our key."""
+        """200 while requests can be served: a router is there, with a decode worker, and takes our key."""
         try:
-            is_serving = await self._client.is_serving()
-            if is_serving:
-                await self._client.model_info()  # for its health the router asks nobody for a key
-        except NotFound:  # no router: whatever answers there has another health
-            return Response(status_code=503)
+            is_serving = await self._models.is_serving()
         except TandemError as error:
             return _refuse(request, refusal_of_any(error, request_id_of(request)))
         return Response(status_code=200 if is_serving else 503)

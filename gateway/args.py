@@ -38,11 +38,12 @@ class GatewayArgs(SslArgs):
             "connections out. /metrics and /load, which tell of one process, are then not there: --metrics-listen."
         },
     )
-    router: str = field(
-        default=DEFAULT_ADDRESS,
+    router: tuple[str, ...] = field(
+        default=(DEFAULT_ADDRESS,),
         metadata={
             "help": "HOST:PORT of the router, or any gRPC target. If there are several routers behind it, "
-            "they take turns."
+            "they take turns. May be given several times: once for each model, if there are several. In the "
+            "environment variable, separate them by spaces."
         },
     )
     api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})
@@ -87,12 +88,7 @@ class GatewayArgs(SslArgs):
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         check_endpoint(self.otlp_traces_endpoint)
-        if not self.router:
-            raise ValueError("router must be the address of a router, is empty")
-        try:
-            check_target(self.router)
-        except ValueError as error:
-            raise ValueError(f"router: {error}") from error
+        self._check_routers()
         check_keys("api_key", self.api_key)
         first_key("router_api_key", self.router_api_key)
         if not _is_list_of_origins(self.allowed_origins):
@@ -102,6 +98,17 @@ class GatewayArgs(SslArgs):
             )
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")
+
+    def _check_routers(self) -> None:
+        if not all(self.router) or not self.router:
+            raise ValueError("router must be the address of a router, is empty")
+        for address in self.router:
+            try:
+                check_target(address)
+            except ValueError as error:
+                raise ValueError(f"router: {error}") from error
+            if self.router.count(address) > 1:
+                raise ValueError(f"router: is given once for each model, and {address} twice")
 
     @property
     def origins(self) -> list[str]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import click
 
 from gateway.app import create_app
 from gateway.args import GatewayArgs
 from gateway.metrics import Metrics
+from gateway.models import Models
 from rpc import entrypoint
 from rpc.http import HttpServer, show_metrics
 from rpc.keys import first_key
@@ -38,13 +40,10 @@ async def run_gateway(
     except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         return 2
-    api_key = first_key("router_api_key", args.router_api_key)
-    async with AsyncClient(
-        args.router, api_key=api_key, tls=args.client_tls, resume_s=args.resume_s, is_spread=True
-    ) as client:
+    async with _models_of(args) as models:
         leaving, metrics = asyncio.Event(), Metrics()
         app = create_app(
-            client,
+            models,
             api_keys=args.api_key,
             allowed_origins=args.origins,
             max_body_bytes=args.max_body_bytes,
@@ -58,7 +57,7 @@ async def run_gateway(
         server = HttpServer(app, tls=args.server_tls())
         address = server.start(args.listen, flag="--listen (tandem up: --http-port)", reuse_port=args.reuse_port)
         announce(address)
-        _log.info("listening", extra={"address": address, "router": args.router})
+        _log.info("listening", extra={"address": address, "router": " ".join(args.router)})
         stopping, ending = asyncio.create_task(stop.wait()), asyncio.create_task(server.wait_ended())
         await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -70,3 +69,17 @@ async def run_gateway(
             await metrics_server.close()
     await asyncio.to_thread(tracing.close)
     return 0
+
+
+@asynccontextmanager
+async def _models_of(args: GatewayArgs) -> AsyncIterator[Models]:
+    api_key = first_key("router_api_key", args.router_api_key)
+    async with AsyncExitStack() as clients:
+        by_address = {
+            address: await clients.enter_async_context(
+                AsyncClient(address, api_key=api_key, tls=args.client_tls, resume_s=args.resume_s, is_spread=True)
+            )
+            for address in args.router
+        }
+        async with aclosing(Models(by_address)) as models:
+            yield models

@@ -115,7 +115,7 @@ async def gateway(
     server.set_serving("tandem.v1.Inference", True)
     announced: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(
-        run_gateway(GatewayArgs(router=address, listen="127.0.0.1:0", **args), stop, announce=announced.set_result)
+        run_gateway(GatewayArgs(router=(address,), listen="127.0.0.1:0", **args), stop, announce=announced.set_result)
     )
     async with asyncio.timeout(3 * TIMEOUT_S):
         # To read the certificates of the world would take longer than most tests.

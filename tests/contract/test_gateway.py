@@ -402,7 +402,7 @@ async def test_without_a_router_it_says_so() -> None:
     async with gateway() as (_, http), httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as other:
         assert (await http.get("/health")).status_code == 200
         stop, announced = asyncio.Event(), asyncio.get_running_loop().create_future()
-        args = GatewayArgs(router="127.0.0.1:1", listen="127.0.0.1:0")
+        args = GatewayArgs(router=("127.0.0.1:1",), listen="127.0.0.1:0")
         running = asyncio.create_task(run_gateway(args, stop, announce=announced.set_result))
         url = f"http://{await announced}"
         assert (await other.get(f"{url}/health")).status_code == 503
@@ -419,7 +419,7 @@ async def test_before_another_server_of_ours_it_says_that_it_is_no_router() -> N
     server = Server("127.0.0.1:0")
     address = await server.start()
     stop, announced = asyncio.Event(), asyncio.get_running_loop().create_future()
-    args = GatewayArgs(router=address, listen="127.0.0.1:0")
+    args = GatewayArgs(router=(address,), listen="127.0.0.1:0")
     running = asyncio.create_task(run_gateway(args, stop, announce=announced.set_result))
     async with httpx.AsyncClient(base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False) as http:
         assert (await http.get("/health")).status_code == 503

@@ -48,7 +48,7 @@ FOREIGN = {"PodMonitor", "PrometheusRule"}
 FROM_OUTSIDE = {"production": {"tandem-redis": {"url"}}}
 """Secrets that whoever deploys makes before, with their keys (the overlay's first lines say how)."""
 HTTP_PATHS = {"/health", "/version", "/metrics"}
-COMPONENTS = ["monitoring", "autoscaling", "rdma", "redis", "tracing"]
+COMPONENTS = ["monitoring", "autoscaling", "rdma", "redis", "tracing", "other-models"]
 
 pytestmark = pytest.mark.skipif(kustomize is None, reason="neither kubectl nor kustomize is here")
 
@@ -314,11 +314,13 @@ def test_services_lead_to_ports_that_are_listened_on(manifests: list[Manifest]) 
 def test_programs_ask_services_that_are_there(overlay: str, manifests: list[Manifest]) -> None:
     (gateway,) = [flags_of(container, manifests) for one, container in ours(manifests)
                   if component_of(one) == "gateway"]  # fmt: skip
-    host, _, port = gateway["router"].rpartition(":")
+    own, *of_other_models = gateway["router"]
+    host, _, port = own.rpartition(":")
     routers = named(manifests, "Service", host)["spec"]
     assert int(port) in [one["port"] for one in routers["ports"]]
     assert routers.get("clusterIP") == "None", "a gateway would know one router, and stay with it"
     assert routers["publishNotReadyAddresses"], "gateways ask each router by themselves whether it can serve"
+    assert of_other_models == ([f"{host}.tandem-small:{port}"] if overlay == "with-everything" else [])
     for secret in of_kind(manifests, "Secret"):
         if secret["metadata"]["name"] == "tandem-redis":
             url = base64.b64decode(secret["data"]["url"]).decode()
@@ -379,6 +381,20 @@ def test_only_the_front_doors_are_open_to_others(overlay: str, manifests: list[M
     redis = {name: [6379] for name in ("router", "prefill", "decode")}
     traces = {"traces": [4317]} if overlay == "with-everything" else {}
     assert out_of == outside | (redis if is_production else {}) | traces
+
+
+def test_gateways_reach_the_routers_of_other_models(folders: dict[str, Path]) -> None:
+    """Which are deployed as ours are, in other namespaces."""
+    manifests = rendered(folders["with-everything"])
+    (rule,) = named(manifests, "NetworkPolicy", "tandem-other-models")["spec"]["egress"]
+    (peer,) = rule["to"]
+    assert peer["namespaceSelector"] == {}
+    (router,) = selected(peer["podSelector"], manifests)
+    assert rule["ports"] == [{"port": container_ports(router)["grpc"]}]
+    doors = named(manifests, "NetworkPolicy", "tandem-router")["spec"]["ingress"][0]["from"]
+    (open_to,) = [peer["podSelector"]["matchLabels"] for peer in doors if peer.get("namespaceSelector") == {}]
+    (gateway,) = [workload for workload in workloads(manifests) if component_of(workload) == "gateway"]
+    assert open_to.items() <= labels_of(gateway).items()
 
 
 def test_who_tells_of_requests_reaches_the_collector(folders: dict[str, Path]) -> None:

@@ -47,7 +47,7 @@ def test_what_a_name_server_knows_is_left_to_grpc(target: str) -> None:
 )
 def test_what_grpc_could_not_use_is_refused_where_it_is_said(target: str, said: str) -> None:
     """It would answer each call with words of its own."""
-    for check in (check_target, AsyncClient, lambda target: GatewayArgs(router=target)):
+    for check in (check_target, AsyncClient, lambda target: GatewayArgs(router=(target,))):
         with pytest.raises(ValueError, match=said):
             check(target)
 
@@ -55,4 +55,4 @@ def test_what_grpc_could_not_use_is_refused_where_it_is_said(target: str, said: 
 @pytest.mark.parametrize("target", ["ipv4:127.0.0.1:1", "ipv6:[::1]:1,[fe80::2]:2", "dns:///routers:50051", "a.b:1"])
 def test_what_grpc_can_use_is_taken(target: str) -> None:
     check_target(target)
-    assert GatewayArgs(router=target).router == target
+    assert GatewayArgs(router=(target,)).router == (target,)

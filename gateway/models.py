@@ -1,0 +1,164 @@
+"""Which routers serve the model that a request names. Each model has routers of its own.
+
+    name ──client_of──> one of those told last: its routers' client
+                         └─ of none ── all are asked ──> its client, or which names there are
+
+What routers have told grows old: they are asked again meanwhile. Those that do not answer keep the names they had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
+
+from gateway.errors import KINDS, MODEL_NOT_FOUND, Refusal
+from protos.tandem_inference_pb2 import GetModelInfoResponse
+from rpc.errors import InvalidRequest, NotFound, TandemError
+from tandem.client import AsyncClient
+
+_log = logging.getLogger(__name__)
+
+MAX_AGE_S = 1.0
+"""Of what routers have told, before they are asked again: adapters come and go."""
+MAX_NAME_CHARS = 128
+"""Of a name that is told back."""
+
+
+class _Served:
+    """What one client's routers serve, as far as they have told."""
+
+    def __init__(self, client: AsyncClient, address: str) -> None:
+        self.client = client
+        self.names: tuple[str, ...] = ()
+        """That the model and its adapters may be called by."""
+        self.error: TandemError | None = None
+        """Why they did not answer when they were asked last."""
+        self._address = address
+        self._asking: asyncio.Task[None] | None = None
+        self._answered_s: float | None = None
+        """When they were asked last, by the loop's clock."""
+
+    @property
+    def is_old(self) -> bool:
+        return self._answered_s is None or self._answered_s + MAX_AGE_S < asyncio.get_running_loop().time()
+
+    def ask(self) -> asyncio.Task[None]:
+        """What they serve: the task that finds it out. One at a time."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return self._asking
+
+    async def _ask(self) -> None:
+        try:
+            names = _names_of(await self.client.model_info())
+        except TandemError as error:
+            self.error = error
+        else:
+            self.error = None
+            if names != self.names:
+                _log.info("serves", extra={"router": self._address, "models": names})
+            self.names = names
+        self._answered_s = asyncio.get_running_loop().time()
+
+    async def aclose(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+
+
+class Models:
+    """Those of the routers behind each address of `clients`, which the caller closes after this."""
+
+    def __init__(self, clients: Mapping[str, AsyncClient]) -> None:
+        self._all = [_Served(client, address) for address, client in clients.items()]
+
+    async def client_of(self, name: str) -> AsyncClient:
+        """Whom to ask for the model of that name; of two that serve it, the one that was listed first. Of one model
+        alone nobody is asked for its names: its router knows them.
+
+        Raises `Refusal` for a name that none has, or that is empty where it matters; and what those raise that do not
+        say whether they have it.
+        """
+        if len(self._all) == 1:
+            return self._all[0].client
+        found = self._of(name)
+        asking = {served.ask() for served in self._all if served.is_old}
+        while found is None and asking:
+            done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            found = self._of(name)
+        if found is not None:
+            return found
+        for served in self._all:
+            if served.error is not None:
+                raise served.error.with_traceback(None)
+        raise no_such_model(name, [each for served in self._all for each in served.names])
+
+    def _of(self, name: str) -> AsyncClient | None:
+        return next((served.client for served in self._all if name in served.names), None)
+
+    async def infos(self) -> list[GetModelInfoResponse]:
+        """Of all whose routers answer. Raises what the first raises if none does."""
+        answers = await asyncio.gather(*(_or_error(served.client.model_info()) for served in self._all))
+        infos = [answer for answer in answers if isinstance(answer, GetModelInfoResponse)]
+        for answer in answers if not infos else ():
+            assert isinstance(answer, TandemError)
+            raise answer
+        return infos
+
+    async def is_serving(self) -> bool:
+        """Whether any can be asked for answers: as soon as one can. Raises what one raises where none can."""
+        asking = [asyncio.create_task(_is_serving(served.client)) for served in self._all]
+        errors: list[TandemError] = []
+        try:
+            for answer in asyncio.as_completed(asking):
+                try:
+                    if await answer:
+                        return True
+                except TandemError as error:
+                    errors.append(error)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
+        if errors:
+            raise errors[0]
+        return False
+
+    async def aclose(self) -> None:
+        """Nobody is asked any more."""
+        for served in self._all:
+            await served.aclose()
+
+
+def no_such_model(name: str, names: Sequence[str]) -> Refusal:
+    """Nobody serves it, but `names`. Where it is empty, it is not said which of them is meant."""
+    kind, wrong = MODEL_NOT_FOUND, f"there is no model {name[:MAX_NAME_CHARS]!r}"
+    if not name:
+        kind, wrong = KINDS[InvalidRequest], "must be given"
+    there = ", ".join(map(repr, dict.fromkeys(names)))
+    return Refusal(kind, f"model: {wrong}; there is {there}", param="model")
+
+
+def _names_of(info: GetModelInfoResponse) -> tuple[str, ...]:
+    return (info.model, *info.aliases, *info.lora_names)
+
+
+async def _or_error(answer: Awaitable[GetModelInfoResponse]) -> GetModelInfoResponse | TandemError:
+    try:
+        return await answer
+    except TandemError as error:
+        return error
+
+
+async def _is_serving(client: AsyncClient) -> bool:
+    """The router is there, with a decode worker, and takes our key."""
+    try:
+        is_serving = await client.is_serving()
+        if is_serving:
+            await client.model_info()  # for its health the router asks nobody for a key
+    except NotFound:  # no router: whatever answers there has another health
+        return False
+    return is_serving

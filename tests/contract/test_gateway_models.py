@@ -1,0 +1,185 @@
+# ruff: noqa: N802 - gRPC's method names
+"""A gateway before the routers of two models: each request goes to those of the model that it names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from gateway_harness import TIMEOUT_S, Router, events_of
+
+from gateway.args import GatewayArgs
+from gateway.process import run_gateway
+from protos import tandem_inference_pb2 as pb
+from protos import tandem_inference_pb2_grpc
+from rpc.server import Server
+
+
+class Named(Router):
+    """The routers of one model. It is `known`: until that is set, they do not say what they serve."""
+
+    def __init__(self, model: str, aliases: tuple[str, ...] = (), lora_names: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.info = pb.GetModelInfoResponse(model=model, aliases=aliases, lora_names=lora_names, max_model_len=64)
+        self.known = asyncio.Event()
+        self.known.set()
+
+    async def start(self) -> str:
+        self.server = Server("127.0.0.1:0")
+        self.server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, self, "tandem.v1.Inference")
+        address = await self.server.start()
+        self.server.set_serving("tandem.v1.Inference", True)
+        return address
+
+    async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
+        await self.known.wait()
+        return self.info
+
+
+@asynccontextmanager
+async def before(*routers: Named) -> AsyncIterator[httpx.AsyncClient]:
+    async with AsyncExitStack() as servers, asyncio.timeout(3 * TIMEOUT_S):
+        addresses = []
+        for router in routers:
+            addresses.append(await router.start())
+            servers.push_async_callback(router.server.drain, 0)
+        stop, announced = asyncio.Event(), asyncio.get_running_loop().create_future()
+        args = GatewayArgs(router=tuple(addresses), listen="127.0.0.1:0", resume_s=0.0)
+        running = asyncio.create_task(run_gateway(args, stop, announce=announced.set_result))
+        async with httpx.AsyncClient(
+            base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False, verify=False
+        ) as http:
+            try:
+                yield http
+            finally:
+                stop.set()
+                await asyncio.wait([running])
+        assert running.result() == 0
+
+
+async def ask(http: httpx.AsyncClient, model: str | None, **more: Any) -> httpx.Response:
+    return await http.post("/v1/completions", json={"prompt": "a b", "model": model, **more})
+
+
+@pytest.fixture
+def big() -> Named:
+    return Named("big", aliases=("gpt-x",))
+
+
+@pytest.fixture
+def small() -> Named:
+    return Named("small", lora_names=("sql",))
+
+
+async def test_each_request_goes_to_the_routers_of_its_model(big: Named, small: Named) -> None:
+    async with before(big, small) as http:
+        for model, router in (("small", small), ("big", big), ("sql", small), ("gpt-x", big)):
+            answer = await ask(http, model)
+            assert (answer.status_code, answer.json()["model"]) == (200, model)
+            assert router.requests.pop().model == model
+            streamed = await ask(http, model, stream=True)
+            assert events_of(streamed.text)[-1] == "[DONE]"
+            assert router.requests.pop().model == model
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+            ("/v1/responses", {"input": "hi"}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+        ):
+            assert (await http.post(path, json={"model": "sql", **body})).status_code == 200
+            assert small.requests.pop().model == "sql"
+        assert not big.requests
+
+
+async def test_all_models_are_listed(big: Named, small: Named) -> None:
+    async with before(big, small) as http:
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [(each["id"], each["parent"]) for each in listed] == [
+            ("big", None), ("gpt-x", None), ("small", None), ("sql", "small")
+        ]  # fmt: skip
+        assert (await http.get("/v1/models/sql")).json()["parent"] == "small"
+
+
+async def test_of_two_that_serve_a_name_the_first_is_asked(big: Named) -> None:
+    other = Named("other", aliases=("gpt-x",))
+    async with before(big, other) as http:
+        assert [each["root"] for each in (await http.get("/v1/models")).json()["data"]] == ["big", "big", "other"]
+        for _ in range(3):
+            assert (await ask(http, "gpt-x")).status_code == 200
+        assert (len(big.requests), len(other.requests)) == (3, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/models/medium"])
+async def test_a_name_that_none_has_is_told_which_there_are(path: str, big: Named, small: Named) -> None:
+    async with before(big, small) as http:
+        asked = http.get(path) if "models" in path else http.post(path, json={"model": "medium", "prompt": "a"})
+        refused = await asked
+        assert refused.status_code == 404
+        assert refused.json()["error"] == {
+            "message": "model: there is no model 'medium'; there is 'big', 'gpt-x', 'small', 'sql'",
+            "type": "invalid_request_error", "param": "model", "code": "model_not_found",
+        }  # fmt: skip
+
+
+async def test_a_request_says_which_of_them_it_is_for(big: Named, small: Named) -> None:
+    async with before(big, small) as http:
+        refused = await ask(http, None)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        assert refused.json()["error"]["message"] == "model: must be given; there is 'big', 'gpt-x', 'small', 'sql'"
+
+
+async def test_an_adapter_that_comes_is_found(big: Named, small: Named, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.models.MAX_AGE_S", 0.0)
+    async with before(big, small) as http:
+        assert (await ask(http, "poems")).status_code == 404
+        small.info.lora_names.append("poems")
+        assert (await ask(http, "poems")).status_code == 200
+        small.info.lora_names.remove("poems")
+        assert (await ask(http, "big")).status_code == 200  # asks, meanwhile, what there is
+        while (await ask(http, "poems")).status_code != 404:
+            pass
+        big.info.lora_names.append("poems")
+        assert (await ask(http, "poems")).status_code == 200
+        assert [request.model for request in big.requests] == ["big", "poems"]
+
+
+async def test_the_others_are_served_while_the_routers_of_one_do_not_answer(big: Named, small: Named) -> None:
+    """Those that hang first, and then those that are gone."""
+    small.known.clear()
+    async with before(small, big) as http:
+        async with asyncio.timeout(TIMEOUT_S / 2):  # a question has ten seconds
+            assert (await ask(http, "big")).status_code == 200
+            assert (await http.get("/health")).status_code == 200
+        small.known.set()
+        assert (await ask(http, "small")).status_code == 200
+        await small.server.drain(0)
+        assert (await ask(http, "small")).status_code == 503
+        assert (await ask(http, "big")).status_code == 200
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [each["id"] for each in listed] == ["big", "gpt-x"]
+        assert (await http.get("/health")).status_code == 200
+        await big.server.drain(0)
+        assert (await http.get("/health")).status_code == 503
+        assert (await http.get("/v1/models")).status_code == 503
+
+
+async def test_whether_a_name_is_there_cannot_be_said_while_somebody_may_have_it(big: Named) -> None:
+    small = Named("small")
+    async with before(big, small) as http:
+        await small.server.drain(0)
+        refused = await ask(http, "poems")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert (await ask(http, "big")).status_code == 200
+
+
+def test_routers_are_given_once_each() -> None:
+    with pytest.raises(ValueError, match=r"router: is given once for each model, and a:1 twice"):
+        GatewayArgs(router=("a:1", "b:1", "a:1"))
+    for wrong in ((), ("a:1", "")):
+        with pytest.raises(ValueError, match="router must be the address of a router, is empty"):
+            GatewayArgs(router=wrong)
+    with pytest.raises(ValueError, match=r"router: .*HOST:PORT"):
+        GatewayArgs(router=("a:1", "b"))
