@@ -25,7 +25,6 @@ class Deadline:
         self._deadline_s = asked.deadline_s
         self._forecast = forecast
         self._params = asked.sampling_params
-        self._num_tokens = len(asked.prompt_token_ids)
         self._num_answers = asked.num_answers
 
     def refuse_if_passed(self) -> None:
@@ -34,28 +33,34 @@ class Deadline:
         if self._deadline_s <= time.monotonic():
             raise DeadlinePassed("the request's deadline passed before it was begun")
 
-    def refuse_if_late(self, queued_s: float, num_tokens_ahead: float) -> None:
+    def is_late(self, queued_s: float, num_tokens_to_compute: float) -> bool:
+        """Whether an answer with a deadline could not be complete in time: see `refuse_if_late`."""
+        return self._needed_s(queued_s, num_tokens_to_compute) > self._left_s
+
+    def refuse_if_late(self, queued_s: float, num_tokens_to_compute: float) -> None:
         """Raise `Overloaded` where an answer with a deadline could not be complete in time, before anything is done for
         it.
 
-        `queued_s`: until it has room. `num_tokens_ahead`: to be computed before it at its worker.
+        `queued_s`: until it has room. `num_tokens_to_compute`: at its worker until its prompt is, those before it
+        included.
         """
-        assert self._deadline_s is not None
-        left_s = self._deadline_s - time.monotonic()
-        needed_s = CAUTION * self._forecast.needed_s(
-            queued_s,
-            num_tokens_ahead,
-            self._num_tokens,
-            _min_tokens(self._params),
-            self._params.max_tokens,
-            self._num_answers,
-        )
+        needed_s, left_s = self._needed_s(queued_s, num_tokens_to_compute), self._left_s
         if needed_s > left_s:
             raise Overloaded(
                 f"the answer may take {needed_s:.1f} s, beside {self._forecast.num_running} other requests, "
                 f"and the deadline is in {left_s:.1f} s",
                 retry_after_s=needed_s - left_s,
             )
+
+    @property
+    def _left_s(self) -> float:
+        assert self._deadline_s is not None
+        return self._deadline_s - time.monotonic()
+
+    def _needed_s(self, queued_s: float, num_tokens_to_compute: float) -> float:
+        return CAUTION * self._forecast.needed_s(
+            queued_s, num_tokens_to_compute, _min_tokens(self._params), self._params.max_tokens, self._num_answers
+        )
 
     def give_up_s(self) -> float | None:
         """Until when waiting for workers makes sense: what comes then still takes its time. None: for ever."""

@@ -94,21 +94,19 @@ class Forecast:
     def needed_s(
         self,
         queued_s: float,
-        num_tokens_ahead: float,
-        num_prompt_tokens: int,
+        num_tokens_to_compute: float,
         min_tokens: int,
         max_tokens: int,
         num_answers: int = 1,
     ) -> float:
         """From now to the last token of a request that would enter now; 0 where nothing runs.
 
-        queued_s: until it has room. num_tokens_ahead: to be computed before it at its worker.
+        queued_s: until it has room. num_tokens_to_compute: at its worker until its prompt is, those before it included.
         """
         if not self.num_running:
             return 0.0
-        num_tokens = num_tokens_ahead + num_prompt_tokens + PROMPT_OVERHEAD_TOKENS
         return (
             queued_s
-            + num_tokens * self._seconds_per_prompt_token.value
+            + (num_tokens_to_compute + PROMPT_OVERHEAD_TOKENS) * self._seconds_per_prompt_token.value
             + self.answer_s(min_tokens, max_tokens, num_answers)
         )

@@ -135,7 +135,7 @@ class Lifecycle:
         if self._after is None and self._asked.deadline_s is not None:
             self._deadline.refuse_if_passed()
             if not self._state.num_resumed:  # else its client has some of it, and keeps what comes in time
-                self._refuse_if_late()
+                await self._refuse_if_late()
         self._entered_s = time.monotonic()
         self.account.entered()
         if self._state.num_resumed:
@@ -155,14 +155,20 @@ class Lifecycle:
             self._wind_up(self._state.on(Stopped()))
             self._leave()
 
-    def _refuse_if_late(self) -> None:
-        """For its deadline. It looks at all workers, and at all who wait."""
-        self._deadline.refuse_if_late(
-            self._parts.queue.wait_s(
-                self._asked.sampling_params.priority, self._asked.fairness_id, lora_name=self.lora_name
-            ),
-            self._parts.pool.num_tokens_ahead_of(len(self._asked.prompt_token_ids), self.lora_name),
+    async def _refuse_if_late(self) -> None:
+        """For its deadline. It looks at all workers, and at all who wait. What is cached of the prompt is asked only
+        where that decides."""
+        prompt, pool = self._asked.prompt_token_ids, self._parts.pool
+        queued_s = self._parts.queue.wait_s(
+            self._asked.sampling_params.priority, self._asked.fairness_id, lora_name=self.lora_name
         )
+        num_tokens = pool.num_tokens_to_compute(len(prompt), self.lora_name)
+        if self._deadline.is_late(queued_s, num_tokens) and not self._deadline.is_late(
+            queued_s, pool.num_tokens_to_compute(1, self.lora_name)
+        ):
+            cached = await self._cached_blocks(prompt, None)
+            num_tokens = pool.num_tokens_to_compute(len(prompt), self.lora_name, cached)
+        self._deadline.refuse_if_late(queued_s, num_tokens)
 
     @property
     def has_one_worker(self) -> bool:

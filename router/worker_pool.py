@@ -16,7 +16,8 @@ it fails. Two workers between which transfers fail again and again are not paire
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2 import ROLE_DECODE, ROLE_PREFILL
@@ -34,6 +35,8 @@ from router.worker_faults import WorkerFaults, keys_of
 from router.worker_handle import WorkerHandle
 from rpc.errors import NoWorker
 from rpc.tls import ClientTLS
+
+NOTHING_CACHED: Mapping[WorkerKey, int] = MappingProxyType({})
 
 
 class WorkerPool:
@@ -143,18 +146,25 @@ class WorkerPool:
 
     # -- planning -----------------------------------------------------------------------------------------------
 
-    def num_tokens_ahead_of(self, num_tokens: int, lora_name: str = "") -> float:
-        """How many tokens a new prompt of `num_tokens` for that adapter (empty: for none) would wait for where it would
-        be computed soonest. That streams slow it down there counts as tokens, too."""
+    def num_tokens_to_compute(
+        self, num_tokens: int, lora_name: str = "", num_cached_blocks: Mapping[WorkerKey, int] = NOTHING_CACHED
+    ) -> float:
+        """How many tokens are computed until a new prompt of `num_tokens` for that adapter (empty: for none) is, where
+        that is soonest: those before it, and its own that are not cached there. That streams slow it down counts as
+        tokens, too."""
         roster = self.roster
         served, kind = roster.compat_digest, roster.kind_for(lora_name)
         prefill, decode = (
             [h for h in roster.usable_by.get((role, served), []) if h.facts.kind_for(lora_name) == kind]
             for role in (ROLE_PREFILL, ROLE_DECODE)
         )
-        ahead = [float(h.num_queued_tokens) for h in prefill]
-        ahead += [h.num_queued_tokens + STALL_WEIGHT * h.load.num_running * num_tokens for h in decode]
-        return min(ahead, default=0.0)
+
+        def own(handle: WorkerHandle) -> int:
+            return max(1, num_tokens - num_cached_blocks.get(handle.key, 0) * handle.facts.block_size)
+
+        to_compute = [float(h.num_queued_tokens + own(h)) for h in prefill]
+        to_compute += [h.num_queued_tokens + own(h) * (1 + STALL_WEIGHT * h.load.num_running) for h in decode]
+        return min(to_compute, default=float(num_tokens))
 
     def choose(self, request: QueuedRequest) -> TakenRoom | None:
         """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""

@@ -101,7 +101,9 @@ class Bench:
         prefill_max_model_len: int = 2048,
         worker_wait_s: float = 30.0,
         is_registry_reachable: Callable[[], bool] = lambda: True,
+        prefixes: Any = None,
     ) -> None:
+        """`prefixes`: what the index says; None: nothing is cached."""
         self.now_s = time.monotonic()  # as the lifecycle has it, which is small on a machine that has just begun
         """Of ejections."""
         self.pool = WorkerPool(
@@ -119,8 +121,8 @@ class Bench:
             workers_for=self.pool.workers_for,
             worker_wait_s=worker_wait_s,
         )
-        prefixes = cast(PrefixLookup, NothingCached())
-        self.cluster = RouterParts(self.pool, self.queue, prefixes, RetryBudget(), Forecast(), METRICS)
+        lookup = cast(PrefixLookup, prefixes or NothingCached())
+        self.cluster = RouterParts(self.pool, self.queue, lookup, RetryBudget(), Forecast(), METRICS)
         self.decode = self.add("d", pb.Role.ROLE_DECODE, 2048)
         self.d = cast(ScriptedSession, self.decode.session)
         if with_prefill:

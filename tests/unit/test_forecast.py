@@ -22,11 +22,11 @@ def forecast_of(num_answering: int, seconds_per_token: float, num_seconds: int =
 
 def test_nobody_is_refused_on_a_guess() -> None:
     assert QueuePace().queued_s(10_000) == 0
-    assert Forecast().needed_s(10.0, 10_000, 10_000, 1, 10_000) == 0
-    assert Forecast(num_running=5).needed_s(0.0, 10_000, 10_000, 1, 10_000) == 0
+    assert Forecast().needed_s(10.0, 20_000, 1, 10_000) == 0
+    assert Forecast(num_running=5).needed_s(0.0, 20_000, 1, 10_000) == 0
     idle = forecast_of(1, 0.1)
     idle.num_running = 0
-    assert idle.needed_s(0, 0, 10_000, 1, 10_000) == 0, "where nothing runs, it is tried"
+    assert idle.needed_s(0, 10_000, 1, 10_000) == 0, "where nothing runs, it is tried"
 
 
 def test_an_answer_is_as_long_as_answers_are_within_its_bounds() -> None:
@@ -44,27 +44,27 @@ def test_more_answers_than_were_seen_take_longer() -> None:
     assert forecast.answer_s(10, 10) == pytest.approx(alone_s * (101 + FREE_BATCH) / (2 + FREE_BATCH), rel=0.05)
     many_s = forecast.answer_s(10, 10, num_answers=51)
     assert many_s == pytest.approx(alone_s * (151 + FREE_BATCH) / (2 + FREE_BATCH), rel=0.05)
-    assert forecast.needed_s(0, 0, 0, 10, 10, 51) == pytest.approx(many_s)
+    assert forecast.needed_s(0, 0, 10, 10, 51) == pytest.approx(many_s)
 
 
 def test_it_learns_from_answers_that_never_end() -> None:
     """A second a token, with 60 at once: nobody is answered, and yet the router knows why."""
     forecast = forecast_of(60, 1.0)
-    assert forecast.needed_s(0, 0, 10, 10, 10) > 8
+    assert forecast.needed_s(0, 10, 10, 10) > 8
 
 
 def test_a_prompt_waits_for_what_is_before_it_at_its_worker() -> None:
     forecast = Forecast(num_running=1)
     for _ in range(20):
         forecast.computed(1000 - PROMPT_OVERHEAD_TOKENS, 1.0)
-    assert forecast.needed_s(0, 3000, 1000 - PROMPT_OVERHEAD_TOKENS, 0, 0) == pytest.approx(4.0, rel=0.05)
+    assert forecast.needed_s(0, 3000 + 1000 - PROMPT_OVERHEAD_TOKENS, 0, 0) == pytest.approx(4.0, rel=0.05)
 
 
 def test_what_tiny_prompts_take_is_not_held_against_long_ones() -> None:
     forecast = Forecast(num_running=1)
     for _ in range(20):
         forecast.computed(4, 0.04)
-    assert forecast.needed_s(0, 0, 1500, 0, 0) < 1
+    assert forecast.needed_s(0, 1500, 0, 0) < 1
 
 
 def test_the_queue_counts_while_there_is_one() -> None:
@@ -79,11 +79,11 @@ def test_the_queue_counts_while_there_is_one() -> None:
     pace.queued(2000.0)
     pace.planned(100, 2000.0, is_last=True)  # it had room at once
     assert pace.queued_s(1000) == pytest.approx(5.0)
-    assert Forecast(num_running=1).needed_s(pace.queued_s(1000), 0, 0, 0, 0) == pytest.approx(5.0)
+    assert Forecast(num_running=1).needed_s(pace.queued_s(1000), 0, 0, 0) == pytest.approx(5.0)
 
 
 def test_one_tiny_prompt_that_met_a_pause_refuses_no_long_one() -> None:
     """What is refused is never computed: nothing would correct it."""
     forecast = Forecast(num_running=1)
     forecast.computed(4, 2.0)
-    assert forecast.needed_s(0, 0, 3500, 0, 0) < 4
+    assert forecast.needed_s(0, 3500, 0, 0) < 4

@@ -9,6 +9,7 @@ from lifecycle_bench import PROMPT, Asked, Bench, load, settle
 
 from router.deadline import MIN_ANSWER_S
 from router.forecast import PROMPT_OVERHEAD_TOKENS
+from router.request_events import WorkerKey
 from router.served_kind import Kind
 from router.validation.resumption import Resumption
 from rpc.errors import DeadlinePassed, Overloaded
@@ -111,3 +112,48 @@ async def test_many_answers_are_thought_to_take_longer_than_one() -> None:
     await settle()
     assert isinstance(many.task.exception(), Overloaded)
     await asked.leave()
+
+
+class Cached:
+    """What workers have of a prompt, by key."""
+
+    def __init__(self, **num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_asked = 0
+
+    async def longest_match(self, token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
+        self.num_asked += 1
+        return {WorkerKey(name, "1"): num for name, num in self.num_blocks.items()}
+
+
+@pytest.mark.parametrize(("num_blocks", "is_refused"), [(0, True), (20, True), (50, False)])
+async def test_what_is_cached_of_a_prompt_is_not_computed(num_blocks: int, is_refused: bool) -> None:
+    """Two seconds a prompt, of which there is one; where five sixths are cached, a third of a second."""
+    bench = Bench(prefixes=Cached(d=num_blocks, elsewhere=60))
+    bench.decode.set_load(load(300))
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    for _ in range(20):
+        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    forecast.num_running = 1
+    asked = bench.request("r", deadline_s=now_s + 1.5)
+    await settle()
+    assert isinstance(asked.task.exception() if asked.task.done() else None, Overloaded) == is_refused
+    if not is_refused:
+        await asked.leave()
+
+
+async def test_nobody_asks_what_is_cached_where_it_decides_nothing() -> None:
+    """A flood of requests that would all be late asks Redis nothing."""
+    cached = Cached(d=60)
+    bench = Bench(prefixes=cached)
+    busy = load(300)
+    busy.num_waiting_tokens = 10_000
+    bench.decode.set_load(busy)
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    for _ in range(20):
+        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    forecast.num_running = 1
+    late = bench.request("r", deadline_s=now_s + 1.5)
+    await settle()
+    assert isinstance(late.task.exception(), Overloaded)
+    assert cached.num_asked == 0

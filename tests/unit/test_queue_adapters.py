@@ -142,8 +142,8 @@ async def test_a_deadline_is_held_against_the_workers_that_have_the_adapter() ->
     busy = load(0)
     busy.num_waiting_tokens = 5000
     bench.decode.set_load(busy)
-    assert bench.pool.num_tokens_ahead_of(100) == 0
-    assert bench.pool.num_tokens_ahead_of(100, "sql") == 5000
+    assert bench.pool.num_tokens_to_compute(100) == 100
+    assert bench.pool.num_tokens_to_compute(100, "sql") == 5100
     flood = [bench.ask(f"a{i}", lora_name="sql") for i in range(3)]
     await settle()
     assert bench.queue.num_tokens_before(0) == 0

@@ -163,4 +163,4 @@ async def test_what_is_ahead_of_a_new_request_is_ahead_of_it_at_workers_that_it_
     bench.decode.set_load(load(100))
     for handle in bench.new:
         handle.set_load(pb.WorkerLoad(num_waiting_tokens=5000))
-    assert bench.pool.num_tokens_ahead_of(100) == 5000
+    assert bench.pool.num_tokens_to_compute(100) == 5100
