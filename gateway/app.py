@@ -232,7 +232,7 @@ class Gateway:
     ) -> Response:
         """The whole answer, or a stream that has begun."""
         body = body_type.read(await self._read(request))
-        client = await while_connected(request.receive, self._models.client_of(body.model or ""))
+        client = await self._models.client_of(body.model or "")
         model = body.model or (await client.model_info()).model
 
         def on_failed(status: int) -> None:
