@@ -37,7 +37,7 @@ class Function(Known):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Arguments of calls that must be made are held to their schema, strict or not."""
+    """For the chat template: arguments of calls that must be made are held to their schema, strict or not."""
 
 
 class ToolParam(Known):

@@ -77,7 +77,7 @@ class Sampling(TypedDict, total=False):
     """The prompt's tokens come with the answer."""
     tools: Sequence[Mapping[str, Any]] | None
     """What the model may call, in OpenAI's words: {"type": "function", "function": {"name", "description",
-    "parameters"}}. With messages."""
+    "parameters", "strict"}}. With messages."""
     tool_choice: str | Mapping[str, Any] | None
     """ "auto", "none", "required", or {"type": "function", "function": {"name": …}}."""
     parallel_tool_calls: bool | None

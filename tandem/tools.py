@@ -128,10 +128,10 @@ def _add_tool(chat: pb.Chat, position: int, tool: Any) -> None:
         function = tool["function"]
         if tool.get("type", "function") != "function":
             raise ValueError(f"type is {tool['type']!r:.80}")
-        description, parameters = function.get("description") or "", _json(function.get("parameters"))
-        chat.tools.add(name=function["name"], description=description, parameters=parameters)
+        said = {key: function.get(key) for key in ("description", "strict")}
+        chat.tools.add(name=function["name"], parameters=_json(function.get("parameters")), **said)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        shape = '{"type": "function", "function": {"name", "description", "parameters"}}'
+        shape = '{"type": "function", "function": {"name", "description", "parameters", "strict"}}'
         raise ValueError(f"tools: number {position} is not {shape}: {error!r}") from error
 
 

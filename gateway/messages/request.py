@@ -32,7 +32,7 @@ class Tool(WithoutNulls):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    """Arguments of calls that must be made are held to their schema, strict or not."""
+    """For the chat template: arguments of calls that must be made are held to their schema, strict or not."""
     cache_control: Any = None
     eager_input_streaming: Any = None
     """Arguments are told as they come."""

@@ -47,7 +47,7 @@ class FunctionTool(WithoutNulls):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Arguments of calls that must be made are held to their schema, strict or not."""
+    """For the chat template: arguments of calls that must be made are held to their schema, strict or not."""
     defer_loading: only(False) = None  # type: ignore[valid-type]
 
     @field_validator("type")

@@ -85,6 +85,8 @@ class ChatTemplate:
         self._max_output_chars = max_output_chars
         self._takes_text_arguments: dict[jinja2.Template, bool] = {}
         self._shows_developers: dict[jinja2.Template, bool] = {}
+        self._wants_descriptions: bool | None = None
+        """None: nobody has asked yet."""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
@@ -169,6 +171,8 @@ class ChatTemplate:
             shown = _with_developers_as_system(shown)
         if any("tool_calls" in message for message in shown) and self._takes_text(template):
             shown = [_with_text_arguments(message) for message in shown]
+        if any("description" not in tool["function"] for tool in tools) and self._takes_descriptions_for_granted():
+            tools = [_with_description(tool) for tool in tools]
         if continue_final_message:
             return self._left_open(template, shown, tools, variables)
         return self._rendered(template, shown, tools, variables, add_generation_prompt=add_generation_prompt)
@@ -199,6 +203,20 @@ class ChatTemplate:
                 template, [_with_text_arguments(message) for message in _MADE]
             )
         return self._takes_text_arguments[template]
+
+    def _takes_descriptions_for_granted(self) -> bool:
+        """Whether it fails on a tool that has none: Hermes' and gpt-oss' write it between other words."""
+        if self._wants_descriptions is None:
+            tool = Tool(name="f").to_template()
+            self._wants_descriptions = not self._takes(tool) and self._takes(_with_description(tool))
+        return self._wants_descriptions
+
+    def _takes(self, tool: Mapping[str, Any]) -> bool:
+        try:
+            self._rendered(self._tool_template, [{"role": "user", "content": "Hi"}], [tool])
+        except ValueError:
+            return False
+        return True
 
     def _knows_developers(self, template: jinja2.Template) -> bool:
         """Whether it shows what a developer says, OpenAI's later word for the system, behind what that says. Most know
@@ -264,6 +282,12 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         for call in message.get("tool_calls", ())
     ]
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _with_description(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """One that says nothing, if it has none."""
+    function = tool["function"]
+    return {**tool, "function": {"name": function["name"], "description": "", **function}}
 
 
 def _with_developers_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

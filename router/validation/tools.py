@@ -160,7 +160,9 @@ def tools_of(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
             bound = f'must be 1 to 64 letters, digits, "_" and "-", is {tool.name[:80]!r}'
             violations.append((f"{field}.name", bound))
         schema = _check_schema(tool.parameters, f"{field}.parameters", violations) if tool.parameters else None
-        checked.append(Tool(name=tool.name, description=tool.description, parameters=schema))
+        description = tool.description if tool.HasField("description") else None
+        strict = tool.strict if tool.HasField("strict") else None
+        checked.append(Tool(name=tool.name, description=description, parameters=schema, strict=strict))
     if twice := [name for name, number in Counter(tool.name for tool in chat.tools).items() if number > 1]:
         violations.append(("chat.tools", f"must have distinct names, {twice[0][:80]!r} is there twice"))
     return tuple(checked)

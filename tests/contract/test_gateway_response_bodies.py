@@ -127,6 +127,7 @@ async def test_what_a_request_says_of_tools_travels() -> None:
         chat = router.requests[0].chat
         (tool,) = chat.tools
         assert (tool.name, tool.description, json.loads(tool.parameters)) == ("weather", "Now.", WEATHER["parameters"])
+        assert tool.strict
         assert (chat.tool_choice, chat.tool_name) == (pb.TOOL_CHOICE_REQUIRED, "weather")
         assert chat.parallel_tool_calls is False
         for choice in ("auto", "none", "required"):

@@ -61,7 +61,7 @@ async def test_what_a_chat_says_of_tools_travels() -> None:
         assert answer["finish_reason"] == "stop", "which tool was said: the call is the answer"
         chat = router.requests[0].chat
         (tool,) = chat.tools
-        assert (tool.name, tool.description) == ("weather", "Now.")
+        assert (tool.name, tool.description, tool.strict) == ("weather", "Now.", True)
         assert tool.parameters == '{"type": "object", "properties": {"city": {"type": "string"}}}'
         assert (chat.tool_choice, chat.tool_name) == (pb.TOOL_CHOICE_REQUIRED, "weather")
         assert chat.parallel_tool_calls is False

@@ -31,6 +31,7 @@ KNOWING = replace(MODEL, tool_call_parser="hermes", shows_tools=True)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": SCHEMA}}
 NOW = {"type": "function", "function": {"name": "now"}}
+STRICT = {"type": "function", "function": {"name": "rain", "description": "", "parameters": SCHEMA, "strict": False}}
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 MADE = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 TOLD: list[Any] = [
@@ -47,10 +48,10 @@ def wrong_of(chat: Any, model: ModelInfo = KNOWING, **asked: Any) -> list[tuple[
 
 
 def test_tools_in_openais_words_reach_the_template_as_they_were() -> None:
-    asked = validate(generate_request(TOLD, tools=[WEATHER, NOW]), KNOWING)
+    asked = validate(generate_request(TOLD, tools=[WEATHER, NOW, STRICT]), KNOWING)
     assert isinstance(asked.prompt, ChatPrompt)
-    nothing = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
-    shown = [WEATHER, {"type": "function", "function": nothing}]
+    nothing = {"name": "now", "parameters": {"type": "object", "properties": {}}}
+    shown = [WEATHER, {"type": "function", "function": nothing}, STRICT]
     assert [tool.to_template() for tool in asked.asked_tools.tools] == shown
     call, result = asked.prompt.messages[1:]
     assert call.to_template() == {
@@ -269,7 +270,7 @@ def test_how_a_model_calls_is_what_its_template_teaches_or_what_was_said() -> No
 
 
 def test_a_template_may_take_a_tool_to_be_whole() -> None:
-    """As Hermes' own do, and those that name what came of a call."""
+    """As Hermes' own do, and those that name what came of a call. Another is shown that there is no description."""
     source = "{% for t in tools %}{{ t.function.name + ': ' + t.function.description }}{% endfor %}<tool_call>"
     source += "{% for m in messages %}{% if m.role == 'tool' %}{{ m.name + ': ' + m.content }}{% endif %}{% endfor %}"
     template = ChatTemplate(source)
@@ -279,6 +280,8 @@ def test_a_template_may_take_a_tool_to_be_whole() -> None:
     assert isinstance(validated.prompt, ChatPrompt)
     shown = [tool.to_template() for tool in validated.asked_tools.tools]
     assert template.render(validated.prompt.messages, shown) == "now: <tool_call>weather: rain"
+    asks = ChatTemplate("{{ tools[0].function.description is defined }}")
+    assert [asks.render([], [each]) for each in (*shown, WEATHER)] == ["False", "True"]
 
 
 @pytest.mark.parametrize("tools", [None, [WEATHER, NOW]])

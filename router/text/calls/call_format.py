@@ -28,15 +28,16 @@ class Tool:
     """What a model may call."""
 
     name: str
-    description: str = ""
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object. None: it takes none."""
+    strict: bool | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """As chat templates know it: OpenAI's shape, and all of it, which some take for granted."""
+        """As chat templates know it: OpenAI's shape. What was not said is not there, but that it takes nothing is."""
         parameters = NO_PARAMETERS if self.parameters is None else self.parameters
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": function}
+        said = {"name": self.name, "description": self.description, "parameters": parameters, "strict": self.strict}
+        return {"type": "function", "function": {key: value for key, value in said.items() if value is not None}}
 
 
 class CannotBeHeld(ValueError):  # noqa: N818 (as `rpc.errors` names them)

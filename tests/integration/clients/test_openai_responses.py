@@ -80,8 +80,9 @@ def test_a_response_calls_a_tool_and_goes_on_with_what_came_of_it(client: openai
     forced: dict[str, Any] = {"tool_choice": "none", "max_output_tokens": 8}
     answer = client.responses.create(**asked, **forced, input=[*ASKING, *whole.output, result])
     made = {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    of_chat: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     chat = client.chat.completions.create(
-        model=model, tools=TOOLS, tool_choice="none", temperature=0.9, seed=4, max_tokens=8, messages=[
+        model=model, tools=of_chat, tool_choice="none", temperature=0.9, seed=4, max_tokens=8, messages=[
             *ASKING, {"role": "assistant", "tool_calls": [made]},
             {"role": "tool", "tool_call_id": call.call_id, "content": "709,000 people"},
         ],
