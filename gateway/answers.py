@@ -22,7 +22,7 @@ from protos.tandem_inference_pb2 import (
     ToolCallDelta,
     Usage,
 )
-from tandem.answer import Answer, message_to_dict, short_name
+from tandem.answer import Answer, message_to_dict, short_name, stop_token_id_of
 
 
 class Style(ABC):
@@ -39,9 +39,6 @@ class Style(ABC):
         self._num_prompt_top = body.prompt_logprobs
         self._tells_token_ids = bool(body.return_token_ids)
         self._names_by_id = bool(body.return_tokens_as_token_ids)
-        self._stop_token_ids = frozenset(body.stop_token_ids or ())
-        self._last_token_ids: dict[int, int] = {}
-        """Of each choice that has tokens."""
         self._thought_tokens: dict[int, ThoughtTokens] = {}
         """Of each choice that has messages."""
         self._prompt_token_ids: dict[int, Sequence[int]] = {}
@@ -50,8 +47,6 @@ class Style(ABC):
 
     def note(self, choice: int, message: GenerateResponse) -> None:
         """The next one of `choice` has come, and is about to be told, if it tells anything."""
-        if message.token_ids:
-            self._last_token_ids[choice] = message.token_ids[-1]
         self._thought_tokens.setdefault(choice, ThoughtTokens()).accept(message)
 
     def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
@@ -89,7 +84,7 @@ class Style(ABC):
 
     def _whole_choice(self, choice: int, answer: Answer, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         said = self._said(choice, answer, logprobs)
-        end = self._end(choice, answer.finish_reason, answer.stop_reason)
+        end = self._end(choice, answer.finish_reason, answer.stop_reason or answer.stop_token_id)
         ids = {"token_ids": answer.token_ids} if self._tells_token_ids else {}
         return {"index": choice, **said, **end, **ids}
 
@@ -129,7 +124,7 @@ class Style(ABC):
         end: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
         if message.finish_reason:
             reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
-            end = self._end(choice, reason, message.stop_reason)
+            end = self._end(choice, reason, message.stop_reason or stop_token_id_of(message))
         ids = {"token_ids": list(message.token_ids)} if self._tells_token_ids else {}
         event = self._event([{"index": choice, **said, **end, **ids}])
         if message.HasField("timings"):
@@ -149,13 +144,9 @@ class Style(ABC):
 
     # -- both ---------------------------------------------------------------------------------------------------
 
-    def _end(self, choice: int, finish_reason: str, stop: str) -> dict[str, Any]:
-        """Why it ended. vLLM's `stop_reason`: the stop string, or the stop token, that ended it."""
-        stop_reason: str | int | None = None
-        if finish_reason == "stop":
-            last = self._last_token_ids.get(choice)
-            stop_reason = stop or (last if last in self._stop_token_ids else None)
-        return {"finish_reason": self._finish_reason(choice, finish_reason), "stop_reason": stop_reason}
+    def _end(self, choice: int, finish_reason: str, stop: str | int | None) -> dict[str, Any]:
+        """Why it ended. `stop`: the stop string, or the stop token, that ended it; vLLM's `stop_reason`."""
+        return {"finish_reason": self._finish_reason(choice, finish_reason), "stop_reason": stop}
 
     def _finish_reason(self, choice: int, reason: str) -> str:
         return reason

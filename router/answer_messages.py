@@ -26,15 +26,18 @@ class AnswerMessages:
         self._tells_prompt = asked.sampling_params.HasField("prompt_logprobs")
         """With the answer's first token, how likely the prompt's were."""
         self._with_prompt_token_ids = asked.with_prompt_token_ids
+        self._eos_token_id = asked.eos_token_id
         self._has_begun = False
         self.num_tokens = len(asked.resumption.token_ids)
         """Of the answer, up to the last message."""
+        self._last_token_id = asked.resumption.token_ids[-1] if asked.resumption.token_ids else None
 
     def delta(self, emit: Emit) -> tuple[pb.GenerateResponse, bool]:
         """The message for new tokens, and whether a stop string ended the answer within them."""
         delta = self._detokenizer.push(emit.token_ids)
         token_ids = emit.token_ids[: delta.num_tokens]
         self.num_tokens = emit.offset + len(token_ids)
+        self._last_token_id = token_ids[-1] if token_ids else self._last_token_id
         told = self._told(delta.text)
         response = pb.GenerateResponse(
             request_id=self._request_id,
@@ -97,7 +100,13 @@ class AnswerMessages:
             usage=usage,
             timings=timings,
             stop_reason=self._detokenizer.stop,
+            stop_token_id=self._stop_token_id(finish_reason),
         )
+
+    def _stop_token_id(self, finish_reason: pb.FinishReason) -> int | None:
+        """The token that ended the answer. None: none did, or it is the model's own end."""
+        is_stopped_by_token = finish_reason == pb.FINISH_REASON_STOP and not self._detokenizer.stop
+        return self._last_token_id if is_stopped_by_token and self._last_token_id != self._eos_token_id else None
 
     def _told(self, text: str) -> Told:
         """Of the answer's next text, what is its text, what it calls, and what was thought before."""

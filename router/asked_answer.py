@@ -41,6 +41,8 @@ class AskedAnswer:
     """Who finds thoughts and calls of tools in its text."""
     resumption: Resumption = NOTHING
     """What the client has of it already; `detokenizer` and `reader` have taken that in."""
+    eos_token_id: int | None = None
+    """The token whose end is the model's own, of which the client is told no more. None: the request ignores it."""
     arrived_s: float
     deadline_s: float | None = None
     """When the client's time is up. Both by this process' monotonic clock."""

@@ -114,6 +114,7 @@ class PreparedRequest:
             detokenizer=detokenizer,
             reader=reader,
             resumption=await self._resumption(index, pool, detokenizer, reader),
+            eos_token_id=None if params.ignore_eos else self._tokenizer.eos_token_id,
             arrived_s=arrived_s,
             deadline_s=deadline_s,
         )

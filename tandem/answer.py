@@ -47,6 +47,8 @@ class Answer:
     """What a model that thinks thought, in a chat, before it said `text`."""
     stop_reason: str = ""
     """The stop string that ended it, if one did."""
+    stop_token_id: int | None = None
+    """The token that ended it, if one did and it is not the model's own end (the tokenizer's `eos_token`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: plain values, with the names of the wire."""
@@ -57,6 +59,7 @@ class Answer:
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason or None,
+            "stop_token_id": self.stop_token_id,
             "usage": message_to_dict(self.usage),
             "timings": message_to_dict(self.timings),
             "logprobs": [_readable(each) for each in self.logprobs] or None,
@@ -198,7 +201,13 @@ class AnswerStream:
             tool_calls=self._tool_calls.calls(),
             reasoning="".join(self._thoughts),
             stop_reason=self._last.stop_reason,
+            stop_token_id=stop_token_id_of(self._last),
         )
+
+
+def stop_token_id_of(message: GenerateResponse) -> int | None:
+    """Of an answer's last message."""
+    return message.stop_token_id if message.HasField("stop_token_id") else None
 
 
 def short_name(enum: Any, number: int) -> str:

@@ -44,7 +44,8 @@ class CompletionOutput:
     finish_reason: str | None
     """ "stop", "length", "abort", or "error": there is no next token, and `error` says why. None: it goes on."""
     stop_reason: int | str | None
-    """The stop string, or the token of `stop_token_ids`, that ended it, if one did."""
+    """The stop string, or the token, that ended it, if one did and it is not the model's own end (the tokenizer's
+    `eos_token`)."""
     logprobs: list[dict[int, Logprob]] | None
     """For each token, by id: the sampled one and as many of the likeliest as were asked for. None: not asked for."""
     cumulative_logprob: float | None
@@ -174,7 +175,7 @@ class OfflineAnswer:
         self._text = ""
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
-        self._stop_token_ids = self.engine_params.stop_token_ids
+        self._eos_token_id = None if self.engine_params.ignore_eos else tokenizer.eos_token_id
         self._error = ""
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
@@ -234,7 +235,7 @@ class OfflineAnswer:
         if output.finish_reason is not None:
             self._error = output.error
             last = self.token_ids[-1] if output.finish_reason is FinishReason.STOP else None
-            self._finish(output.finish_reason.value, last if last in self._stop_token_ids else None)
+            self._finish(output.finish_reason.value, None if last == self._eos_token_id else last)
 
     def _finish(self, reason: str, stop: int | str | None) -> None:
         self._text += self._detokenizer.finish()

@@ -66,6 +66,7 @@ class Tokenizer:
 
     special_token_ids: ids that `skip_special_tokens` leaves out of text.
     special_tokens: the named ones, as text, for chat templates.
+    eos_token_id: that of the one that is named so; None: none is.
     space_token_ids: of those that are white space alone, in order.
     """
 
@@ -74,6 +75,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.special_tokens: Mapping[str, str] = MappingProxyType(dict(special_tokens or {}))
+        eos_token = self.special_tokens.get("eos_token")
+        self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )

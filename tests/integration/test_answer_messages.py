@@ -10,7 +10,7 @@ from protos import tandem_inference_pb2 as pb
 from router.answer_messages import AnswerMessages
 from router.asked_answer import AskedAnswer
 from router.request_events import Emit
-from router.text.detokenizer import IncrementalDetokenizer
+from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
@@ -99,6 +99,40 @@ def test_the_first_message_alone_says_how_long_the_prompt_is(tokenizer: Tokenize
     messages = AnswerMessages(asked)
     said = [messages.delta(Emit(num_before + number, [5], (), ()))[0] for number in range(2)]
     assert [each.prompt_tokens for each in said] == [3, 0]
+
+
+STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("before", "new", "finish_reason", "own_end", "named"),
+    [
+        ([], [5, 7], STOP, 2, 7),
+        ([5, 7], [], STOP, 2, 7),
+        ([], [5, 7], STOP, None, 7),
+        ([], [5, 7], STOP, 7, None),
+        ([5], [7], LENGTH, 2, None),
+        ([5], [504, 7], STOP, 2, None),  # it has the stop string
+    ],
+)
+def test_a_token_that_ended_an_answer_is_named_unless_it_is_the_models_own_end(
+    tokenizer: Tokenizer,
+    before: list[int],
+    new: list[int],
+    finish_reason: pb.FinishReason,
+    own_end: int | None,
+    named: int | None,
+) -> None:
+    stop = StopStrings([tokenizer.decode([504])])
+    asked = AskedAnswer(
+        request_id="r", name="r", prompt_token_ids=[1], sampling_params=pb.SamplingParams(), arrived_s=0.0,
+        detokenizer=IncrementalDetokenizer(tokenizer, stop=stop), resumption=Resumption(token_ids=before),
+        eos_token_id=own_end,
+    )  # fmt: skip
+    messages = AnswerMessages(asked)
+    messages.delta(Emit(len(before), new, (), ()))
+    last = messages.last(finish_reason, num_cached_tokens=0, timings=pb.Timings())
+    assert (last.stop_token_id if last.HasField("stop_token_id") else None) == named
 
 
 def is_utf8(data: bytes) -> bool:

@@ -226,6 +226,15 @@ def test_a_stop_token_is_told_as_the_reason(llm: LLM) -> None:
     assert plain.outputs[0].stop_reason is None
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_models_own_end_is_no_reason_unless_it_was_not_to_count(llm: LLM, ignore_eos: bool) -> None:
+    """Also where it is a stop token of the request's."""
+    end = llm.get_tokenizer().eos_token_id
+    wanted = SamplingParams(max_tokens=4, stop_token_ids=[end], logit_bias={end: 100}, ignore_eos=ignore_eos)
+    [answer] = llm.generate("One two three", wanted)[0].outputs
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", end if ignore_eos else None)
+
+
 def test_params_that_were_assigned_are_checked_before_anything_is_generated(llm: LLM) -> None:
     params = llm.get_default_sampling_params()
     params.max_tokens = 2

@@ -126,6 +126,20 @@ def test_token_ids_and_many_prompts(cluster: RunningCluster, client: openai.Open
     assert [choice.index for choice in answer.choices] == [0, 1]
 
 
+def test_the_models_own_end_is_no_stop_reason_unless_it_is_ignored(
+    cluster: RunningCluster, client: openai.OpenAI, model: str
+) -> None:
+    with Client(cluster.address) as grpc_client:
+        [end] = grpc_client.tokenize("<|im_end|>").token_ids
+    for ignores, expected in ((False, None), (True, end)):
+        further = {"stop_token_ids": [end], "ignore_eos": ignores}
+        answer = client.completions.create(
+            model=model, prompt="Once", max_tokens=4, logit_bias={str(end): 100}, extra_body=further
+        )
+        [choice] = answer.choices
+        assert (choice.finish_reason, choice.model_extra) == ("stop", {"stop_reason": expected})
+
+
 def test_several_choices(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
     asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 3, "n": 3}
     chat = client.chat.completions.create(model=model, messages=MESSAGES, **asked)
