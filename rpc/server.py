@@ -16,6 +16,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 import grpc
@@ -132,6 +133,24 @@ def split_address(address: str) -> tuple[str, int]:
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError(f"an IPv6 host stands in brackets, as in [::1]:50051, not {address!r}")
     return host, int(port)
+
+
+def is_any_host(host: str) -> bool:
+    """Whether it stands for all addresses of a machine, to listen on, as in "0.0.0.0", "[::]" or "*". No name is looked
+    up."""
+    if host == "*":
+        return True
+    address: IPv4Address | IPv6Address
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        try:
+            address = IPv4Address(socket.inet_aton(host))  # which also knows "0" and "0.0", as all who connect do
+        except OSError:
+            return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_unspecified
 
 
 def _why_not(host: str, port: int) -> str:

@@ -32,7 +32,7 @@ from registry.connection import REDIS_FAILURES, open_redis
 from rpc.channel import open_channel
 from rpc.keys import keyed
 from rpc.listener import hold_port
-from rpc.server import CannotListen, split_address
+from rpc.server import CannotListen, is_any_host, split_address
 from rpc.targets import addresses_of, target_of
 from tandem.client_base import INFERENCE_SERVICE
 from tandem.cluster_args import (
@@ -322,7 +322,7 @@ def _model_folder(model: str) -> Path | None:
 def connect_address(listen: str) -> str:
     """Where to reach, from this machine, a server that listens on `listen`."""
     host, port = split_address(listen)
-    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "*") else listen
+    return f"127.0.0.1:{port}" if is_any_host(host) else listen
 
 
 async def _failure_of(process: SupervisedProcess) -> str:

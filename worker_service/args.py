@@ -9,10 +9,7 @@ from registry.keys import check_name
 from rpc import failpoints
 from rpc.entrypoint import ServiceArgs
 from rpc.flag_numbers import number
-from rpc.server import split_address
-
-ANY_HOST = ("0.0.0.0", "[::]", "*")
-"""All addresses of a machine, to listen on."""
+from rpc.server import is_any_host, split_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +80,7 @@ class WorkerArgs(ServiceArgs):
             host, port = split_address(where)
         except ValueError as error:
             raise ValueError(f"advertise: {error}") from error
-        if host in ANY_HOST:
+        if is_any_host(host):
             raise ValueError(
                 "advertise must be HOST:PORT at which routers and other workers reach this one, "
                 f"not {where!r}, at which each would reach itself"

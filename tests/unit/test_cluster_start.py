@@ -94,4 +94,5 @@ def test_a_port_that_somebody_has_is_not_shared_with_several_gateways() -> None:
 def test_a_wildcard_address_is_reached_over_loopback() -> None:
     assert connect_address("0.0.0.0:50051") == "127.0.0.1:50051"
     assert connect_address("[::]:50051") == "127.0.0.1:50051"
+    assert connect_address("[::0]:50051") == "127.0.0.1:50051"
     assert connect_address("10.0.0.7:50051") == "10.0.0.7:50051"

@@ -7,12 +7,19 @@ import pytest
 from worker_service.args import WorkerArgs
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "[::]", "*", "[::0]", "[0:0::]", "[::ffff:0.0.0.0]", "0", "0.0", "000.0.0.0"]
+)
 def test_no_worker_tells_others_to_call_themselves(host: str) -> None:
     WorkerArgs(listen=f"{host}:50061", advertise="10.0.0.4:50061")
     for wrong in ({"listen": f"{host}:50061"}, {"listen": "10.0.0.4:50061", "advertise": f"{host}:50061"}):
         with pytest.raises(ValueError, match=r"advertise must be HOST:PORT at which routers and other workers reach"):
             WorkerArgs(**wrong)
+
+
+@pytest.mark.parametrize("host", ["[::1]", "10.0.0.0", "1", "decode-0", "0.example", "[::ffff:10.0.0.4]"])
+def test_another_host_may_be_advertised(host: str) -> None:
+    assert WorkerArgs(listen="0.0.0.0:50061", advertise=f"{host}:50061").advertise == f"{host}:50061"
 
 
 def test_others_are_told_of_a_port() -> None:
