@@ -63,6 +63,8 @@ class KnownWorkers:
         """How often it has changed which of them take new work, or what these are."""
         self._looked_s = -LOOK_S
         """When those who wait were last looked at for a load."""
+        self._joined: set[WorkerKey] = set()
+        """Of whom the log has said so: those that are there, and those whose turn in a record comes again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -83,6 +85,8 @@ class KnownWorkers:
             if key not in by_key:
                 handle.is_leaving = True  # what runs there goes on
                 self._forget_if_done(handle)
+        rivals = {key.worker_id for key, record in by_key.items() if record.rival_address}
+        self._joined = {key for key in self._joined if key in self.handles or key.worker_id in rivals}
         self._note_change()
 
     async def close(self) -> None:
@@ -98,7 +102,9 @@ class KnownWorkers:
     def _connect(self, handle: WorkerHandle) -> None:
         def on_open() -> None:
             handle.num_lost = 0
-            _log.info("worker joined", extra={"worker": handle.record.worker_id, "address": handle.record.address})
+            if handle.key not in self._joined:
+                self._joined.add(handle.key)
+                _log.info("worker joined", extra={"worker": handle.record.worker_id, "address": handle.record.address})
             self._note_change()
 
         handle.session = WorkerSession(
@@ -135,6 +141,7 @@ class KnownWorkers:
         if self._is_closed or self.handles.get(handle.key) is not handle:
             return  # it was closed here
         assert handle.session is not None
+        self._joined.discard(handle.key)
         if handle.num_lost == 0:
             worker = {"worker": handle.record.worker_id}
             if handle.is_going and not handle.session.num_requests_lost:  # as it has said that it would

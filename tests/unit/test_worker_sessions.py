@@ -65,6 +65,24 @@ async def test_a_worker_that_leaves_as_it_has_said_alarms_nobody(
     assert told == [("INFO", "worker left"), ("WARNING", "session lost"), ("WARNING", "session lost")]
 
 
+async def test_two_that_take_turns_under_one_id_join_once_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And again after a session was lost."""
+    caplog.set_level(logging.INFO, "router.known_workers")
+    worker = OneWorker(monkeypatch)
+    first, second = worker.record_of("1"), worker.record_of("2")
+    first.rival_address, second.rival_address = "b:1", "a:1"
+    for written in [first, second] * 3:
+        worker.pool.set_records([written])
+        assert (await worker.open_handle()).key.incarnation == written.incarnation
+    assert caplog.messages == ["worker joined", "worker joined"]
+    await worker.lose_session(num_requests=0)
+    await worker.open_handle()
+    assert caplog.messages[2:] == ["session lost", "worker joined"]
+    await worker.pool.close()
+
+
 async def test_what_to_do_about_a_worker_that_cannot_be_called_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
