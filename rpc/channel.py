@@ -93,7 +93,7 @@ def open_channel(
     `read_ahead_bytes`, `spread_service`: see `channel_options`.
     """
     options = channel_options(
-        connect_ms=_connect_ms(tls), read_ahead_bytes=read_ahead_bytes, spread_service=spread_service
+        connect_ms=connect_ms(tls), read_ahead_bytes=read_ahead_bytes, spread_service=spread_service
     )
     return _open(address, tls, options)
 
@@ -107,7 +107,8 @@ def open_kv_channel(
     return _open(address, tls, [*options, KEPT_WHILE_IDLE])
 
 
-def _connect_ms(tls: ClientTLS | None) -> int:
+def connect_ms(tls: ClientTLS | None) -> int:
+    """How long connecting may take."""
     return CONNECT_MS if tls is None else TLS_CONNECT_MS
 
 
@@ -119,7 +120,7 @@ def _open(address: str, tls: ClientTLS | None, options: list[tuple[str, int | st
 
 def open_blocking_channel(address: str, *, tls: ClientTLS | None) -> grpc.Channel:
     """As `open_channel`, for code without an event loop."""
-    options = channel_options(connect_ms=_connect_ms(tls))
+    options = channel_options(connect_ms=connect_ms(tls))
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.credentials(), options=options)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc.channel import CONNECT_MS, open_blocking_channel, open_channel
+from rpc.channel import connect_ms, open_blocking_channel, open_channel
 from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 
@@ -157,6 +157,7 @@ class BlockingSpreadChannel:
 
     def __init__(self, address: str, *, service: str, tls: ClientTLS | None = None) -> None:
         self._peers = [_Peer(each, service, tls) for each in addresses_of(address)]
+        self._patience_s = connect_ms(tls) / 1_000
 
     def unary_unary(self, *described: Any, **further: Any) -> Any:
         """As of gRPC's channels, of which stubs are made."""
@@ -176,7 +177,7 @@ class BlockingSpreadChannel:
         turns = count()
 
         def call(*request: Any, timeout: float | None = None, **how: Any) -> Any:
-            begin_s, patience_s = time.monotonic(), CONNECT_MS / 1_000
+            begin_s, patience_s = time.monotonic(), self._patience_s
             chosen = self._choose(next(turns), begin_s + (patience_s if timeout is None else min(timeout, patience_s)))
             left_s = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin_s))
             return at_each[chosen](*request, timeout=left_s, **how)

@@ -238,7 +238,9 @@ class AsyncClient(ClientBase):
         on_broken: OnBroken = lambda error, left_s: None,
         is_spread: bool | None = None,
     ) -> None:
-        """As `Client`'s. `is_spread`: there may be several routers behind `address`; None: where it lists them."""
+        """As `Client`'s, but that over TLS several routers stand behind a name, which is in their certificates: of a
+        list gRPC looks for no address there. `is_spread`: there may be several behind `address`; None: where it lists
+        them."""
         if is_spread is None:
             is_spread = _lists_several(address)
         super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc.tls import ClientTLS
+from rpc.tls import ClientTLS, SslArgs
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class Certificate:
     @property
     def flags(self) -> list[str]:
         return ["--ssl-certfile", str(self.cert), "--ssl-keyfile", str(self.key), "--ssl-ca-certs", str(self.ca)]
+
+    @property
+    def args(self) -> SslArgs:
+        return SslArgs(ssl_certfile=str(self.cert), ssl_keyfile=str(self.key), ssl_ca_certs=str(self.ca))
 
     @property
     def client(self) -> ClientTLS:

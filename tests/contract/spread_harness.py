@@ -14,6 +14,7 @@ from protos import tandem_inference_pb2_grpc
 from rpc.errors import TandemError
 from rpc.metadata import ACCEPTED_KEY
 from rpc.server import Server
+from rpc.tls import ServerTLS
 from tandem.client import AsyncClient
 
 SERVICE = "tandem.v1.Inference"
@@ -22,8 +23,8 @@ SERVICE = "tandem.v1.Inference"
 class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
     """Says "one two", and waits between the two until it may go on."""
 
-    def __init__(self, listen: str = "127.0.0.1:0") -> None:
-        self.server = Server(listen)
+    def __init__(self, listen: str = "127.0.0.1:0", tls: ServerTLS | None = None) -> None:
+        self.server = Server(listen, tls=tls)
         self.server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, self, SERVICE)
         self.requests: list[pb.GenerateRequest] = []
         self.may_go_on = asyncio.Event()

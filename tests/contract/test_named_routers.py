@@ -8,9 +8,11 @@ import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Certificate, Signer
 from gateway_harness import TIMEOUT_S
 from spread_harness import SERVICE, Router, until_asked
 
@@ -44,14 +46,19 @@ class NameServer(asyncio.DatagramProtocol):
 
 
 @asynccontextmanager
-async def named(num_told: int) -> AsyncIterator[tuple[NameServer, list[Router], AsyncClient]]:
-    """Two routers at two addresses, so many of which are told, and a client that knows their name."""
+async def named(
+    num_told: int, certificate: Certificate | None = None
+) -> AsyncIterator[tuple[NameServer, list[Router], AsyncClient]]:
+    """Two routers at two addresses, so many of which are told, and a client that knows their name. `certificate`:
+    theirs, for TLS."""
+    server_tls = certificate.args.server_tls(asks_callers=False) if certificate is not None else None
+    client_tls = certificate.trusting if certificate is not None else None
     transport, names = await asyncio.get_running_loop().create_datagram_endpoint(
         NameServer, local_addr=("127.0.0.1", 0)
     )
-    routers = [Router()]
+    routers = [Router(tls=server_tls)]
     port = (await routers[0].server.start()).rpartition(":")[2]
-    routers.append(Router(f"127.0.0.2:{port}"))
+    routers.append(Router(f"127.0.0.2:{port}", server_tls))
     await routers[1].server.start()
     for router in routers:
         router.server.set_serving(SERVICE, True)
@@ -60,7 +67,9 @@ async def named(num_told: int) -> AsyncIterator[tuple[NameServer, list[Router], 
     try:
         async with (
             asyncio.timeout(3 * TIMEOUT_S),
-            AsyncClient(f"dns://127.0.0.1:{asked}/routers.test:{port}", is_spread=True, resume_s=0.0) as client,
+            AsyncClient(
+                f"dns://127.0.0.1:{asked}/routers.test:{port}", is_spread=True, resume_s=0.0, tls=client_tls
+            ) as client,
         ):
             yield names, routers, client
     finally:
@@ -69,8 +78,10 @@ async def named(num_told: int) -> AsyncIterator[tuple[NameServer, list[Router], 
         transport.close()
 
 
-async def test_all_routers_behind_a_name_take_turns() -> None:
-    async with named(2) as (_, routers, client):
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_all_routers_behind_a_name_take_turns(has_tls: bool, tmp_path: Path) -> None:
+    certificate = Signer(tmp_path).sign("routers", address="DNS:routers.test") if has_tls else None
+    async with named(2, certificate) as (_, routers, client):
         await until_asked(client, *routers)
         for _ in range(6):
             assert (await client.generate("a")).text == "one two"

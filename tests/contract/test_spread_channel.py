@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Signer
 from gateway_harness import TIMEOUT_S
 from spread_harness import SERVICE, Router, until_asked
 
@@ -22,14 +24,15 @@ from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, TandemErr
 from rpc.health import HealthServicer
 from rpc.spread_channel import SpreadChannel
 from rpc.targets import addresses_of, target_of
+from rpc.tls import ServerTLS
 from tandem.client import AsyncClient, Client
 from tandem.client_base import ClientClosed
 
 
 @asynccontextmanager
-async def spread(num_ready: int = 2) -> AsyncIterator[tuple[list[Router], AsyncClient]]:
-    """Two routers, so many of which can serve, and a client that knows all of them."""
-    routers = [Router(), Router()]
+async def spread(num_ready: int = 2, tls: ServerTLS | None = None) -> AsyncIterator[tuple[list[Router], AsyncClient]]:
+    """Two routers, so many of which can serve, and a client that knows all of them, and no TLS."""
+    routers = [Router(tls=tls) for _ in range(2)]
     addresses = [await router.server.start() for router in routers]
     for router in routers[:num_ready]:
         router.server.set_serving(SERVICE, True)
@@ -254,8 +257,7 @@ def test_plain_code_hears_in_time_that_none_of_a_list_answers() -> None:
 
 
 async def test_of_a_list_one_that_is_silent_leaves_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("rpc.channel", "rpc.spread_channel"):
-        monkeypatch.setattr(f"{module}.CONNECT_MS", 5_000)  # longer than there is time
+    monkeypatch.setattr("rpc.channel.CONNECT_MS", 5_000)  # longer than there is time
     async with spread(num_ready=1) as (routers, client):
         with mute() as target:
             both = target_of([addresses_of(target)[0], addresses_of(client._address)[0]])
@@ -263,6 +265,20 @@ async def test_of_a_list_one_that_is_silent_leaves_the_others_their_time(monkeyp
                 answer = await asyncio.to_thread(plain.generate, "a", timeout_s=3.0)
         assert answer.text == "one two"
         assert len(routers[0].requests) == 1
+
+
+async def test_plain_code_gives_those_of_a_list_the_time_that_tls_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rpc.channel.CONNECT_MS", 1)
+    certificate = Signer(tmp_path).sign("router")
+    tls = certificate.args.server_tls(asks_callers=False)
+    async with spread(num_ready=1, tls=tls) as ((ready, other), client):
+        the_other_first = target_of(addresses_of(client._address)[::-1])
+        with Client(the_other_first, tls=certificate.trusting) as plain:
+            for _ in range(2):
+                assert (await asyncio.to_thread(plain.generate, "a")).text == "one two"
+        assert (len(ready.requests), other.requests) == (2, [])
 
 
 def test_plain_code_that_waits_for_a_list_hears_that_its_client_is_closed() -> None:

@@ -40,7 +40,7 @@ class Served:
             target.with_suffix(".part").rename(target)
 
     def args(self) -> SslArgs:
-        return SslArgs(ssl_certfile=str(self.at.cert), ssl_keyfile=str(self.at.key), ssl_ca_certs=str(self.at.ca))
+        return self.at.args
 
 
 @pytest.fixture
