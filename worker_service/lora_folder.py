@@ -88,7 +88,7 @@ class LoRAFolder:
             name for name, stamp in there.items()
             if self._done.get(name) != stamp and (not waits or before.get(name) == stamp)
         ]  # fmt: skip
-        await self._let_go(num_coming=len(coming))
+        await self._let_go()
         for name in sorted(coming, key=lambda name: not self._waiting.get(name, False)):
             self._done[name] = there[name]
             try:
@@ -101,14 +101,14 @@ class LoRAFolder:
         for number in await self._engine.call(lambda engine: engine.loras.leaving):
             self._leaving.setdefault(number, now_s)
 
-    async def _let_go(self, num_coming: int) -> None:
-        """Of those that left long ago; and as far as room is needed, of the others, the first to leave first. Never of
-        what is used."""
+    async def _let_go(self, num_needed: int = 0) -> None:
+        """Of those that left long ago; and until there is room for so many, of the others, the first to leave first.
+        Never of what is used."""
         before_s = time.monotonic() - LEAVING_S
 
         def free(engine: LLMEngine) -> list[int]:
             for number, since_s in self._leaving.items():
-                if since_s <= before_s or engine.loras.num_free < num_coming:
+                if since_s <= before_s or engine.loras.num_free < num_needed:
                     engine.free_loras([number])
             return engine.loras.leaving
 
@@ -151,10 +151,12 @@ class LoRAFolder:
             self._check_name(name)
             served = {module.name: module.digest for module in self._engine.adapters}
             if name not in served:  # else it may be what it was, for which no room is needed
+                await self._let_go(num_needed=1)
                 await self._engine.call(lambda engine: engine.loras.check_may_add(name))
             module = await self._engine.find_lora(name, self._folder / name)
             if served.get(name) == module.digest:
                 return
+            await self._let_go(num_needed=1)
             adapter = await self._engine.read_lora(module)
             if await asyncio.to_thread(_stamp, self._folder / name) != stamp:
                 self._done.pop(name, None)  # what was read may be half of one and half of another

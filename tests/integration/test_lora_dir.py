@@ -116,6 +116,13 @@ async def test_no_more_of_those_that_leave_make_room_than_is_needed(tiny_model: 
         await looks.look(waits=False)
         assert [module.name for module in engine.adapters] == ["d", "e"]
         assert sorted(module.name for module in engine.leaving_adapters) == ["a", "c"]
+        write(folder / "d", seed=0)
+        write(folder / "e", seed=1, rank=17)
+        await looks.look(waits=False)
+        assert len(engine.leaving_adapters) == 2, "for the same one written anew, and one too large, they need not go"
+        write(folder / "e", seed=2)
+        await looks.look(waits=False)
+        assert sorted(module.name for module in engine.leaving_adapters) == ["c", "e"], "for another one they do"
     finally:
         await engine.close()
 
