@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -177,11 +177,18 @@ async def test_one_prompt_that_fails_ends_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_stream", "prompts"),
-    [(False, ["a", "b"]), (True, ["a", "b"]), (True, ["wait", "wait"])],
-    ids=["whole", "streamed", "before the first token"],
+    ("is_stream", "prompts", "leave"),
+    [
+        (False, ["a", "b"], asyncio.StreamWriter.close),
+        (False, ["a", "b"], asyncio.StreamWriter.write_eof),
+        (True, ["a", "b"], asyncio.StreamWriter.close),
+        (True, ["wait", "wait"], asyncio.StreamWriter.close),
+    ],
+    ids=["whole", "whole, and it would read on", "streamed", "before the first token"],
 )
-async def test_a_client_that_leaves_cancels_its_requests(is_stream: bool, prompts: list[str]) -> None:
+async def test_a_client_that_leaves_cancels_its_requests(
+    is_stream: bool, prompts: list[str], leave: Callable[[asyncio.StreamWriter], None]
+) -> None:
     async with gateway() as (router, http):
         router.script = router.endless
         body = json.dumps({"prompt": prompts, "stream": is_stream}).encode()
@@ -193,9 +200,10 @@ async def test_a_client_that_leaves_cancels_its_requests(is_stream: bool, prompt
             await reader.readuntil(b"once")
         while router.num_open < 2:  # noqa: ASYNC110 - the script tells nobody
             await asyncio.sleep(0.01)
-        writer.close()
+        leave(writer)
         async with asyncio.timeout(TIMEOUT_S / 2):
             await router.all_closed.wait()
+        writer.close()
         text = (await http.get("/metrics")).text
     if not is_stream or "wait" in prompts:
         assert 'tandem:gateway_requests_total{route="completions",status="499"} 1.0' in text
