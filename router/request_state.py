@@ -63,7 +63,7 @@ BETWEEN_WORKERS = (Unreachable, LeaseGone, Incompatible, CorruptKV)
 another kind, the network damages what is sent; or it leaves (UNAVAILABLE, too). Nobody can tell from here who is to
 blame, so neither is, but the two together. A peer that died loses its session, and that counts."""
 RETRY_AFTER_S = 1.0
-"""What a client is told whose request the budget does not let try again."""
+"""What a client is told whose request the budget does not let try again, or no worker has what it means any more."""
 
 _ANSWERED = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
 
@@ -310,6 +310,8 @@ class RequestState:
             at_fault = self._pair_of(worker) if isinstance(error, BETWEEN_WORKERS) else worker
             if isinstance(error, InvalidRequest):  # what one worker asked of another, not what the client asked of us
                 error, at_fault = InternalError(error.message), plan.pair  # whichever of the two tells
+            elif isinstance(error, Incompatible):  # with this router's request, which may find another worker, or time
+                error = NoWorker(error.message, retry_after_s=RETRY_AFTER_S)
             return self._retry(error, avoid=worker, at_fault=at_fault)
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
 

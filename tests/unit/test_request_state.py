@@ -34,7 +34,7 @@ from router.request_events import (
 )
 from router.request_state import Phase, RequestState
 from router.retry_budget import ANSWERS_PER_TOKEN, RetryBudget
-from rpc.errors import CorruptKV, NoWorker
+from rpc.errors import CorruptKV, NoWorker, TandemError
 
 P, D, D2 = WorkerKey("p", "1"), WorkerKey("d", "1"), WorkerKey("d2", "1")
 UNFINISHED = inference_pb.FINISH_REASON_UNSPECIFIED
@@ -291,15 +291,25 @@ def test_gap_or_repetition_ends_the_attempt_and_is_not_emitted(index: int) -> No
     assert EnterQueue(is_return=True, avoid=frozenset({D})) in actions
 
 
-def test_gives_up_after_max_attempts_with_the_last_error() -> None:
+@pytest.mark.parametrize(
+    ("code", "error", "retry_after_s"),
+    [
+        (StatusCode.DATA_LOSS, CorruptKV, None),
+        (StatusCode.FAILED_PRECONDITION, NoWorker, 1.0),  # it has let go of an adapter, and its record says so soon
+    ],
+)
+def test_gives_up_after_max_attempts_with_the_last_error(
+    code: StatusCode, error: type[TandemError], retry_after_s: float | None
+) -> None:
     state = RequestState(max_attempts=2, budget=RetryBudget())
     state.start()
     state.on(Planned(Plan(D, None)))
-    assert isinstance(state.on(failed(D, 1, can_retry=True))[-1], EnterQueue)
+    assert isinstance(state.on(failed(D, 1, code=code.value[0], can_retry=True))[-1], EnterQueue)
     state.on(Planned(Plan(D, None)))
-    end = state.on(failed(D, 2, can_retry=True))[-1]
+    end = state.on(failed(D, 2, code=code.value[0], can_retry=True))[-1]
     assert isinstance(end, End)
-    assert isinstance(end.error, CorruptKV)
+    assert isinstance(end.error, error)
+    assert (end.error.message, end.error.retry_after_s) == ("worker d: why", retry_after_s)
 
 
 def test_failure_that_cannot_be_retried_ends_at_once() -> None:
