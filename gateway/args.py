@@ -104,7 +104,7 @@ class GatewayArgs(SslArgs):
             raise ValueError("router must be the address of a router, is empty")
         for address in self.router:
             try:
-                check_target(address)
+                check_target(address, has_tls=bool(self.ssl_ca_certs))
             except ValueError as error:
                 raise ValueError(f"router: {error}") from error
             if self.router.count(address) > 1:

@@ -30,9 +30,10 @@ def addresses_of(target: str) -> list[str]:
     return [target]
 
 
-def check_target(target: str) -> None:
+def check_target(target: str, *, has_tls: bool = False) -> None:
     """Raises `ValueError` for one that gRPC would misread, as it does ports beyond 65535, or could not use, as a list
-    of names. What begins with another scheme is left to gRPC."""
+    of names; or, with `has_tls`, any list: it would look for all of it in each certificate. What begins with another
+    scheme is left to gRPC."""
     if re.match(r"(?:dns|unix|xds)[:-]", target):
         return
     of_list = next((scheme for scheme in _SCHEMES.values() if target.startswith(scheme)), "")
@@ -40,6 +41,10 @@ def check_target(target: str) -> None:
         split_address(address)
         if of_list and _scheme(address) != of_list:
             raise ValueError(f"behind {of_list} stand IP addresses of that kind with their ports, not {address!r}")
+    if has_tls and len(addresses_of(target)) > 1:
+        raise ValueError(
+            f"over TLS several stand behind a name that is in their certificates, not in a list: {target!r}"
+        )
 
 
 def _scheme(address: str) -> str:

@@ -30,7 +30,7 @@ from rpc.spread_channel import BlockingSpreadChannel, SpreadChannel
 from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
-from tandem.client_base import INFERENCE_SERVICE, NO_HEADERS, ClientBase, ClientClosed
+from tandem.client_base import INFERENCE_SERVICE, NO_HEADERS, ClientBase, ClientClosed, checked_address
 from tandem.requests import (
     Messages,
     Prompt,
@@ -243,7 +243,13 @@ class AsyncClient(ClientBase):
         them."""
         if is_spread is None:
             is_spread = _lists_several(address)
-        super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
+        super().__init__(
+            checked_address(address, has_tls=tls is not None),
+            api_key=api_key,
+            resume_s=resume_s,
+            on_broken=on_broken,
+            is_spread=is_spread,
+        )
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -34,12 +34,13 @@ class ClientClosed(Exception):  # noqa: N818 - named as the errors of `rpc.error
         super().__init__("the client is closed")
 
 
-def checked_address(address: str) -> str:
-    """`address`, or a list as `rpc.targets` has it. Raises for one that gRPC would misread, or could not use."""
+def checked_address(address: str, *, has_tls: bool = False) -> str:
+    """`address`, or a list as `rpc.targets` has it. Raises for one that gRPC would misread, or could not use.
+    `has_tls`: one channel is to be opened to it, over TLS."""
     if not isinstance(address, str):
         raise TypeError(f"address: must be a text, is {address!r}")
     try:
-        check_target(address)
+        check_target(address, has_tls=has_tls)
     except ValueError as error:
         raise ValueError(f"address: {error}") from error
     return address

@@ -109,7 +109,7 @@ class BenchArgs:
         if self.dataset_name != "trace" and self.dataset_path:
             raise ValueError("dataset_path needs --dataset-name trace")
         if self.backend == "grpc":
-            checked_address(self.address)
+            checked_address(self.address, has_tls=bool(self.ssl_ca_certs))
         if not re.match(r"https?://", self.base_url):
             raise ValueError(f"base_url must begin with http:// or https://, is {self.base_url!r}")
         if self.result_filename and re.search(r"[/\\]", self.result_filename):

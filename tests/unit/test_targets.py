@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from certificates import Signer
 
 from gateway.args import GatewayArgs
 from rpc.targets import addresses_of, check_target, target_of
-from tandem.client import AsyncClient
+from rpc.tls import ClientTLS
+from tandem.client import AsyncClient, Client
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,21 @@ def test_what_grpc_could_not_use_is_refused_where_it_is_said(target: str, said: 
     for check in (check_target, AsyncClient, lambda target: GatewayArgs(router=(target,))):
         with pytest.raises(ValueError, match=said):
             check(target)
+
+
+def test_over_tls_a_list_is_no_target_for_one_channel(tmp_path: Path) -> None:
+    """In the routers' certificates gRPC would look for all of it. A `Client` has a channel to each."""
+    several, one = "ipv4:127.0.0.1:1,127.0.0.2:1", "ipv4:127.0.0.1:1"
+    ca = Signer(tmp_path).cert
+    tls = ClientTLS.of_files(ca=ca)
+    for make in (
+        lambda target: AsyncClient(target, tls=tls),
+        lambda target: GatewayArgs(router=target, ssl_ca_certs=str(ca)),
+    ):
+        with pytest.raises(ValueError, match="over TLS several stand behind a name that is in their certificates"):
+            make(several)
+        make(one)
+    Client(several, tls=tls).close()
 
 
 @pytest.mark.parametrize("target", ["ipv4:127.0.0.1:1", "ipv6:[::1]:1,[fe80::2]:2", "dns:///routers:50051", "a.b:1"])
