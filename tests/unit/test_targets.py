@@ -63,7 +63,7 @@ def test_over_tls_a_list_is_no_target_for_one_channel(tmp_path: Path) -> None:
     tls = ClientTLS.of_files(ca=ca)
     for make in (
         lambda target: AsyncClient(target, tls=tls),
-        lambda target: GatewayArgs(router=target, ssl_ca_certs=str(ca)),
+        lambda target: GatewayArgs(router=(target,), ssl_ca_certs=str(ca)),
     ):
         with pytest.raises(ValueError, match="over TLS several stand behind a name that is in their certificates"):
             make(several)
