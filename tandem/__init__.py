@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from rpc.tls import ClientTLS
     from tandem.answer import Answer, StreamBroken
     from tandem.async_llm import AsyncEngineArgs, AsyncLLM
+    from tandem.beam_search import BeamSearchOutput, BeamSearchSequence
     from tandem.client import AsyncClient, Client
     from tandem.client_base import ClientClosed
     from tandem.cluster import Cluster, ClusterError
     from tandem.cluster_args import ClusterArgs
     from tandem.llm import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
     from tandem.prompts import TextPrompt, TokensPrompt
-    from tandem.sampling_params import RequestOutputKind, SamplingParams
+    from tandem.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from tandem.structured_outputs import StructuredOutputsParams
 
     __version__: str
@@ -40,6 +41,9 @@ _HOME = {
     "EngineDeadError": "tandem.async_llm",
     "EngineArgs": "engine.config",
     "SamplingParams": "tandem.sampling_params",
+    "BeamSearchOutput": "tandem.beam_search",
+    "BeamSearchParams": "tandem.sampling_params",
+    "BeamSearchSequence": "tandem.beam_search",
     "Answer": "tandem.answer",
     "StreamBroken": "tandem.answer",
     "AsyncClient": "tandem.client",
@@ -66,6 +70,9 @@ __all__ = [
     "AsyncClient",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Client",
     "ClientClosed",
     "ClientTLS",

@@ -27,6 +27,7 @@ from engine.outputs import RequestOutput as StepOutput
 from engine.running.executor import RankLost
 from router.model_info import ModelInfo
 from router.text.chat_template import ChatTemplate
+from tandem.beam_search import BeamSearches, BeamSearchOutput, check_beam_search
 from tandem.between_steps import BetweenSteps
 from tandem.checks import check_text
 from tandem.lora_request import LoRARequest, named_requests
@@ -35,15 +36,15 @@ from tandem.offline_chat import ChatRendering, Message, named_conversations, tem
 from tandem.offline_inputs import AdapterOfEach, OfflineInputs, ParamsOfEach
 from tandem.offline_loras import OfflineLoRAs
 from tandem.prompts import Prompt, ReadPrompt, TextPrompt, TokensPrompt, named_prompts
-from tandem.sampling_params import SamplingParams
+from tandem.sampling_params import BeamSearchParams, SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "LLM", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
-    "TextPrompt", "TokensPrompt",
+    "LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "LoRARequest", "Logprob", "RequestOutput",
+    "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 
@@ -160,6 +161,31 @@ class LLM:
             prompts.append(ReadPrompt(name=name, text=text, token_ids=token_ids))
         return self._generate(prompts, params, use_tqdm, lora_request)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: AdapterOfEach = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to each of `prompts`, in their order, as a beam search finds them
+        (`tandem.beam_search`). Prompts, adapters, errors and Ctrl-C as with `generate`. `concurrency_limit`: how many
+        prompts are searched for at once; None: all. Where a prompt leaves less room than `max_tokens`, its answers are
+        as long as there is room."""
+        check_beam_search(params, concurrency_limit)
+        of_step, asked = params.of_step(), self._inputs.tokenization(None)
+        read = [self._inputs.read(name, prompt, of_step, asked) for name, prompt in named_prompts(prompts)]
+        searches = BeamSearches(read, self._lora_names(lora_request, len(read)), params, self.config.model)
+        with self._serving(lora_request) as interrupts, ExitStack() as stack:
+            progress = stack.enter_context(_progress()) if use_tqdm else None
+
+            def ask(prompts: list[ReadPrompt], lora_names: list[str]) -> list[RequestOutput]:
+                return self._answers(prompts, [of_step] * len(prompts), lora_names, False, interrupts)
+
+            searches.run(ask, concurrency_limit, progress)
+        return searches.outputs(self._inputs.tokenizer)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all that is cached of prompts, so that they are computed again. What `kv_offloading_size` keeps on the
         host stays, as vLLM's does. Whether nothing is left in the pool."""
@@ -186,26 +212,46 @@ class LLM:
         use_tqdm: bool,
         lora_request: AdapterOfEach,
     ) -> list[RequestOutput]:
-        lora_names = self._inputs.lora_name_of_each(lora_request, len(prompts), self._loras.folders)
-        requests: list[OfflineRequest] = []
-        answers: dict[str, OfflineAnswer] = {}
-        with BetweenSteps() as interrupts, self._alone(), self._while_it_can():  # Ctrl-C comes before or after it all
+        lora_names = self._lora_names(lora_request, len(prompts))
+        with self._serving(lora_request) as interrupts:
+            return self._answers(prompts, params, lora_names, use_tqdm, interrupts)
+
+    def _lora_names(self, lora_request: AdapterOfEach, num_prompts: int) -> list[str]:
+        return self._inputs.lora_name_of_each(lora_request, num_prompts, self._loras.folders)
+
+    @contextmanager
+    def _serving(self, lora_request: AdapterOfEach) -> Iterator[BetweenSteps]:
+        """One caller, whose adapters are there. Ctrl-C comes before or after it all."""
+        with BetweenSteps() as interrupts, self._alone(), self._while_it_can():
             if self.config.lora_room.num:
                 self._loras.load(named_requests(lora_request))
-            try:
-                for prompt, prompt_params, lora_name in zip(prompts, params, lora_names, strict=True):
-                    request = OfflineRequest(
-                        str(next(self._request_ids)), prompt, prompt_params, lora_name, self._inputs.tokenizer
-                    )
-                    self._add_first(request)
-                    requests.append(request)
-                    answers |= {answer.name: answer for answer in request.answers}
-                    interrupts.check()
-                self._step_until_done(answers, use_tqdm, interrupts)
-            finally:
-                for name, answer in answers.items():
-                    if not (answer.is_finished or self._lost):
-                        self.llm_engine.abort(name)
+            yield interrupts
+
+    def _answers(
+        self,
+        prompts: Sequence[ReadPrompt],
+        params: Sequence[SamplingParams],
+        lora_names: Sequence[str],
+        use_tqdm: bool,
+        interrupts: BetweenSteps,
+    ) -> list[RequestOutput]:
+        """While it serves nobody else."""
+        requests: list[OfflineRequest] = []
+        answers: dict[str, OfflineAnswer] = {}
+        try:
+            for prompt, prompt_params, lora_name in zip(prompts, params, lora_names, strict=True):
+                request = OfflineRequest(
+                    str(next(self._request_ids)), prompt, prompt_params, lora_name, self._inputs.tokenizer
+                )
+                self._add_first(request)
+                requests.append(request)
+                answers |= {answer.name: answer for answer in request.answers}
+                interrupts.check()
+            self._step_until_done(answers, use_tqdm, interrupts)
+        finally:
+            for name, answer in answers.items():
+                if not (answer.is_finished or self._lost):
+                    self.llm_engine.abort(name)
         assert all(request.is_finished for request in requests)
         return [request.output() for request in requests]
 

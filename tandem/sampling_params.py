@@ -1,4 +1,4 @@
-"""What an offline caller asks of the sampler and of the text: vLLM's `SamplingParams`.
+"""What an offline caller asks of the sampler and of the text: vLLM's `SamplingParams`, and its `BeamSearchParams`.
 
 The engine knows token ids only, so it has a smaller class of its own (`engine.sampling_params`); this one adds what
 concerns text, and a seed that may be absent.
@@ -191,6 +191,59 @@ class SamplingParams:
             raise ValueError(f"structured_outputs: {error}") from error
 
 
+MAX_BEAM_WIDTH = engine_params.MAX_LOGPROBS // 2
+"""A step looks at twice as many tokens."""
+MAX_LENGTH_PENALTY = 10.0
+
+
+@dataclass
+class BeamSearchParams:
+    """Of `LLM.beam_search`. Names, their order and meanings are vLLM's. Raises `ValueError` as `SamplingParams` does.
+
+    Fields may be assigned: `check` looks at all of them, once they are used.
+    """
+
+    beam_width: int
+    """How many answers are followed, and returned."""
+    max_tokens: int
+    ignore_eos: bool = False
+    """A token that ends answers is one like any other."""
+    temperature: float = 0.0
+    """Of no effect: beams compete by the model's own logprobs, in vLLM, too."""
+    length_penalty: float = 1.0
+    """Beams compete by the sum of their logprobs, divided by tokens ** length_penalty: the more of it, the more is for
+    long answers. 0: by their likelihood alone."""
+    include_stop_str_in_output: bool = False
+    """Of no effect, as in vLLM's `LLM`: what ended an answer is always among its tokens."""
+    structured_outputs: None = None
+    """vLLM's: no form can be had."""
+    skip_special_tokens: bool = True
+    watermarking: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Numbers are Python's own then. Raises `ValueError` naming the field, its bound and what it is."""
+        _check_is_one_of("structured_outputs", self.structured_outputs, (None,))
+        _check_is_one_of("watermarking", self.watermarking, (None, False))
+        for entry in fields(self):
+            setattr(self, entry.name, _plain(entry.name, str(entry.type), getattr(self, entry.name)))
+        if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
+            raise ValueError(f"beam_width must be in [1, {MAX_BEAM_WIDTH}], is {self.beam_width!r}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, is {self.max_tokens!r}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0, is {self.temperature!r}")
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            bound = f"must be in [{-MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+            raise ValueError(f"length_penalty {bound}, is {self.length_penalty!r}")
+
+    def of_step(self) -> SamplingParams:
+        """What each beam is asked for."""
+        return SamplingParams(max_tokens=1, temperature=0, logprobs=2 * self.beam_width)
+
+
 @lru_cache(maxsize=64)
 def _grammar_of(message: bytes) -> str:
     """Parameters are made for each of many prompts, and say the same."""
@@ -218,7 +271,10 @@ def _plain(name: str, kind: str, value: Any) -> Any:
 
 
 def _check_done_anyway(name: str, value: object) -> None:
-    may_be = _DONE_ANYWAY[name]
+    _check_is_one_of(name, value, _DONE_ANYWAY[name])
+
+
+def _check_is_one_of(name: str, value: object, may_be: tuple[Any, ...]) -> None:
     if not any(value is one or (isinstance(value, list | dict) and value == one) for one in may_be):
         raise ValueError(f"{name} must be {' or '.join(map(repr, may_be))}, nothing else is served; is {value!r:.80}")
 
