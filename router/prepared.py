@@ -88,7 +88,7 @@ class PreparedRequest:
         self._stop_token_ids = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else model.eos_token_ids)}
         self._stops = StopStrings(self._params.stop)  # thousands of states: one for all answers
         self._call_ids = CallIds(prompt.token_ids, is_short=validated.asked_tools.has_short_ids)
-        self._thinking_budget = thinking_budget_of(validated, self._reasoning, texts.tokenizer)
+        self._thinking_budget = thinking_budget_of(validated.sampling_params, self._reasoning, texts.tokenizer)
         self._bad_words = bad_words_token_ids(self._params.bad_words, texts.tokenizer.encode_plain)
 
     async def answer(

@@ -35,6 +35,7 @@ from tandem.offline_answer import CompletionOutput, Logprob, OfflineAnswer, Offl
 from tandem.offline_chat import ChatRendering, Message, named_conversations, template_variables, tools_for
 from tandem.offline_inputs import AdapterOfEach, OfflineInputs, ParamsOfEach
 from tandem.offline_loras import OfflineLoRAs
+from tandem.offline_thinking import thinking_budget_of_chat
 from tandem.prompts import Prompt, ReadPrompt, TextPrompt, TokensPrompt, named_prompts
 from tandem.sampling_params import BeamSearchParams, SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
@@ -158,7 +159,8 @@ class LLM:
             text = rendering.text_of(conversation)
             num_kept = self._inputs.num_kept(each, asked)
             token_ids = self._inputs.tokenizer.encode(text, bool(asked.add_special_tokens), num_kept)
-            prompts.append(ReadPrompt(name=name, text=text, token_ids=token_ids))
+            budget = thinking_budget_of_chat(each, rendering, conversation, text, self._inputs.tokenizer)
+            prompts.append(ReadPrompt(name=name, text=text, token_ids=token_ids, thinking_budget=budget))
         return self._generate(prompts, params, use_tqdm, lora_request)
 
     def beam_search(

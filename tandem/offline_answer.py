@@ -157,7 +157,9 @@ class OfflineAnswer:
         self.name = name
         self.prompt = prompt
         words = bad_words_token_ids(params.bad_words or (), tokenizer.encode_plain)
-        self.engine_params = params.for_engine(drawn_seed, index, bad_words_token_ids=words)
+        self.engine_params = replace(
+            params.for_engine(drawn_seed, index, bad_words_token_ids=words), thinking_budget=prompt.thinking_budget
+        )
         form = None if params.structured_outputs is None else params.structured_outputs.to_proto()
         tokens = {} if form is None else tokenizer.added_in(texts_in(form))
         if form is not None and tokens:

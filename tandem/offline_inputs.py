@@ -84,6 +84,9 @@ class OfflineInputs:
 
     def read(self, name: str, prompt: Any, params: SamplingParams, asked: Tokenization) -> ReadPrompt:
         """`name` is what errors call the prompt. Raises `ValueError`."""
+        if params.bounds_thinking:
+            said = "is for LLM.chat: of another prompt's answers nobody knows what is thought"
+            raise ValueError(f"{name}: thinking_token_budget {said}")
         return read_prompt(
             name,
             prompt,

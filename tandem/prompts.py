@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
+from engine.scheduling.thinking import ThinkingBudget
 from router.text.tokenizer import Tokenizer
 from router.validation.request import MAX_CACHE_SALT_CHARS, ROOM
 from tandem.checks import check_salt, check_text, is_list, is_number, is_whole, without_array
@@ -51,6 +52,8 @@ class ReadPrompt:
     token_ids: list[int]
     cache_salt: str = ""
     """Empty: none, the cache is everybody's."""
+    thinking_budget: ThinkingBudget | None = None
+    """For how long its answers may think. None: there is no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

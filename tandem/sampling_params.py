@@ -34,7 +34,7 @@ _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,), "spaces_between_special_tokens": (True,), "logits_processors": (None, []),
     "truncate_prompt_tokens": (None,), "extra_args": (None, {}), "flat_logprobs": (False,),
     "logprob_token_ids": (None, []), "repetition_detection": (None,), "skip_clone": (False,),
-    "stream_interval": (None, 1), "thinking_token_budget": (None,), "watermarking": (None, False),
+    "stream_interval": (None, 1), "watermarking": (None, False),
 }  # fmt: skip
 """vLLM's fields of which only these values can be had, in the order of the class."""
 
@@ -93,6 +93,8 @@ class SamplingParams:
     """The same of the prompt's tokens. All of it is computed for that, whatever is cached."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have. None: any text."""
+    thinking_token_budget: int | None = None
+    """Of `LLM.chat`: after so many tokens of reasoning an answer has to begin. None or -1: there is no bound."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Of `AsyncLLM`; `LLM` gives whole answers whatever it is."""
 
@@ -107,7 +109,6 @@ class SamplingParams:
     repetition_detection: InitVar[object] = None
     skip_clone: InitVar[bool] = False
     stream_interval: InitVar[int | None] = None
-    thinking_token_budget: InitVar[int | None] = None
     watermarking: InitVar[bool | None] = None
 
     def __new__(cls, *_: object, **given: object) -> SamplingParams:
@@ -145,6 +146,11 @@ class SamplingParams:
         _check_bad_words(self.bad_words)
         some_word = ((0,),) if self.bad_words else ()
         allowed = self.for_engine(0, bad_words_token_ids=some_word).allowed_token_ids  # checks the bounds
+        if not -1 <= (self.thinking_token_budget or 0) < 2**31:
+            raise ValueError(f"thinking_token_budget must be -1 or more, is {self.thinking_token_budget!r:.80}")
+        if self.bounds_thinking and allowed:
+            said = "what ends a thought might not be allowed"
+            raise ValueError(f"thinking_token_budget cannot be combined with allowed_token_ids: {said}")
         if self.allowed_token_ids is not None and not allowed:
             raise ValueError("allowed_token_ids must not be empty: for any token, leave it out")
 
@@ -155,6 +161,10 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def bounds_thinking(self) -> bool:
+        return self.thinking_token_budget is not None and self.thinking_token_budget >= 0
 
     def for_engine(
         self, drawn_seed: int, sequence: int = 0, *, bad_words_token_ids: Sequence[tuple[int, ...]] = ()

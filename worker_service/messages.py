@@ -69,11 +69,11 @@ def sampling_params_of(request: pb.EngineRequest) -> SamplingParams:
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         grammar=request.grammar or None,
-        thinking_budget=_thinking_budget_of(request.thinking_budget) if request.HasField("thinking_budget") else None,
+        thinking_budget=thinking_budget_from(request.thinking_budget) if request.HasField("thinking_budget") else None,
     )
 
 
-def _thinking_budget_of(budget: pb.ThinkingBudget) -> ThinkingBudget:
+def thinking_budget_from(budget: pb.ThinkingBudget) -> ThinkingBudget:
     return ThinkingBudget(
         num_tokens=budget.num_tokens,
         end_token_id=budget.end_token_id,

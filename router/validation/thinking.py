@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from protos import tandem_inference_pb2 as pb
 from protos.tandem_worker_pb2 import ThinkingBudget
 from router.text.harmony import Harmony
 from router.text.reasoning import Reasoning
 from router.text.tokenizer import Tokenizer
-from router.validation.request import ValidatedRequest
 from router.validation.sampling import has_thinking_budget
 from rpc.errors import InvalidRequest
 
@@ -15,10 +15,10 @@ MAX_SPACE_TOKENS = 4096
 
 
 def thinking_budget_of(
-    validated: ValidatedRequest, reasoning: Reasoning | Harmony, tokenizer: Tokenizer
+    params: pb.SamplingParams, reasoning: Reasoning | Harmony, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
     """None: it may think for as long as it likes, or does not. Raises `InvalidRequest` where that has no bound."""
-    params, thoughts = validated.sampling_params, reasoning.thoughts
+    thoughts = reasoning.thoughts
     if not has_thinking_budget(params) or thoughts is None:
         return None
     end_token_ids = _token_ids(thoughts.end, tokenizer)

@@ -136,10 +136,15 @@ def test_another_thread_is_refused_from_its_first_step_to_its_last(
     assert len(llm.generate("green")) == 1
 
 
+WRONG_SINCE = BeamSearchParams(2, 3)
+WRONG_SINCE.beam_width = 11
+
+
 @pytest.mark.parametrize(
     ("prompts", "given", "complaint"),
     [
         ("a", {"params": {"beam_width": 3}}, r"params must be BeamSearchParams, .* is \{'beam_width': 3\}"),
+        ("a", {"params": WRONG_SINCE}, r"beam_width must be in \[1, 10\], is 11"),
         ("a", {"concurrency_limit": 0}, "concurrency_limit must be a whole number, at least 1, or None, is 0"),
         ("a", {"concurrency_limit": 1.5}, "concurrency_limit must be .* is 1.5"),
         (["a", [4]], {}, r"prompts\[1\]: prompt_token_ids must be in \[0, 4\), is 4"),

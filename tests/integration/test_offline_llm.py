@@ -345,7 +345,7 @@ def test_no_prompts_give_no_answers(llm: LLM) -> None:
 def test_defaults_and_bounds_are_the_engines() -> None:
     ours = {field.name: field for field in dataclasses.fields(SamplingParams)}
     theirs = dataclasses.fields(engine_params.SamplingParams)
-    # of structured_outputs, bad_words, and a router's thinking_token_budget
+    # of structured_outputs, bad_words and thinking_token_budget
     made_of_others = {"grammar", "bad_words_token_ids", "thinking_budget"}
     assert {field.name for field in theirs} - made_of_others <= set(ours)
     assert SamplingParams().for_engine(0) == engine_params.SamplingParams()

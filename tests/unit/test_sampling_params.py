@@ -88,7 +88,7 @@ def test_none_is_what_it_is_for_vllm() -> None:
     may_be_none = [entry.name for entry in dataclasses.fields(SamplingParams) if "None" in str(entry.type)]
     assert may_be_none == [
         "max_tokens", "stop", "stop_token_ids", "seed", "allowed_token_ids", "bad_words", "logit_bias", "logprobs",
-        "prompt_logprobs", "structured_outputs",
+        "prompt_logprobs", "structured_outputs", "thinking_token_budget",
     ]  # fmt: skip
     params = SamplingParams(**dict.fromkeys(may_be_none))
     assert params.stop_strings == ()
@@ -165,7 +165,7 @@ def test_what_asks_for_what_is_done_anyway_is_taken_and_is_no_field() -> None:
     assert (params, repr(params)) == (plain, repr(plain))
     assert params.for_engine(1) == plain.for_engine(1)
     assert SamplingParams(logits_processors=None) == plain
-    assert SamplingParams(extra_args={}, thinking_token_budget=None, flat_logprobs=False, stream_interval=1) == plain
+    assert SamplingParams(extra_args={}, flat_logprobs=False, stream_interval=1) == plain
     names = {entry.name for entry in dataclasses.fields(params)}
     assert not names & {"detokenize", "logits_processors"}
     assert dataclasses.replace(params, n=2) == SamplingParams(n=2)

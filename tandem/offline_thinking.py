@@ -1,0 +1,37 @@
+"""For how long an answer to an offline caller's chat may think: what a router makes of the same request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.scheduling.thinking import ThinkingBudget
+from protos import tandem_inference_pb2 as pb
+from router.text.reasoning import opened_by, reasoning_of
+from router.text.tokenizer import Tokenizer
+from router.text.tool_formats import AUTO
+from router.validation.thinking import thinking_budget_of
+from router.validation.tools import check_messages
+from rpc.errors import InvalidRequest
+from tandem.offline_chat import ChatRendering, Message
+from tandem.sampling_params import SamplingParams
+from tandem.tools import chat_message
+from worker_service.messages import thinking_budget_from
+
+
+def thinking_budget_of_chat(
+    params: SamplingParams, rendering: ChatRendering, conversation: Sequence[Message], text: str, tokenizer: Tokenizer
+) -> ThinkingBudget | None:
+    """`text`: what the conversation has become. None: there is no bound, or nothing is thought, as where a form holds
+    the answer: offline it does from the first token. Raises `ValueError` where what is thought has no bound."""
+    if not params.bounds_thinking or params.structured_outputs is not None:
+        return None
+    model, continued = rendering.info.with_chat(rendering.template, AUTO), ""
+    if rendering.continue_final_message:
+        continued = check_messages([chat_message(conversation[-1])], model, [])[0].content
+    reasoning = reasoning_of(model.reasoning_parser, opened_by(text, continued), has_form=False)
+    asked = pb.SamplingParams(thinking_token_budget=params.thinking_token_budget)
+    try:
+        budget = thinking_budget_of(asked, reasoning, tokenizer)
+    except InvalidRequest as error:
+        raise ValueError(str(error).removeprefix("sampling_params.")) from error
+    return None if budget is None else thinking_budget_from(budget)
