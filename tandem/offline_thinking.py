@@ -21,14 +21,15 @@ from worker_service.messages import thinking_budget_from
 def thinking_budget_of_chat(
     params: SamplingParams, rendering: ChatRendering, conversation: Sequence[Message], text: str, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """`text`: what the conversation has become. None: there is no bound, or nothing is thought, as where a form holds
-    the answer: offline it does from the first token. Raises `ValueError` where what is thought has no bound."""
-    if not params.bounds_thinking or params.structured_outputs is not None:
+    """`text`: what the conversation has become. None: there is no bound, or nothing is thought. Raises `ValueError`
+    where what is thought can have no bound."""
+    if not params.bounds_thinking:
         return None
     model, continued = rendering.info.with_chat(rendering.template, AUTO), ""
     if rendering.continue_final_message:
         continued = check_messages([chat_message(conversation[-1])], model, [])[0].content
-    reasoning = reasoning_of(model.reasoning_parser, opened_by(text, continued), has_form=False)
+    has_form = params.structured_outputs is not None
+    reasoning = reasoning_of(model.reasoning_parser, opened_by(text, continued), has_form=has_form)
     asked = pb.SamplingParams(thinking_token_budget=params.thinking_token_budget)
     try:
         budget = thinking_budget_of(asked, reasoning, tokenizer)

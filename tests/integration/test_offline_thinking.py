@@ -14,9 +14,11 @@ from tandem import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}\n{% endfor %}"
 OPENING = TEMPLATE + "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
-THINK, END_OF_THOUGHT = 49_152, 49_153
+GRANITE = "{{ messages[0].content }}{% if thinking %}Here is my thought process: Here is my response:{% endif %}"
+END_OF_THOUGHT = 49_153
 CHAT = [{"role": "user", "content": "Why?"}]
 BEGUN = [*CHAT, {"role": "assistant", "content": [{"type": "text", "text": "<think>Well,"}]}]
+QUOTED = [{"role": "user", "content": "Why <think>?"}, {"role": "assistant", "content": "Well,"}]
 
 
 @pytest.fixture
@@ -44,12 +46,17 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("messages", "ending"),
-    [(CHAT, {}), (BEGUN, {"continue_final_message": True}), (CHAT, {"add_generation_prompt": False})],
-    ids=["the prompt begins it", "the message begins it", "nothing has begun"],
+    ("messages", "ending", "has_begun"),
+    [
+        (CHAT, {}, True),
+        (BEGUN, {"continue_final_message": True}, True),
+        (QUOTED, {"continue_final_message": True}, False),
+        (QUOTED[:1], {"add_generation_prompt": False}, False),
+    ],
+    ids=["the prompt begins it", "the message begins it", "another message quotes it", "the only message quotes it"],
 )
 async def test_thoughts_end_where_they_do_behind_a_router(
-    tiny_cluster: Cluster, tiny_model: Path, messages: Any, ending: dict[str, bool]
+    tiny_cluster: Cluster, tiny_model: Path, messages: Any, ending: dict[str, bool], has_begun: bool
 ) -> None:
     llm = llm_of(tiny_model)
     await tiny_cluster.start_decode_worker("w", tiny_model)
@@ -60,7 +67,7 @@ async def test_thoughts_end_where_they_do_behind_a_router(
             messages, max_tokens=12, seed=5, ignore_eos=True, thinking_token_budget=budget, **ending
         )
         assert answer == served.token_ids
-        is_cut = budget >= 0 and "add_generation_prompt" not in ending
+        is_cut = budget >= 0 and has_begun
         assert [place for place, token in enumerate(answer) if token == END_OF_THOUGHT] == [budget] * is_cut
 
 
@@ -71,11 +78,11 @@ def test_each_of_several_answers_has_its_own(tiny_model: Path) -> None:
     assert [answer.index(END_OF_THOUGHT) if END_OF_THOUGHT in answer else None for answer in answers] == [
         3, 3, None, None, 0, 0,
     ]  # fmt: skip
-    free = asked(structured_outputs=StructuredOutputsParams(regex="[ab]{9}"), ignore_eos=False)
-    bound = asked(structured_outputs=free.structured_outputs, ignore_eos=False, thinking_token_budget=1)
-    assert tokens_of(llm.chat(CHAT, bound)) == tokens_of(llm.chat(CHAT, free)), (
-        "a form holds the answer, thoughts or not"
-    )
+    form = StructuredOutputsParams(regex="[ab]{9}")
+    held = asked(structured_outputs=form, ignore_eos=False, thinking_token_budget=1)
+    for template in (None, GRANITE):
+        [answer] = llm.chat(CHAT, held, chat_template=template)
+        assert set(answer.outputs[0].text) <= {"a", "b"}, "which has no thoughts"
     own = asked(thinking_token_budget=2)
     [other] = tokens_of(llm.chat(CHAT, own, chat_template=OPENING.replace("</think>", "x").replace("<think>", "x")))
     assert END_OF_THOUGHT not in other, "of a template that knows no thoughts"
@@ -99,7 +106,6 @@ def test_what_cannot_be_bounded_is_told(tiny_model: Path) -> None:
     bound = asked(thinking_token_budget=3)
     with pytest.raises(ValueError, match=r"^prompts\[1\]: thinking_token_budget is for LLM.chat: of another prompt's"):
         llm.generate(["a", "b"], [asked(), bound])
-    granite = TEMPLATE + "Here is my thought process: Here is my response:"
     with pytest.raises(ValueError, match=r"^thinking_token_budget: cannot be used: .* which is not one token"):
-        llm.chat(CHAT, bound, chat_template=granite.replace("</think>", "x"))
+        llm.chat(CHAT, bound, chat_template=GRANITE)
     assert llm.llm_engine.stats.num_prompt_tokens == 0
