@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from grammar_cases import write_model
+from offline_books import at_rest
 
-from tandem import LLM, SamplingParams
+from tandem import LLM, BeamSearchParams, SamplingParams
 
 PROMPTS = [[5 + (7 * i + j) % 50 for j in range(3 + 9 * i)] for i in range(4)]
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -64,6 +65,20 @@ def test_ctrl_c_comes_between_two_steps(llm: LLM, place: str) -> None:
         assert not problems
         assert blocks.num_free + blocks.num_cached == blocks.num_blocks
     assert tokens_of(llm) == expected
+
+
+def test_it_ends_a_beam_search_too(llm: LLM) -> None:
+    def beams() -> list[list[list[int]]]:
+        outputs = llm.beam_search(PROMPTS, BeamSearchParams(5, 4, ignore_eos=True))
+        return [[sequence.tokens for sequence in output.sequences] for output in outputs]
+
+    expected = beams()
+    patch = at("executor.wait", llm, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        beams()
+    patch.undo()
+    assert at_rest(llm)
+    assert beams() == expected
 
 
 def test_a_second_one_does_not_wait(llm: LLM) -> None:
