@@ -135,8 +135,8 @@ class GrantTable:
     """Those with a live grant."""
     _lost: dict[int, None] = field(default_factory=dict)
     """Grants with an attachment whose connection went, in that order."""
-    _next_grant_id: int = 1
-    _next_epoch: int = 1
+    _next_number: int = 1
+    """Of a grant: its id, and its epoch."""
     _next_attachment_id: int = 1
 
     # -- owners --
@@ -146,11 +146,10 @@ class GrantTable:
         last sign of life (this call is one)."""
         assert 0 <= num_cached_blocks <= len(block_ids), (num_cached_blocks, len(block_ids))
         assert all(0 <= block_id < self.num_blocks for block_id in block_ids), block_ids
-        grant = Grant(self._next_grant_id, self._next_epoch, owner, tuple(block_ids), num_cached_blocks)
+        grant = Grant(self._next_number, self._next_number, owner, tuple(block_ids), num_cached_blocks)
         writable = frozenset(grant.writable_block_ids)
         assert len(writable) == len(grant.writable_block_ids), "a block twice in one grant"
-        self._next_grant_id += 1
-        self._next_epoch += 1
+        self._next_number += 1
         self._entries[grant.grant_id] = _Entry(grant, GrantState.GRANTED, writable)
         held = self._owners.setdefault(owner, _Owner(now_s, {}))
         held.seen_s = now_s
