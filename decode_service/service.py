@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from decode_service.decode import DecodeRole
-from engine.scheduling.sequence import BlockExport
 from kv_transfer import KVReceiver, KVTransferServicer, create_endpoint
 from protos.tandem_kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
 from protos.tandem_worker_pb2_grpc import DecodeServicer as DecodeServicerBase
 from protos.tandem_worker_pb2_grpc import add_DecodeServicer_to_server
-from worker_service.role import WorkerParts
-from worker_service.servicer import TransferCounters
+from worker_service.role import RoleService, TransferCounters, WorkerParts
 from worker_service.sessions import SessionServicer
 
 SERVICE_NAME = "tandem.v1.Decode"
@@ -20,8 +18,8 @@ class DecodeServicer(SessionServicer, DecodeServicerBase):  # type: ignore[misc]
     """`tandem.v1.Decode`."""
 
 
-class DecodeService:
-    """The `RoleService` of a decode worker. Owns the receiver."""
+class DecodeService(RoleService):
+    """Of a decode worker. Owns the receiver."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._server = parts.server
@@ -40,20 +38,17 @@ class DecodeService:
 
     @property
     def counters(self) -> TransferCounters:
-        counters = self._receiver.counters
+        counters = self._receiver.table.counters
         return TransferCounters(
             num_late_writes=counters.num_late_writes,
             num_repairs=counters.num_mismatched_blocks,
             num_expired_leases=counters.num_expired_leases,
-            num_grants=self._receiver.num_grants,
+            num_grants=self._receiver.table.num_grants,
             num_grants_issued=counters.num_issued,
         )
 
     def open_grants(self) -> dict[int, tuple[int, ...]]:
-        return self._receiver.open_grants()
-
-    def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
-        raise AssertionError("nothing is prefilled here for another worker")
+        return self._receiver.table.open_grants()
 
     async def start(self, address: str) -> None:
         await self._receiver.start(address)

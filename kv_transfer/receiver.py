@@ -21,7 +21,7 @@ import numpy as np
 
 from kv_transfer.base import MAX_LEASE_MS, PROTOCOL_VERSION, Endpoint, Identity
 from kv_transfer.errors import GrantGone, IncompatiblePeer, InvalidTransfer
-from kv_transfer.grants import CommitResult, CommitStart, Grant, GrantCounters, GrantTable, Verdict
+from kv_transfer.grants import CommitResult, CommitStart, Grant, GrantTable, Verdict
 from kv_transfer.pool import Digests, KVPool
 from prefix_hash.compat import compat_difference
 from protos import tandem_kv_transfer_pb2 as pb
@@ -40,6 +40,7 @@ class KVReceiver:
 
     endpoint: of the transport served. lease_s: how long grants outlive their owner's last sign of life.
     `on_commit` is awaited on the event loop, `on_freed` called there, also from inside `revoke` and `drop_owner`.
+    `table` is for others to read.
     Raises `ValueError` for a lease out of bounds.
     """
 
@@ -61,7 +62,7 @@ class KVReceiver:
         self._endpoint = endpoint
         self._on_commit = on_commit
         self._on_freed = on_freed
-        self._table = GrantTable(
+        self.table = GrantTable(
             incarnation=identity.incarnation,
             num_layers=pool.layout.num_layers,
             num_blocks=pool.layout.num_blocks,
@@ -99,7 +100,7 @@ class KVReceiver:
     ) -> pb.Grant:
         """Promise `block_ids` (of the whole prompt, in order; the first `num_cached_blocks` hold its KV already) to
         `owner`, until one lease after its last sign of life. `prompt_digest`: of what their KV is to be of."""
-        grant = self._table.issue(owner, block_ids, num_cached_blocks, self._now_s())
+        grant = self.table.issue(owner, block_ids, num_cached_blocks, self._now_s())
         self._has_deadline.set()
         return pb.Grant(
             worker_id=self.identity.worker_id,
@@ -115,29 +116,16 @@ class KVReceiver:
 
     def renew(self, owner: Hashable) -> None:
         """A sign of life of `owner`."""
-        self._table.renew(owner, self._now_s())
+        self.table.renew(owner, self._now_s())
 
     def revoke(self, grant_id: int) -> None:
         """End a grant; `on_freed` gets it once its blocks can be used, often before this returns. Nothing happens to a
         grant that has ended: a committed one's blocks are the service's own."""
-        self._free(self._table.revoke(grant_id))
+        self._free(self.table.revoke(grant_id))
 
     def drop_owner(self, owner: Hashable) -> None:
         """`owner`'s session is gone: end all its grants."""
-        self._free(self._table.drop_owner(owner))
-
-    @property
-    def counters(self) -> GrantCounters:
-        return self._table.counters
-
-    @property
-    def num_grants(self) -> int:
-        """How many grants are neither committed nor freed."""
-        return self._table.num_grants
-
-    def open_grants(self) -> dict[int, tuple[int, ...]]:
-        """By id, the blocks of each grant that promises memory now, or did and may still be written to."""
-        return self._table.open_grants()
+        self._free(self.table.drop_owner(owner))
 
     # -- senders, through a servicer or a local transport --
 
@@ -161,7 +149,7 @@ class KVReceiver:
         Returns how many bytes; 0, having dropped and counted its blocks, if its grant is gone. Raises
         `InvalidTransfer` for a chunk that no correct sender makes, one without blocks included."""
         data = chunk.data  # protobuf copies it at every access
-        check = self._table.check_write(
+        check = self.table.check_write(
             chunk.grant_id, chunk.epoch, chunk.incarnation, chunk.layer, chunk.block_ids, len(data)
         )
         if check.verdict is Verdict.MALFORMED:
@@ -175,7 +163,7 @@ class KVReceiver:
         """A one-sided sender is about to write: returns its attachment id. Raises `GrantGone`, `InvalidTransfer`."""
         if not self._endpoint.is_one_sided:
             raise InvalidTransfer("no one-sided transport is served here")
-        check, attachment_id = self._table.attach(chunk.grant_id, chunk.epoch, chunk.incarnation)
+        check, attachment_id = self.table.attach(chunk.grant_id, chunk.epoch, chunk.incarnation)
         if check.verdict is not Verdict.ACCEPTED:
             raise GrantGone(check.reason)
         self._endpoint.enter_push()
@@ -184,18 +172,18 @@ class KVReceiver:
     def detach(self, grant_id: int, attachment_id: int) -> None:
         """That sender has said that it will write no more."""
         self._endpoint.leave_push()
-        self._free(self._table.detach(grant_id, attachment_id))
+        self._free(self.table.detach(grant_id, attachment_id))
 
     def sender_gone(self, grant_id: int, attachment_id: int) -> None:
         """That sender's stream broke before it said so. Its writes under way must arrive before its blocks are free:
         the endpoint waits for them as long as the blocks do."""
         asyncio.get_running_loop().call_later(self.lease_s, self._endpoint.leave_push)
-        self._table.sender_gone(grant_id, attachment_id, self._now_s())
+        self.table.sender_gone(grant_id, attachment_id, self._now_s())
         self._has_deadline.set()
 
     def abandon(self, request: pb.AbandonRequest) -> None:
         """A sender will write no more under a grant; unknown ones are ignored."""
-        self._free(self._table.abandon(request.grant_id, request.epoch, request.incarnation))
+        self._free(self.table.abandon(request.grant_id, request.epoch, request.incarnation))
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """Verify a grant's blocks and hand them to `on_commit`. Raises `InvalidTransfer`.
@@ -214,10 +202,10 @@ class KVReceiver:
         return await asyncio.shield(task)
 
     async def _commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        grant = self._table.grant(request.grant_id)
+        grant = self.table.grant(request.grant_id)
         # A malformed message must change nothing, so it is checked before the grant moves on.
         wanted = None if grant is None or grant.epoch != request.epoch else self._wanted_digests(request, grant)
-        start = self._table.begin_commit(request.grant_id, request.epoch, request.incarnation)
+        start = self.table.begin_commit(request.grant_id, request.epoch, request.incarnation)
         if start is CommitStart.COMMITTED:
             return pb.CommitResponse(outcome=pb.CommitResponse.COMMITTED)
         if start is CommitStart.GONE:
@@ -228,7 +216,7 @@ class KVReceiver:
         differs = (found != wanted).any(axis=0)
         mismatched = [block_id for block_id, is_bad in zip(grant.writable_block_ids, differs, strict=True) if is_bad]
         # The grant may have ended while the thread was reading: then the blocks may be anybody's.
-        result = self._table.finish_commit(grant.grant_id, grant.epoch, len(mismatched), self._now_s())
+        result = self.table.finish_commit(grant.grant_id, grant.epoch, len(mismatched), self._now_s())
         if result is CommitResult.GONE:
             return pb.CommitResponse(outcome=pb.CommitResponse.GRANT_GONE)
         if result is CommitResult.MISMATCH:
@@ -239,7 +227,7 @@ class KVReceiver:
             is_wanted = await self._on_commit(grant, request.first_token_id, request.num_prompt_tokens)
         finally:
             if not is_wanted:
-                self._table.forget_commit(grant.grant_id)
+                self.table.forget_commit(grant.grant_id)
         outcome = pb.CommitResponse.COMMITTED if is_wanted else pb.CommitResponse.GRANT_GONE
         return pb.CommitResponse(outcome=outcome)
 
@@ -272,13 +260,13 @@ class KVReceiver:
     async def _expire_leases(self) -> None:
         # No event brings a deadline earlier than those that are set, so sleeping until the next one misses none.
         while True:
-            next_s = self._table.next_expiry_s()
+            next_s = self.table.next_expiry_s()
             if next_s is None:
                 self._has_deadline.clear()
                 await self._has_deadline.wait()
                 continue
             await asyncio.sleep(next_s - self._now_s())
-            self._free(self._table.expire(self._now_s()))
+            self._free(self.table.expire(self._now_s()))
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

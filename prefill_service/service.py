@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from engine.scheduling.sequence import BlockExport
 from kv_transfer import create_sender
 from prefill_service.prefill import PrefillRole
 from protos.tandem_worker_pb2_grpc import PrefillServicer as PrefillServicerBase
 from protos.tandem_worker_pb2_grpc import add_PrefillServicer_to_server
 from rpc.channel import open_kv_channel
-from worker_service.role import WorkerParts
-from worker_service.servicer import TransferCounters
+from worker_service.role import RoleService, TransferCounters, WorkerParts
 from worker_service.sessions import SessionServicer
 
 SERVICE_NAME = "tandem.v1.Prefill"
@@ -20,8 +20,8 @@ class PrefillServicer(SessionServicer, PrefillServicerBase):  # type: ignore[mis
     """`tandem.v1.Prefill`."""
 
 
-class PrefillService:
-    """The `RoleService` of a prefill worker. Owns the sender."""
+class PrefillService(RoleService):
+    """Of a prefill worker. Owns the sender."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._server = parts.server
@@ -38,15 +38,14 @@ class PrefillService:
             num_blocks=parts.pool.layout.num_blocks,
             on_handed_over=parts.on_handed_over,
         )
-        self.on_layer_written = self._role.on_layer_written
         parts.server.add(add_PrefillServicer_to_server, PrefillServicer(parts.host, self._role), SERVICE_NAME)
 
     @property
     def counters(self) -> TransferCounters:
         return TransferCounters(num_repairs=self._sender.num_repaired_blocks)
 
-    def open_grants(self) -> dict[int, tuple[int, ...]]:
-        return {}
+    def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
+        self._role.on_layer_written(layer, exports)
 
     async def start(self, address: str) -> None:
         self._server.set_serving(SERVICE_NAME, True)

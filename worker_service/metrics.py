@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from engine.scheduling.stats import SchedulerStats
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import KVTransferStats
-from worker_service.servicer import TransferCounters
+from worker_service.role import TransferCounters
 
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """vLLM's."""

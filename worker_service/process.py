@@ -240,8 +240,7 @@ class WorkerProcess:
             record=self._record,
             engine=self.engine,
             host=self.host,
-            counters=lambda: self.service.counters,
-            open_grants=self.service.open_grants,
+            service=self.service,
             begin_drain=self.drain_asked.set,
         )
         self.server.add(add_WorkerServicer_to_server, servicer, SERVICE_NAME)

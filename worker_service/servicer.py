@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import grpc
 
@@ -13,26 +12,13 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import WorkerServicer as WorkerServicerBase
 from rpc.errors import Incompatible, InvalidRequest
 from worker_service.messages import ledger_message
+from worker_service.role import RoleService
 from worker_service.sessions import SessionHost
 
 MAX_PROFILE_MS = 600_000
 MAX_OPS, MAX_OP_CHARS = 200, 256
 MAX_TRACE_BYTES = 12 << 20
 """Of a message's 16 MiB."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransferCounters:
-    """Of transfers since the process started: of prefill workers what they sent, of decode workers what came."""
-
-    num_late_writes: int = 0
-    """Blocks of a layer that came after their grant had ended: dropped."""
-    num_repairs: int = 0
-    """Blocks whose digest differed, pushed again."""
-    num_expired_leases: int = 0
-    num_grants: int = 0
-    """Promises of memory that are open now."""
-    num_grants_issued: int = 0
 
 
 class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
@@ -44,22 +30,23 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
         record: Callable[[], pb.WorkerRecord],
         engine: AsyncLLMEngine,
         host: SessionHost,
-        counters: Callable[[], TransferCounters],
-        open_grants: Callable[[], dict[int, tuple[int, ...]]],
+        service: RoleService,
         begin_drain: Callable[[], None],
     ) -> None:
         self._record = record
         self._engine = engine
         self._host = host
-        self._counters = counters
-        self._open_grants = open_grants
+        self._service = service
         self._begin_drain = begin_drain
         self._started_s = time.monotonic()
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetWorkerStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerStatus:
-        stats, counters = self._engine.stats, self._counters()  # an engine that hangs does not keep them to itself
+        stats, counters = (
+            self._engine.stats,
+            self._service.counters,
+        )  # an engine that hangs does not keep them to itself
         return pb.WorkerStatus(
             record=self._record(),
             uptime_s=time.monotonic() - self._started_s,
@@ -81,11 +68,11 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
 
     async def Audit(self, request: pb.AuditRequest, context: grpc.aio.ServicerContext) -> pb.WorkerAudit:  # noqa: N802
         self._require_going()
-        before = self._open_grants()
+        before = self._service.open_grants()
         (ledger, problems), reserved = await self._engine.call(
             lambda engine: (engine.audit(), engine.granted_block_ids())
         )
-        problems = [*problems, *stale_grants(before, self._open_grants(), reserved)]
+        problems = [*problems, *stale_grants(before, self._service.open_grants(), reserved)]
         record = self._record()
         return pb.WorkerAudit(
             worker_id=record.worker_id,

@@ -98,7 +98,7 @@ async def test_strays_are_dropped_and_counted(
     grant = receiving.receiver.issue("router", [5, 6], 1)
     summary = await push(stub, [chunk_of(grant, receiving, **changes)] * 3)
     assert (summary.num_written, summary.num_late) == (0, 3)
-    assert receiving.receiver.counters.num_late_writes == 3
+    assert receiving.receiver.table.counters.num_late_writes == 3
     assert not receiving.pool.array.any()
 
 
@@ -202,11 +202,11 @@ async def test_repeated_commit_is_verified_once(receiving: Receiving, stub: pb_g
     request = commit_of(grant, receiving)
     answers = await asyncio.gather(*(receiving.receiver.commit(request) for _ in range(4)))
     assert [list(answer.mismatched_blocks) for answer in answers] == [[6]] * 4
-    assert receiving.receiver.counters.num_mismatched_blocks == 1
+    assert receiving.receiver.table.counters.num_mismatched_blocks == 1
     other = commit_of(grant, receiving, digests=b"\x01" * 24)
     answers = await asyncio.gather(*(receiving.receiver.commit(each) for each in (request, other, request, other)))
     assert [list(answer.mismatched_blocks) for answer in answers] == [[6]] * 4
-    assert receiving.receiver.counters.num_mismatched_blocks >= 3
+    assert receiving.receiver.table.counters.num_mismatched_blocks >= 3
 
 
 @pytest.mark.parametrize("lease_ms", [1, MAX_LEASE_MS])

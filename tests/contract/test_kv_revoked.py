@@ -72,7 +72,7 @@ async def test_late_write_is_dropped_and_counted(cluster: Cluster, receiving: Re
     with pytest.raises(GrantGone):
         await push.commit(8, 1, [3, 4])
     assert not receiving.pool.array.any()
-    assert receiving.receiver.counters.num_late_writes == 2
+    assert receiving.receiver.table.counters.num_late_writes == 2
     assert receiving.committed == []
     other = await cluster.push(again, [10, 11])
     await other.commit(8, 1, [10, 11])
@@ -86,7 +86,7 @@ async def test_sender_stops_when_it_is_told(cluster: Cluster, receiving: Receivi
     receiving.receiver.revoke(grant.grant_id)
     push.write(0, 0, [3, 4])
     deadline_s = asyncio.get_running_loop().time() + DEADLINE_S
-    while receiving.receiver.counters.num_late_writes < 2:
+    while receiving.receiver.table.counters.num_late_writes < 2:
         assert asyncio.get_running_loop().time() < deadline_s
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)  # the word travels; if it came later, more would be counted than is sent below
@@ -94,7 +94,7 @@ async def test_sender_stops_when_it_is_told(cluster: Cluster, receiving: Receivi
         push.write(1, 0, [3, 4])
     with pytest.raises(GrantGone):
         await push.commit(8, 1, [3, 4])
-    assert receiving.receiver.counters.num_late_writes == 2
+    assert receiving.receiver.table.counters.num_late_writes == 2
 
 
 async def test_open_after_revoke(cluster: Cluster, receiving: Receiving) -> None:
@@ -194,7 +194,7 @@ async def test_lease_ends_with_its_owners_silence(cluster: Cluster) -> None:
         receiving.receiver.renew("alive")
         await asyncio.sleep(0.05)
     assert [freed.grant_id for freed in receiving.freed] == [silent.grant_id]
-    assert receiving.receiver.counters.num_expired_leases == 1
+    assert receiving.receiver.table.counters.num_expired_leases == 1
     receiving.receiver.drop_owner("alive")
     assert [freed.block_ids for freed in receiving.freed] == [(1,), (2,)]
-    assert receiving.receiver.counters.num_expired_leases == 1
+    assert receiving.receiver.table.counters.num_expired_leases == 1

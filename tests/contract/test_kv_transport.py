@@ -32,7 +32,7 @@ async def test_blocks_arrive(cluster: Cluster, receiving: Receiving, src: list[i
         grant.grant_id, tuple(dst), (42, 4 * len(src) - 1),
     )  # fmt: skip
     assert receiving.freed == []
-    assert receiving.receiver.num_grants == 0
+    assert receiving.receiver.table.num_grants == 0
     layout = cluster.source.layout
     assert stats.transport == cluster.transport
     assert stats.num_bytes == len(src) * layout.block_bytes * layout.num_layers
@@ -131,7 +131,7 @@ async def test_damaged_block_is_repaired(cluster: Cluster, receiving: Receiving)
     receiving.pool.array[1, 9, 5] ^= 0x10
     await push.commit(8, 1, src)
     assert_moved(cluster, receiving, src, dst)
-    assert receiving.receiver.counters.num_mismatched_blocks == 1
+    assert receiving.receiver.table.counters.num_mismatched_blocks == 1
     assert cluster.sender.num_repaired_blocks == 1
     assert len(receiving.committed) == 1
 
@@ -157,7 +157,7 @@ async def test_damage_beyond_repair(cluster: Cluster, receiving: Receiving, monk
     push = await cluster.push(grant, [3, 4])
     with pytest.raises(CorruptTransfer, match="1 blocks"):
         await push.commit(8, 1, [3, 4])
-    assert receiving.receiver.counters.num_mismatched_blocks == 3
+    assert receiving.receiver.table.counters.num_mismatched_blocks == 3
     assert receiving.committed == []
     receiving.receiver.revoke(grant.grant_id)
     await until(receiving.has_freed)

@@ -24,7 +24,7 @@ from router.sequences import Sequences
 from rpc.http import HttpServer, metrics_app
 from rpc.server import CannotListen
 from worker_service.metrics import WorkerMetrics
-from worker_service.servicer import TransferCounters
+from worker_service.role import TransferCounters
 
 ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 ACCEPTED = {
