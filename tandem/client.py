@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -27,17 +27,15 @@ from protos import tandem_worker_pb2
 from rpc.channel import open_blocking_channel, open_channel
 from rpc.errors import TandemError
 from rpc.spread_channel import BlockingSpreadChannel, SpreadChannel
-from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 from tandem.answer import Answer
-from tandem.client_base import INFERENCE_SERVICE, NO_HEADERS, ClientBase, ClientClosed, checked_address
+from tandem.client_base import INFERENCE_SERVICE, ClientBase, ClientClosed, checked_address
 from tandem.requests import (
+    Generating,
     Messages,
     Prompt,
-    Sampling,
     Tokenizing,
     detokenize_request,
-    generate_request,
     profile_request,
     tokenize_request,
 )
@@ -72,62 +70,29 @@ class Client(ClientBase):
         `on_broken` hears of each that begins to. Where `address` lists several routers
         ("ipv4:10.0.0.4:50051,10.0.0.5:50051"), requests go in turn to those that can serve; one that none has taken on
         is asked of another, once, as is a question that is not answered."""
-        is_spread = _lists_several(address)
-        super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
-        if is_spread:
+        super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken)
+        if self._is_spread:
             self._use(BlockingSpreadChannel(self._address, service=INFERENCE_SERVICE, tls=tls))
         else:
             self._use(open_blocking_channel(self._address, tls=tls))
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str = "",
-        model: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Answer:
-        """Return the whole answer. `timeout_s` becomes the request's deadline everywhere; with None or infinity there
-        is none."""
-        self._check_one_answer(sampling)
-        (answer,) = self.generate_n(prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling)
+    def generate(self, prompt: Prompt, **asked: Unpack[Generating]) -> Answer:
+        """Return the whole answer."""
+        self._check_one_answer(asked)
+        (answer,) = self.generate_n(prompt, 1, **asked)
         return answer
 
-    def generate_n(
-        self,
-        prompt: Prompt,
-        n: int,
-        *,
-        request_id: str = "",
-        model: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> list[Answer]:
+    def generate_n(self, prompt: Prompt, n: int, **asked: Unpack[Generating]) -> list[Answer]:
         """Return `n` whole answers to one prompt, which is prefilled once. With a seed, answer i is that of seed +
         i."""
-        # As a stream, which can be taken up again.
-        request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        stream = self._stream_of(request, timeout_s)
+        stream = self._begin(prompt, n=n, **asked)  # which can be taken up again
         for _ in self._read(stream):
             pass
         return stream.answers().answers()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str = "",
-        model: str = "",
-        timeout_s: float | None = None,
-        n: int = 1,
-        trace_headers: Mapping[str, str] = NO_HEADERS,
-        **sampling: Unpack[Sampling],
-    ) -> Generator[pb.GenerateResponse]:
-        """Yield the messages of the `n` answers as they come. Closing the generator cancels the request.
-        `trace_headers`: W3C's traceparent and tracestate, if the request is part of a trace."""
-        request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        return self._read(self._stream_of(request, timeout_s, trace_headers))
+    def stream(self, prompt: Prompt, *, n: int = 1, **asked: Unpack[Generating]) -> Generator[pb.GenerateResponse]:
+        """Yield the messages of the `n` answers as they come. Closing the generator cancels the request."""
+        return self._read(self._begin(prompt, n=n, **asked))
 
     def _read(self, stream: ResumableStream) -> Generator[pb.GenerateResponse]:
         while True:
@@ -241,15 +206,8 @@ class AsyncClient(ClientBase):
         """As `Client`'s, but that over TLS several routers stand behind a name, which is in their certificates: of a
         list gRPC looks for no address there. `is_spread`: there may be several behind `address`; None: where it lists
         them."""
-        if is_spread is None:
-            is_spread = _lists_several(address)
-        super().__init__(
-            checked_address(address, has_tls=tls is not None),
-            api_key=api_key,
-            resume_s=resume_s,
-            on_broken=on_broken,
-            is_spread=is_spread,
-        )
+        checked_address(address, has_tls=tls is not None)
+        super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -271,53 +229,22 @@ class AsyncClient(ClientBase):
             self._bind()
             yield
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str = "",
-        model: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Answer:
+    async def generate(self, prompt: Prompt, **asked: Unpack[Generating]) -> Answer:
         """As `Client.generate`."""
-        self._check_one_answer(sampling)
-        (answer,) = await self.generate_n(
-            prompt, 1, request_id=request_id, model=model, timeout_s=timeout_s, **sampling
-        )
+        self._check_one_answer(asked)
+        (answer,) = await self.generate_n(prompt, 1, **asked)
         return answer
 
-    async def generate_n(
-        self,
-        prompt: Prompt,
-        n: int,
-        *,
-        request_id: str = "",
-        model: str = "",
-        timeout_s: float | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> list[Answer]:
+    async def generate_n(self, prompt: Prompt, n: int, **asked: Unpack[Generating]) -> list[Answer]:
         """As `Client.generate_n`."""
-        request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        stream = self._stream_of(request, timeout_s)
+        stream = self._begin(prompt, n=n, **asked)
         async for _ in self._read(stream):
             pass
         return stream.answers().answers()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str = "",
-        model: str = "",
-        timeout_s: float | None = None,
-        n: int = 1,
-        trace_headers: Mapping[str, str] = NO_HEADERS,
-        **sampling: Unpack[Sampling],
-    ) -> AsyncGenerator[pb.GenerateResponse]:
+    def stream(self, prompt: Prompt, *, n: int = 1, **asked: Unpack[Generating]) -> AsyncGenerator[pb.GenerateResponse]:
         """As `Client.stream`. Use `contextlib.aclosing` if the loop may be left early."""
-        request = generate_request(prompt, request_id=request_id, model=model, n=n, **sampling)
-        return self._read(self._stream_of(request, timeout_s, trace_headers))
+        return self._read(self._begin(prompt, n=n, **asked))
 
     async def _read(self, stream: ResumableStream) -> AsyncGenerator[pb.GenerateResponse]:
         while True:
@@ -407,7 +334,3 @@ class AsyncClient(ClientBase):
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _lists_several(address: object) -> bool:
-    return isinstance(address, str) and len(addresses_of(address)) > 1

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -16,9 +16,10 @@ from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc, tandem_worker_pb2_grpc
 from rpc.errors import DeadlinePassed, Unreachable, from_rpc_error, is_being_cancelled
 from rpc.keys import check_keys, keyed
-from rpc.targets import check_target
+from rpc.targets import addresses_of, check_target
 from rpc.tracing import TRACE_HEADERS, trace_headers_of
 from tandem.checks import check_text, is_number
+from tandem.requests import Prompt, Sampling, generate_request
 from tandem.resume import OnBroken, ResumableStream
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -50,8 +51,9 @@ class ClientBase:
     """Owns no channel: whoever opens one hands it to `_use`."""
 
     def __init__(
-        self, address: str, *, api_key: str, resume_s: float, on_broken: OnBroken, is_spread: bool = False
+        self, address: str, *, api_key: str, resume_s: float, on_broken: OnBroken, is_spread: bool | None = None
     ) -> None:
+        """`is_spread`: there may be several routers behind `address`; None: where it lists them."""
         if not is_number(resume_s) or not resume_s >= 0:
             raise ValueError(f"resume_s: must be at least 0, is {resume_s!r:.80}")
         if api_key:
@@ -59,8 +61,8 @@ class ClientBase:
         self._api_key = api_key
         self._resume_s = resume_s
         self._on_broken = on_broken
-        self._is_spread = is_spread
         self._address = checked_address(address)
+        self._is_spread = len(addresses_of(address)) > 1 if is_spread is None else is_spread
         self._closed = threading.Event()
 
     def _use(self, channel: Any) -> None:
@@ -84,13 +86,21 @@ class ClientBase:
         if "n" in sampling:
             raise ValueError("n: generate has one answer; generate_n(prompt, n) has several")
 
-    def _stream_of(
-        self, request: pb.GenerateRequest, timeout_s: float | None, trace_headers: Mapping[str, str] = NO_HEADERS
+    def _begin(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        model: str = "",
+        timeout_s: float | None = None,
+        n: int = 1,
+        trace_headers: Mapping[str, str] = NO_HEADERS,
+        **sampling: Unpack[Sampling],
     ) -> ResumableStream:
         if trace_headers != trace_headers_of(trace_headers.items()):
             raise ValueError(f"trace_headers: must be {' and '.join(TRACE_HEADERS)}, is {trace_headers!r:.200}")
         return ResumableStream(
-            request,
+            generate_request(prompt, request_id=request_id, model=model, n=n, **sampling),
             timeout_s=_timeout(timeout_s),
             resume_s=self._resume_s,
             has_others=self._is_spread,

@@ -90,6 +90,17 @@ class Sampling(TypedDict, total=False):
     """The answer goes on with the content of the last of the messages, which is left open."""
 
 
+class Generating(Sampling, total=False):
+    """And what it says of the request itself."""
+
+    request_id: str
+    model: str
+    timeout_s: float | None
+    """The request's deadline everywhere. None or infinity: there is none."""
+    trace_headers: Mapping[str, str]
+    """W3C's traceparent and tracestate, if the request is part of a trace."""
+
+
 _OF_CHATS = (
     "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message",
