@@ -6,8 +6,8 @@ begun at another router before the rest; then first come, first served.
 
     push ──> in its lane, in turn ──first of a lane──> tried ──discard──> planned, in line again, or gone
 
-A turn only grows, as clients' counters do: a lane is a heap by turns that may be out of date, and that are looked at
-again at the top. So a request that comes, or a worker that frees something, costs as much beside ten thousand others.
+A turn only grows, as clients' counters do (`growing_heap`). So a request that comes, or a worker that frees something,
+costs as much beside ten thousand others.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from router.fair_shares import Share
+from router.growing_heap import GrowingHeap
 
 Item = TypeVar("Item")
 """What waits. By identity."""
@@ -56,6 +56,7 @@ class _Waiting(Generic[Item]):
     is_return: bool
     is_ahead: bool
     number: int
+    is_gone: bool = False
 
     @property
     def turn(self) -> Turn:
@@ -65,8 +66,9 @@ class _Waiting(Generic[Item]):
 
 @dataclass(slots=True)
 class _Lane(Generic[Item]):
-    heap: list[tuple[Turn, _Waiting[Item]]] = field(default_factory=list)
-    """Those that are gone among them, until they are at the top, or half of it."""
+    heap: GrowingHeap[_Waiting[Item]] = field(
+        default_factory=lambda: GrowingHeap(lambda waiting: None if waiting.is_gone else waiting.turn)
+    )
     num_waiting: int = 0
     num_tokens: int = 0
     num_waiting_of: Counter[Share[Item]] = field(default_factory=Counter)
@@ -112,35 +114,41 @@ class Aside(Generic[Item]):
         waiting = _Waiting(item, share, num_tokens, is_return, is_ahead, self._num_pushed)
         self._waiting[item] = lane, waiting
         there = self._lanes.setdefault(lane, _Lane())
-        heappush(there.heap, (waiting.turn, waiting))
+        there.heap.push(waiting)
         there.count(waiting, 1)
 
     def discard(self, item: Item) -> None:
         """It waits here no more."""
         lane, waiting = self._waiting.pop(item)
+        waiting.is_gone = True
         there = self._lanes[lane]
         there.count(waiting, -1)
         if not there.num_waiting:
             del self._lanes[lane]
-        elif len(there.heap) > 2 * there.num_waiting + 64:
-            there.heap = [entry for entry in there.heap if self._is_here(entry[1])]
-            heapify(there.heap)
+        else:
+            there.heap.trim(there.num_waiting)
 
-    def due(self) -> Due[Item]:
-        """All lanes, to be gone through."""
-        return Due(self)
+    def due(self) -> GrowingHeap[Hashable]:
+        """All lanes as they are due, while whoever goes through them takes requests out of them, or leaves one whose
+        workers are full."""
+        due: GrowingHeap[Hashable] = GrowingHeap(
+            lambda lane: None if (first := self.first_of(lane)) is None else first[0]
+        )
+        for lane in self._lanes:
+            due.push(lane)
+        return due
 
     def first_of(self, lane: Hashable) -> tuple[Turn, Item] | None:
         """What goes first in it. None: nothing waits there."""
         there = self._lanes.get(lane)
-        if there is None:
-            return None
-        turn, waiting = self._first_of(there)
-        return turn, waiting.item
+        waiting = None if there is None else there.heap.first()
+        return None if waiting is None else (waiting.turn, waiting.item)
 
     def any_of(self, lane: Hashable) -> Item:
         """One that waits in it."""
-        return self._first_of(self._lanes[lane])[1].item
+        waiting = self._lanes[lane].heap.first()
+        assert waiting is not None
+        return waiting.item
 
     def in_turn(self, lanes: Iterable[Hashable]) -> list[Item]:
         """All of these lanes."""
@@ -167,45 +175,3 @@ class Aside(Generic[Item]):
             elif share.owner.priority == priority and share.client != client:
                 num_before += min(num, max(num_own, num // there.num_waiting_of[share]))
         return num_before
-
-    def _first_of(self, lane: _Lane[Item]) -> tuple[Turn, _Waiting[Item]]:
-        while True:
-            turn, waiting = lane.heap[0]
-            if not self._is_here(waiting):
-                heappop(lane.heap)
-            elif turn != waiting.turn:
-                heapreplace(lane.heap, (waiting.turn, waiting))
-            else:
-                return turn, waiting
-
-    def _is_here(self, waiting: _Waiting[Item]) -> bool:
-        """Else it is gone, or has come again since."""
-        there = self._waiting.get(waiting.item)
-        return there is not None and there[1] is waiting
-
-
-class Due(Generic[Item]):
-    """The lanes as they are due, while whoever goes through them takes requests out of them."""
-
-    def __init__(self, aside: Aside[Item]) -> None:
-        self._aside = aside
-        firsts = ((aside.first_of(lane), lane) for lane in aside.lanes)
-        self._heap = [(first[0], lane) for first, lane in firsts if first is not None]
-        heapify(self._heap)
-
-    def first(self) -> tuple[Turn, Item] | None:
-        """Of all lanes that were not left. None: nothing waits there."""
-        while self._heap:
-            turn, lane = self._heap[0]
-            first = self._aside.first_of(lane)
-            if first is None:
-                heappop(self._heap)
-            elif first[0] != turn:
-                heapreplace(self._heap, (first[0], lane))
-            else:
-                return first
-        return None
-
-    def leave_lane(self) -> None:
-        """That of the first: its workers are full."""
-        heappop(self._heap)

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
+
+from router.growing_heap import GrowingHeap
 
 ANSWER_WEIGHT = 2
 """What a token of an answer costs, in tokens of a prompt: as in the paper, and in what providers charge."""
@@ -49,8 +50,6 @@ class Share(Generic[Item]):
     num_waiting_tokens: int = 0
     num_rest_tokens: int = 0
     """Of these, behind the first."""
-    is_listed: bool = False
-    """In `FairShares._lines`, once."""
 
     def charge_prompt(self, num_tokens: int) -> None:
         """So many tokens of a prompt will be computed."""
@@ -127,8 +126,7 @@ class FairShares(Generic[Item]):
         """Counters of clients with nothing open, above the floor (or a little while ago)."""
         self._returned: OrderedDict[Item, int] = OrderedDict()
         """Tokens of those that waited their turn before. The last goes first."""
-        self._lines: list[tuple[int, int, Share[Item]]] = []
-        """A heap by keys that may be out of date: keys only grow, so that they are looked at again at the top."""
+        self._lines: GrowingHeap[Share[Item]] = GrowingHeap(lambda share: share.key if share.waits else None)
         self._num_lines = 0
         """Clients with something waiting."""
         self._num_turns = 0
@@ -180,11 +178,7 @@ class FairShares(Generic[Item]):
             self._num_lines += 1
         self._num_turns += 1
         share.add(item, self._num_turns, num_tokens, is_ahead=is_ahead)
-        if not share.is_listed:
-            if len(self._lines) > 2 * self._num_lines + 64:
-                self._drop_empty_lines()
-            share.is_listed = True
-            heappush(self._lines, (*share.key, share))
+        self._lines.push(share)
 
     def remove(self, share: Share[Item], item: Item) -> None:
         """`item` waits no more: it is planned, or gone."""
@@ -192,7 +186,9 @@ class FairShares(Generic[Item]):
             num_tokens = self._returned.pop(item)
         else:
             num_tokens = share.take(item)
-            self._num_lines -= not share.waits
+            if not share.waits:
+                self._num_lines -= 1
+                self._lines.trim(self._num_lines)
         self.num_waiting -= 1
         self.num_tokens -= num_tokens
 
@@ -202,7 +198,7 @@ class FairShares(Generic[Item]):
         """Whose turn it is now. None: nobody waits."""
         if self._returned:
             return next(reversed(self._returned))
-        share = self._first_share()
+        share = self._lines.first()
         return None if share is None else share.first
 
     def num_tokens_before(self, client: str) -> int:
@@ -217,22 +213,10 @@ class FairShares(Generic[Item]):
         rests = (share.num_rest_tokens for share in self.with_rest if share is not own)
         return self.num_tokens - sum(rest - num_own for rest in rests if rest > num_own)
 
-    def _first_share(self) -> Share[Item] | None:
-        while self._lines:
-            counter, turn, share = self._lines[0]
-            if not share.waits:
-                heappop(self._lines)
-                share.is_listed = False
-            elif share.key != (counter, turn):
-                heapreplace(self._lines, (*share.key, share))
-            else:
-                return share
-        return None
-
     # -- what is forgotten --------------------------------------------------------------------------------------
 
     def _raise_floor(self) -> None:
-        share = self._first_share()
+        share = self._lines.first()
         if share is None:
             self._floor = self.most
             self._idle.clear()
@@ -244,9 +228,3 @@ class FairShares(Generic[Item]):
         counters = sorted(self._idle.values())
         self._floor = max(self._floor, counters[len(counters) // 2])
         self._idle = {client: counter for client, counter in self._idle.items() if counter > self._floor}
-
-    def _drop_empty_lines(self) -> None:
-        for _, _, share in self._lines:
-            share.is_listed = share.waits
-        self._lines = [line for line in self._lines if line[2].is_listed]
-        heapify(self._lines)

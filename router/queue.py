@@ -266,7 +266,8 @@ class RequestQueue:
         lanes = self._aside.due()
         while True:
             request, is_aside = None if is_line_full else self._first(), False
-            if (first_aside := lanes.first()) is not None:
+            lane = lanes.first()
+            if lane is not None and (first_aside := self._aside.first_of(lane)) is not None:
                 turn, aside = first_aside
                 # Those aside were before it in line: of equal places theirs is first.
                 if request is None or turn.place <= Place.of(request.share, is_return=request.is_return):
@@ -281,7 +282,7 @@ class RequestQueue:
                 barred |= set(self._workers_for(request))
             if is_aside:
                 full.add(group)
-                lanes.leave_lane()
+                lanes.pop()
             elif self._is_apart(request):
                 full.add(group)
                 self._leave_line(request)

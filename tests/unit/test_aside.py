@@ -76,15 +76,17 @@ class Model:
         """As a queue does: some are planned, and charged for, until their workers are full."""
         left: set[str] = set()
         due = self.aside.due()
-        while (first := due.first()) is not None:
+        while (lane := due.first()) is not None:
             expected = min((asked for asked in self.there if asked.lane not in left), key=lambda asked: asked.turn)
+            first = self.aside.first_of(lane)
+            assert first is not None
             assert first[1] is expected
             if self.chance.random() < 0.6:
                 self.discard(expected)
                 expected.share.charge_prompt(self.chance.randrange(1, 9))
             else:
                 left.add(expected.lane)
-                due.leave_lane()
+                due.pop()
         assert {asked.lane for asked in self.there} <= left
 
 

@@ -1,0 +1,58 @@
+"""A heap by keys that only grow: those out of date are looked at again at the top. Pure.
+
+So an item whose key has grown, or that is gone, costs nothing until it would be the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class GrowingHeap(Generic[T]):
+    """Each item is in it once."""
+
+    def __init__(self, key: Callable[[T], Any | None]) -> None:
+        """`key`: of no two items the same. None: it is gone."""
+        self._key = key
+        self._heap: list[tuple[Any, T]] = []
+        self._items: set[T] = set()
+        """Those in the heap."""
+
+    def __len__(self) -> int:
+        """With those that are gone."""
+        return len(self._heap)
+
+    def push(self, item: T) -> None:
+        """One that is not gone, and may be there already."""
+        if item not in self._items:
+            self._items.add(item)
+            heappush(self._heap, (self._key(item), item))
+
+    def first(self) -> T | None:
+        """The one with the smallest key. None: all are gone."""
+        while self._heap:
+            known, item = self._heap[0]
+            key = self._key(item)
+            if key is None:
+                self.pop()
+            elif key != known:
+                heapreplace(self._heap, (key, item))
+            else:
+                return item
+        return None
+
+    def pop(self) -> None:
+        """Leave out the first."""
+        _, item = heappop(self._heap)
+        self._items.discard(item)
+
+    def trim(self, num_there: int) -> None:
+        """`num_there`: how many are not gone. Where they are less than half, the others are left out."""
+        if len(self._heap) > 2 * num_there + 64:
+            self._heap = [entry for entry in self._heap if self._key(entry[1]) is not None]
+            heapify(self._heap)
+            self._items = {item for _, item in self._heap}
