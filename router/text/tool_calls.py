@@ -15,11 +15,10 @@ from __future__ import annotations
 import enum
 import string
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from types import MappingProxyType
 
 from protos import tandem_inference_pb2 as pb
 from router.text.calls.call_format import CallReader, ToolFormat
@@ -75,22 +74,20 @@ class _State(enum.Enum):
 
 
 class ToolCallParser:
-    """Of one answer. `names`: of the tools that it may call. `id_of`: a call's id by its number. `is_one`: what it
-    calls after its first call is left out. `is_held`: it is calls and nothing else: a beginning of one that an end has
-    cut off is no content. `schemas`: of the tools' arguments, by name, for formats that need them."""
+    """Of one answer. `schemas`: of the arguments of the tools that it may call, by name. `id_of`: a call's id by its
+    number. `is_one`: what it calls after its first call is left out. `is_held`: it is calls and nothing else: a
+    beginning of one that an end has cut off is no content."""
 
     def __init__(
         self,
         tool_format: ToolFormat,
-        names: Collection[str],
+        schemas: Mapping[str, Schema],
         id_of: Callable[[int], str],
         *,
         is_one: bool = False,
         is_held: bool = False,
-        schemas: Mapping[str, Schema] = MappingProxyType({}),
     ) -> None:
         self._format = tool_format
-        self._names = names
         self._id_of = id_of
         self._is_one = is_one
         self._is_held = is_held
@@ -113,7 +110,7 @@ class ToolCallParser:
 
     def may_call(self, name: str) -> bool:
         """Whether there is such a tool."""
-        return name in self._names
+        return name in self._schemas
 
     def push(self, text: str) -> Told:
         """What is new with `text`."""
@@ -213,7 +210,7 @@ class ToolCallParser:
         head = self._call.head(stripped) if stripped else None
         if head is None:
             return False
-        if head.name not in self._names:
+        if head.name not in self._schemas:
             return self._give_up(head.num_chars)
         self._open_call(head.name)
         self._text = stripped[head.num_chars :]

@@ -52,7 +52,7 @@ class AskedTools:
         known = FORMATS[self.parser]
         # Where an object may be meant as a call or as the answer, what is cut off is the answer's.
         is_held = self.is_required or (has_form and bool(known.begins))
-        return ToolCallParser(known, schemas, id_of, is_one=self.is_one, is_held=is_held, schemas=schemas)
+        return ToolCallParser(known, schemas, id_of, is_one=self.is_one, is_held=is_held)
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from protos import tandem_inference_pb2 as pb
 from router.answer_messages import AnswerMessages
 from router.asked_answer import AskedAnswer
 from router.request_events import Emit
+from router.text.calls.text_values import Schema
 from router.text.detokenizer import IncrementalDetokenizer, StopStrings
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
@@ -71,7 +72,8 @@ def test_content_and_calls_add_up_to_what_was_said(
     """Also of an answer that is taken up in the middle."""
     token_ids = tokenizer.encode(text)
     for num_before in range(len(token_ids)):
-        detokenizer, calls = IncrementalDetokenizer(tokenizer), ToolCallParser(FORMATS["hermes"], {"f"}, str)
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        calls = ToolCallParser(FORMATS["hermes"], {"f": Schema(None)}, str)
         said = []
         if num_before:
             told = calls.push(detokenizer.push(token_ids[:num_before]).text)

@@ -12,6 +12,7 @@ from tool_call_cases import outcome, told_before_each_character
 
 from router.text.calls.harmony import WORDS, Header, header_of
 from router.text.calls.heads import MAX_HEAD_CHARS
+from router.text.calls.text_values import Schema
 from router.text.harmony import HarmonyParser, header_at_end_of
 from router.text.reasoning import Harmony, opened_by, reasoning_of
 from router.text.tool_calls import Told, ToolCallParser
@@ -33,8 +34,8 @@ JSON = " <|constrain|>json<|message|>"
 
 
 def parser(*, has_tools: bool = True, opened: str = "", is_one: bool = False) -> HarmonyParser:
-    names = {"weather", "now"}
-    calls = ToolCallParser(FORMATS["openai"], names, lambda index: f"id-{index}", is_one=is_one) if has_tools else None
+    tools = dict.fromkeys(("weather", "now"), Schema(None))
+    calls = ToolCallParser(FORMATS["openai"], tools, lambda index: f"id-{index}", is_one=is_one) if has_tools else None
     return HarmonyParser(opened=opened, calls=calls)
 
 

@@ -24,6 +24,7 @@ from router.prepared import PreparedRequest
 from router.request_events import Emit
 from router.sequences import _as_one
 from router.served_model import Texts
+from router.text.calls.text_values import Schema
 from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import NO_REASONING, PARSERS, THINK, Reasoning, ReasoningParser, opened_by, reasoning_of
@@ -42,7 +43,7 @@ HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 def parser(is_open: bool, has_tools: bool = False) -> ReasoningParser:
-    calls = ToolCallParser(FORMATS["hermes"], {"f"}, str) if has_tools else None
+    calls = ToolCallParser(FORMATS["hermes"], {"f": Schema(None)}, str) if has_tools else None
     return ReasoningParser(THINK, is_open=is_open, calls=calls)
 
 
@@ -225,7 +226,7 @@ def test_what_is_read() -> None:
     assert reasoning_of("qwen3", "", has_form=True) == NO_REASONING, "a form is all that is said"
     assert reasoning_of("qwen3", "<think>", has_form=True) == Reasoning(marks=THINK, is_open=True)
     assert reasoning_of("qwen3", "", has_form=False) == Reasoning(marks=THINK)
-    calls = ToolCallParser(FORMATS["hermes"], {"f"}, str)
+    calls = ToolCallParser(FORMATS["hermes"], {"f": Schema(None)}, str)
     assert NO_REASONING.reader(calls) is calls
     assert NO_REASONING.reader(None) is None
 

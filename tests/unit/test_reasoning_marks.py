@@ -9,6 +9,7 @@ import tokenizers
 from grammar_cases import EOS, grammar_text, tokenizer, write_model
 
 from engine.scheduling.grammar import Grammars
+from router.text.calls.text_values import Schema
 from router.text.harmony import Harmony
 from router.text.reasoning import MARKS, Reasoning, ReasoningParser, opened_by, parser_of_template, reasoning_of
 from router.text.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def test_what_is_thought_and_what_is_said(parser: str, text: str, thought: str, 
 
 
 def test_calls_follow_what_was_thought() -> None:
-    calls = ToolCallParser(FORMATS["mistral"], {"f"}, str)
+    calls = ToolCallParser(FORMATS["mistral"], {"f": Schema(None)}, str)
     reader = ReasoningParser(MARKS["mistral"], is_open=False, calls=calls)
     told = [reader.push(char) for char in f"[THINK]I call {CALL}.[/THINK]{CALL}"]
     assert "".join(each.reasoning for each in told) == f"I call {CALL}."

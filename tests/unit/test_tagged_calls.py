@@ -33,7 +33,7 @@ TOOLS = [Tool(name="f", parameters=PARAMETERS), Tool(name="now")]
 
 def reader_of(parser: str) -> ToolCallParser:
     schemas = {tool.name: Schema(tool.parameters) for tool in TOOLS}
-    return ToolCallParser(FORMATS[parser], schemas, lambda index: f"id-{index}", schemas=schemas)
+    return ToolCallParser(FORMATS[parser], schemas, lambda index: f"id-{index}")
 
 
 def parse(parser: str, pieces: list[str], *, is_whole: bool = True) -> Outcome:
@@ -283,7 +283,7 @@ def test_whatever_an_enum_lets_a_model_say_is_told_as_one_of_its_values(parser: 
     for value in values:
         text = call(parser, any=value)
         assert is_in(grammar, text), value
-        reader = ToolCallParser(FORMATS[parser], schemas, lambda index: f"id-{index}", schemas=schemas)
+        reader = ToolCallParser(FORMATS[parser], schemas, lambda index: f"id-{index}")
         _, [(_, told)] = outcome([reader.push(text), reader.finish()])
         assert json.loads(told)["any"] in values
     assert is_in(grammar, call(parser, text="a"))

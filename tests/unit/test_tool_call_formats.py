@@ -11,10 +11,11 @@ from tool_call_cases import Outcome, held, is_in, mistral_list, outcome, said, t
 
 from router.text.calls.call_format import Tool
 from router.text.calls.heads import MAX_HEAD_CHARS
+from router.text.calls.text_values import Schema
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
 
-NAMES = {"weather", "now", "f", "g"}
+SCHEMAS = dict.fromkeys(("weather", "now", "f", "g"), Schema(None))
 CITY = ("weather", {"city": "Oslo"})
 OSLO = ("weather", '{"city": "Oslo"}')
 F = ("f", "{}")
@@ -24,7 +25,7 @@ SEP, END, ENDS = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁
 
 
 def reader_of(parser: str) -> ToolCallParser:
-    return ToolCallParser(FORMATS[parser], NAMES, lambda index: f"id-{index}")
+    return ToolCallParser(FORMATS[parser], SCHEMAS, lambda index: f"id-{index}")
 
 
 def parse(parser: str, pieces: list[str], *, is_whole: bool = True) -> Outcome:

@@ -98,7 +98,7 @@ def test_whatever_the_grammar_lets_be_said_is_read_as_calls_that_fit(
             answer.append(rng.choice(best if best and rng.random() < 0.5 else may_be))
         if EOS not in answer:
             continue
-        reader = ToolCallParser(FORMATS[parser], schemas, lambda index: f"id-{index}", schemas=schemas)
+        reader = ToolCallParser(FORMATS[parser], schemas, lambda index: f"id-{index}")
         text = made.decode(answer[:-1], skip_special_tokens=False)
         content, calls = outcome([reader.push(text), reader.finish()])
         assert calls

@@ -12,6 +12,7 @@ from tool_call_cases import Outcome, held, is_in, outcome, said
 
 from router.text.calls.call_format import Tool
 from router.text.calls.object_calls import MAX_HEAD_CHARS
+from router.text.calls.text_values import Schema
 from router.text.tool_calls import CallIds, ToolCallParser
 from router.text.tool_formats import FORMATS, format_of_template
 from router.validation.tools import AskedTools
@@ -23,12 +24,12 @@ OSLO = ("weather", '{"city": "Oslo"}')
 
 
 LONG = "n" * MAX_HEAD_CHARS
-NAMES = {"weather", "now", "f", "g", "é?", LONG}
+SCHEMAS = dict.fromkeys(("weather", "now", "f", "g", "é?", LONG), Schema(None))
 
 
 def parse(parser: str, pieces: list[str], *, is_one: bool = False, is_whole: bool = True) -> Outcome:
     """Content, and name and arguments of each call."""
-    reader = ToolCallParser(FORMATS[parser], NAMES, lambda index: f"id-{index}", is_one=is_one)
+    reader = ToolCallParser(FORMATS[parser], SCHEMAS, lambda index: f"id-{index}", is_one=is_one)
     told = [reader.push(piece) for piece in pieces]
     if is_whole:
         told.append(reader.finish())
@@ -124,7 +125,7 @@ def test_nothing_is_lost_of_a_text_without_calls(text: str, parser: str) -> None
 
 
 def test_arguments_come_as_they_are_said() -> None:
-    reader = ToolCallParser(FORMATS["hermes"], NAMES, str)
+    reader = ToolCallParser(FORMATS["hermes"], SCHEMAS, str)
     assert not reader.push('<tool_call>{"name": "f", "arguments": ').calls
     (opened,) = reader.push('{"a').calls[:1]
     assert opened.name == "f"
@@ -142,7 +143,7 @@ def test_a_long_head_is_told_when_the_call_is_whole() -> None:
 
 
 def test_what_is_held_to_calls_has_no_content_though_it_is_cut_off() -> None:
-    reader = ToolCallParser(FORMATS["hermes"], NAMES, str, is_held=True)
+    reader = ToolCallParser(FORMATS["hermes"], SCHEMAS, str, is_held=True)
     assert (reader.push('<tool_call>\n{"na').content, reader.finish().content) == ("", "")
 
 
@@ -150,7 +151,7 @@ def test_what_is_held_to_calls_has_no_content_though_it_is_cut_off() -> None:
 @pytest.mark.parametrize("piece", [" " * 80, "{" * 80, "<tool_call>", '{"name": "', "\\"])
 def test_no_text_takes_long(parser: str, piece: str) -> None:
     """Whatever a request makes the model say, others wait for the router meanwhile."""
-    reader = ToolCallParser(FORMATS[parser], NAMES, str)
+    reader = ToolCallParser(FORMATS[parser], SCHEMAS, str)
     reader.push(LLAMA if parser == "llama3_json" else "")
     began_s = time.process_time()
     for _ in range(4000):
