@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_parts.runner import Setting
 
 if not torch.cuda.is_available() and "TRITON_ON_CPU" not in os.environ:
     # Triton asks when its own modules are imported, which some of torch's do.
@@ -20,3 +25,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(params=[1, 2], ids=["one-thread", "two-threads"])
+def cpu_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What computes with the CPU kernels."""
+    from engine.kernels.build import load_cpu_kernels
+
+    load_cpu_kernels()
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    """Of the parts of benchmarks/gpu.py: toys, on a CPU."""
+    from benchmarks.gpu_parts.runner import Setting
+
+    return Setting(device="cpu", is_tiny=True, results=tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.kernels.build import load_cpu_kernels
 from engine.kernels.cpu import PanelGatedLinear, PanelLinear
 from engine.kernels.cpu_adapters import (
     AdaptedPanelGatedLinear,
@@ -22,14 +21,7 @@ from engine.lora.adapters import AddedPart
 BFLOAT16 = torch.bfloat16
 Added = dict[int, list[AddedPart]]
 
-
-@pytest.fixture(autouse=True, params=[1, 2], ids=["one-thread", "two-threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    load_cpu_kernels()
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("cpu_threads")
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import linear, silu
 
 from engine.int4_weight import Int4Weight
-from engine.kernels.build import load_cpu_kernels
 from engine.kernels.cpu import Int4PanelGatedLinear, Int4PanelLinear, PanelExperts, PanelGatedLinear, PanelLinear
 from engine.kernels.cpu_adapters import AdaptedPanelLinear, PanelAdapters
 from engine.lora.adapters import AddedPart
@@ -21,14 +20,7 @@ NUM_ROWS = [1, 12, 13, 33, 193]
 SIZES = [(32, 1, 32), (64, 31, 32), (128, 130, 64), (576, 960, 32), (576, 40, 576), (384, 500, 128)]
 """(inputs, outputs, inputs of a group): panels that are not full, groups of several steps, one group."""
 
-
-@pytest.fixture(scope="module", autouse=True, params=[1, 2], ids=["one-thread", "two-threads"])
-def kernels(request: pytest.FixtureRequest) -> Any:
-    load_cpu_kernels()
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("cpu_threads")
 
 
 def case(num_rows: int, num_inputs: int, num_outputs: int, group_size: int) -> tuple[torch.Tensor, Int4Weight, Any]:

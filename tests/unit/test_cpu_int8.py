@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from engine.kernels.build import load_cpu_kernels
 from engine.kernels.cpu import (
     PANEL,
     Int8PanelGatedLinear,
@@ -28,14 +27,7 @@ NUM_ROWS = [1, 12, 13, 33, 193]
 SIZES = [(2, 1), (64, 31), (64, 32), (130, 33), (576, 960), (34, 500)]
 """(inputs, outputs): steps of whole tiles, pairs beside them, panels that are not full."""
 
-
-@pytest.fixture(scope="module", autouse=True, params=[1, 2], ids=["one-thread", "two-threads"])
-def kernels(request: pytest.FixtureRequest) -> Any:
-    load_cpu_kernels()
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("cpu_threads")
 
 
 def case(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[torch.Tensor, ScaledWeight, torch.Tensor]:

@@ -1,45 +1,22 @@
-"""The CPU kernels against float64 and against plain torch, over odd shapes; and what happens where there are none."""
+"""The CPU kernels against float64 and against plain torch, over odd shapes."""
 
 from __future__ import annotations
 
-import os
-import random
-import re
-import subprocess
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Sequence_
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from attention_cases import LENS, QKV, Case
 
-from engine.attention import Needs, choice, choose_attention_backend
 from engine.attention.cpu_backend import CpuAttention
-from engine.kernels import build
-from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.cpu import PanelGatedLinear, PanelLinear, PanelLogits
-from engine.kernels.sampling import choose_largest as kernel_largest
-from engine.kernels.sampling import draw as kernel_draw
 from engine.layers import GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
 from engine.models.decoder_config import RopeConfig
-from engine.sampling.sampler import HOPELESS, Sampler, choose_largest, draw, filtered_weights
-from engine.sampling_params import SamplingParams
-from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 
 BFLOAT16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True, params=[1, 2], ids=["one-thread", "two-threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    load_cpu_kernels()
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("cpu_threads")
 
 
 def to_paired(kv: torch.Tensor) -> torch.Tensor:
@@ -180,6 +157,13 @@ def test_only_its_slots_are_written() -> None:
     assert not torch.equal(kv, before)
 
 
+def test_rows_are_laid_out_by_the_plan() -> None:
+    case = case_of(LENS["mixed"])
+    plan = CpuAttention().prepare(case.layout)
+    assert plan.block_tables.dtype == torch.int32
+    np.testing.assert_array_equal(plan.slot_mapping.numpy(), case.layout.slot_mapping)
+
+
 # -- what comes before ----------------------------------------------------------------------------------------------
 
 
@@ -300,218 +284,3 @@ def test_no_rows_are_no_products() -> None:
     weight = torch.ones(40, 64, dtype=BFLOAT16)
     assert PanelLinear(weight)(torch.empty(0, 64, dtype=BFLOAT16)).shape == (0, 40)
     assert PanelLogits(weight)(torch.empty(0, 64, dtype=BFLOAT16)).shape == (0, 40)
-
-
-def test_how_it_adds_up_is_said() -> None:
-    """Tiles where the compiler was told of them, unless Linux refuses them."""
-    flags = os.environ.get("CXXFLAGS", "")
-    vectors = ("pairs", "floats16", "floats8", "floats4")
-    expected = ("tiles",) if "PRETEND_TILES" in flags else ("tiles", "pairs") if has_amx(flags) else vectors
-    found = re.fullmatch(r"(\w+) \(version \d+\)", build.cpu_arithmetic())
-    assert found is not None
-    assert found[1] in expected
-
-
-def has_amx(flags: str) -> bool:
-    """Whether the compiler says so of this machine."""
-    command = [*build.find_compiler(), "-march=native", *flags.split(), "-E", "-dM", "-xc++", os.devnull]
-    return "__AMX_BF16__" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-# -- sampling -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vocab_size", [1, 50, 49_152])
-@pytest.mark.parametrize("temperature", [1e-45, 0.01, 0.9, 3.0])
-def test_draws_are_those_of_the_sampler_to_the_token(vocab_size: int, temperature: float) -> None:
-    logits = 4 * torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(1))
-    seqs = [
-        Sequence(
-            0, "r", [1, 2, *[3] * (i % 7)], 2, SamplingParams(temperature=temperature, seed=(-1) ** i * i * 7919**4)
-        )
-        for i in range(40)
-    ]
-    assert kernel_draw(logits, seqs).tolist() == draw(logits, seqs).tolist()
-
-
-FILTERS = {
-    "top_k": (-1, 1, 2, 20, 64, 999, 2**40), "top_p": (1e-9, 0.3, 0.9, 0.999), "min_p": (1e-300, 1e-10, 0.05, 1.0),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("names", [("top_k",), ("top_p",), ("min_p",), tuple(FILTERS)], ids="+".join)
-@pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 300, 49_152])
-def test_filters_keep_what_those_of_the_sampler_keep(vocab_size: int, names: tuple[str, ...]) -> None:
-    """Of tokens that could win: all that are as likely as the last one kept, at temperatures that level all, too."""
-    rng, generator = random.Random(vocab_size), torch.Generator().manual_seed(3)
-    for spread in (0.0, 0.01, 1.0, 8.0, 1e4):
-        logits = spread * torch.randn(8, vocab_size, generator=generator)
-        logits[2] = logits[2].bfloat16().float()
-        logits[3] = (2 * logits[3]).round() / 2  # many of them equal
-        logits[4, torch.rand(vocab_size, generator=generator) < 0.9] = float("-inf")
-        logits[4, vocab_size // 2], logits[5] = 1.0, logits[5] - 1e4
-        params: list[dict[str, Any]] = [{name: rng.choice(FILTERS[name]) for name in names} for _ in logits]
-        temperatures = [5e-324, 0.3, 1.0, 1.0, 1.0, 1.7, 1e5, 1e300]
-        settings = [SamplingParams(temperature=t, seed=7, **p) for t, p in zip(temperatures, params, strict=True)]
-        seqs, plain = (
-            [Sequence(0, "r", [1] * (2 + i), 2, each) for i, each in enumerate(some)]
-            for some in (settings, [SamplingParams(temperature=t) for t in temperatures])
-        )
-        can_win = filtered_weights(logits, plain) > HOPELESS
-        kept, expected = logits.clone(), filtered_weights(logits, seqs) > HOPELESS
-        assert kernel_draw(kept, seqs).tolist() == draw(logits, seqs).tolist()
-        assert torch.equal((kept > float("-inf")) & can_win, expected)
-
-
-def test_a_row_with_a_nan_has_no_next_token() -> None:
-    logits = torch.zeros(3, 100)
-    logits[1, 99], logits[2] = float("nan"), float("-inf")
-    seqs = [Sequence(0, "r", [1], 1, SamplingParams(seed=i)) for i in range(3)]
-    seqs += [Sequence(0, "r", [1], 1, SamplingParams(seed=i, top_k=3, top_p=0.9, min_p=0.1)) for i in range(3)]
-    assert kernel_draw(logits.repeat(2, 1), seqs)[[1, 2, 4, 5]].tolist() == [INVALID_TOKEN] * 4
-
-
-@pytest.mark.parametrize("vocab_size", [1, 3, 50, 49_152])
-def test_the_largest_is_that_of_the_sampler(vocab_size: int) -> None:
-    logits = torch.randn(30, vocab_size, generator=torch.Generator().manual_seed(4))
-    logits[1], logits[2], logits[3], logits[4] = 0.0, -0.0, float("-inf"), -3e38
-    logits[5, : vocab_size // 2] = -0.0
-    logits[5, vocab_size // 2 :] = 0.0  # equal to those before
-    logits[6, -1], logits[7, -1], logits[8, -1] = float("nan"), -float("nan"), float("inf")
-    assert kernel_largest(logits).tolist() == choose_largest(logits).tolist()
-
-
-def test_greedy_rows_draw_nothing() -> None:
-    asked: list[str] = []
-
-    def kernel(logits: torch.Tensor, seqs: Sequence_[Sequence]) -> torch.Tensor:
-        asked.extend(seq.request_id for seq in seqs)
-        return kernel_draw(logits, seqs)
-
-    settings: dict[str, dict[str, float]] = {
-        "plain": {}, "greedy": {"temperature": 0.0}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.9},
-        "min_p": {"min_p": 0.1},
-    }  # fmt: skip
-    seqs = [Sequence(0, name, [1], 1, SamplingParams(seed=3, **s)) for name, s in settings.items()]  # type: ignore[arg-type]
-    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
-    last_token_ids = torch.tensor([1] * len(seqs))
-    with_kernel = Sampler(frozenset(), draw_rows=kernel).sample(logits.clone(), seqs, last_token_ids)
-    assert with_kernel.tolist() == Sampler(frozenset()).sample(logits, seqs, last_token_ids).tolist()
-    assert asked == ["plain", "top_k", "top_p", "min_p"]
-
-
-# -- where they cannot be had ---------------------------------------------------------------------------------------
-
-SHAPE = {
-    "device": "cpu", "dtype": "bfloat16", "head_dim": 64, "block_size": 16, "num_groups": 3,
-    "product_inputs": (576, 1536), "has_soft_cap": False,
-}  # fmt: skip
-
-
-KNOWN = ("device", "dtype", "block_size", "quantization", "kv_dtype")
-
-
-def choose(name: str, **change: object) -> str:
-    """The backend behind `name`, for `SHAPE` but for what is changed."""
-    shape = {**SHAPE, **change}
-    known = {key: shape.pop(key) for key in KNOWN if key in shape}
-    model = SimpleNamespace(num_heads=shape.pop("num_groups"), num_kv_heads=1, mla=None, moe=None, **shape)
-    known = {"kv_dtype": known["dtype"], **known}
-    return choose_attention_backend(name, Needs(model=model, capability=None, **known))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"device": "cuda"}, "the device is cuda"),
-        ({"dtype": "float32"}, "it computes bfloat16, and dtype is float32"),
-        ({"block_size": 8}, "block_size must be a multiple of 16, is 8"),
-        ({"head_dim": 72}, "head size must be a multiple of 16 up to 256, is 72"),
-        ({"num_groups": 97}, "at most 96 query heads may share a key head, and 97 do"),
-        ({"product_inputs": (161, 1536)}, "must be even, are 161 and 1536"),
-        ({"product_inputs": (576, 203)}, "must be even, are 576 and 203"),
-        ({"has_soft_cap": True}, "the model caps its scores"),
-        ({"quantization": "fp8"}, "it multiplies with weights in bfloat16, int8 or int4, and quantization is fp8"),
-        ({"kv_dtype": "float8_e4m3fn"}, "its pool holds bfloat16, and kv_cache_dtype makes it float8_e4m3fn"),
-    ],
-)
-def test_what_they_cannot_do_is_done_by_plain_torch(change: dict[str, object], why: str) -> None:
-    assert choose("auto") == choose("auto", quantization="int8") == "cpu"
-    if "device" not in change:  # a GPU may get other kernels: tests/unit/test_triton_attention.py
-        assert choose("auto", **change) == "torch"
-    with pytest.raises(ValueError, match=why):
-        choose("cpu", **change)
-
-
-@pytest.mark.parametrize("change", [{"quantization": "fp8"}, {"kv_dtype": "float8_e4m3fn"}])
-def test_who_asks_for_8_bits_hears_what_that_costs(
-    change: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert choose("auto", **change) == "torch"
-    assert re.search("plain torch computes, several times slower than the CPU kernels, .*: it", capsys.readouterr().err)
-
-
-def test_without_a_compiler_plain_torch_computes_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(choice, "load_cpu_kernels", load_cpu_kernels.__wrapped__)
-    assert choose("auto") == "torch"
-    assert "plain torch computes, several times slower than the CPU kernels" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"there is no C\+\+ compiler .*: install g"):
-        choose("cpu")
-
-
-def test_source_that_does_not_compile_says_why_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    source = tmp_path / "cpu.cpp"
-    source.write_text("int main() { return nonsense; }")
-    monkeypatch.setattr(build, "SOURCE", source)
-    with pytest.raises(KernelsUnavailable, match="nonsense"):
-        build.cpu_library(tmp_path / "cache")
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-
-
-def test_a_damaged_library_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    source = tmp_path / "source" / "small.cpp"
-    source.parent.mkdir()
-    source.write_text("int answer() { return 42; }")
-    monkeypatch.setattr(build, "SOURCE", source)
-    library = build.cpu_library(tmp_path)
-    whole = library.read_bytes()
-    library.chmod(0o644)
-    library.write_bytes(whole[:4096])
-    assert build.cpu_library(tmp_path).read_bytes()[:4] == whole[:4]
-    assert len(library.read_bytes()) == len(whole)
-
-
-@pytest.mark.parametrize(
-    ("compiler", "why"),
-    [
-        ("nonsense", "there is no C++ compiler (nonsense)"),
-        ("true", "has written nothing"),
-        ("false", "cannot compile them: it ended with 1"),
-        ("g++ --nonsense", "compile"),
-    ],
-)
-def test_a_compiler_that_is_none_is_named(
-    compiler: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(KernelsUnavailable, match=re.escape(why)):
-        build.cpu_library(tmp_path)
-
-
-def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(KernelsUnavailable, match="cannot be kept in"):
-        build.cpu_library(tmp_path / "file" / "kernels")
-
-
-def test_rows_are_laid_out_by_the_plan() -> None:
-    case = case_of(LENS["mixed"])
-    plan = CpuAttention().prepare(case.layout)
-    assert plan.block_tables.dtype == torch.int32
-    np.testing.assert_array_equal(plan.slot_mapping.numpy(), case.layout.slot_mapping)

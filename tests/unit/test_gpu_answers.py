@@ -20,11 +20,6 @@ from engine.sampling_params import SamplingParams
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def setting(tmp_path: Path) -> Setting:
-    return Setting(device="cpu", is_tiny=True, results=tmp_path)
-
-
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_the_model_against_transformers(setting: Setting, monkeypatch: pytest.MonkeyPatch, is_damaged: bool) -> None:
     monkeypatch.setattr(model, "MODELS", ("qwen3",))

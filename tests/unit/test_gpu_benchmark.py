@@ -1,5 +1,5 @@
-"""benchmarks/gpu.py: what it counts, and how its parts are run. The parts: test_gpu_parts.py, test_gpu_answers.py; what
-is carried to a bare machine for them: test_bare_machine.py."""
+"""benchmarks/gpu.py: what it counts, and how its parts are run. The parts: test_gpu_parts.py, test_gpu_push.py,
+test_gpu_servers.py, test_gpu_answers.py; what is carried to a bare machine for them: test_bare_machine.py."""
 
 from __future__ import annotations
 

@@ -1,23 +1,18 @@
-"""The parts of benchmarks/gpu.py that a CPU computes in a moment, over toys."""
+"""The parts of benchmarks/gpu.py that a CPU computes in a moment, over toys. Those that push KV: test_gpu_push.py."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import flash_reference
-import numpy as np
 import pytest
-import receivers_for_gpu as receivers
 import torch
 
-from benchmarks import gpu, transfer
+from benchmarks import gpu
 from benchmarks.gpu_parts import (
     against_vllm,
     attention,
@@ -31,12 +26,9 @@ from benchmarks.gpu_parts import (
     offload,
     products,
     profiling,
-    push,
-    servers,
     steps,
     variants,
 )
-from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import (
     FULL,
@@ -51,15 +43,8 @@ from benchmarks.gpu_parts.shapes import (
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
 from engine.int4_weight import INT4_GROUP_SIZE
 from engine.kernels.gpu import why_no_triton
-from tandem.bench.outcome import Outcome
-from tandem.bench.workload import TokenSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def setting(tmp_path: Path) -> Setting:
-    return Setting(device="cpu", is_tiny=True, results=tmp_path)
 
 
 def test_beside_vllm_where_it_is_installed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,86 +277,6 @@ def test_steps_of_a_mixture_stand_beside_the_bytes_of_the_experts_that_are_chose
     assert whole.num_in_layers + whole.num_in_logits == pytest.approx(3.04e9, rel=0.01)
 
 
-def test_what_is_pushed_arrives_and_a_receiver_that_lies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"min_mib": 1, "max_mib": 1, "layers": 4, "block_kib": 4, "repeats": 1}
-    monkeypatch.setattr(transfer, "NUM_LATENCY_PUSHES", 3)
-    large, small = asyncio.run(transfer.measure("local", options))
-    assert (large["mib"], large["num_wrong_digests"], large["num_repaired_blocks"]) == (1.0, 0, 0)
-    assert large["data_gb_s"] > 0
-    assert small["one_block_p50_ms"] > 0
-
-    async def nothing(*_: object) -> float:
-        return 1.0
-
-    for name in ("write_s", "transfer_s"):  # nothing is sent: what lies there is the receiver's own
-        monkeypatch.setattr(transfer, name, nothing)
-    large, _ = asyncio.run(transfer.measure("local", options))
-    assert large["num_wrong_digests"] == 4 * 64
-
-
-async def ask_a_receiver(block_id: int) -> None:
-    async with transfer.running("grpc", ("grpc", transfer.MIB, 4, 4, "cpu")) as (_, far):
-        far.grant([0])
-        far.digests([block_id])
-
-
-@pytest.mark.parametrize(
-    ("serves", "block_id", "problem"),
-    [
-        (receivers.well, 10**6, "the receiving process failed: IndexError: index 1000000 is out of bounds"),
-        (receivers.without_memory, 0, "the receiving process failed: RuntimeError: no memory"),
-        (receivers.dying, 0, "the receiving process ended with -9"),
-    ],
-    ids=["asked for what is not there", "at its start", "killed"],
-)
-def test_what_a_receiving_process_died_of_is_said(
-    monkeypatch: pytest.MonkeyPatch, serves: Callable[..., None], block_id: int, problem: str
-) -> None:
-    monkeypatch.setattr(transfer, "serve", serves)
-    with pytest.raises(RuntimeError, match=problem):
-        asyncio.run(ask_a_receiver(block_id))
-
-
-def test_a_push_that_stands_still_is_told_before_its_part_is_ended() -> None:
-    limits_s = [part.limit_s for part in gpu.PARTS if part.name.startswith("push")]
-    assert len(limits_s) == 3
-    assert min(limits_s) / 3 >= transfer.LEASE_S
-
-
-def test_pushes_as_lists_are_tried_and_may_be_refused(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, str | None]] = []
-
-    def pushed(transport: str, what: str, *_: object, **__: object) -> Iterator[Row]:
-        seen.append((what, os.environ.get(push.LISTS_VARIABLE)))
-        yield Row(what=what, value=1.0, unit="GB/s")
-        if what != push.NIXL_PUSH:
-            raise RuntimeError("there is\nno such call")
-
-    monkeypatch.setattr(push, "require", lambda *_: None)
-    monkeypatch.setattr(push, "pushed", pushed)
-    rows = list(push.measure_nixl(replace(setting, device="cuda")))
-    assert seen == [(push.NIXL_PUSH, None), (push.NIXL_LISTS, "y")]
-    assert [row.what for row in rows] == [push.NIXL_PUSH, push.NIXL_LISTS, push.NIXL_LISTS]
-    assert rows[-1].note == "does not run: RuntimeError: there is no such call"
-    assert push.LISTS_VARIABLE not in os.environ
-
-
-def test_a_push_as_rows(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def measured(transport: str, options: dict[str, int], device: str) -> list[dict[str, Any]]:
-        assert (transport, options["max_mib"], device) == ("grpc", setting.sizes.push_mib, "cpu")
-        return [
-            {"mib": 4.0, "data_gb_s": 5.0, "total_gb_s": 4.0, "total_ms": 1.0, "num_wrong_digests": 2,
-             "num_repaired_blocks": 0},
-            {"one_block_p50_ms": 0.5, "one_block_p99_ms": 0.9},
-        ]  # fmt: skip
-
-    monkeypatch.setattr(transfer, "measure", measured)
-    known = {floors.TO_HOST: 50.0, floors.TO_DEVICE: 40.0}
-    rows = list(push.measure_grpc(Setting(device="cpu", is_tiny=True, results=setting.results, known=known)))
-    assert (rows[0].value, rows[0].limit, rows[0].share) == (5.0, 40.0, 0.125)
-    assert [row.is_wrong for row in rows] == [False, False, True, False]
-
-
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
 def test_attention_and_digests_interpreted(setting: Setting) -> None:
     rows = list(attention.measure(setting))
@@ -422,86 +327,3 @@ def test_a_configuration_that_does_not_run_or_computes_something_else_is_no_choi
     assert [row.value is None for row in rows] == [False, False, True, True]
     assert "out of resource" in rows[2].note
     assert rows[3].note == "wrong: differs by 1"
-
-
-# -- whole servers: what is sent, and what is made of it ------------------------------------------------------------
-
-
-def test_streams_and_long_prompts() -> None:
-    load = servers.TINY
-    requests = servers.busy_load(load, TokenSource(seed=1, vocab_size=500)).requests
-    assert [(r.at_s, len(r.prompt), r.output_tokens) for r in requests] == [
-        *[(0.0, 128, 40)] * 2, (0.125, 256, 1), (0.25, 256, 1), (0.375, 256, 1),
-    ]  # fmt: skip
-    assert len({tuple(request.prompt[:20]) for request in requests}) == 5
-    quiet = servers.quiet_load(load, TokenSource(seed=1, vocab_size=500))
-    assert {len(request.prompt) for request in quiet.requests} == {64}
-    # Long enough a share of the gaps that the 99th percentile sees the prompts: one in a hundred and more.
-    assert servers.FULL.num_long / servers.FULL.stream_tokens > 0.01
-
-
-def test_one_arrangement_beside_the_other() -> None:
-    apart = servers.Found(ttft_p50=110.0, gap_p99=20.0, gap_p50=9.0, prefilled_share=0.9)
-    together = servers.Found(ttft_p50=100.0, gap_p99=50.0, gap_p50=8.0, prefilled_share=0.0)
-    ttft, gap = servers.compared(apart, together, "ipc", is_tiny=False)
-    assert (ttft.value, ttft.is_met) == (pytest.approx(1.1), True)
-    assert (gap.value, gap.is_met) == (2.5, False)
-    assert [row.is_met for row in servers.compared(apart, together, "ipc", is_tiny=True)] == [None, None]
-    assert servers.prefilled_share({"prefill-1": 900, "decode-1": 60, "decode-2": 40}) == 0.9
-    assert servers.prefilled_share({"decode-1": 0}) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("measured", "parts_before", "expected"),
-    [
-        ({"copy": 4300.0}, ("floors", "push-ipc", "push-nixl"), "grpc"),
-        ({"copy": 4300.0}, ("floors", "push-grpc"), "ipc"),
-        ({push.NIXL_PUSH: 20.0}, ("push-ipc", "push-nixl"), "nixl"),
-        ({push.NIXL_PUSH: 20.0, push.IPC_PUSH: 700.0}, ("push-ipc", "push-nixl"), "ipc"),
-        ({push.NIXL_PUSH: 800.0, push.IPC_PUSH: 700.0, "copy": 4300.0}, ("push-ipc", "push-nixl"), "nixl"),
-    ],
-)
-def test_servers_send_kv_by_what_was_fastest(
-    setting: Setting, measured: dict[str, float], parts_before: tuple[str, ...], expected: str
-) -> None:
-    assert servers.best_transport(replace(setting, known=measured, parts_before=parts_before)) == expected
-
-
-@pytest.mark.parametrize(
-    ("why_no_kernels", "has_bindings", "expected"),
-    [("", True, "ipc"), ("", False, "grpc"), ("no compiler", True, "grpc")],
-)
-def test_servers_alone_send_kv_by_ipc_where_a_gpu_has_what_it_needs(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, why_no_kernels: str, has_bindings: bool, expected: str
-) -> None:
-    monkeypatch.setattr(servers, "why_no_triton", lambda _: why_no_kernels)
-    monkeypatch.setattr(servers, "is_installed", lambda name: has_bindings and name == "cuda.bindings")
-    assert servers.best_transport(replace(setting, device="cuda")) == expected
-
-
-def test_each_row_of_servers_names_how_kv_travels() -> None:
-    found = servers.Found(ttft_p50=110.0, gap_p99=20.0, gap_p50=9.0, prefilled_share=0.9)
-    rows = [*servers.rows_of("1p1d", found, "ipc", servers.TINY), *servers.compared(found, found, "ipc", is_tiny=True)]
-    assert ["KV by ipc" in row.note for row in rows] == [True] * 4
-
-
-def test_requests_that_were_not_answered_are_no_measurement() -> None:
-    fine, failed = Outcome(due_s=0), Outcome(due_s=0, code="UNAVAILABLE", message="nobody")
-    assert servers.answered([fine]) == [fine]
-    with pytest.raises(RuntimeError, match="1 of 2 requests were not answered: UNAVAILABLE: nobody"):
-        servers.answered([fine, failed])
-
-
-def test_servers_say_what_they_miss(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "NEEDED", ("grpc", "google.protobuf", "no_such_package", "no_other.part"))
-    with pytest.raises(NotRun, match=r"not installed: no_such_package, no_other\.part \(docs/gpu\.md"):
-        next(servers.measure(setting))
-
-
-def test_a_router_reads_the_tokenizer_of_a_model_that_is_made_up(tmp_path: Path) -> None:
-    from router.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_folder(write_model(tmp_path / "m", {"vocab_size": 12}, with_tokenizer=True))
-    assert tokenizer.vocab_size == 12
-    assert tokenizer.encode("t3 t11") == [3, 11]
-    assert np.array_equal(tokenizer.encode(tokenizer.decode(list(range(12)))), np.arange(12))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-TESTS = [str(Path(__file__).with_name(f"test_cpu_{subject}.py")) for subject in ("kernels", "int8", "int4", "adapters")]
+SUBJECTS = ("kernels", "sampling", "int8", "int4", "adapters")
+TESTS = [str(Path(__file__).with_name(f"test_cpu_{subject}.py")) for subject in SUBJECTS]
 PRETEND_TILES = "-DTANDEM_PRETEND_TILES"
 CPUINFO = Path("/proc/cpuinfo")
 HAS_TILES = CPUINFO.exists() and "amx_bf16" in CPUINFO.read_text()
