@@ -44,7 +44,7 @@ class DecodeRole:
             case _:
                 raise InvalidRequest([("command", "must be one of reserve, generate, cancel, beat")])
         if (stream := self._host.admit(session, request)) is not None:
-            self._host.spawn(self, stream, lambda: serve(stream, request))
+            self._host.spawn(stream, lambda: serve(stream, request))
 
     def on_beat(self, session: RouterSession) -> None:
         self.receiver.renew(session)

@@ -33,7 +33,8 @@ class DecodeService(RoleService):
             on_freed=self._role.on_freed,
         )
         self._role.receiver = self._receiver
-        parts.server.add(add_DecodeServicer_to_server, DecodeServicer(parts.host, self._role), SERVICE_NAME)
+        parts.host.role = self._role
+        parts.server.add(add_DecodeServicer_to_server, DecodeServicer(parts.host), SERVICE_NAME)
         parts.server.add(add_KVTransferServicer_to_server, KVTransferServicer(self._receiver), KV_SERVICE_NAME)
 
     @property

@@ -67,9 +67,9 @@ class PrefillRole:
         if (stream := self._host.admit(session, request)) is None:
             return
         if kind == "generate":
-            self._host.spawn(self, stream, lambda: self._generate(stream, request))
+            self._host.spawn(stream, lambda: self._generate(stream, request))
             return
-        task = self._host.spawn(self, stream, lambda: self._run(stream, command.prefill))
+        task = self._host.spawn(stream, lambda: self._run(stream, command.prefill))
         self._tasks[stream] = task
         task.add_done_callback(lambda _: self._tasks.pop(stream))
 

@@ -38,7 +38,8 @@ class PrefillService(RoleService):
             num_blocks=parts.pool.layout.num_blocks,
             on_handed_over=parts.on_handed_over,
         )
-        parts.server.add(add_PrefillServicer_to_server, PrefillServicer(parts.host, self._role), SERVICE_NAME)
+        parts.host.role = self._role
+        parts.server.add(add_PrefillServicer_to_server, PrefillServicer(parts.host), SERVICE_NAME)
 
     @property
     def counters(self) -> TransferCounters:

@@ -88,18 +88,19 @@ class Role(Protocol):
 class SessionServicer:
     """`Session` of a worker's role: one for each router."""
 
-    def __init__(self, host: SessionHost, role: Role) -> None:
+    def __init__(self, host: SessionHost) -> None:
         self._host = host
-        self._role = role
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[Command], context: grpc.aio.ServicerContext
     ) -> None:
-        await self._host.serve(self._role, request_iterator, context)
+        await self._host.serve(request_iterator, context)
 
 
 class SessionHost:
-    """Serves sessions, and routes the engine's events to the streams they are for."""
+    """Serves sessions, and routes the engine's events to the streams they are for. `role` is set before the first."""
+
+    role: Role
 
     def __init__(self, *, incarnation: str, lease_ms: int, load: Callable[[], pb.WorkerLoad]) -> None:
         self._incarnation = incarnation
@@ -121,7 +122,7 @@ class SessionHost:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    async def serve(self, role: Role, commands: AsyncIterator[Command], context: grpc.aio.ServicerContext) -> None:
+    async def serve(self, commands: AsyncIterator[Command], context: grpc.aio.ServicerContext) -> None:
         """The body of a Session RPC: takes in `commands`, writes events to `context`, cleans up at the end.
 
         Raises `Incompatible` for a peer that is not ours, `LeaseGone` for a router that fell silent, `Draining` once
@@ -147,14 +148,14 @@ class SessionHost:
                 commands,
                 context,
                 session.outbox,
-                lambda command: self._handle(role, session, command),
+                lambda command: self._handle(session, command),
                 lease_ms=self._lease_ms,
             )
         finally:
             del self._sessions[session]
             for stream in list(session.streams.values()):
-                self._cancel(role, stream)
-            role.drop(session)
+                self._cancel(stream)
+            self.role.drop(session)
 
     async def end_sessions(self, timeout_s: float) -> None:
         """Say what is still to be said, end every session well, and take no new ones. Waits at most `timeout_s`.
@@ -167,58 +168,58 @@ class SessionHost:
         if tasks := list(self._sessions.values()):
             await asyncio.wait(tasks, timeout=timeout_s)
 
-    def _handle(self, role: Role, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
-        role.on_beat(session)
+    def _handle(self, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
+        self.role.on_beat(session)
         match command.WhichOneof("command"):
             case "cancel":
                 stream = session.streams.get((command.cancel.request_id, command.cancel.attempt))
                 if stream is not None:
-                    self._cancel(role, stream)
+                    self._cancel(stream)
             case "beat":
                 pass
             case "hello":
                 raise InvalidRequest([("hello", "must be the first command, and only the first")])
             case _:
-                role.on_command(session, command)
+                self.role.on_command(session, command)
 
-    def _cancel(self, role: Role, stream: Stream) -> None:
+    def _cancel(self, stream: Stream) -> None:
         self.close(stream)
-        role.cancel(stream)
+        self.role.cancel(stream)
 
     # -- streams ------------------------------------------------------------------------------------------------
 
-    def spawn(self, role: Role, stream: Stream, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+    def spawn(self, stream: Stream, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Do the `work` of a stream without making the session's next command wait.
 
         What it raises ends the stream: the router is told, whatever happened, and nobody waits for ever.
         """
-        task = asyncio.create_task(self._run(role, stream, work))
+        task = asyncio.create_task(self._run(stream, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _run(self, role: Role, stream: Stream, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run(self, stream: Stream, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except asyncio.CancelledError:
             # Whoever cancels a stream closes it first. If it is open, this came from something that it awaited.
-            self._fail(role, stream, RequestCancelled("its work was cancelled from within"), can_retry=True)
+            self._fail(stream, RequestCancelled("its work was cancelled from within"), can_retry=True)
             raise
         except EngineDeadError:
             pass  # the process is ending, and its sessions with it
         except AdapterGone as error:
-            self._fail(role, stream, Incompatible(str(error)), can_retry=True)
+            self._fail(stream, Incompatible(str(error)), can_retry=True)
         except ValueError as error:
-            self._fail(role, stream, InvalidRequest((), str(error)), can_retry=False)
+            self._fail(stream, InvalidRequest((), str(error)), can_retry=False)
         except TandemError as error:
-            self._fail(role, stream, error, can_retry=True)
+            self._fail(stream, error, can_retry=True)
         except Exception as error:
-            self._fail(role, stream, log_bug(error, f"request {stream.request_id}"), can_retry=True)
+            self._fail(stream, log_bug(error, f"request {stream.request_id}"), can_retry=True)
 
-    def _fail(self, role: Role, stream: Stream, error: TandemError, *, can_retry: bool) -> None:
+    def _fail(self, stream: Stream, error: TandemError, *, can_retry: bool) -> None:
         if stream.is_open:
             stream.post_failure(error, can_retry=can_retry)
-            self._cancel(role, stream)
+            self._cancel(stream)
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Do clean-up `work` to its end, whatever happens to the stream that asks for it."""

@@ -20,7 +20,7 @@ from kv_transfer import GrantGone, HostPool, Identity, KVLayout, PeerUnreachable
 from kv_transfer.base import BlockWriter, Link
 from protos import tandem_kv_transfer_pb2 as kv_pb
 from protos import tandem_worker_pb2 as pb
-from worker_service.sessions import Role, RouterSession, SessionHost, Stream
+from worker_service.sessions import RouterSession, SessionHost, Stream
 
 if TYPE_CHECKING:
     from hold_world import World
@@ -137,10 +137,10 @@ class WatchedHost(SessionHost):
         self.world.streams.append(stream)
         return stream
 
-    def _cancel(self, role: Role, stream: Stream) -> None:
+    def _cancel(self, stream: Stream) -> None:
         assert isinstance(stream, WatchedStream)
         stream.is_cancelled = True
-        super()._cancel(role, stream)
+        super()._cancel(stream)
 
 
 class WatchedBlocks(BlockManager):

@@ -72,11 +72,12 @@ class World:
             self.role = PrefillRole(
                 host=self.host, engine=engine, sender=self.sender, num_blocks=NUM_BLOCKS, on_handed_over=lambda _: None
             )
+            self.host.role = self.role
             self.inbox: asyncio.Queue[pb.PrefillCommand] = asyncio.Queue()
         finally:
             asyncio._set_running_loop(None)
         context: Any = self
-        self.session = loop.create_task(self.host.serve(self.role, self._commands(), context))
+        self.session = loop.create_task(self.host.serve(self._commands(), context))
         hello = pb.Hello(protocol_version=PROTOCOL_VERSION, router_id="r", incarnation="p-1")
         self.inbox.put_nowait(pb.PrefillCommand(hello=hello))
         self.send_prefill()

@@ -33,7 +33,7 @@ from prefill_service.prefill import PrefillRole
 from protos import tandem_kv_transfer_pb2 as kv_pb
 from protos import tandem_worker_pb2 as pb
 from rpc.errors import TandemError, Unreachable
-from worker_service.sessions import Role, SessionHost, Stream
+from worker_service.sessions import SessionHost, Stream
 
 
 @pytest.mark.parametrize("is_one_sided", [False, True])
@@ -80,8 +80,8 @@ async def let_go_and_keep_the_push(self: Any, stream: Stream, push: Push, *, is_
     self._pushes[stream.engine_id] = push
 
 
-def cancel_and_close_later(self: SessionHost, role: Role, stream: Stream) -> None:
-    role.cancel(stream)
+def cancel_and_close_later(self: SessionHost, stream: Stream) -> None:
+    self.role.cancel(stream)
 
 
 async def drain_without_clean_up(self: SessionHost) -> None:

@@ -45,10 +45,10 @@ class Generates:
 class Router:
     """The other end of one session."""
 
-    def __init__(self, host: SessionHost, role: Generates) -> None:
+    def __init__(self, host: SessionHost) -> None:
         self.commands: asyncio.Queue[pb.DecodeCommand] = asyncio.Queue()
         self.messages: list[pb.WorkerEvents] = []
-        self.task = asyncio.create_task(host.serve(role, self._commands(), self))
+        self.task = asyncio.create_task(host.serve(self._commands(), self))
 
     async def _commands(self) -> AsyncIterator[pb.DecodeCommand]:
         while True:
@@ -66,10 +66,10 @@ class Bench:
     def __init__(self, *, lease_ms: int = 10_000) -> None:
         self.load = pb.WorkerLoad()
         self.host = SessionHost(incarnation=INCARNATION, lease_ms=lease_ms, load=lambda: self.load)
-        self.role = Generates(self.host)
+        self.role = self.host.role = Generates(self.host)
 
     async def router(self) -> Router:
-        router = Router(self.host, self.role)
+        router = Router(self.host)
         router.send(hello=pb.Hello(protocol_version=PROTOCOL_VERSION, router_id="r", incarnation=INCARNATION))
         await settle()
         return router
@@ -173,7 +173,7 @@ async def test_what_ends_the_work_of_a_stream_is_told_to_the_router(error: BaseE
         raise error
 
     (stream,) = bench.role.streams
-    bench.host.spawn(bench.role, stream, work)
+    bench.host.spawn(stream, work)
     await settle()
     assert router.messages[-1].events[0].HasField("failed")
     assert router.messages[-1].events[0].failed.can_retry is can_retry
@@ -217,7 +217,7 @@ async def test_who_closes_ends_the_work_of_streams_and_waits_until_it_has_cleane
             await settle()
             has_cleaned_up = True
 
-    bench.host.spawn(bench.role, bench.role.streams[0], work)
+    bench.host.spawn(bench.role.streams[0], work)
     await settle()
     async with asyncio.timeout(10):
         await bench.host.finish_tasks()
@@ -241,7 +241,7 @@ async def test_a_load_is_told_to_all_routers_though_nothing_else_is() -> None:
 async def test_a_router_that_says_no_hello_is_told_why_its_session_ends() -> None:
     bench = Bench(lease_ms=20)
     with pytest.raises(LeaseGone):
-        await Router(bench.host, bench.role).task
+        await Router(bench.host).task
 
 
 async def test_draining_is_part_of_the_load() -> None:
