@@ -11,12 +11,11 @@ rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.scaled_weight import Join
+from engine.narrow_weight import NarrowWeight, joined_narrow
 
 LEVELS = 16
 INT4_GRAIN = 32
@@ -28,7 +27,7 @@ MAX_NUMBERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Weight:
+class Int4Weight(NarrowWeight):
     """[N, K] as integers from 0 to 15 with scales and offsets.
 
     Shapes: N outputs, K inputs, G groups of an even number of them.
@@ -42,9 +41,6 @@ class Int4Weight:
     """[N, G] float32."""
     dtype: torch.dtype
     """Of the model: what the weight stands for."""
-
-    def __len__(self) -> int:
-        return len(self.packed)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,32 +73,27 @@ class Int4Weight:
         wide_NK = torch.empty(len(self), self.num_inputs, dtype=self.dtype, device=self.packed.device)
         num_rows = max(MAX_NUMBERS // max(self.num_inputs, 1), 1)
         for start in range(0, len(self), num_rows):
-            rows = slice(start, start + num_rows)
-            integers = Int4Weight(self.packed[rows], self.scale[rows], self.offset[rows], self.dtype).integers()
-            of_groups = integers.view(len(integers), self.scale.shape[1], -1).double()
+            rows = self.rows(range(start, start + num_rows))
+            of_groups = rows.integers().view(*rows.scale.shape, -1).double()
             # In float64 product and sum are exact, so that what follows is their only rounding, as of one instruction
             # that multiplies and adds.
-            of_groups.mul_(self.scale[rows, :, None]).add_(self.offset[rows, :, None])
-            wide_NK[rows] = of_groups.float().flatten(1)
+            of_groups.mul_(rows.scale[:, :, None]).add_(rows.offset[:, :, None])
+            wide_NK[start : start + num_rows] = of_groups.float().flatten(1)
         return wide_NK
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Equal of weights that can be joined."""
         return "int4", self.group_size
 
-    @staticmethod
-    def joined(weights: Sequence[Int4Weight], join: Join) -> Int4Weight:
-        """As one, of outputs of all."""
-        packed, scale, offset = (join([*each]) for each in zip(*(weight.tensors for weight in weights), strict=True))
-        return Int4Weight(packed, scale, offset, weights[0].dtype)
+    def like(self, *tensors: torch.Tensor) -> Int4Weight:
+        packed, scale, offset = tensors
+        return Int4Weight(packed, scale, offset, self.dtype)
 
     def part(self, axis: int, part: range) -> Int4Weight:
         """A copy of those outputs (axis 0) or inputs (axis 1). Where a group is cut, its pieces are groups of the same
         scale. Raises `ValueError` where their size would be no multiple of INT4_GRAIN."""
         if axis == 0:
-            packed, scale, offset = (each[part.start : part.stop].clone() for each in self.tensors)
-            return Int4Weight(packed, scale, offset, self.dtype)
+            return self.like(*(each.clone() for each in self.rows(part).tensors))
         size = math.gcd(self.group_size, part.start, len(part))
         if size != self.group_size and size % INT4_GRAIN:
             at = part.stop if part.start % self.group_size == 0 else part.start
@@ -123,7 +114,7 @@ def quantize_int4(weight_NK: torch.Tensor, group_size: int = INT4_GROUP_SIZE) ->
     finite.
     """
     num_rows = max(MAX_NUMBERS // weight_NK.shape[1], 1)
-    return Int4Weight.joined([_quantized(rows, group_size) for rows in torch.split(weight_NK, num_rows)], torch.cat)
+    return joined_narrow([_quantized(rows, group_size) for rows in torch.split(weight_NK, num_rows)], torch.cat)
 
 
 def _quantized(weight_NK: torch.Tensor, group_size: int) -> Int4Weight:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from engine.narrow_weight import NarrowWeight
 
 MAX_FLOATS = 1 << 22
 """Of a weight in 8 bits that are widened at once: 16 MiB beside the weight and what becomes of it. Four times as many
 take a CPU twice the time."""
 
-Join = Callable[[list[torch.Tensor]], torch.Tensor]
-"""Makes one tensor of those of several weights, whose first axis is that of outputs."""
-
 
 @dataclass(frozen=True, slots=True)
-class ScaledWeight:
+class ScaledWeight(NarrowWeight):
     """A weight in 8 bits as a checkpoint has it: `weight * scale`, a scale for each output and each group of inputs.
 
     Shapes: N outputs, K inputs, G groups.
@@ -31,12 +29,9 @@ class ScaledWeight:
     dtype: torch.dtype
     """Of the model: what the weight stands for."""
 
-    def __len__(self) -> int:
-        return len(self.weight)
-
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers as bytes: not every device can copy 8-bit floats."""
+        """Numbers as bytes: not every device can copy 8-bit floats, or put them together."""
         return self.weight.view(torch.uint8), self.scale
 
     @property
@@ -58,17 +53,11 @@ class ScaledWeight:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Equal of weights that can be joined."""
         return self.weight.dtype, self.group_size
 
-    @staticmethod
-    def joined(weights: Sequence[ScaledWeight], join: Join) -> ScaledWeight:
-        """As one, of outputs of all."""
-        first = weights[0]
-        # As bytes: not every device can put 8-bit floats together.
-        as_bytes = join([each.weight.view(torch.uint8) for each in weights])
-        scale_NG = join([each.scale for each in weights])
-        return ScaledWeight(as_bytes.view(first.weight.dtype), scale_NG, first.group_size, first.dtype)
+    def like(self, *tensors: torch.Tensor) -> ScaledWeight:
+        as_bytes, scale_NG = tensors
+        return ScaledWeight(as_bytes.view(self.weight.dtype), scale_NG, self.group_size, self.dtype)
 
     def part(self, axis: int, part: range) -> ScaledWeight:
         """A copy of those outputs (axis 0) or inputs (axis 1). Raises `ValueError` where a group would be cut."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.int4_weight import Int4Weight, quantize_int4
-from engine.scaled_weight import Join, ScaledWeight
+from engine.narrow_weight import Join, joined_narrow
+from engine.scaled_weight import ScaledWeight
 
 Weight = torch.Tensor | ScaledWeight | Int4Weight
 """Not a tensor where the products to be made are in fewer bits, and nowhere else."""
@@ -32,9 +33,7 @@ def joined(weights: Sequence[Weight], join: Join) -> Weight:
     """As one, of outputs of all: in fewer bits where all are in the same form."""
     narrow = [weight for weight in weights if not isinstance(weight, torch.Tensor)]
     if len(narrow) == len(weights) and len({weight.form for weight in narrow}) == 1:
-        scaled = [weight for weight in narrow if isinstance(weight, ScaledWeight)]
-        int4 = [weight for weight in narrow if isinstance(weight, Int4Weight)]
-        return ScaledWeight.joined(scaled, join) if scaled else Int4Weight.joined(int4, join)
+        return joined_narrow(narrow, join)
     return join([dequantized(weight) for weight in weights])
 
 

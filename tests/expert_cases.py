@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from engine.int4_weight import Int4Weight
-from engine.models.expert_products import ScaledStack
+from engine.scaled_weight import ScaledWeight
 
 UNIT = {torch.float32: 2**-20, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 FORMS = [torch.float8_e4m3fn, torch.int8]
@@ -19,13 +19,15 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -
 
 def stack_of(
     shape: tuple[int, int, int], group_size: int, form: torch.dtype, dtype: torch.dtype, device: str = "cpu"
-) -> ScaledStack:
-    """[experts, outputs, inputs], whose groups differ in size by hundreds. `group_size` 0: a scale for each output."""
+) -> ScaledWeight:
+    """Of `shape`: experts, outputs, inputs; one expert's outputs below the other's. Groups differ in size by hundreds.
+    `group_size` 0: a scale for each output."""
     numbers = randn(*shape, dtype=torch.float32, seed=shape[1]) * 30
     stored = numbers.round().clamp(-127, 127).to(form) if form == torch.int8 else numbers.to(form)
     num_groups = -(-shape[2] // group_size) if group_size else 1
     scale = torch.logspace(-4, -2, shape[0] * shape[1] * num_groups).view(*shape[:2], num_groups)
-    return ScaledStack(stored.to(device), scale.flip(0, 1).contiguous().to(device), group_size or shape[2], dtype)
+    scale = scale.flip(0, 1).flatten(0, 1).to(device)
+    return ScaledWeight(stored.flatten(0, 1).to(device), scale, group_size or shape[2], dtype)
 
 
 def int4_weight_of(
@@ -50,10 +52,10 @@ def ends_of(counts: list[int], device: str = "cpu") -> torch.Tensor:
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
 
 
-def exact_product(x_RK: torch.Tensor, stack: ScaledStack, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_product(x_RK: torch.Tensor, stack: ScaledWeight, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(the product, the sum of its terms' sizes), in float64."""
     groups = torch.arange(x_RK.shape[1], device=x_RK.device) // stack.group_size
-    weight = stack.weight.double() * stack.scale.double()[:, :, groups]
+    weight = (stack.weight.double() * stack.scale.double()[:, groups]).unflatten(0, (len(counts), -1))
     experts = torch.repeat_interleave(torch.tensor(counts)).to(x_RK.device)
     terms = x_RK.double()[:, None, :] * weight[experts]
     return terms.sum(dim=2), terms.abs().sum(dim=2)

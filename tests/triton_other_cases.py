@@ -32,10 +32,10 @@ from engine.kernels.gpu.product import (
     scaled_row_config,
 )
 from engine.lora.adapters import AddedPart
-from engine.models.expert_products import ScaledStack
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
 from engine.sampling_params import SamplingParams
+from engine.scaled_weight import ScaledWeight
 from engine.scheduling.sequence import Sequence
 
 NUM_KV_HEADS, BLOCK_SIZE = 8, 16
@@ -162,9 +162,9 @@ def compile_experts(experts: Experts, num_tokens: int, dtype: torch.dtype) -> No
     for product, (size_n, size_k) in {"gate_up": (2 * down[1], down[0]), "down": down}.items():
         now.case = f"{name}, {product}"
         num_groups = -(-size_k // experts.group_size) if experts.group_size else 1
-        weight = torch.zeros(1, size_n, size_k, dtype=experts.form)  # one will do
-        stack = ScaledStack(weight, torch.ones(1, size_n, num_groups), experts.group_size, dtype)
-        expert_product(torch.zeros(num_rows, size_k, dtype=dtype), stack, tiles, config)
+        weight = torch.zeros(size_n, size_k, dtype=experts.form)  # one will do
+        stack = ScaledWeight(weight, torch.ones(size_n, num_groups), experts.group_size, dtype)
+        expert_product(torch.zeros(num_rows, size_k, dtype=dtype), stack, 1, tiles, config)
 
 
 def compile_int4_experts(

@@ -34,8 +34,9 @@ from engine.float8 import why_no_float8
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
-from engine.models.expert_products import ExpertProducts, PlainExperts, ScaledStack
+from engine.models.expert_products import ExpertProducts, PlainExperts
 from engine.models.rope_config import RopeConfig
+from engine.scaled_weight import ScaledWeight
 
 if TYPE_CHECKING:
     from engine.attention.triton_latents import TritonLatentAttention
@@ -200,9 +201,9 @@ def random_experts(
         return PlainExperts(*weights)
     group = min(GROUP_SIZE, sizes.expert_size)
     stacks = [
-        ScaledStack(
-            (weight * 64).to(weight_dtype),
-            torch.full((*weight.shape[:2], -(-weight.shape[2] // group)), 1 / 64, device=setting.device),
+        ScaledWeight(
+            (weight * 64).to(weight_dtype).flatten(0, 1),
+            torch.full((len(weight) * weight.shape[1], -(-weight.shape[2] // group)), 1 / 64, device=setting.device),
             group,
             dtype,
         )

@@ -15,7 +15,7 @@ from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import FourBitSizes
 from engine.int4_weight import Int4Weight
 from engine.kernels.gpu import why_no_triton
-from engine.models.expert_products import ExpertProducts, Int4Stack, ScaledExperts
+from engine.models.expert_products import ExpertProducts, ScaledExperts
 
 GROUP_SIZE = 128
 MAX_ERROR = 1e-2
@@ -54,14 +54,14 @@ def random_experts(sizes: FourBitSizes, dtype: torch.dtype, setting: Setting) ->
     return TritonInt4Experts(*random_stacks(sizes, dtype, setting))
 
 
-def random_stacks(sizes: FourBitSizes, dtype: torch.dtype, setting: Setting) -> tuple[Int4Stack, Int4Stack]:
+def random_stacks(sizes: FourBitSizes, dtype: torch.dtype, setting: Setting) -> tuple[Int4Weight, Int4Weight]:
     """(gate and up, down)"""
 
-    def stack(num_outputs: int, num_inputs: int) -> Int4Stack:
+    def stack(num_outputs: int, num_inputs: int) -> Int4Weight:
         shape = sizes.num_experts * num_outputs, num_inputs // min(GROUP_SIZE, num_inputs)
         packed = torch.randint(256, (shape[0], num_inputs // 2), dtype=torch.uint8, device=setting.device)
         # Numbers about 1 / sqrt(inputs) large; not all of bfloat16.
         scale = (torch.rand(shape, device=setting.device) + 0.5).half().float() * num_inputs**-0.5 / 4
-        return Int4Stack(Int4Weight(packed, scale, -8 * scale, dtype), sizes.num_experts)
+        return Int4Weight(packed, scale, -8 * scale, dtype)
 
     return stack(2 * sizes.expert_size, sizes.hidden_size), stack(sizes.hidden_size, sizes.expert_size)

@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -54,74 +53,38 @@ class PlainExperts(ExpertProducts):
         return F.grouped_mm(F.silu(gate) * up, self._down_EID, offs=ends_E)
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledStack:
-    """One weight of every expert: each a `ScaledWeight`, all of the same form."""
-
-    weight: torch.Tensor
-    """[E, N, K] int8 or float8_e4m3fn."""
-    scale: torch.Tensor
-    """[E, N, G] float32."""
-    group_size: int
-    """As of a `ScaledWeight`."""
-    dtype: torch.dtype
-    """Of the model."""
-
-    def of_expert(self, e: int) -> ScaledWeight:
-        """Not a copy."""
-        return ScaledWeight(self.weight[e], self.scale[e], self.group_size, self.dtype)
+ExpertStack = ScaledWeight | Int4Weight
+"""One weight of every expert, all of the same form: one below the other, as one of E * N outputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Int4Stack:
-    """One weight of every expert, each an `Int4Weight`, all of the same form."""
-
-    weight: Int4Weight
-    """All of them, one below the other, as one of E * N outputs."""
-    num_experts: int
-
-    def of_expert(self, e: int) -> Int4Weight:
-        """Not a copy."""
-        size = len(self.weight) // self.num_experts
-        packed, scale, offset = (each[e * size : (e + 1) * size] for each in self.weight.tensors)
-        return Int4Weight(packed, scale, offset, self.weight.dtype)
-
-
-Stack = TypeVar("Stack", ScaledStack, Int4Stack)
-
-
-def stack_of(weights: Iterable[Weight], num_experts: int) -> ScaledStack | Int4Stack | None:
+def stack_of(weights: Iterable[Weight], num_experts: int) -> ExpertStack | None:
     """None where one is plain, or in another form than the first. They are asked for one after the other."""
-    stack: ScaledStack | Int4Stack | None = None
+    stack: ExpertStack | None = None
     for e, weight in enumerate(weights):
         if isinstance(weight, torch.Tensor):
             return None
-        stack = stack or _with_room(weight, num_experts)
-        room = stack.of_expert(e)
-        if weight.form != room.form:
+        if stack is None:
+            stack = weight.with_room(num_experts * len(weight))
+        if weight.form != stack.form:
             return None
-        for to, tensor in zip(room.tensors, weight.tensors, strict=True):
+        for to, tensor in zip(of_expert(stack, e, num_experts).tensors, weight.tensors, strict=True):
             to.copy_(tensor)
     return stack
 
 
-def _with_room(first: ScaledWeight | Int4Weight, num_experts: int) -> ScaledStack | Int4Stack:
-    """For as many weights like `first`, with any numbers."""
-    if isinstance(first, Int4Weight):
-        packed, scale, offset = (each.new_empty(num_experts * len(each), each.shape[1]) for each in first.tensors)
-        return Int4Stack(Int4Weight(packed, scale, offset, first.dtype), num_experts)
-    as_bytes, scale = (each.new_empty(num_experts, *each.shape) for each in first.tensors)
-    return ScaledStack(as_bytes.view(first.weight.dtype), scale, first.group_size, first.dtype)
+def of_expert(stack: ExpertStack, e: int, num_experts: int) -> ExpertStack:
+    """Not a copy."""
+    size = len(stack) // num_experts
+    return stack.rows(range(e * size, (e + 1) * size))
 
 
-class ScaledExperts(ExpertProducts, Generic[Stack]):
+class ScaledExperts(ExpertProducts):
     """Weights alone: what is multiplied with them keeps its dtype."""
 
     reads_back = True
 
-    def __init__(self, gate_up: Stack, down: Stack) -> None:
-        self.gate_up: Stack = gate_up
-        self.down: Stack = down
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack) -> None:
+        self.gate_up, self.down = gate_up, down
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         bounds = [0, *ends_E.tolist()]
@@ -129,10 +92,10 @@ class ScaledExperts(ExpertProducts, Generic[Stack]):
         return _multiplied(F.silu(gate) * up, self.down, bounds)
 
 
-def _multiplied(x_RK: torch.Tensor, stack: ScaledStack | Int4Stack, bounds: list[int]) -> torch.Tensor:
+def _multiplied(x_RK: torch.Tensor, stack: ExpertStack, bounds: list[int]) -> torch.Tensor:
     """Each expert's weight is widened for its rows, and let go."""
     parts = [
-        F.linear(x_RK[start:end], stack.of_expert(e).dequantized())
+        F.linear(x_RK[start:end], of_expert(stack, e, len(bounds) - 1).dequantized())
         for e, (start, end) in enumerate(pairwise(bounds))
         if start < end
     ]
@@ -165,7 +128,7 @@ class ExpertWeights:
     config: ExpertsConfig
     hidden_size: int
 
-    def take_stacked(self) -> tuple[ScaledStack | Int4Stack, ScaledStack | Int4Stack] | None:
+    def take_stacked(self) -> tuple[ExpertStack, ExpertStack] | None:
         """(gate and up, down) as they are stored; None where all experts' are not in fewer bits, and alike."""
         gate_up = stack_of(self._gate_up(), self.config.num_experts)
         down = None if gate_up is None else stack_of(self._down(), self.config.num_experts)

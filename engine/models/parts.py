@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from engine.int4_weight import Int4Weight
 from engine.layers import (
     FloatLinear,
     GatedLinear,
@@ -29,16 +30,15 @@ from engine.models.expert_products import (
     ExpertProducts,
     ExpertWeight,
     ExpertWeights,
-    Int4Stack,
     PlainExperts,
     ScaledExperts,
-    ScaledStack,
     SumOfExperts,
     sum_of_experts,
 )
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
+from engine.scaled_weight import ScaledWeight
 from engine.weight import Weight, stacked
 
 
@@ -61,9 +61,9 @@ class Parts:
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
     each_expert: Callable[[Iterator[ExpertWeight]], ExpertProducts] | None = None
     """Of experts whose weights are kept one by one, as stored; None: all are stacked, as one of those around this."""
-    scaled_experts: Callable[[ScaledStack, ScaledStack], ExpertProducts] = ScaledExperts
+    scaled_experts: Callable[[ScaledWeight, ScaledWeight], ExpertProducts] = ScaledExperts
     """Of (gate and up, down), in 8 bits."""
-    int4_experts: Callable[[Int4Stack, Int4Stack], ExpertProducts] = ScaledExperts
+    int4_experts: Callable[[Int4Weight, Int4Weight], ExpertProducts] = ScaledExperts
     """The same in 4 bits (engine/int4_weight.py)."""
     four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
     """Of (gate and up, down), in MXFP4. None: such weights are widened when they are loaded."""
@@ -125,9 +125,9 @@ class PartsFactory:
         if self.parts.each_expert is not None:
             return self.parts.each_expert(weights.take_each())
         match weights.take_stacked():
-            case (ScaledStack() as gate_up, ScaledStack() as down):
+            case (ScaledWeight() as gate_up, ScaledWeight() as down):
                 return self.parts.scaled_experts(gate_up, down)
-            case (Int4Stack() as gate_up, Int4Stack() as down):
+            case (Int4Weight() as gate_up, Int4Weight() as down):
                 return self.parts.int4_experts(gate_up, down)
         return self.parts.plain_experts(*weights.take_plain())
 

@@ -17,10 +17,9 @@ from engine.model_loader.weights import DummyWeights, Weights
 from engine.models.decoder import PLAIN_PARTS
 from engine.models.expert_products import (
     ExpertProducts,
-    Int4Stack,
     PlainExperts,
     ScaledExperts,
-    ScaledStack,
+    of_expert,
     stack_of,
 )
 from engine.models.experts_config import qwen_experts
@@ -61,9 +60,7 @@ def test_plain_experts_are_what_they_are_in_8_bits_widened() -> None:
     counts, scaled = [2, 0, 5, 1], DummyEightBitWeights(3, "bfloat16", "cpu", BLOCKS)
     experts = products_of(scaled)
     assert isinstance(experts, ScaledExperts)
-    weights = [
-        torch.stack([stack.of_expert(e).dequantized() for e in range(4)]) for stack in (experts.gate_up, experts.down)
-    ]
+    weights = [stack.dequantized().unflatten(0, (4, -1)) for stack in (experts.gate_up, experts.down)]
     x = randn(8, 48, dtype=BFLOAT16)
     expected = PlainExperts(*weights)(x, ends_of(counts)).double()
     assert expected.abs().max() > 0.1
@@ -108,8 +105,9 @@ def test_weights_in_8_bits_stay_as_they_are() -> None:
     for stack, kinds, shape in ((experts.gate_up, ("gate", "up"), (24, 48)), (experts.down, ("down",), (48, 24))):
         for e in range(4):
             parts = [weights.take_product(f"layer.experts.{e}.{kind}_proj.weight", shape) for kind in kinds]
-            assert torch.equal(stack.weight[e].float(), torch.cat([part.weight.float() for part in parts]))
-            assert torch.equal(stack.scale[e], torch.cat([part.scale for part in parts]))
+            held = of_expert(stack, e, 4)
+            assert torch.equal(held.weight.float(), torch.cat([part.weight.float() for part in parts]))
+            assert torch.equal(held.scale, torch.cat([part.scale for part in parts]))
         assert (stack.weight.dtype, stack.group_size, stack.dtype) == (torch.float8_e4m3fn, 16, BFLOAT16)
 
 
@@ -143,8 +141,8 @@ def test_a_stack_is_of_weights_asked_for_one_after_the_other() -> None:
     for other in others:
         assert stack_of([one, other], 2) is stack_of([other, one], 2) is None
     stack = stack_of(iter([one, one]), 2)
-    assert isinstance(stack, ScaledStack)
-    assert torch.equal(stack.of_expert(1).dequantized(), one.dequantized())
+    assert isinstance(stack, ScaledWeight)
+    assert torch.equal(of_expert(stack, 1, 2).dequantized(), one.dequantized())
 
 
 # -- 4 bits ---------------------------------------------------------------------------------------------------------
@@ -178,12 +176,12 @@ def test_weights_in_4_bits_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     experts = int4_products_of(weights)
     assert isinstance(experts, ScaledExperts)
     for stack, kinds, shape in ((experts.gate_up, ("gate", "up"), (96, 64)), (experts.down, ("down",), (64, 96))):
-        assert isinstance(stack, Int4Stack)
+        assert isinstance(stack, Int4Weight)
         for e in range(4):
             parts = [weights.take_product(f"layer.experts.{e}.{kind}_proj.weight", shape) for kind in kinds]
-            for i, held in enumerate(stack.of_expert(e).tensors):
+            for i, held in enumerate(of_expert(stack, e, 4).tensors):
                 assert torch.equal(held, torch.cat([part.tensors[i] for part in parts]))
-        assert (stack.weight.group_size, stack.weight.dtype) == (32, BFLOAT16)
+        assert (stack.group_size, stack.dtype) == (32, BFLOAT16)
 
 
 def in_larger_groups(weight: Int4Weight) -> Int4Weight:
@@ -203,7 +201,7 @@ def test_weights_in_4_bits_that_are_not_alike_are_widened(name: str, change: Cal
 def test_experts_in_4_bits_are_what_they_are_widened() -> None:
     counts, experts = [2, 0, 5, 1], int4_products_of(Int4Experts())
     assert isinstance(experts, ScaledExperts)
-    weights = [stack.weight.dequantized().unflatten(0, (4, -1)) for stack in (experts.gate_up, experts.down)]
+    weights = [stack.dequantized().unflatten(0, (4, -1)) for stack in (experts.gate_up, experts.down)]
     x = randn(8, 64, dtype=BFLOAT16)
     expected = PlainExperts(*weights)(x, ends_of(counts)).double()
     assert expected.abs().max() > 0.1
@@ -218,8 +216,8 @@ def test_ranks_have_a_part_of_each_expert_in_4_bits(group_size: int) -> None:
     x, parts = randn(8, 192, dtype=BFLOAT16), [int4_products_of(rank_of(whole, rank), 96, 192) for rank in range(2)]
     for part in parts:
         assert isinstance(part, ScaledExperts)
-        assert isinstance(part.down, Int4Stack)
-        assert part.down.weight.group_size == {32: 32, 64: 32, 192: 96, -1: 96}[group_size]
+        assert isinstance(part.down, Int4Weight)
+        assert part.down.group_size == {32: 32, 64: 32, 192: 96, -1: 96}[group_size]
     expected = int4_products_of(whole, 192, 192)(x, ends_of(counts)).double()
     total = sum(part(x, ends_of(counts)).double() for part in parts)
     assert (total - expected).norm() < 0.01 * expected.norm()

@@ -16,7 +16,7 @@ from engine.kernels.gpu.experts import expert_config, expert_product, max_tiles,
 from engine.kernels.gpu.gpu_kind import H200, gpu_kind
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonScaledExperts
 from engine.models import expert_choice, expert_products
-from engine.models.expert_products import ScaledExperts
+from engine.models.expert_products import ExpertProducts, ScaledExperts
 from engine.models.experts_config import ExpertsConfig
 
 BFLOAT16 = torch.bfloat16
@@ -89,7 +89,7 @@ def test_products_against_float64(case: str, dtype: torch.dtype, form: torch.dty
     stack = stack_of((len(counts), num_outputs, num_inputs), size, form, dtype, DEVICE)
     x = randn(sum(counts), num_inputs, dtype=dtype, seed=1, device=DEVICE)
     config = expert_config(gpu_kind(DEVICE), len(x), len(counts), x.itemsize)
-    y = expert_product(x, stack, tiles_of(ends_of(counts, DEVICE), len(x), config.block_t), config)
+    y = expert_product(x, stack, len(counts), tiles_of(ends_of(counts, DEVICE), len(x), config.block_t), config)
     expected, size_of_terms = exact_product(x, stack, counts)
     assert (y.dtype, y.shape) == (dtype, expected.shape)
     assert ((y.double() - expected).abs() <= UNIT[dtype] * size_of_terms).all()
@@ -100,11 +100,13 @@ def test_tiles_without_rows_load_nothing() -> None:
     stack = stack_of((2, 16, 64), 0, torch.int8, BFLOAT16, DEVICE)
     x, config = randn(5, 64, dtype=BFLOAT16, device=DEVICE), expert_config(gpu_kind(DEVICE), 5, 2, 2)
     tiles = torch.tensor([[1, 0, 5], [1 << 20, 0, 0], [1 << 20, 5, 5]], dtype=torch.int32, device=DEVICE)
-    y = expert_product(x, stack, tiles, config)
-    assert torch.equal(y, expert_product(x, stack, tiles[:1], config))
+    y = expert_product(x, stack, 2, tiles, config)
+    assert torch.equal(y, expert_product(x, stack, 2, tiles[:1], config))
 
 
-def experts_of(num_experts: int, form: torch.dtype, dtype: torch.dtype, kind: type[ScaledExperts]) -> ScaledExperts:
+def experts_of(
+    num_experts: int, form: torch.dtype, dtype: torch.dtype, kind: type[ScaledExperts | TritonScaledExperts]
+) -> ExpertProducts:
     """64 hidden, 40 inner numbers."""
     gate_up = stack_of((num_experts, 80, 64), 32, form, dtype, DEVICE)
     return kind(gate_up, stack_of((num_experts, 64, 40), 0, form, dtype, DEVICE))

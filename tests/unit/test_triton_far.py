@@ -32,9 +32,9 @@ from engine.kernels.gpu.int4 import ScaledInt4
 from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
-from engine.models.expert_products import ScaledStack
 from engine.models.rope_config import RopeConfig
 from engine.models.scores import Scores
+from engine.scaled_weight import ScaledWeight
 
 FAR = 2**31
 BLOCK_SIZE = 16
@@ -156,13 +156,13 @@ def test_weights_of_far_experts_are_read() -> None:
         torch.randint(-9, 9, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         for shape in ((2, num_inputs), (num_outputs, num_inputs))
     )
-    weight = untouched(num_experts, num_outputs, num_inputs, dtype=torch.int8)
-    scale = untouched(num_experts, num_outputs, 1, dtype=torch.float32)
-    weight[-1], scale[-1] = near, 0.5
+    weight = untouched(num_experts * num_outputs, num_inputs, dtype=torch.int8)
+    scale = untouched(num_experts * num_outputs, 1, dtype=torch.float32)
+    weight[-num_outputs:], scale[-num_outputs:] = near, 0.5
     ends = torch.zeros(num_experts, dtype=torch.int32, device=DEVICE)
     ends[-1] = 2
-    stack = ScaledStack(weight, scale, num_inputs, torch.float16)
-    y = expert_product(x.half(), stack, tiles_of(ends, 2, config.block_t), config)
+    stack = ScaledWeight(weight, scale, num_inputs, torch.float16)
+    y = expert_product(x.half(), stack, num_experts, tiles_of(ends, 2, config.block_t), config)
     assert_same(y, (x.double() @ near.double().T / 2).half())
 
 

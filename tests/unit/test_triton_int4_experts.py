@@ -9,13 +9,14 @@ import torch
 from expert_cases import UNIT, ends_of, int4_weight_of, randn
 from triton_device import DEVICE, ROUNDS_AS_A_GPU  # before the kernels
 
+from engine.int4_weight import Int4Weight
 from engine.kernels.gpu.experts import expert_config, tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.int4 import ScaledInt4, int4_product
 from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.invariant_parts import INVARIANT_PARTS
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonInt4Experts
-from engine.models.expert_products import Int4Stack, ScaledExperts
+from engine.models.expert_products import ScaledExperts, of_expert
 
 BFLOAT16 = torch.bfloat16
 DTYPES = [pytest.param(x, marks=pytest.mark.slow if x == torch.float16 else ()) for x in UNIT]
@@ -30,20 +31,19 @@ def stack_of(
     group_size: int,
     dtype: torch.dtype,
     scale_dtype: torch.dtype = torch.float32,
-) -> Int4Stack:
-    weight = int4_weight_of(num_experts * num_outputs, num_inputs, group_size, dtype, scale_dtype, DEVICE)
-    return Int4Stack(weight, num_experts)
+) -> Int4Weight:
+    return int4_weight_of(num_experts * num_outputs, num_inputs, group_size, dtype, scale_dtype, DEVICE)
 
 
-def product(x: torch.Tensor, stack: Int4Stack, counts: list[int]) -> torch.Tensor:
+def product(x: torch.Tensor, stack: Int4Weight, counts: list[int]) -> torch.Tensor:
     config = expert_config(gpu_kind(DEVICE), len(x), len(counts), x.itemsize)
     tiles = tiles_of(ends_of(counts, DEVICE), len(x), config.block_t)
-    return int4_expert_product(x, ScaledInt4.of(stack.weight), len(counts), tiles, config)
+    return int4_expert_product(x, ScaledInt4.of(stack), len(counts), tiles, config)
 
 
-def exact_product(x: torch.Tensor, stack: Int4Stack, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_product(x: torch.Tensor, stack: Int4Weight, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(the product, the sum of its terms' sizes), in float64."""
-    weight = stack.weight.dequantized().double().unflatten(0, (stack.num_experts, -1))
+    weight = stack.dequantized().double().unflatten(0, (len(counts), -1))
     terms = x.double()[:, None, :] * weight[torch.repeat_interleave(torch.tensor(counts)).to(x.device)]
     return terms.sum(dim=2), terms.abs().sum(dim=2)
 
@@ -82,7 +82,7 @@ def test_an_expert_multiplies_as_a_layer_of_its_weight_does(dtype: torch.dtype, 
     x = randn(22, 320, dtype=dtype, seed=1, device=DEVICE)
     config = replace(expert_config(gpu_kind(DEVICE), 22, 4, x.itemsize), num_programs=0)
     parts = [
-        int4_product(rows, ScaledInt4.of(stack.of_expert(e)), None, config)
+        int4_product(rows, ScaledInt4.of(of_expert(stack, e, 4)), None, config)
         for e, rows in enumerate(x.split(counts))
         if len(rows)
     ]
@@ -95,10 +95,10 @@ def test_an_expert_multiplies_as_a_layer_of_its_weight_does(dtype: torch.dtype, 
 def test_each_weight_is_what_it_is_widened_to(group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     """Rows of 0 and a single 1 let one weight through."""
     stack = stack_of(2, 50, 96, group_size, dtype, scale_dtype)
-    assert (ScaledInt4.of(stack.weight).offset is None) == (scale_dtype == BFLOAT16)
+    assert (ScaledInt4.of(stack).offset is None) == (scale_dtype == BFLOAT16)
     y = product(torch.eye(96, dtype=dtype, device=DEVICE).repeat(2, 1), stack, [96, 96])
-    for e, of_expert in enumerate(y.split(96)):
-        assert torch.equal(of_expert, stack.of_expert(e).dequantized().T)
+    for e, widened in enumerate(y.split(96)):
+        assert torch.equal(widened, of_expert(stack, e, 2).dequantized().T)
 
 
 @SCALES
@@ -109,7 +109,7 @@ def test_nothing_but_a_rows_own_is_read(scale_dtype: torch.dtype) -> None:
     stack = stack_of(4, num_outputs, num_inputs, group_size, BFLOAT16, scale_dtype)
     x = randn(5, num_inputs, dtype=BFLOAT16, seed=1, device=DEVICE)
     expected = product(x, stack, counts)
-    clean = ScaledInt4.of(stack.weight)
+    clean = ScaledInt4.of(stack)
     weight = replace(clean, scale=among_nan(clean.scale), offset=among_nan(clean.offset))
     for tensor in (weight.scale, weight.offset):
         for e in (0, 3):
@@ -138,7 +138,7 @@ def among_nan(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def test_tiles_without_rows_load_nothing() -> None:
     """Not even of the expert that stands there, who is none here."""
-    weight = ScaledInt4.of(stack_of(2, 16, 64, 32, BFLOAT16).weight)
+    weight = ScaledInt4.of(stack_of(2, 16, 64, 32, BFLOAT16))
     x, config = randn(5, 64, dtype=BFLOAT16, device=DEVICE), expert_config(gpu_kind(DEVICE), 5, 2, 2)
     tiles = torch.tensor([[1, 0, 5], [1 << 20, 0, 0], [1 << 20, 5, 5]], dtype=torch.int32, device=DEVICE)
     y = int4_expert_product(x, weight, 2, tiles, config)

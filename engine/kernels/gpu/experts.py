@@ -28,7 +28,7 @@ import triton.language as tl
 
 from engine.kernels.gpu.eight_bits import ProductConfig, product_tile, zero_of
 from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
-from engine.models.expert_products import ScaledStack
+from engine.scaled_weight import ScaledWeight
 
 TILE_FIELDS = 3
 """Of a tile: its expert, its first row, and where its expert's rows end."""
@@ -95,23 +95,23 @@ def _tiles_kernel(
 
 
 def expert_product(
-    x_RK: torch.Tensor, stack: ScaledStack, tiles_G3: torch.Tensor, config: ProductConfig
+    x_RK: torch.Tensor, weight: ScaledWeight, num_experts: int, tiles_G3: torch.Tensor, config: ProductConfig
 ) -> torch.Tensor:
     """Each row times its expert's weight: [R, N] in x's dtype. All contiguous; groups as of `scaled_product`.
 
-    `tiles_G3`: see `tiles_of`, of tiles of `config.block_t` rows.
+    `weight`: of all experts, E * N outputs. `tiles_G3`: see `tiles_of`, of tiles of `config.block_t` rows.
     """
     num_rows, size_k = x_RK.shape
-    size_n, num_groups = stack.scale.shape[1:]
-    group_size = stack.group_size if num_groups > 1 else 0
+    size_n = len(weight) // num_experts
+    group_size = weight.group_size if weight.has_groups else 0
     if group_size:
         config = config.within(group_size)
     out_RN = x_RK.new_empty(num_rows, size_n)
     # Programs of a tile of rows are neighbours, and so are the tiles of an expert, whose weight is read once if a cache
     # holds it; tiles without rows come last.
     _expert_kernel[(triton.cdiv(size_n, config.block_n), len(tiles_G3))](
-        x_RK, stack.weight, stack.scale, tiles_G3, out_RN,
-        SIZE_N=size_n, SIZE_K=size_k, GROUP_SIZE=group_size, ZERO=zero_of(stack.weight), FIELDS=TILE_FIELDS,
+        x_RK, weight.weight, weight.scale, tiles_G3, out_RN,
+        SIZE_N=size_n, SIZE_K=size_k, GROUP_SIZE=group_size, ZERO=zero_of(weight.weight), FIELDS=TILE_FIELDS,
         TILE_ROWS=config.block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -25,7 +25,7 @@ def int4_expert_product(
 ) -> torch.Tensor:
     """Each row times its expert's weight: [R, N] in x's dtype. All contiguous.
 
-    `weight`: of an `Int4Stack`, E * N outputs. `tiles_G3`: see `engine.kernels.gpu.experts.tiles_of`, of tiles of
+    `weight`: of all experts, E * N outputs. `tiles_G3`: see `engine.kernels.gpu.experts.tiles_of`, of tiles of
     `config.block_t` rows.
     """
     num_rows, size_k = x_RK.shape

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from engine.int4_weight import Int4Weight
 from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.eight_bits import FEW_ROWS, MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
@@ -19,7 +20,7 @@ from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
 from engine.layers import GatedLinear, Linear, RMSNorm
-from engine.models.expert_products import ExpertProducts, Int4Stack, ScaledExperts, ScaledStack
+from engine.models.expert_products import ExpertProducts
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
 from engine.quantization import (
@@ -30,6 +31,7 @@ from engine.quantization import (
     Int8Linear,
     QuantizedLinears,
 )
+from engine.scaled_weight import ScaledWeight
 from engine.weight import Weight, as_int4
 
 
@@ -116,27 +118,27 @@ class TritonInt4Linear(Int4Linear):
         return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
-class TritonScaledExperts(ScaledExperts[ScaledStack]):
+class TritonScaledExperts(ExpertProducts):
     reads_back = False
 
-    def __init__(self, gate_up: ScaledStack, down: ScaledStack) -> None:
-        super().__init__(gate_up, down)
+    def __init__(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
+        self._gate_up, self._down = gate_up, down
         self._kind = gpu_kind(gate_up.weight.device)
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        num_rows = len(x_RD)
-        config = expert_config(self._kind, num_rows, len(ends_E), x_RD.itemsize)
+        num_rows, num_experts = len(x_RD), len(ends_E)
+        config = expert_config(self._kind, num_rows, num_experts, x_RD.itemsize)
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
-        gate_up = expert_product(x_RD.contiguous(), self.gate_up, tiles_G3, config)
-        return expert_product(silu_multiply(gate_up), self.down, tiles_G3, config)
+        gate_up = expert_product(x_RD.contiguous(), self._gate_up, num_experts, tiles_G3, config)
+        return expert_product(silu_multiply(gate_up), self._down, num_experts, tiles_G3, config)
 
 
 class TritonInt4Experts(ExpertProducts):
     reads_back = False
 
-    def __init__(self, gate_up: Int4Stack, down: Int4Stack) -> None:
+    def __init__(self, gate_up: Int4Weight, down: Int4Weight) -> None:
         # As of layers, what was given is not kept: its scales take more bytes.
-        self._gate_up, self._down = ScaledInt4.of(gate_up.weight), ScaledInt4.of(down.weight)
+        self._gate_up, self._down = ScaledInt4.of(gate_up), ScaledInt4.of(down)
         self._kind = gpu_kind(self._gate_up.packed.device)
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
