@@ -149,7 +149,6 @@ class WorkerProcess:
         )
         self._watchdog: asyncio.Task[None] | None = None
         self._lora_dir = Path(args.lora_dir).expanduser() if args.lora_dir else None
-        self._lora_folder: LoRAFolder | None = None
         self._lora_task: asyncio.Task[None] | None = None
         self._ranks = RankExits(self._on_failure)
         self._metrics: WorkerMetrics | None = None
@@ -209,16 +208,17 @@ class WorkerProcess:
             raise CannotLoad(f"lora_dir: there is no folder {self._lora_dir}")
 
     async def _read_lora_dir(self) -> None:
-        """What is there before anybody hears of this worker."""
+        """What is there before anybody hears of this worker, and from then on what comes and goes."""
         if self._lora_dir is None:
             return
-        self._lora_folder = LoRAFolder(
+        folder = LoRAFolder(
             self._lora_dir,
             self.engine,
             names_of_others=[self._config.model.served_model_name, *self._config.model.aliases],
             on_change=self._registration.beat_now,
         )
-        await self._lora_folder.look(waits=False)
+        await folder.look(waits=False)
+        self._lora_task = asyncio.create_task(folder.follow())
 
     def _make_services(self, pool: KVPool, make_service: MakeService) -> None:
         """The role's own, and `Worker`."""
@@ -265,8 +265,6 @@ class WorkerProcess:
     def _register(self) -> None:
         self._reporter.start()
         self._registration.start()
-        if self._lora_folder is not None:
-            self._lora_task = asyncio.create_task(self._lora_folder.follow())
 
     async def drain(self, grace_s: float) -> None:
         """Take no new work; wait, at most `grace_s` seconds, until what runs has finished. Not without an engine."""
