@@ -109,8 +109,6 @@ class Client(ClientBase):
             except (TandemError, ClientClosed) as error:
                 if stream.has_ended:  # all has come but the status
                     return
-                if isinstance(error, ClientClosed):
-                    raise
                 time.sleep(stream.wait_s(error))
                 continue
             stream.answers().check_ended()
@@ -261,8 +259,6 @@ class AsyncClient(ClientBase):
             except (TandemError, ClientClosed) as error:
                 if stream.has_ended:
                     return
-                if isinstance(error, ClientClosed):
-                    raise
                 await asyncio.sleep(stream.wait_s(error))
                 continue
             stream.answers().check_ended()

@@ -128,7 +128,7 @@ class ResumableStream:
             answer.is_complete = True
             answer.ClearField("token_ids")
 
-    def wait_s(self, error: TandemError) -> float:
+    def wait_s(self, error: Exception) -> float:
         """How long to wait before the next call, after one ended with `error`. Raises it where there is none."""
         if self._may_ask_another and not (self.is_accepted or self._has_received) and isinstance(error, LOST):
             self._may_ask_another = False
@@ -150,7 +150,7 @@ class ResumableStream:
         self._wait_s = min(2 * self._wait_s, LAST_WAIT_S)
         return min(wait_s, left_s)
 
-    def _may_go_on(self, error: TandemError) -> bool:
+    def _may_go_on(self, error: Exception) -> bool:
         if isinstance(error, RequestExists):
             return self._may_be_running
         if not isinstance(error, LOST):
