@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 from protos import tandem_inference_pb2 as inference_pb
@@ -59,7 +59,7 @@ from router.taken_room import TakenRoom
 from router.timings import timings_of
 from router.validation.resumption import kind_name
 from router.worker_commands import WorkerCommands
-from router.worker_pool import WorkerPool
+from router.worker_pool import NOTHING_CACHED, WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -158,17 +158,19 @@ class Lifecycle:
     async def _refuse_if_late(self) -> None:
         """For its deadline. It looks at all workers, and at all who wait. What is cached of the prompt is asked only
         where that decides."""
-        prompt, pool = self._asked.prompt_token_ids, self._parts.pool
-        queued_s = self._parts.queue.wait_s(
-            self._asked.sampling_params.priority, self._asked.fairness_id, lora_name=self.lora_name
-        )
-        num_tokens = pool.num_tokens_to_compute(len(prompt), self.lora_name)
-        if self._deadline.is_late(queued_s, num_tokens) and not self._deadline.is_late(
-            queued_s, pool.num_tokens_to_compute(1, self.lora_name)
-        ):
+        prompt, cached = self._asked.prompt_token_ids, NOTHING_CACHED
+        if self._deadline.is_late(*self._ahead(len(prompt))) and not self._deadline.is_late(*self._ahead(1)):
             cached = await self._cached_blocks(prompt, None)
-            num_tokens = pool.num_tokens_to_compute(len(prompt), self.lora_name, cached)
-        self._deadline.refuse_if_late(queued_s, num_tokens)
+        self._deadline.refuse_if_late(*self._ahead(len(prompt), cached))  # meanwhile others may have come
+
+    def _ahead(self, num_tokens: int, cached: Mapping[WorkerKey, int] = NOTHING_CACHED) -> tuple[float, float]:
+        """Of its first token, as it is now: how long it would wait for room, and how many tokens are computed then, its
+        own included, which are `num_tokens` but for what is cached."""
+        params = self._asked.sampling_params
+        return (
+            self._parts.queue.wait_s(params.priority, self._asked.fairness_id, lora_name=self.lora_name),
+            self._parts.pool.num_tokens_to_compute(num_tokens, self.lora_name, cached),
+        )
 
     @property
     def has_one_worker(self) -> bool:

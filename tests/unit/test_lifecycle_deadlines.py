@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from lifecycle_bench import PROMPT, Asked, Bench, load, settle
@@ -157,3 +158,32 @@ async def test_nobody_asks_what_is_cached_where_it_decides_nothing() -> None:
     await settle()
     assert isinstance(late.task.exception(), Overloaded)
     assert cached.num_asked == 0
+
+
+async def test_who_came_while_it_was_asked_what_is_cached_goes_before() -> None:
+    """It would not be late behind those that waited when it asked, and is behind those that wait when it is told."""
+    asking, told = asyncio.Event(), asyncio.Event()
+
+    class Slow(Cached):
+        async def longest_match(self, *asked: Any) -> dict[WorkerKey, int]:
+            if not asking.is_set():
+                asking.set()
+                await told.wait()
+            return await super().longest_match(*asked)
+
+    bench = Bench(prefixes=Slow(d=59))
+    bench.decode.set_load(load(0))
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    bench.queue.pace._seconds_per_token.add(1.0, len(PROMPT), 1.0)  # a second for each prompt that goes before
+    for _ in range(20):
+        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    forecast.num_running = 1
+    late = bench.request("late", deadline_s=now_s + 2)
+    await asking.wait()
+    waiting = [bench.request(f"waiting-{number}") for number in range(5)]
+    await settle()
+    told.set()
+    await settle()
+    assert isinstance(late.task.exception() if late.task.done() else None, Overloaded)
+    for each in waiting:
+        await each.leave()
