@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,14 +29,15 @@ from starlette.requests import ClientDisconnect
 from gateway.answers import models_of
 from gateway.asked import Asked, Body
 from gateway.choices import Choices
-from gateway.errors import ENCODED, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of_any
+from gateway.errors import ENCODED, MODEL_NOT_FOUND, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of_any
 from gateway.headers import (
     ANSWERED_ID_HEADER,
     REQUEST_ID_HEADER,
     headers_of,
+    left_s_of,
+    name_request,
     note_failed_stream,
     request_id_of,
-    timeout_of,
 )
 from gateway.messages.errors import error_of, is_of_messages
 from gateway.messages.rendering import MessageRendering
@@ -47,17 +48,19 @@ from gateway.requests import ChatRequest, CompletionRequest
 from gateway.responses.rendering import ResponseRendering
 from gateway.responses.request import ResponseRequest
 from gateway.run import Run
-from gateway.streams import Begun, ClientGone, EventStream, to_json, while_connected
+from gateway.streams import Begun, ClientGone, EventStream, to_json, while_connected, while_staying
 from gateway.tokens import CountMessagesRequest, CountRequest, DetokenizeRequest, TokenizeRequest
 from gateway.traced import Traced
 from protos.tandem_inference_pb2 import GenerateResponse
-from rpc.errors import DeadlinePassed, TandemError
+from rpc.errors import DeadlinePassed, InvalidRequest, TandemError
 from rpc.keys import bearer_of, is_one_of
 from rpc.tracing import Tracing
 from tandem import __version__
+from tandem.client import AsyncClient
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Asked)
+_T = TypeVar("_T")
 
 PAGE = Path(__file__).with_name("chat.html")
 _REF = "#/components/schemas/{model}"
@@ -232,8 +235,21 @@ class Gateway:
     ) -> Response:
         """The whole answer, or a stream that has begun."""
         body = body_type.read(await self._read(request))
-        client = await self._models.client_of(body.model or "")
-        model = body.model or (await client.model_info()).model
+        if body.request_id:
+            name_request(request, body.request_id)
+        return await self._ask(
+            request, body.model, lambda client: self._respond(request, route, body, client, rendering_of)
+        )
+
+    async def _respond(
+        self,
+        request: Request,
+        route: str,
+        body: _Body,
+        client: AsyncClient,
+        rendering_of: Callable[[Run, _Body, str], Rendering],
+    ) -> Response:
+        model = body.model or (await self._in_time(request, client.model_info)).model
 
         def on_failed(status: int) -> None:
             self._metrics.stream_failed(route, status)
@@ -287,15 +303,9 @@ class Gateway:
         body_type: type[TokenizeRequest] | type[DetokenizeRequest] | type[CountRequest] | type[CountMessagesRequest],
     ) -> Any:
         body = body_type.read(await self._read(request))
-
-        async def ask() -> dict[str, Any]:
-            return await body.answer(await self._models.client_of(body.model or ""))
-
-        try:
-            async with asyncio.timeout(timeout_of(request)):
-                answer = await while_connected(request.receive, ask())
-        except TimeoutError:
-            raise DeadlinePassed("the request's deadline passed before its tokens were known") from None
+        answer = await self._ask(
+            request, body.model, lambda client: self._in_time(request, partial(body.answer, client))
+        )
         content = await asyncio.to_thread(to_json, answer)  # a million numbers, maybe
         return Response(content, headers=headers_of(request_id_of(request)), media_type="application/json")
 
@@ -309,12 +319,15 @@ class Gateway:
         return await self._answer(request, "models", answer)
 
     async def model(self, request: Request, model: str) -> Any:
-        async def answer() -> Response:
-            client = await self._models.client_of(model)
+        async def describe(client: AsyncClient) -> dict[str, Any]:
             known = models_of([await client.model_info()], self._started_s)["data"]
-            described = next((each for each in known if each["id"] == model), None)
+            described: dict[str, Any] | None = next((each for each in known if each["id"] == model), None)
             if described is None:
                 raise no_such_model(model, [each["id"] for each in known])
+            return described
+
+        async def answer() -> Response:
+            described = await self._ask(request, model, describe)
             return JSONResponse(described, headers=headers_of(request_id_of(request)))
 
         return await self._answer(request, "models", answer)
@@ -350,6 +363,31 @@ class Gateway:
             "shows its metrics at its --metrics-listen (tandem up: --metrics-port)."
         )
         return _refuse(request, Refusal(NO_ROUTE, why))
+
+    # -- whose routers are asked --------------------------------------------------------------------------------
+
+    async def _ask(self, request: Request, model: str | None, question: Callable[[AsyncClient], Awaitable[_T]]) -> _T:
+        """What `question` says, asked by the client for the routers of `model`; where these say that they do not have
+        it, of those that have it now."""
+        name = model or ""
+        client = self._models.known(name)
+        if client is None:
+            client = await self._in_time(request, partial(self._models.client_of, name))
+        try:
+            return await question(client)
+        except (InvalidRequest, Refusal) as error:
+            if not self._models.are_several or refusal_of_any(error, "").kind != MODEL_NOT_FOUND:
+                raise
+        return await question(await self._in_time(request, partial(self._models.client_of, name, but=client)))
+
+    async def _in_time(self, request: Request, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """What routers say before the deadline of `request`, while its client waits, and until this gateway leaves. Its
+        body must have been read."""
+        try:
+            async with asyncio.timeout(left_s_of(request)):
+                return await while_connected(request.receive, while_staying(self._leaving, ask()))
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed before a router had answered") from None
 
     # -- whatever happens ---------------------------------------------------------------------------------------
 

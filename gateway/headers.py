@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Mapping
 
 from starlette.requests import Request
@@ -40,7 +41,7 @@ def headers_of(request_id: str) -> dict[str, str]:
     return {REQUEST_ID_HEADER: request_id, ANSWERED_ID_HEADER: request_id}
 
 
-def timeout_of(request: Request) -> float | None:
+def _timeout_of(request: Request) -> float | None:
     """In seconds; None: the request has no deadline. Raises `InvalidRequest`."""
     given = request.headers.get(TIMEOUT_HEADER)
     if given is None:
@@ -50,6 +51,15 @@ def timeout_of(request: Request) -> float | None:
             [(TIMEOUT_HEADER, f"must be a whole number of milliseconds from 1 to 999999999999, is {given[:40]!r}")]
         )
     return int(given) / 1000
+
+
+def left_s_of(request: Request) -> float | None:
+    """Until its deadline, which counts from when this is asked first; None: it has none. Raises `InvalidRequest`."""
+    if not hasattr(request.state, "deadline_s"):
+        timeout_s = _timeout_of(request)
+        request.state.deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline_s: float | None = request.state.deadline_s
+    return None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
 
 
 def fairness_id_of(request: Request) -> str:

@@ -1,7 +1,7 @@
 """Which routers serve the model that a request names. Each model has routers of its own.
 
-    name ──client_of──> one of those told last: its routers' client
-                         └─ of none ── all are asked ──> its client, or which names there are
+    name ──known──> one of those told last: its routers' client ──> has it gone elsewhere, as those routers say?
+             └─ of none ──> client_of: all are asked ──> its client, or which names there are <──┘
 
 What routers have told grows old: they are asked again meanwhile. Those that do not answer keep the names they had.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from gateway.errors import KINDS, MODEL_NOT_FOUND, Refusal
 from protos.tandem_inference_pb2 import GetModelInfoResponse
@@ -23,6 +24,10 @@ MAX_AGE_S = 1.0
 """Of what routers have told, before they are asked again: adapters come and go."""
 MAX_NAME_CHARS = 128
 """Of a name that is told back."""
+MAX_WAIT_S = 1.0
+"""For routers that do not answer, where others do."""
+Asking: TypeAlias = asyncio.Task[GetModelInfoResponse | TandemError]
+"""What one client's routers serve, or why they do not say so."""
 
 
 class _Served:
@@ -35,7 +40,7 @@ class _Served:
         self.error: TandemError | None = None
         """Why they did not answer when they were asked last."""
         self._address = address
-        self._asking: asyncio.Task[None] | None = None
+        self._asking: Asking | None = None
         self._answered_s: float | None = None
         """When they were asked last, by the loop's clock."""
 
@@ -43,23 +48,25 @@ class _Served:
     def is_old(self) -> bool:
         return self._answered_s is None or self._answered_s + MAX_AGE_S < asyncio.get_running_loop().time()
 
-    def ask(self) -> asyncio.Task[None]:
+    def ask(self) -> Asking:
         """What they serve: the task that finds it out. One at a time."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return self._asking
 
-    async def _ask(self) -> None:
+    async def _ask(self) -> GetModelInfoResponse | TandemError:
+        answer: GetModelInfoResponse | TandemError
         try:
-            names = _names_of(await self.client.model_info())
+            answer = await self.client.model_info()
         except TandemError as error:
-            self.error = error
+            self.error = answer = error
         else:
-            self.error = None
+            self.error, names = None, _names_of(answer)
             if names != self.names:
                 _log.info("serves", extra={"router": self._address, "models": names})
             self.names = names
         self._answered_s = asyncio.get_running_loop().time()
+        return answer
 
     async def aclose(self) -> None:
         if self._asking is not None:
@@ -73,39 +80,61 @@ class Models:
     def __init__(self, clients: Mapping[str, AsyncClient]) -> None:
         self._all = [_Served(client, address) for address, client in clients.items()]
 
-    async def client_of(self, name: str) -> AsyncClient:
-        """Whom to ask for the model of that name; of two that serve it, the one that was listed first. Of one model
-        alone nobody is asked for its names: its router knows them.
+    @property
+    def are_several(self) -> bool:
+        return len(self._all) > 1
 
-        Raises `Refusal` for a name that none has, or that is empty where it matters; and what those raise that do not
-        say whether they have it.
-        """
-        if len(self._all) == 1:
+    def known(self, name: str) -> AsyncClient | None:
+        """Whom to ask for the model of that name, as was told last; of two that serve it, the one that was listed
+        first. Of one model alone nobody is asked for its names: its router knows them."""
+        if not self.are_several:
             return self._all[0].client
-        found = self._of(name)
-        asking = {served.ask() for served in self._all if served.is_old}
-        while found is None and asking:
+        self._ask_again()
+        return self._of(name)
+
+    async def client_of(self, name: str, *, but: AsyncClient | None = None) -> AsyncClient:
+        """As `known`, once that is known. `but`: whose routers say that they do not have it, whatever they told.
+
+        Raises `Refusal` for a name that none has, or that is empty; and what those raise that do not say whether they
+        have it.
+        """
+        asking = self._ask_again(at_once=but is not None)
+        if not name:
+            if asking:
+                await asyncio.wait(asking, timeout=MAX_WAIT_S)
+            raise no_such_model(name, self._names)
+        while (found := self._of(name, but=but)) is None and asking:
             done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            found = self._of(name)
         if found is not None:
             return found
         for served in self._all:
             if served.error is not None:
                 raise served.error.with_traceback(None)
-        raise no_such_model(name, [each for served in self._all for each in served.names])
+        raise no_such_model(name, [each for each in self._names if each != name])
 
-    def _of(self, name: str) -> AsyncClient | None:
-        return next((served.client for served in self._all if name in served.names), None)
+    @property
+    def _names(self) -> list[str]:
+        return [name for served in self._all for name in served.names]
+
+    def _of(self, name: str, *, but: AsyncClient | None = None) -> AsyncClient | None:
+        return next((served.client for served in self._all if name in served.names and served.client is not but), None)
+
+    def _ask_again(self, *, at_once: bool = False) -> set[Asking]:
+        """Those whose last answer is old, or all `at_once`."""
+        return {served.ask() for served in self._all if at_once or served.is_old}
 
     async def infos(self) -> list[GetModelInfoResponse]:
-        """Of all whose routers answer. Raises what the first raises if none does."""
-        answers = await asyncio.gather(*(_or_error(served.client.model_info()) for served in self._all))
-        infos = [answer for answer in answers if isinstance(answer, GetModelInfoResponse)]
-        for answer in answers if not infos else ():
-            assert isinstance(answer, TandemError)
-            raise answer
+        """Of all whose routers answer, those that hang left out. Raises what the first raises if none does."""
+        asked = [served.ask() for served in self._all]
+        _, asking = await asyncio.wait(asked, timeout=MAX_WAIT_S)
+        while not (infos := _infos_in(asked)) and asking:
+            _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        for task in asked if not infos else ():
+            error = task.result()
+            assert isinstance(error, TandemError)
+            raise error.with_traceback(None)
         return infos
 
     async def is_serving(self) -> bool:
@@ -146,11 +175,9 @@ def _names_of(info: GetModelInfoResponse) -> tuple[str, ...]:
     return (info.model, *info.aliases, *info.lora_names)
 
 
-async def _or_error(answer: Awaitable[GetModelInfoResponse]) -> GetModelInfoResponse | TandemError:
-    try:
-        return await answer
-    except TandemError as error:
-        return error
+def _infos_in(asked: Sequence[Asking]) -> list[GetModelInfoResponse]:
+    answers = [task.result() for task in asked if task.done()]
+    return [answer for answer in answers if isinstance(answer, GetModelInfoResponse)]
 
 
 async def _is_serving(client: AsyncClient) -> bool:

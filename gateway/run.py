@@ -19,9 +19,8 @@ from gateway.errors import Refusal, refusal_in_stream
 from gateway.headers import (
     fairness_id_of,
     headers_of,
-    name_request,
+    left_s_of,
     request_id_of,
-    timeout_of,
     trace_headers_of_request,
 )
 from gateway.requests import MAX_CHOICES, CompletionRequest
@@ -56,8 +55,6 @@ class Run:
         self._running = running
         self._on_failed = on_failed
         self._body = body
-        if body.request_id:
-            name_request(request, body.request_id)
         self.request_id = request_id_of(request)
         self.prompts = body.prompts()
         self.n = body.num_answers
@@ -71,7 +68,7 @@ class Run:
         if len(self.prompts) * self.n > MAX_CHOICES:
             bound = f"may be {MAX_CHOICES} choices in all, is {self.n} to each of {len(self.prompts)} prompts"
             raise InvalidRequest([("n", bound)])
-        self._timeout_s = timeout_of(request)
+        self._timeout_s = left_s_of(request)
         self._trace_headers = trace_headers_of_request(request)
         self.headers = headers_of(self.request_id)
 

@@ -41,17 +41,26 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The request's body must have been read: what is received here is only its client's leaving.
     """
-    task = asyncio.create_task(work)
-    leaving = asyncio.create_task(_wait_disconnected(receive))
+    return await _unless(_wait_disconnected(receive), ClientGone, work)
+
+
+async def while_staying(leaving: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns or raises. When `leaving` is set before, it is cancelled: raises `Leaving`."""
+    return await _unless(leaving.wait(), Leaving, work)
+
+
+async def _unless(other: Coroutine[Any, Any, object], error: type[Exception], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns or raises, or, where `other` is over before, `error`. Cancels what is not over."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(other)
     try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise error
+        return working.result()
     finally:
-        task.cancel()
-        leaving.cancel()
-        await asyncio.wait({task, leaving})
+        working.cancel()
+        waiting.cancel()
+        await asyncio.wait({working, waiting})
 
 
 async def _wait_disconnected(receive: Receive) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from gateway_harness import TIMEOUT_S, Router, events_of
+from gateway_harness import TIMEOUT_S, Router, events_of, failing
 
 from gateway.args import GatewayArgs
 from gateway.process import run_gateway
 from protos import tandem_inference_pb2 as pb
 from protos import tandem_inference_pb2_grpc
+from rpc.errors import InvalidRequest
 from rpc.server import Server
 
 
@@ -27,6 +28,7 @@ class Named(Router):
         self.info = pb.GetModelInfoResponse(model=model, aliases=aliases, lora_names=lora_names, max_model_len=64)
         self.known = asyncio.Event()
         self.known.set()
+        self.is_asked = asyncio.Event()
 
     async def start(self) -> str:
         self.server = Server("127.0.0.1:0")
@@ -36,19 +38,21 @@ class Named(Router):
         return address
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
+        self.is_asked.set()
         await self.known.wait()
         return self.info
 
 
 @asynccontextmanager
-async def before(*routers: Named) -> AsyncIterator[httpx.AsyncClient]:
+async def before(*routers: Named, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """`more`: of the gateway's flags. It leaves when the first router's `stop` is set."""
     async with AsyncExitStack() as servers, asyncio.timeout(3 * TIMEOUT_S):
         addresses = []
         for router in routers:
             addresses.append(await router.start())
             servers.push_async_callback(router.server.drain, 0)
-        stop, announced = asyncio.Event(), asyncio.get_running_loop().create_future()
-        args = GatewayArgs(router=tuple(addresses), listen="127.0.0.1:0", resume_s=0.0)
+        stop, announced = routers[0].stop, asyncio.get_running_loop().create_future()
+        args = GatewayArgs(router=tuple(addresses), listen="127.0.0.1:0", resume_s=0.0, **more)
         running = asyncio.create_task(run_gateway(args, stop, announce=announced.set_result))
         async with httpx.AsyncClient(
             base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False, verify=False
@@ -126,8 +130,9 @@ async def test_a_name_that_none_has_is_told_which_there_are(path: str, big: Name
 
 async def test_a_request_says_which_of_them_it_is_for(big: Named, small: Named) -> None:
     async with before(big, small) as http:
-        refused = await ask(http, None)
+        refused = await ask(http, None, request_id="named")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        assert refused.headers["x-request-id"] == "named"
         assert refused.json()["error"]["message"] == "model: must be given; there is 'big', 'gpt-x', 'small', 'sql'"
 
 
@@ -173,6 +178,68 @@ async def test_whether_a_name_is_there_cannot_be_said_while_somebody_may_have_it
         refused = await ask(http, "poems")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         assert (await ask(http, "big")).status_code == 200
+
+
+@asynccontextmanager
+async def before_one_that_hangs(big: Named, small: Named) -> AsyncIterator[httpx.AsyncClient]:
+    """For less long than a question has."""
+    small.known.clear()
+    async with before(big, small, drain_grace_s=0.2) as http, asyncio.timeout(TIMEOUT_S / 2):
+        yield http
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_a_deadline_holds_while_routers_are_asked(path: str, big: Named, small: Named) -> None:
+    async with before_one_that_hangs(big, small) as http:
+        late = await http.post(path, json={"model": "poems", "prompt": "a"}, headers={"x-request-timeout-ms": "100"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_who_leaves_waits_for_no_router(path: str, big: Named, small: Named) -> None:
+    async with before_one_that_hangs(big, small) as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(path, json={"model": "poems", "prompt": "a"}, timeout=0.1)
+        while 'status="499"' not in (await http.get("/metrics")).text:
+            pass
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_a_gateway_that_leaves_waits_for_no_router(path: str, big: Named, small: Named) -> None:
+    async with before_one_that_hangs(big, small) as http:
+        asked = asyncio.create_task(http.post(path, json={"model": "poems", "prompt": "a"}))
+        await small.is_asked.wait()
+        big.stop.set()
+        told = await asked
+        assert (told.status_code, "leaving" in told.json()["error"]["message"]) == (503, True)
+
+
+async def test_what_no_router_need_be_asked_for_is_said_while_one_hangs(big: Named, small: Named) -> None:
+    async with before_one_that_hangs(big, small) as http:
+        refused = await ask(http, None)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (
+            400,
+            "model: must be given; there is 'big', 'gpt-x'",
+        )
+        assert [each["id"] for each in (await http.get("/v1/models")).json()["data"]] == ["big", "gpt-x"]
+
+
+async def test_a_name_that_has_gone_to_another_cluster_is_found_there(big: Named, small: Named) -> None:
+    """Also where nobody has asked since."""
+    async with before(big, small) as http:
+        assert (await ask(http, "sql")).status_code == 200
+        small.info.lora_names.remove("sql")
+        small.script = failing(InvalidRequest([("model", "must be 'small' or empty, is 'sql'")]))
+        refused = await ask(http, "sql")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert "there is 'big', 'gpt-x', 'small'" in refused.json()["error"]["message"]
+        small.info.lora_names.append("sql")
+        await http.get("/v1/models")
+        small.info.lora_names.remove("sql")
+        big.info.lora_names.append("sql")
+        assert (await http.get("/v1/models/sql")).json()["parent"] == "big"
+        assert (await ask(http, "sql", stream=True)).status_code == 200
+        assert big.requests.pop().model == "sql"
 
 
 def test_routers_are_given_once_each() -> None:
