@@ -59,11 +59,13 @@ class _Served:
         try:
             answer = await self.client.model_info()
         except TandemError as error:
+            if type(error) is not type(self.error):
+                _log.warning("does not say what it serves", extra={"router": self._address, "why": error.message})
             self.error = answer = error
         else:
             self.error, names = None, _names_of(answer)
             if names != self.names:
-                _log.info("serves", extra={"router": self._address, "models": names})
+                _log.info("serves", extra={"router": self._address, "models": " ".join(names)})
             self.names = names
         self._answered_s = asyncio.get_running_loop().time()
         return answer

@@ -33,9 +33,9 @@ class Named(Router):
     async def start(self) -> str:
         self.server = Server("127.0.0.1:0")
         self.server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, self, "tandem.v1.Inference")
-        address = await self.server.start()
+        self.address = await self.server.start()
         self.server.set_serving("tandem.v1.Inference", True)
-        return address
+        return self.address
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
         self.is_asked.set()
@@ -169,6 +169,20 @@ async def test_the_others_are_served_while_the_routers_of_one_do_not_answer(big:
         await big.server.drain(0)
         assert (await http.get("/health")).status_code == 503
         assert (await http.get("/v1/models")).status_code == 503
+
+
+async def test_the_log_says_once_whose_routers_do_not_answer(
+    big: Named, small: Named, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """/health does not: the others are served."""
+    monkeypatch.setattr("gateway.models.MAX_AGE_S", 0.0)
+    async with before(big, small) as http:
+        await small.server.drain(0)
+        for _ in range(3):
+            assert (await ask(http, "poems")).status_code == 503
+            assert (await http.get("/health")).status_code == 200
+        (told,) = [each for each in caplog.records if each.message == "does not say what it serves"]
+        assert told.__dict__["router"] == small.address
 
 
 async def test_whether_a_name_is_there_cannot_be_said_while_somebody_may_have_it(big: Named) -> None:
