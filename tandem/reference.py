@@ -56,7 +56,9 @@ def _row(option: click.Option, context: click.Context) -> str:
 
 
 def _plain(value: object) -> str:
-    return "" if value is None or value is False or value in ("", ()) or callable(value) else f"`{value}`"
+    if isinstance(value, tuple):
+        value = " ".join(value)
+    return "" if value is None or value is False or value == "" or callable(value) else f"`{value}`"
 
 
 def _cell(text: str) -> str:
