@@ -29,6 +29,7 @@ class Named(Router):
         self.known = asyncio.Event()
         self.known.set()
         self.is_asked = asyncio.Event()
+        self.num_asked = 0
 
     async def start(self) -> str:
         self.server = Server("127.0.0.1:0")
@@ -39,6 +40,7 @@ class Named(Router):
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
         self.is_asked.set()
+        self.num_asked += 1
         await self.known.wait()
         return self.info
 
@@ -130,7 +132,8 @@ async def test_a_name_that_none_has_is_told_which_there_are(path: str, big: Name
 
 async def test_a_request_says_which_of_them_it_is_for(big: Named, small: Named) -> None:
     async with before(big, small) as http:
-        refused = await ask(http, None, request_id="named")
+        for _ in range(2):
+            refused = await ask(http, None, request_id="named")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
         assert refused.headers["x-request-id"] == "named"
         assert refused.json()["error"]["message"] == "model: must be given; there is 'big', 'gpt-x', 'small', 'sql'"
@@ -226,6 +229,17 @@ async def test_a_gateway_that_leaves_waits_for_no_router(path: str, big: Named, 
         big.stop.set()
         told = await asked
         assert (told.status_code, "leaving" in told.json()["error"]["message"]) == (503, True)
+
+
+async def test_many_who_ask_for_what_nobody_has_are_one_question_a_second(big: Named, small: Named) -> None:
+    async with before_one_that_hangs(big, small) as http:
+        asking = [asyncio.create_task(ask(http, f"poems-{number}")) for number in range(20)]
+        await small.is_asked.wait()
+        assert (await ask(http, "big")).status_code == 200
+        small.known.set()
+        assert {(await each).status_code for each in asking} == {404}
+        assert (await ask(http, "small")).status_code == 200
+        assert big.num_asked + small.num_asked < 5
 
 
 async def test_what_no_router_need_be_asked_for_is_said_while_one_hangs(big: Named, small: Named) -> None:
