@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from lifecycle_bench import PROMPT, Asked, Bench, load, settle
+from lifecycle_bench import BLOCK, PROMPT, Asked, Bench, load, settle
 
 from router.deadline import MIN_ANSWER_S
 from router.forecast import PROMPT_OVERHEAD_TOKENS
@@ -141,6 +141,22 @@ async def test_what_is_cached_of_a_prompt_is_not_computed(num_blocks: int, is_re
     assert isinstance(asked.task.exception() if asked.task.done() else None, Overloaded) == is_refused
     if not is_refused:
         await asked.leave()
+
+
+async def test_a_prompt_is_thought_to_be_computed_where_that_is_soonest() -> None:
+    """That streams run at a decode worker makes it slower there, and that prompts wait anywhere."""
+    bench, num_tokens = Bench(with_prefill=True), len(PROMPT)
+    cached = {bench.prefill.key: 10, bench.decode.key: 20}
+    assert bench.pool.num_tokens_to_compute(num_tokens, "", cached) == num_tokens - 20 * BLOCK
+    busy = load(100, num_running=100)
+    bench.decode.set_load(busy)
+    assert bench.pool.num_tokens_to_compute(num_tokens, "", cached) == num_tokens - 10 * BLOCK
+    waiting = load(100)
+    waiting.num_waiting_tokens = 500
+    bench.prefill.set_load(waiting)
+    assert bench.pool.num_tokens_to_compute(num_tokens, "", cached) == 500 + num_tokens - 10 * BLOCK
+    bench.decode.set_load(load(100))
+    assert bench.pool.num_tokens_to_compute(num_tokens) == num_tokens
 
 
 async def test_nobody_asks_what_is_cached_where_it_decides_nothing() -> None:
