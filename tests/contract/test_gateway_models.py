@@ -212,6 +212,21 @@ async def test_a_deadline_holds_while_routers_are_asked(path: str, big: Named, s
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
+async def test_the_time_that_asking_takes_is_of_the_deadline(big: Named, small: Named) -> None:
+    async with before_one_that_hangs(big, small) as http:
+        asking = http.post(
+            "/v1/completions", json={"model": "small", "prompt": "a"}, headers={"x-request-timeout-ms": "3000"}
+        )
+        asked = asyncio.create_task(asking)
+        await small.is_asked.wait()
+        await asyncio.sleep(0.3)  # the time that it takes
+        small.known.set()
+        assert (await asked).status_code == 200
+        (left_s,) = small.deadlines_s
+        assert left_s is not None
+        assert left_s < 2.8
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 async def test_who_leaves_waits_for_no_router(path: str, big: Named, small: Named) -> None:
     async with before_one_that_hangs(big, small) as http:
