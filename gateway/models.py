@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 from gateway.errors import KINDS, MODEL_NOT_FOUND, Refusal
 from protos.tandem_inference_pb2 import GetModelInfoResponse
@@ -26,8 +25,6 @@ MAX_NAME_CHARS = 128
 """Of a name that is told back."""
 MAX_WAIT_S = 1.0
 """For routers that do not answer, where others do."""
-Asking: TypeAlias = asyncio.Task[GetModelInfoResponse | TandemError]
-"""What one client's routers serve, or why they do not say so."""
 
 
 class _Served:
@@ -37,10 +34,12 @@ class _Served:
         self.client = client
         self.names: tuple[str, ...] = ()
         """That the model and its adapters may be called by."""
+        self.info: GetModelInfoResponse | None = None
+        """What they said when they were asked last."""
         self.error: TandemError | None = None
         """Why they did not answer when they were asked last."""
         self._address = address
-        self._asking: Asking | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._answered_s: float | None = None
         """When they were asked last, by the loop's clock."""
 
@@ -48,27 +47,25 @@ class _Served:
     def is_old(self) -> bool:
         return self._answered_s is None or self._answered_s + MAX_AGE_S < asyncio.get_running_loop().time()
 
-    def ask(self) -> Asking:
+    def ask(self) -> asyncio.Task[None]:
         """What they serve: the task that finds it out. One at a time."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return self._asking
 
-    async def _ask(self) -> GetModelInfoResponse | TandemError:
-        answer: GetModelInfoResponse | TandemError
+    async def _ask(self) -> None:
         try:
-            answer = await self.client.model_info()
+            self.info = await self.client.model_info()
         except TandemError as error:
             if type(error) is not type(self.error):
                 _log.warning("does not say what it serves", extra={"router": self._address, "why": error.message})
-            self.error = answer = error
+            self.info, self.error = None, error
         else:
-            self.error, names = None, _names_of(answer)
+            self.error, names = None, _names_of(self.info)
             if names != self.names:
                 _log.info("serves", extra={"router": self._address, "models": " ".join(names)})
             self.names = names
         self._answered_s = asyncio.get_running_loop().time()
-        return answer
 
     async def aclose(self) -> None:
         if self._asking is not None:
@@ -123,20 +120,21 @@ class Models:
     def _of(self, name: str, *, but: AsyncClient | None = None) -> AsyncClient | None:
         return next((served.client for served in self._all if name in served.names and served.client is not but), None)
 
-    def _ask_again(self, *, at_once: bool = False) -> set[Asking]:
+    def _ask_again(self, *, at_once: bool = False) -> set[asyncio.Task[None]]:
         """Those whose last answer is old, or all `at_once`."""
         return {served.ask() for served in self._all if at_once or served.is_old}
 
     async def infos(self) -> list[GetModelInfoResponse]:
-        """Of all whose routers answer, those that hang left out. Raises what the first raises if none does."""
+        """Of all whose routers answer. Those that hang are not waited for, where others answer: what they said last
+        counts. Raises what the first raises if none answers."""
         asked = [served.ask() for served in self._all]
         _, asking = await asyncio.wait(asked, timeout=MAX_WAIT_S)
-        while not (infos := _infos_in(asked)) and asking:
+        while not (infos := [served.info for served in self._all if served.info is not None]) and asking:
             _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        for task in asked if not infos else ():
-            error = task.result()
-            assert isinstance(error, TandemError)
-            raise error.with_traceback(None)
+        for task, served in zip(asked, self._all, strict=True) if not infos else ():
+            task.result()
+            assert served.error is not None
+            raise served.error.with_traceback(None)
         return infos
 
     async def is_serving(self) -> bool:
@@ -175,11 +173,6 @@ def no_such_model(name: str, names: Sequence[str]) -> Refusal:
 
 def _names_of(info: GetModelInfoResponse) -> tuple[str, ...]:
     return (info.model, *info.aliases, *info.lora_names)
-
-
-def _infos_in(asked: Sequence[Asking]) -> list[GetModelInfoResponse]:
-    answers = [task.result() for task in asked if task.done()]
-    return [answer for answer in answers if isinstance(answer, GetModelInfoResponse)]
 
 
 async def _is_serving(client: AsyncClient) -> bool:

@@ -267,6 +267,15 @@ async def test_what_no_router_need_be_asked_for_is_said_while_one_hangs(big: Nam
         assert [each["id"] for each in (await http.get("/v1/models")).json()["data"]] == ["big", "gpt-x"]
 
 
+async def test_who_hangs_is_listed_as_it_was_until_that_is_an_outage(big: Named, small: Named) -> None:
+    """It may be one of several routers that is asked."""
+    async with before(big, small) as http, asyncio.timeout(TIMEOUT_S / 2):
+        for _ in range(2):
+            listed = (await http.get("/v1/models")).json()["data"]
+            assert [each["id"] for each in listed] == ["big", "gpt-x", "small", "sql"]
+            small.known.clear()
+
+
 async def test_a_name_that_has_gone_to_another_cluster_is_found_there(big: Named, small: Named) -> None:
     """Also where nobody has asked since."""
     async with before(big, small) as http:
