@@ -168,7 +168,7 @@ def no_such_model(name: str, names: Sequence[str]) -> Refusal:
     if not name:
         kind, wrong = KINDS[InvalidRequest], "must be given"
     there = ", ".join(map(repr, dict.fromkeys(names)))
-    return Refusal(kind, f"model: {wrong}; there is {there}", param="model")
+    return Refusal(kind, f"model: {wrong}" + (f"; there is {there}" if there else ""), param="model")
 
 
 def _names_of(info: GetModelInfoResponse) -> tuple[str, ...]:

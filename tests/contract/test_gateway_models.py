@@ -139,6 +139,14 @@ async def test_a_request_says_which_of_them_it_is_for(big: Named, small: Named) 
         assert refused.json()["error"]["message"] == "model: must be given; there is 'big', 'gpt-x', 'small', 'sql'"
 
 
+async def test_that_a_request_names_none_is_said_also_where_no_router_answers(big: Named, small: Named) -> None:
+    async with before(big, small) as http:
+        await big.server.drain(0)
+        await small.server.drain(0)
+        refused = await ask(http, None)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, "model: must be given")
+
+
 async def test_an_adapter_that_comes_is_found(big: Named, small: Named, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.models.MAX_AGE_S", 0.0)
     async with before(big, small) as http:
