@@ -1,14 +1,14 @@
-// What adapters add to a product, to each row what its own does: y[row] += up_a (down_a x[row]).
+// Adds LoRA adapters to a product, to each row its own adapter: y[row] += up_a (down_a x[row]).
 //
-//   shrink   a call of its own before the product: down_a x of each row that has an adapter, [T, ranks], as bfloat16
-//   add      inside the product, before a sum is rounded: up_a times that, of the panel that is at hand
+//   shrink   a separate call before the product: down_a x for each row that has an adapter, [T, ranks], as bfloat16
+//   add      inside the product, before a sum is rounded: up_a times that, for the panel at hand
 //
-// So a step with adapters has one parallel region more a product, however many adapters its rows ask for; and rows without
-// one have the sums that they would have if there were none. Each sum runs through its inputs in their order, and then
-// through its ranks: a row's bits depend on its own adapter and input, not on the rows beside it or the threads.
+// So with adapters, each product of a step has only one additional parallel region, however many adapters the rows use.
+// Rows without an adapter have the same sums as if no adapter existed. Each sum adds up its inputs in order, and then
+// its ranks: the bits of a row depend on its own adapter and input, not on other rows or on the threads.
 //
-// What must be read of an adapter: its weights, once a step. With rank 16 on all seven projections of a model of 135M
-// parameters that is 3.6 % of the model; the operations are 3.6 % of a row's.
+// The weights of each adapter in use are read once in a step. With rank 16 on all seven projections of a model of 135M
+// parameters, they are 3.6 % of the model's weights; the operations are 3.6 % of a row's.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -20,9 +20,9 @@
 
 namespace tandem {
 
-// Rows of a step by adapter, in their order; rows without one are in none.
+// The rows of a step, grouped by adapter and in order; rows without an adapter are in no group.
 struct AdapterRows {
-  const int32_t* ids = nullptr;  // of each row, 0: none
+  const int32_t* ids = nullptr;  // the adapter id of each row; 0: none
   int64_t num_rows = 0;
   std::vector<std::vector<int32_t>> of;  // by id
 
@@ -39,8 +39,9 @@ struct AdapterRows {
   }
 };
 
-// Sums of R rows, wherever they are, and 16 ranks. Pairs of inputs are added up in two sums in turn, so that few rows wait
-// less for each other; in the same two however many rows there are.
+// Sums of R rows, which need not be adjacent, and 16 ranks. Pairs of inputs are added alternately to two accumulators:
+// with few rows, each addition then waits less for the one before. The same two are used for any number of rows, so the
+// bits stay the same.
 template <int R>
 void shrink_tile(const uint32_t* x, const int32_t* rows, int64_t pairs, const uint32_t* down, bf16* to, int64_t stride) {
   Sums acc[2][R][PARTS] = {};
@@ -65,7 +66,8 @@ constexpr std::array<ShrinkTile, sizeof...(R)> shrink_tiles(std::integer_sequenc
   return {shrink_tile<R + 1>...};
 }
 
-// Of all adapters, to one product, which may be several below one another (q, k, v) or side by side (gate, up).
+// What all adapters add to one product, which may consist of several stacked ones (q, k, v) or two side by side (gate,
+// up).
 struct AddedProduct : torch::CustomClassHolder {
 #if defined(__AVX512F__)
   static constexpr int TILE_ROWS = 12;
@@ -73,9 +75,9 @@ struct AddedProduct : torch::CustomClassHolder {
   static constexpr int TILE_ROWS = 3;
 #endif
   static constexpr int64_t ROWS_OF_ITEM = 8 * TILE_ROWS;
-  static constexpr int64_t BYTES_FOR_THREADS = 1 << 16;  // below that, threads take longer to meet than to compute
+  static constexpr int64_t BYTES_FOR_THREADS = 1 << 16;  // for less, starting the threads takes longer than computing
 
-  // Sixteen outputs: which pairs of ranks they are made of, and where their weights begin, in pairs of 16 outputs.
+  // 16 outputs: the pairs of ranks that they are computed from, and where their weights begin, in pairs of 16 outputs.
   struct Sixteen {
     int32_t first_pair, num_pairs;
     int64_t at;
@@ -83,19 +85,19 @@ struct AddedProduct : torch::CustomClassHolder {
   struct OfOne {
     at::Tensor down;  // [ranks / 16, K / 2, 16, 2]
     at::Tensor up;    // [pairs of all sixteens, 16, 2]
-    std::vector<Sixteen> sixteens;  // in the order of the product's panels, two a panel
+    std::vector<Sixteen> sixteens;  // in the order of the product's panels, two for each panel
 
     const bf16* down_data() const { return data_of(down); }
     int64_t num_ranks() const { return down.size(0) * LANES; }
   };
   int64_t num_inputs, num_sixteens;
-  std::vector<OfOne> by_id;  // empty ones of those that add nothing
+  std::vector<OfOne> by_id;  // empty for an adapter that adds nothing here
 
   AddedProduct(int64_t num_inputs, int64_t num_sixteens) : num_inputs(num_inputs), num_sixteens(num_sixteens) {
     TORCH_CHECK(num_inputs % 2 == 0 && num_sixteens % 2 == 0, "inputs in pairs, and two sixteens a panel");
   }
 
-  // pairs [sixteens, 2] int64: the first and how many.
+  // pairs [sixteens, 2] int64: the first pair and the number of pairs.
   void add(int64_t id, const at::Tensor& down, const at::Tensor& up, const at::Tensor& pairs) {
     TORCH_CHECK(id > 0 && id <= 4096, "an adapter's id must be in [1, 4096]");
     TORCH_CHECK(down.dim() == 4 && down.is_contiguous() && down.size(0) > 0 && down.size(1) * 2 == num_inputs &&
@@ -125,10 +127,10 @@ struct AddedProduct : torch::CustomClassHolder {
   }
 };
 
-// What is added to one product in one step. Made of its input, before it.
+// What adapters add to one product in one step. Constructed from the product's input, before the product.
 class Adding {
  public:
-  // `product` and `rows`: null where nothing is added.
+  // `product` or `rows` is null if nothing is added.
   Adding(const AddedProduct* product, const AdapterRows* rows, const at::Tensor& x) {
     if (!product || !rows) return;
     int64_t ranks = 0, bytes = 0;
@@ -154,7 +156,7 @@ class Adding {
 
   explicit operator bool() const { return product_; }
 
-  // To the sums of one row and panel.
+  // Adds to the sums of one row and panel.
   void add(int64_t row, int64_t panel, F16* sums) const {
     const AddedProduct::OfOne* one = ids_[row] ? product_->find(ids_[row]) : nullptr;
     if (!one) return;
@@ -197,7 +199,7 @@ class Adding {
 
   const AddedProduct* product_ = nullptr;
   const int32_t* ids_ = nullptr;
-  at::Tensor shrunk_;  // [T, ranks of the adapter that has most]
+  at::Tensor shrunk_;  // [T, the largest rank of the adapters in use]
   const uint32_t* pairs_ = nullptr;
   int64_t stride_ = 0;
 };

@@ -1,12 +1,12 @@
 // Paged attention, for decode and for chunked prefill.
 //
-// The KV of one layer, [block, 2, head, ...], as it is kept (engine/kv_cache.py: PAIRED_KV_ORDER):
-//   keys    [dim / 2, slot, 2]   16 positions' pairs of one dim pair are one vector: scores need no sums across lanes
-//   values  [slot / 2, dim, 2]   16 dims' pairs of one slot pair are one vector: neither does the weighted sum
+// The KV of one layer, [block, 2, head, ...], in the pool's layout (engine/kv_cache.py: PAIRED_KV_ORDER):
+//   keys    [dim / 2, slot, 2]   one vector holds one dim pair of 16 positions: scores need no sums across lanes
+//   values  [slot / 2, dim, 2]   one vector holds one slot pair of 16 dims: nor does the weighted sum
 //
-// A token's result is the same to the bit however it is computed: alone, among others, in whatever chunk, by however many
-// threads. Its keys are taken in tiles of 64 and pieces of 512 that begin at multiples of these, each piece by itself, and
-// the pieces are put together one after the other; what is masked counts as nothing at all.
+// A token's result has the same bits however it is computed: alone or with others, in any chunk, by any number of
+// threads. Keys are processed in tiles of 64 and pieces of 512, which begin at multiples of these numbers. Each piece
+// is computed by itself, and the pieces are combined in order; masked keys contribute exactly nothing.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -20,20 +20,21 @@
 
 namespace tandem {
 
-constexpr int64_t MAX_ROWS = 96;                   // rows of one work item, which stay in the L2 cache
-constexpr int64_t PIECE_KEYS = 8 * KEYS;           // of which a softmax is made, before they are put together
-constexpr float MASKED = -1e30f;                   // not infinite: a row whose keys so far were all masked stays finite
-constexpr float HEADROOM = 8;                      // weights are at most 2^8: `Attention::soften`
+constexpr int64_t MAX_ROWS = 96;                   // rows of one work item; they stay in the L2 cache
+constexpr int64_t PIECE_KEYS = 8 * KEYS;           // keys of a piece; each has a softmax of its own, combined later
+constexpr float MASKED = -1e30f;                   // finite, so that a row with only masked keys so far stays finite
+constexpr float HEADROOM = 8;                      // weights are at most 2^8: see `Attention::soften`
 
-// Some tokens of one sequence, some key heads with all query heads that share them, and a range of keys. Either tokens or
-// key heads are one: a single token goes through all heads of a block before the next block, since memory is read faster
-// in order, while of many tokens each goes through the keys of one head, which the cache then holds.
+// One work item: some tokens of one sequence, some key heads with all query heads that share them, and a range of keys.
+// Either there is one token or one key head. A single token processes all heads of a block before the next block,
+// because memory is read faster in order. With many tokens, an item processes the keys of one head, which then stay in
+// the cache for all tokens.
 struct Item {
   int64_t seq, kv_head, num_kv_heads, first_token, num_tokens, position, first_key, end_key;
-  int64_t partial;  // the first of its rows among those that are put together later; -1 if it has all of its keys
+  int64_t partial;  // its first row in the partial results, which are combined later; -1 if it has all keys
 };
 
-// Memory that begins with a line of the cache: a vector that lies across two of them takes twice as long.
+// Memory aligned to a cache line: a vector that spans two lines takes twice as long.
 template <class T>
 struct InLines : std::allocator<T> {
   template <class U>
@@ -46,8 +47,8 @@ struct InLines : std::allocator<T> {
 template <class T>
 using Numbers = std::vector<T, InLines<T>>;
 
-// Softmax of some keys and the sum of values that it weighs: `out` is still to be divided by `sum`. A key's weight is 2 to
-// its score (as `Attention::scale` makes it) less the row's `base`.
+// The softmax of some keys and the sum of values weighted by it: `out` must still be divided by `sum`. The weight of a
+// key is 2 to the power of its score (scaled by `Attention::scale`) minus the row's `base`.
 struct Rows {
   Numbers<float> out, base, sum;
   Rows(int64_t num_rows, int64_t H) : out(num_rows * H), base(num_rows), sum(num_rows) {}
@@ -65,7 +66,8 @@ struct Rows {
 
 inline int64_t end_of_piece(int64_t key) { return (key / PIECE_KEYS + 1) * PIECE_KEYS; }
 
-// Row `at` of `to` becomes that of its keys and those of row `from_at` of `from`. Not inlined: everywhere the same bits.
+// Combines row `from_at` of `from` into row `at` of `to`, which then covers the keys of both. Not inlined, so that its
+// bits are the same everywhere.
 __attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& from, int64_t from_at, int64_t H) {
   float base = std::max(to.base[at], from.base[from_at]);
   float keep = exp2_of(to.base[at] - base), add = exp2_of(from.base[from_at] - base);
@@ -77,12 +79,12 @@ __attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& fr
   for (int64_t d = 0; d < H; d++) out[d] = out[d] * keep + more[d] * add;
 }
 
-// Not inlined: everywhere the same bits.
+// Adds the sink to a row's sum. Not inlined, so that its bits are the same everywhere.
 __attribute__((noinline)) inline float sum_with(float sink, float sum, float base) {
   return sum + exp2_of(sink * LOG2_E - base);
 }
 
-// Per thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
+// Buffers of one thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
 struct Scratch {
   Numbers<uint32_t> q, p, values;
   Numbers<float> score, sums;  // sums [row, lane] of a piece's weights
@@ -97,20 +99,21 @@ struct Attention {
   const uint32_t* pool;    // one layer, in pairs
   const int32_t* tables;   // [S, max_blocks]
   int64_t N, K, H, block_size, max_blocks, window;
-  float scale;             // of scores, times log2(e): a softmax is made of powers of 2
+  float scale;             // scale of the scores times log2(e): the softmax uses powers of 2
   const float* sinks;      // [N] scores without values, or null
   bf16* out;               // [T, N * H]
 
   int64_t num_rows(const Item& item) const { return item.num_kv_heads * item.num_tokens * (N / K); }
 
-  // Which token and query head a row is: row = (key head * tokens + token) * G + query head of that key head.
+  // Index of a row's token and query head in q; row = (key head * tokens + token) * G + query head within that key
+  // head.
   int64_t head_of_row(const Item& item, int64_t r) const {
     int64_t G = N / K, per_kv_head = item.num_tokens * G;
     int64_t token = r % per_kv_head / G, head = (item.kv_head + r / per_kv_head) * G + r % G;
     return (item.first_token + token) * N + head;
   }
 
-  // All of an item's keys. Returns the rows where the result is, in `scratch`.
+  // Computes all keys of an item. Returns the rows with the result, which are in `scratch`.
   Rows& run(const Item& item, Scratch& scratch) const {
     int64_t rows = num_rows(item), pairs = H / 2;
     for (int64_t r = 0; r < rows; r++)
@@ -124,8 +127,9 @@ struct Attention {
     return scratch.whole;
   }
 
-  // By the matrix unit as many rows as fill a tile go from scores to sums, then the next: what lies between stays in the L1
-  // cache. By vectors, which are slower, all rows go through the keys and then through the values, which stay there.
+  // Computes one piece. With the matrix unit, as many rows as fill a tile go from scores to sums before the next ones:
+  // all data in between stays in the L1 cache. With vectors, which are slower, all rows are multiplied by the keys and
+  // then by the values, which stay in the L1 cache.
   Rows& run_piece(const Item& item, int64_t first_key, int64_t end_key, Scratch& scratch) const {
     const int64_t rows = num_rows(item), rows_of_head = item.num_tokens * (N / K), tile_rows = height_of_tiles(rows_of_head);
     const int64_t tiles_together = std::max<int64_t>(1, (has_tiles() ? TILE_ROWS : MAX_ROWS) / tile_rows);
@@ -154,11 +158,11 @@ struct Attention {
     return std::min<int64_t>(rows_of_head, ROW_TILE);
   }
 
-  // Up to 64 keys and their values, of an item's first key head, in tiles of 16.
+  // Up to 64 keys of an item's first key head and their values, in tiles of 16.
   struct Keys {
     int num_tiles;
     const uint32_t *keys[KEY_TILES], *values[KEY_TILES];
-    int64_t head_in_scratch = -1;  // whose values lie one after the other
+    int64_t head_in_scratch = -1;  // the head whose values scratch.values holds contiguously
   };
 
   Keys keys_from(const Item& item, int64_t key, int64_t end_key) const {
@@ -173,7 +177,7 @@ struct Attention {
     return found;
   }
 
-  // Scores of one tile of rows from `row` on, of a key head, to `place` in scratch.
+  // Writes the scores of one tile of rows of a key head, from `row` on, to `place` in scratch.
   void score(const Keys& keys, int64_t head, int64_t num_rows, int64_t row, int64_t place, Scratch& scratch) const {
     const int64_t pairs = H / 2;
     const uint32_t *q = scratch.q.data() + row * pairs, *of_head[KEY_TILES];
@@ -186,7 +190,7 @@ struct Attention {
     SCORE_ROWS[num_rows - 1](keys.num_tiles, q, pairs, of_head, block_size, to);
   }
 
-  // What the weights at `place` make of the values is added to the sums of the rows from `row` on.
+  // Multiplies the weights at `place` by the values, and adds the result to the sums of the rows from `row` on.
   void weigh(Keys& keys, int64_t head, int64_t num_rows, int64_t row, int64_t place, Scratch& scratch) const {
     const int64_t offset = head * block_size * H / 2;
     const uint32_t* p = scratch.p.data() + place * (KEYS / 2);
@@ -209,7 +213,7 @@ struct Attention {
   }
 
 #if TANDEM_TILES
-  // 32 keys' values one after the other: where they lie, or copied together; zeros for a tile that is not there.
+  // Returns the values of 32 keys, contiguous: in place if they are, else copied to scratch; zeros for a missing tile.
   const uint32_t* values_of_step(const Keys& keys, int64_t offset, int step, bool is_new, Scratch& scratch) const {
     const int64_t numbers = LANES / 2 * H;
     const bool has_both = 2 * step + 1 < keys.num_tiles;
@@ -225,7 +229,8 @@ struct Attention {
   }
 #endif
 
-  // Scores of some rows and up to 64 keys from `key` on become weights: the first in scratch are those of `first_row`.
+  // Turns the scores of some rows and up to 64 keys, from `key` on, into weights; the first row in scratch is
+  // `first_row`.
   void soften_rows(const Item& item, int64_t first_row, int64_t num_rows, int64_t key, int num_tiles, Scratch& scratch) const {
     int64_t G = N / K, per_kv_head = item.num_tokens * G;
     with_count(num_tiles, [&](auto tiles) {
@@ -241,9 +246,10 @@ struct Attention {
     });
   }
 
-  // One row's scores become weights, rounded to bfloat16 pairs. Its base follows the largest score only when that is above it
-  // by more than HEADROOM: seldom after a row's first keys, so that sums rarely have to be rescaled, and largest scores need
-  // not be known. (FlashAttention-4 does so, flash_attn/cute/softmax.py: `rescale_threshold`.)
+  // Turns the scores of one row into weights, rounded to pairs of bfloat16. The row's base is raised to the largest
+  // score only if that exceeds it by more than HEADROOM. This is rare after a row's first keys, so sums are seldom
+  // rescaled, and the largest score is seldom computed. (As in FlashAttention-4, flash_attn/cute/softmax.py:
+  // `rescale_threshold`.)
   template <int TILES, bool IS_CUT>
   void soften(const float* score, bf16* p, Scratch& scratch, int64_t r, int64_t key, int64_t position) const {
     static constexpr int32_t NUMBERS[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -252,7 +258,7 @@ struct Attention {
     for (int i = 0; i < TILES * PARTS; i++) {
       s[i] = load<Sums>(score + i * REGISTER);
       if constexpr (IS_CUT) {
-        Ints behind = int32_t(position - key - i * REGISTER) - lane;  // how far before the row's own position
+        Ints behind = int32_t(position - key - i * REGISTER) - lane;  // distance to the row's own position
         s[i] = behind < 0 ? broadcast(MASKED) : s[i];
         if (window) s[i] = behind >= int32_t(window) ? broadcast(MASKED) : s[i];
       }
@@ -264,7 +270,7 @@ struct Attention {
     Sums sum = load<Sums>(sums);
     for (int i = 0; i < TILES * PARTS; i++) {
       Sums weight = exp2_of(s[i] * scale - base);
-      if constexpr (IS_CUT) weight = s[i] < MASKED / 2 ? Sums{} : weight;  // what is not a number stays
+      if constexpr (IS_CUT) weight = s[i] < MASKED / 2 ? Sums{} : weight;  // NaN stays NaN
       sum += weight;
       store_bf16(p + i * REGISTER, weight);
     }
@@ -272,7 +278,7 @@ struct Attention {
     store(sums, sum);
   }
 
-  // What a row has added up so far is made anew for another base.
+  // Rescales what a row has added up so far to another base.
   __attribute__((noinline)) void raise_base(Scratch& scratch, int64_t r, float base) const {
     float by = exp2_of(scratch.piece.base[r] - base);
     scratch.piece.base[r] = base;
@@ -282,7 +288,7 @@ struct Attention {
     for (int64_t d = 0; d < H; d++) out[d] *= by;
   }
 
-  // Row r of an item is row `at` of `rows`.
+  // Writes the result of an item's row r, which is row `at` of `rows`.
   void finish(const Item& item, int64_t r, const Rows& rows, int64_t at) const {
     int64_t head = head_of_row(item, r);
     float sum = sinks ? sum_with(sinks[head % N], rows.sum[at], rows.base[at]) : rows.sum[at], inverse = 1.0f / sum;
@@ -293,7 +299,7 @@ struct Attention {
   }
 };
 
-// What is to be done in a call. A single token's pieces are items of their own, so that all threads have work.
+// The work items of one call. The pieces of a single token are separate items, so that all threads have work.
 struct Work {
   std::vector<Item> items;
   int64_t num_partials = 0;
@@ -302,7 +308,7 @@ struct Work {
 inline Work work_of(const Attention& attention, int64_t num_seqs, const int32_t* query_lens, const int32_t* context_lens) {
   const int64_t K = attention.K, G = attention.N / K, window = attention.window;
   const int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
-  // All heads of a sequence together, unless that leaves threads without work.
+  // An item has all heads of a sequence, unless that would leave threads without work.
   const int64_t heads_together = num_seqs >= 4 * at::get_num_threads() && G <= TILE_ROWS ? std::min(K, MAX_ROWS / G) : 1;
   Work work;
   int64_t first_token = 0;
@@ -326,7 +332,8 @@ inline Work work_of(const Attention& attention, int64_t num_seqs, const int32_t*
   return work;
 }
 
-// Items of single tokens whose keys were cut, each with its rows in `partials`: those of one token's heads stand side by side.
+// Combines the pieces of single tokens whose keys were split into several items, each with its rows in `partials`. The
+// items of one token and key head are adjacent.
 inline void finish_pieces(const Attention& attention, const std::vector<Item>& items, const Rows& partials) {
   const int64_t num_items = int64_t(items.size()), H = attention.H;
   Rows whole(MAX_ROWS, H);
@@ -344,8 +351,9 @@ inline void finish_pieces(const Attention& attention, const std::vector<Item>& i
   }
 }
 
-// q [T, N, H] -> [T, N * H]. Sequence i computes query_lens[i] tokens, the last ones of its context_lens[i]; its blocks
-// are block_tables[i]. All three int32. window > 0: only the last so many keys, the token's own counted. sinks [N] float32.
+// q [T, N, H] -> [T, N * H]. Sequence i has query_lens[i] tokens to compute, the last of its context_lens[i] tokens;
+// its blocks are block_tables[i]. These three tensors are int32. window > 0: each token attends to the last `window`
+// keys only, its own included. sinks [N] float32.
 at::Tensor paged_attention(
     const at::Tensor& q, const at::Tensor& kv, const at::Tensor& block_tables, const at::Tensor& query_lens,
     const at::Tensor& context_lens, double scale, int64_t window, const std::optional<at::Tensor>& sinks) {

@@ -1,21 +1,21 @@
-// Attention's two products by vectors: scores of 1 to ROW_TILE rows, which share each load of keys, and what their weights
-// make of values. By the matrix unit: attention_tiles.h.
+// The two products of attention with vector instructions: scores of 1 to ROW_TILE rows, which share each load of keys,
+// and the sums of values that the rows weigh. With the matrix unit: attention_tiles.h.
 #pragma once
 
 #include "vectors.h"
 
 namespace tandem {
 
-constexpr int KEY_TILES = 4;                       // tiles of 16 keys that are scored together
+constexpr int KEY_TILES = 4;                       // tiles of 16 keys scored in one call
 constexpr int KEYS = KEY_TILES * LANES;
 #if defined(__AVX512F__)
 constexpr int ROW_TILE = 6;                        // rows (token, query head) that share a load of keys or values
-constexpr int TOGETHER = 4;                        // tiles of keys, or of 16 dims, that share one of rows
+constexpr int TOGETHER = 4;                        // tiles of keys, or of 16 dims, that share a load of rows
 #else
-constexpr int ROW_TILE = 3, TOGETHER = 2;          // their sums fill 12 of 16 registers
+constexpr int ROW_TILE = 3, TOGETHER = 2;          // the sums then fill 12 of 16 registers
 #endif
 
-// Scores of R rows against NJ tiles of 16 keys: score[r * KEYS + 16 j ..]. `stride`: pairs from one dim pair to the next.
+// Scores of R rows against NJ tiles of 16 keys: score[r * KEYS + 16 j ..]. `stride`: number of pairs between dim pairs.
 template <int R, int NJ>
 void score_tile(const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys, int64_t stride, float* score) {
   Sums acc[R][NJ * PARTS] = {};

@@ -1,6 +1,7 @@
-// Attention's two products by the matrix unit (tiles.h): scores of rows against 16 keys a tile, and weights of 32 keys a
-// step against 16 dims a tile. Rows go through it in tiles of equal height, set once for an item; the last may reach beyond
-// the rows there are, so what is read and written must have room for TILE_ROWS more.
+// The two products of attention with the matrix unit (tiles.h): scores of rows against 16 keys per tile, and weights of
+// 32 keys per step against 16 dims per tile. Rows are processed in tiles of equal height, configured once for each
+// item. The last tile may extend beyond the existing rows, so the buffers that are read and written need room for
+// TILE_ROWS more.
 #pragma once
 
 #include "tiles.h"
@@ -9,7 +10,7 @@
 
 namespace tandem {
 
-// 0 to 3 sums, 4 and 5 a whole step's rows and keys or values, 6 and 7 those of half a step.
+// Tiles 0 to 3 hold sums, 4 and 5 the rows and the keys or values of a whole step, 6 and 7 those of half a step.
 inline Shapes attention_shapes(int64_t tile_rows) {
   Shapes shapes;
   for (int tile : {0, 1, 2, 3, 4}) shapes.set(tile, int(tile_rows), 64);
@@ -24,8 +25,8 @@ inline int64_t tile_rows_of(int64_t num_rows) {
   return (num_rows + num_tiles - 1) / num_tiles;
 }
 
-// Scores of one tile of rows against tiles of 16 keys: score[row * stride + 16 j ..]. `keys_stride`: pairs from one dim
-// pair to the next.
+// Scores of one tile of rows against tiles of 16 keys: score[row * stride + 16 j ..]. `keys_stride`: number of pairs
+// between dim pairs.
 template <int... J>
 void score_rows_by_tiles(
     std::integer_sequence<int, J...>, const uint32_t* q, int64_t dim_pairs, const uint32_t* const* keys,

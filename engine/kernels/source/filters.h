@@ -1,8 +1,8 @@
-// Which tokens a draw leaves out: min_p, top_k, top_p (engine/sampling/sampler.py, steps 7 to 9), of one row.
+// The filters of a draw, for one row: min_p, top_k, top_p (engine/sampling/sampler.py, steps 7 to 9).
 //
-// Each says the smallest weight that is kept, exp((logit - largest) / temperature), and weights are compared in float64:
-// tokens as probable as the last one kept stay with it. What top_p keeps is added up in float32: a token at the very edge may
-// fall on the other side of it than in float64.
+// Each filter determines the smallest weight that is kept, exp((logit - largest) / temperature). Weights are compared
+// in float64: tokens as probable as the last one kept are kept, too. The sum for top_p is in float32, so a token at the
+// very edge may be kept where float64 would drop it, or the reverse.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@
 
 namespace tandem {
 
-constexpr int64_t AT_ONCE = 4 * LANES;  // what one is compared with waits for the one before: several beside each other
+constexpr int64_t AT_ONCE = 4 * LANES;  // several in one step, because each comparison waits for the one before
 
 inline bool any(Ints x) {
   int32_t bits = 0;
@@ -26,7 +26,8 @@ struct Filters {
   double top_p, min_p;
 };
 
-// A row's logits, no NaN among them, the largest finite. What is left out becomes -infinity.
+// The logits of one row. They must not include NaN, and the largest must be finite. Logits of filtered tokens become
+// -infinity.
 class FilteredRow {
  public:
   FilteredRow(float* logits, int64_t size, float largest, double temperature)
@@ -49,7 +50,7 @@ class FilteredRow {
 
   double weight(float logit) const { return std::exp((double(logit) - double(largest_)) / temperature_); }
 
-  // Weights of as many tokens as a register holds, in float32.
+  // Weights of one register of tokens, in float32.
   Sums weights(Sums logits) const {
     Sums found = exp2_of((logits - largest_) * exponent_);
     return logits > -INFINITY ? found : Sums{};
@@ -60,7 +61,7 @@ class FilteredRow {
     return __builtin_convertvector(octaves < last ? octaves : last, Ints);
   }
 
-  // Calls work(64 logits) for all of the row; -infinity beyond its end.
+  // Calls work(64 logits) for the whole row, with -infinity beyond its end.
   template <class Work>
   void read(const Work& work) const {
     int64_t i = 0;
@@ -72,8 +73,8 @@ class FilteredRow {
     work(rest);
   }
 
-  // The k-th of the row in descending order. Some of the largest so far are kept, and what is below the k-th of these is
-  // passed over 64 at a time.
+  // Returns the k-th largest logit of the row. Keeps some of the largest logits so far, and skips 64 at a time if all
+  // are below the k-th of them.
   float kth_largest(int64_t k) const {
     std::vector<float> found;
     float bound = -INFINITY;
@@ -95,8 +96,9 @@ class FilteredRow {
     return bound;
   }
 
-  // The least likely token of the smallest set of the likeliest that has top_p of what is left: its logit. Masses of bins, by
-  // eighths of a power of 2, say in which of them it is; only the tokens of that one are looked at one by one.
+  // Returns the logit of the least likely token of the nucleus: the smallest set of most likely tokens that has top_p
+  // of the remaining mass. Tokens are first binned by weight, in eighths of a power of 2. The masses of the bins show
+  // which bin holds that token, and only the tokens of this bin are examined one by one.
   float last_of_nucleus(double top_p) const {
     std::array<double, NUM_BINS> masses{};
     read([&](const float* logits) {
@@ -130,8 +132,8 @@ class FilteredRow {
     return tokens.empty() ? -INFINITY : last_within(tokens.begin(), tokens.end(), wanted);
   }
 
-  // Of some tokens, at least one: the logit down to which they have `wanted`, or that of the last of all. As `nth_element`
-  // finds a place, by halves that are not sorted.
+  // Returns the logit down to which the tokens (at least one) have the mass `wanted`, or the smallest logit if all of
+  // them have less. Partitions without sorting, like `nth_element`.
   template <class Place>
   static float last_within(Place begin, Place end, double wanted) {
     const auto mass_of = [](Place from, Place to) {
@@ -156,7 +158,8 @@ class FilteredRow {
     }
   }
 
-  // What weighs less. Where that is goes by the logit, but for those so near that rounding decides.
+  // Drops the tokens whose weight is below `least`. Decides by the logit, except for tokens so close that rounding
+  // matters.
   void drop_below(double least) {
     if (!(least > 0)) return;
     const double exponent = std::log(least), at = double(largest_) + temperature_ * exponent;
@@ -180,7 +183,7 @@ class FilteredRow {
   const int64_t size_;
   const float largest_;
   const double temperature_;
-  const float exponent_;  // of 2, that a logit's distance is multiplied by
+  const float exponent_;  // factor that turns a logit's distance from the largest into an exponent of 2
 };
 
 }  // namespace tandem

@@ -1,12 +1,12 @@
-// Memory for weights in pages of 2 MB, where the kernel has them. Weights are read from end to end in every step, and with
-// pages of 4 KB each page is another walk through the tables of the process, and under a virtual machine through those of
-// its host: two cores of a Xeon that read 25 GB/s of small pages read 30 to 39 of huge ones.
+// Allocates weights in huge pages of 2 MB, if the kernel supports them. Every step reads all weights; with pages of 4
+// KB, each page costs a walk through the page tables of the process and, in a virtual machine, through those of the
+// host. Two cores of a Xeon that read 25 GB/s from small pages read 30 to 39 GB/s from huge ones.
 //
-//   chunk   64 MB of address space, or one tensor's if that is more, handed out from its begin; pages come as they are touched
-//   tensor  keeps its chunk; the last one unmaps it
+//   chunk   64 MB of address space, or one tensor if larger, allocated from its start; pages are mapped when touched
+//   tensor  keeps its chunk alive; the last tensor unmaps it
 //
-// Where the host has to find each huge page first, 2 MB take 10 ms: when that has cost a process a quarter of a second more
-// than quick pages would have, small pages do for the rest.
+// If the host must first assemble each huge page, mapping 2 MB takes 10 ms. Once this has cost a process a quarter of a
+// second more than fast pages would, the remaining memory uses small pages.
 #pragma once
 
 #include <ATen/ops/from_blob.h>
@@ -31,10 +31,10 @@ namespace tandem {
 
 class HugePages {
  public:
-  // For any number of threads.
+  // Thread-safe.
   static at::Tensor zeros(at::IntArrayRef shape, at::TensorOptions options) {
     static std::mutex mutex;
-    static std::weak_ptr<HugePages> current;  // goes with its last tensor
+    static std::weak_ptr<HugePages> current;  // freed with its last tensor
     const int64_t bytes = c10::multiply_integers(shape) * int64_t(options.dtype().itemsize());
     std::lock_guard<std::mutex> guard(mutex);
     std::shared_ptr<HugePages> chunk = current.lock();
@@ -58,7 +58,8 @@ class HugePages {
   static constexpr int64_t PAGE = 2 << 20, CHUNK = 64 << 20, SMALL_PAGE = 4096, LINE = 64;
   static constexpr double BYTES_PER_S = 5e8, PATIENCE_S = 0.25;
 
-  // Touches a tensor's pages, which is when they come: each thread those that it will fill, near its own core.
+  // Touches the pages of a tensor, which maps them: each thread touches those that it will fill, so they are near its
+  // core.
   char* take(int64_t bytes) {
     char* taken = begin_ + used_;
     used_ += (bytes + LINE - 1) / LINE * LINE;
@@ -75,17 +76,17 @@ class HugePages {
     if (late_us > 0 && (late_us_ += late_us) > int64_t(1e6 * PATIENCE_S) && !has_given_up_.exchange(true)) ask_for_huge_pages(false);
   }
 
-  // A kernel without them says no, and that is all.
+  // On a kernel without huge pages, this has no effect.
   void ask_for_huge_pages(bool wanted) { madvise(begin_, size_t(size_), wanted ? MADV_HUGEPAGE : MADV_NOHUGEPAGE); }
 
-  // Of this thread alone: not what others take of its core meanwhile.
+  // CPU time of this thread only, without the time that others use its core.
   static double thread_time_s() {
     timespec now;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
   }
 
-  inline static std::atomic<int64_t> late_us_{0};  // what pages slower than that have cost this process beyond
+  inline static std::atomic<int64_t> late_us_{0};  // time spent on touching pages, beyond BYTES_PER_S
   inline static std::atomic<bool> has_given_up_{false};
   int64_t size_, mapped_, used_ = 0;
   void* memory_;

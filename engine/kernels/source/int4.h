@@ -1,14 +1,14 @@
-// Weights as integers of 4 bits, with a scale and an offset for each output and group of inputs (engine/int4_weight.py), and
-// how they become bfloat16: integer * scale + offset, rounded once to float32 and once to bfloat16.
+// Weights as 4-bit integers with a scale and an offset for each output and group of inputs (engine/int4_weight.py), and
+// their conversion to bfloat16: integer * scale + offset, rounded once to float32 and once to bfloat16.
 //
-// A panel (panels.h) is groups one after the other, so that it is read from end to end:
+// A panel (panels.h) consists of consecutive groups, so that it is read sequentially:
 //
 //   group    32 scales, 32 offsets, steps
 //   step     16 pairs of inputs of 32 outputs, two pairs at a time
-//   2 pairs  16 words of 8 integers: of word i, integer t is input i % 2 of pair t / 4, of output 8 * (t % 4) + i / 2
+//   2 pairs  16 words of 8 integers: in word i, integer t is input i % 2 of pair t / 4, of output 8 * (t % 4) + i / 2
 //
-// So integer t of all words is one half of a vector of pairs, in the order in which products take them, and a shift is all
-// that brings it there.
+// So integer t of all words is one half of a vector of pairs, in the order that products use, and one shift extracts
+// it.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -22,7 +22,7 @@ constexpr int64_t INT4_STEP_PAIRS = 16, INT4_OUTPUTS = 2 * LANES;
 constexpr int64_t INT4_HEAD_BYTES = 2 * INT4_OUTPUTS * sizeof(float), INT4_PAIR_BYTES = INT4_OUTPUTS;
 constexpr int64_t INT4_STEP_BYTES = INT4_STEP_PAIRS * INT4_PAIR_BYTES, WORDS_BYTES = 2 * INT4_PAIR_BYTES;
 
-// 16 pairs of inputs of a group's 32 outputs as bfloat16.
+// Converts 16 pairs of inputs of a group's 32 outputs to bfloat16.
 inline void widen_int4(const char* __restrict group, int64_t step, bf16* __restrict to) {
   const float *scale = reinterpret_cast<const float*>(group), *offset = scale + INT4_OUTPUTS;
   const char* from = group + INT4_HEAD_BYTES + step * INT4_STEP_BYTES;
@@ -34,7 +34,7 @@ inline void widen_int4(const char* __restrict group, int64_t step, bf16* __restr
     scales[j] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(scale + 8 * j)));
     offsets[j] = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(offset + 8 * j)));
   }
-  // A permutation looks at the lowest 4 bits of its indices: no mask, no conversion.
+  // A permutation uses only the lowest 4 bits of its indices: no mask or conversion is needed.
   const auto numbers = [&](__m512i words, int t) {
     return _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * t), levels), scales[t % 4], offsets[t % 4]);
   };
@@ -56,8 +56,8 @@ inline void widen_int4(const char* __restrict group, int64_t step, bf16* __restr
 #endif
 }
 
-// packed [N, K / 2] bytes, scale and offset [N, groups] -> [N / 32, groups, bytes of a group], the last panel filled up with
-// zeros.
+// packed [N, K / 2] bytes, scale and offset [N, groups] -> [N / 32, groups, bytes of a group]; the last panel is padded
+// with zeros.
 at::Tensor pack_int4(const at::Tensor& packed, const at::Tensor& scale, const at::Tensor& offset) {
   TORCH_CHECK(packed.dim() == 2 && packed.is_contiguous() && packed.scalar_type() == at::kByte, "packed [N, K / 2], bytes");
   for (const at::Tensor* each : {&scale, &offset})

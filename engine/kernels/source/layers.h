@@ -1,5 +1,5 @@
-// A decoder's layers, each one call, or all of them one call: what is between the products takes microseconds with few
-// tokens, and so does every call from Python.
+// The layers of a decoder, one call for each or for all of them: with few tokens, the operations between products take
+// only microseconds, and so does every call from Python.
 #pragma once
 
 #include <ATen/ops/add.h>
@@ -19,7 +19,7 @@ struct DecoderLayer : torch::CustomClassHolder {
     at::Tensor weight;
     OfOutputs scale, bias;
     int64_t num_outputs;
-    c10::intrusive_ptr<AddedProduct> added;  // by adapters; null: none changes it
+    c10::intrusive_ptr<AddedProduct> added;  // what adapters add; null: no adapter changes this product
   };
   Product qkv, output, gated, down;
   at::Tensor input_norm, post_attention_norm;
@@ -27,7 +27,8 @@ struct DecoderLayer : torch::CustomClassHolder {
   double eps, scale;
   int64_t window;
 
-  // Weights in panels, scales, biases and numbers of outputs of: qkv, output, gate with up, down.
+  // Weights in panels, scales, biases and numbers of outputs, of these products in this order: qkv, output, gate with
+  // up, down.
   DecoderLayer(
       const std::vector<at::Tensor>& weights, const std::vector<OfOutputs>& scales, const std::vector<OfOutputs>& biases,
       const std::vector<int64_t>& num_outputs, at::Tensor input_norm, at::Tensor post_attention_norm,
@@ -38,7 +39,7 @@ struct DecoderLayer : torch::CustomClassHolder {
         down{weights.at(3), scales.at(3), biases.at(3), num_outputs.at(3)}, input_norm(std::move(input_norm)), post_attention_norm(std::move(post_attention_norm)),
         q_norm(std::move(q_norm)), k_norm(std::move(k_norm)), eps(eps), scale(scale), window(window) {}
 
-  // What adapters add to one of these four, in their order.
+  // Sets what adapters add to one of the four products, numbered in the order above.
   void adapt(int64_t product, const c10::intrusive_ptr<AddedProduct>& added) {
     Product* products[] = {&qkv, &output, &gated, &down};
     TORCH_CHECK(product >= 0 && product < 4, "product must be in [0, 3]");
@@ -46,8 +47,8 @@ struct DecoderLayer : torch::CustomClassHolder {
     products[product]->added = added;
   }
 
-  // x [T, D] becomes x + delta and what attention adds to it; returns what the feed-forward adds, still to be added.
-  // adapter_ids [T] int32: each row's, 0 for none; null where nobody asks for one.
+  // x [T, D] becomes x + delta + the output of attention. Returns the output of the feed-forward network, which the
+  // caller still has to add. adapter_ids [T] int32: the adapter of each row, 0 for none; null if no row has one.
   at::Tensor forward(
       const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
       const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
@@ -58,7 +59,7 @@ struct DecoderLayer : torch::CustomClassHolder {
         nullptr);
   }
 
-  // Its products ask for `own`, the KV of this layer's attention, and for `next`, that of the layer after it.
+  // The products prefetch `own`, the KV of this layer's attention, and `next`, the KV of the next layer's.
   at::Tensor run(
       const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
       const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
@@ -96,9 +97,9 @@ struct DecoderLayers : torch::CustomClassHolder {
       const at::Tensor& context_lens, const std::optional<at::Tensor>& adapter_ids) const {
     const auto rows = DecoderLayer::rows_of(adapter_ids);
     std::optional<at::Tensor> delta;
-    std::vector<ReadAhead> kv(layers.size() + 1);  // nothing comes after the last one
+    std::vector<ReadAhead> kv(layers.size() + 1);  // the last one stays empty
     for (size_t i = 0; i < layers.size(); i++) {
-      // Products of tiles do not ask for it.
+      // Products by tiles do not prefetch KV.
       if (i == 0 && !has_tiles()) kv[i].pieces = kv_pieces(kv_pool.select(0, 0), block_tables, context_lens);
       if (i + 1 < layers.size() && !has_tiles())
         kv[i + 1].pieces = kv_pieces(kv_pool.select(0, int64_t(i + 1)), block_tables, context_lens);
@@ -109,7 +110,7 @@ struct DecoderLayers : torch::CustomClassHolder {
     return delta ? at::add(x, *delta) : x;
   }
 
-  // One layer's KV of all sequences, which its attention will read.
+  // The KV of all sequences in one layer, which its attention will read.
   static std::vector<const char*> kv_pieces(const at::Tensor& kv, const at::Tensor& block_tables, const at::Tensor& context_lens) {
     const char* begin = reinterpret_cast<const char*>(data_of(kv));
     int64_t block_size = kv.size(3), block_bytes = kv.stride(0) * int64_t(sizeof(bf16)), max_blocks = block_tables.size(1);

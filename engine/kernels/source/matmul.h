@@ -1,11 +1,11 @@
-// x @ weight.T * scale + bias: bfloat16 in and out, sums in float32. A scale an output where the weight is in 8 bits.
+// x @ weight.T * scale + bias: bfloat16 in and out, sums in float32. 8-bit weights have one scale for each output.
 //
-// Why not oneDNN's: which products it adds in which order depends on the number of rows, so that a token would depend on
-// its batch. Here each sum runs through its inputs in their order, whatever rows stand beside it. And with few rows, where
-// reading the weights is all the work, a third of oneDNN's time went into its calls.
+// Why not oneDNN: its order of additions depends on the number of rows, so the result of a token would depend on its
+// batch. Here, each sum adds its inputs in order, whatever other rows there are. And with few rows, where reading the
+// weights is all the work, a third of oneDNN's time was spent in its calls.
 //
-// Which instructions add them up is the machine's affair: dot products of pairs (product_pairs.h), or of tiles
-// (product_tiles.h). Their bits differ.
+// The machine determines the instructions: dot products of pairs (product_pairs.h), or of tiles (product_tiles.h). The
+// two give different bits.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -18,8 +18,8 @@
 
 namespace tandem {
 
-// Calls finish(row, panel, two vectors of sums) for all rows and panels. `other` is asked for meanwhile, by products of
-// pairs alone: beside tiles, which take memory as fast as it comes, steps with prompts took up to a third longer with it.
+// Calls finish(row, panel, two vectors of sums) for all rows and panels. Only products of pairs prefetch `other`
+// meanwhile: tiles already use the full memory bandwidth, and steps with prompts took up to a third longer with it.
 template <class Finish>
 void multiply(const at::Tensor& x, const at::Tensor& weight, ReadAhead* other, const Finish& finish) {
   const Panels panels(weight);
@@ -29,7 +29,7 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, ReadAhead* other, c
   multiply_pairs(data_of(x), x.size(0), panels, other, finish);
 }
 
-// One number an output of a panel, where there are any.
+// One number for each output of the panels, if any.
 using OfOutputs = std::optional<at::Tensor>;
 
 inline void check_product(const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias) {
@@ -59,8 +59,8 @@ inline void check_added(const AddedProduct* added, const at::Tensor& weight) {
   TORCH_CHECK(!added || added->num_sixteens == 2 * weight.size(0), "what is added must have the product's panels");
 }
 
-// x [T, K], weight in panels, scale and bias [panels * 32] -> [T, num_outputs], which leaves out what fills up the last
-// panel. `added` of `rows`: what adapters add, where there are some.
+// x [T, K], weight in panels, scale and bias [panels * 32] -> [T, num_outputs], without the padding of the last panel.
+// `added` for `rows`: what adapters add, if any.
 at::Tensor linear_ahead(
     const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
     ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
@@ -88,8 +88,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OfOutputs
   return linear_ahead(x, weight, scale, bias, num_outputs, nullptr);
 }
 
-// As `linear` without a bias, but not rounded: [T, num_outputs] in float32. For logits: at 25, bfloat16 knows but eighths,
-// and the likeliest two would often be equal.
+// Like `linear` without a bias, but returns unrounded float32: [T, num_outputs]. For logits: near 25, bfloat16 has a
+// resolution of only 1/8, and the two most likely tokens would often be equal.
 at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, int64_t num_outputs) {
   check_product(x, weight, std::nullopt, std::nullopt);
   TORCH_CHECK((num_outputs + PANEL - 1) / PANEL == weight.size(0), "num_outputs must end in the last panel");
@@ -109,7 +109,7 @@ inline Sums silu_multiply(Sums gate, Sums up) {
   return rounded(silu) * up;
 }
 
-// silu(x @ gate.T) * (x @ up.T), where each panel holds 16 outputs of the gate and the 16 of `up` beside them.
+// silu(x @ gate.T) * (x @ up.T). Each panel holds 16 outputs of the gate and the corresponding 16 of `up`.
 at::Tensor gated_linear_ahead(
     const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
     ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
@@ -140,7 +140,7 @@ at::Tensor gated_linear(
   return gated_linear_ahead(x, weight, scale, bias, num_outputs, nullptr);
 }
 
-// `linear` and `gated_linear` with what adapters add. adapter_ids [T] int32: each row's, 0 for none.
+// `linear` and `gated_linear` with adapters. adapter_ids [T] int32: the adapter of each row, 0 for none.
 at::Tensor adapted_linear(
     const c10::intrusive_ptr<AddedProduct>& added, const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale,
     const OfOutputs& bias, int64_t num_outputs, const at::Tensor& adapter_ids) {

@@ -1,10 +1,11 @@
-// How the weights of a product are kept: [N, K] in panels of 32 outputs, [N / 32, K / 2, 32, 2], the last one filled up
-// with zeros. A pair of inputs times 16 outputs is one vector operation, 16 such pairs are a tile of the matrix unit, and a
-// panel is read from end to end.
+// The layout of a product's weights: [N, K] in panels of 32 outputs, [N / 32, K / 2, 32, 2], the last one padded with
+// zeros. One vector operation multiplies a pair of inputs by 16 outputs; 16 such pairs form a tile of the matrix unit;
+// a panel is read sequentially.
 //
-// In bfloat16, or as integers of 8 bits, which are half the bytes to read, or of 4 (int4.h): the first rows that are
-// multiplied by a panel of these widen it on the way, and leave it so for those that follow. Sums of 8 bits are then
-// multiplied by one scale an output; 4 bits become the numbers that they stand for at once.
+// Weights are bfloat16, or 8-bit integers, which are half the bytes to read, or 4-bit integers (int4.h). The first rows
+// that are multiplied by a panel of integers convert it to bfloat16 on the way, and later rows use the result. Sums of
+// 8-bit weights are then multiplied by one scale for each output; 4-bit weights are converted to their actual values at
+// once.
 #pragma once
 
 #include <optional>
@@ -18,7 +19,7 @@ namespace tandem {
 
 constexpr int64_t PANEL = 2 * LANES;
 
-// [N, K] into panels of the same numbers.
+// Rearranges [N, K] into panels of the same numbers.
 at::Tensor pack_weight(const at::Tensor& weight) {
   int64_t N = weight.size(0), K = weight.size(1), num_panels = (N + PANEL - 1) / PANEL;
   TORCH_CHECK(weight.is_contiguous() && K % 2 == 0, "weight [N, K], contiguous, K even");
@@ -27,9 +28,9 @@ at::Tensor pack_weight(const at::Tensor& weight) {
   const int64_t bytes = weight.element_size();
   const char* from = static_cast<const char*>(weight.data_ptr());
   char* to = static_cast<char*>(out.data_ptr());
-  // Some pairs of all rows of a panel after the others: a whole row's would fall into as many lines of the cache.
+  // Copies a few pairs of all rows of a panel at a time: copying whole rows would touch as many cache lines as pairs.
   constexpr int64_t PAIRS_AT_ONCE = 16;
-  const auto pack = [&](auto pair, int64_t panel) {  // a pair's type
+  const auto pack = [&](auto pair, int64_t panel) {  // the type of `pair` is that of a pair
     const int64_t pairs = K / 2, rows = std::min(PANEL, N - panel * PANEL);
     const auto* rows_from = reinterpret_cast<const decltype(pair)*>(from) + panel * PANEL * pairs;
     auto* panel_to = reinterpret_cast<decltype(pair)*>(to) + panel * PANEL * pairs;
@@ -48,7 +49,7 @@ at::Tensor pack_weight(const at::Tensor& weight) {
 
 enum class Form { BFLOAT16, INT8, INT4 };
 
-// A weight in panels. Does not own it.
+// View of a weight in panels. Does not own it.
 struct Panels {
   Form form;
   int64_t num_panels, pairs;
@@ -65,10 +66,10 @@ struct Panels {
     panel_bytes_ = pairs / pairs_of_group_ * group_bytes_;
   }
 
-  // Cache lines in which a pair lies, rounded up.
+  // Cache lines that one pair of inputs occupies in a panel, rounded up.
   int64_t lines_of_pair() const { return form == Form::BFLOAT16 ? 2 : 1; }
 
-  // Where a pair of inputs lies, as it is kept; of 4 bits, the group that begins with it or has it.
+  // Address of a pair of inputs in its stored form; for 4 bits, of the group that contains the pair.
   const char* at(int64_t panel, int64_t pair) const {
     return bytes_ + panel * panel_bytes_ + pair / pairs_of_group_ * group_bytes_;
   }
@@ -87,14 +88,14 @@ struct Panels {
   int64_t panel_bytes_, group_bytes_, pairs_of_group_;
 };
 
-// Pairs of one panel from some on, as products read them: in bfloat16 where they lie, or narrow and on their way to `wide`.
+// A range of pairs of one panel, as products read them: bfloat16 in place, or integers to be converted into `wide`.
 struct PairsOfPanel {
   const uint32_t* wide;
-  bool is_narrow = false;  // until they have been widened
-  bool is_kept = true;     // or else those of a step take the place of those before
+  bool is_narrow = false;  // until the integers have been converted
+  bool is_kept = true;     // false: each step overwrites the converted pairs of the step before
 
-  // `num_pairs` from `first` on, read `of_step` at a time, `is_read_again` by further rows; of 4 bits, whole steps. `room`
-  // must outlive it.
+  // `num_pairs` pairs from `first` on, read `of_step` at a time; 4-bit weights are read in whole steps.
+  // `is_read_again`: further rows will read them. `room` must outlive this object.
   PairsOfPanel(
       const Panels& weight, int64_t panel, int64_t first, int64_t num_pairs, int64_t of_step, bool is_read_again,
       std::vector<uint32_t>& room)
@@ -111,8 +112,8 @@ struct PairsOfPanel {
     wide = room.data();
   }
 
-  // Calls work(get, step), where get(first, count) are pairs from `first` on, a multiple of `step` of them: compiled for
-  // those that lie there wide and for those that have to be widened apart, since hot loops feel a branch.
+  // Calls work(get, step), where get(first, count) returns the pairs from `first` on; count is a multiple of `step`.
+  // Compiled separately for pairs in place and pairs to convert, because a branch would slow down hot loops.
   template <class Work>
   void read(const Work& work) const {
     using One = std::integral_constant<int64_t, 1>;
@@ -131,7 +132,7 @@ struct PairsOfPanel {
     };
   }
 
-  // Steps in their order, one at a time.
+  // Must be called for the steps in order, one at a time.
   auto of_int4() const {
     return [to = const_cast<uint32_t*>(wide), group = narrow_, keeps = is_kept, group_bytes = group_bytes_,
             steps_of_group = steps_of_group_, step = first_step_](int64_t first, int64_t) mutable -> const uint32_t* {

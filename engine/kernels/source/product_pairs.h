@@ -1,5 +1,5 @@
-// x @ weight.T by dot products of pairs: vector operations, for machines without a matrix unit. Each sum runs through its
-// inputs in their order, pair by pair.
+// x @ weight.T by dot products of pairs: vector operations, for machines without a matrix unit. Each sum adds its
+// inputs in order, pair by pair.
 #pragma once
 
 #include "panels.h"
@@ -15,7 +15,8 @@ constexpr int MATMUL_ROWS = 3;
 #endif
 constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
 
-// Sums of R rows and one panel. Meanwhile memory is asked for, LINES cache lines a pair: `ahead[i]` is its piece i.
+// Sums of R rows and one panel. Meanwhile prefetches LINES cache lines for each pair; `ahead[i]` is the i-th piece of
+// memory to prefetch.
 template <int R, int LINES>
 void multiply_rows(const uint32_t* x, int64_t pairs, const PairsOfPanel& panel, const char* const* ahead, F16 (*sums)[2]) {
   constexpr int64_t PAIRS_OF_PIECE = LINES ? ReadAhead::PIECE / ReadAhead::LINE / LINES : INT64_MAX / 2;

@@ -1,12 +1,12 @@
 // x @ weight.T by the matrix unit (tiles.h).
 //
-//   item    up to 256 rows and some panels: its rows' inputs stay in the L2 cache
-//   part    of the inputs, where those of its rows would not fit; sums wait in memory for the next one
+//   item    up to 256 rows and some panels: the inputs of its rows stay in the L2 cache
+//   part    a range of the inputs, if all inputs of the rows would not fit; sums wait in memory for the next part
 //   tile    up to 32 rows and one panel of 32 outputs: four products share two loads of inputs and two of weights
 //
-// All tiles of an item have as many rows, so that their shapes are set once; the last one begins earlier for it, and its
-// first rows have been there already. However rows are shared out, each has the same sums: whole steps of 16 pairs, in
-// their order, and the pairs that are left one after the other.
+// All tiles of an item have the same number of rows, so that tile shapes are configured once. For this, the last tile
+// begins earlier, and its first rows repeat rows of the tile before. Each row has the same sums however rows are
+// distributed: whole steps of 16 pairs in order, and then the remaining pairs one after the other.
 #pragma once
 
 #include <array>
@@ -20,11 +20,12 @@
 namespace tandem {
 
 constexpr int64_t TILE_ITEM_ROWS = 256, TILE_PAIR_ROWS = 2 * TILE_ROWS;
-constexpr int64_t PART_BYTES = 1 << 20;   // of inputs, beside panels, in a cache of 2 MB
-constexpr int64_t PART_PANELS = 8;        // which share a part once it is there
+constexpr int64_t PART_BYTES = 1 << 20;   // inputs of one part; fits in a 2 MB cache beside panels
+constexpr int64_t PART_PANELS = 8;        // panels that share a part once it is in the cache
 constexpr int64_t CACHE_LINE = 64;
 
-// The sums of one tile's rows: 0 and 1 of its first half, 2 and 3 of its second; 4 and 5 inputs, 6 and 7 weights.
+// Tiles 0 and 1 hold the sums of the first half of the rows, 2 and 3 those of the second; 4 and 5 inputs, 6 and 7
+// weights.
 inline Shapes product_shapes(int64_t num_rows) {
   Shapes shapes;
   int first = int(num_rows > TILE_ROWS ? (num_rows + 1) / 2 : num_rows), second = int(num_rows) - first;
@@ -34,8 +35,9 @@ inline Shapes product_shapes(int64_t num_rows) {
   return shapes;
 }
 
-// Sums [rows, 32] of `steps` steps, beginning with what is there if `goes_on`. `second`: the rows before the second half.
-// Meanwhile memory is asked for, LINES cache lines a pair from `ahead` on, and `meanwhile()` is called once a step.
+// Sums [rows, 32] over `steps` steps, added to the sums in `to` if `goes_on`. `second`: number of rows before the
+// second half. Meanwhile prefetches LINES cache lines for each pair from `ahead` on, and calls `meanwhile()` once in
+// each step.
 template <bool HAS_SECOND, int LINES, class Meanwhile>
 void multiply_steps(
     const uint32_t* x, int64_t row_pairs, int64_t second, int64_t steps, const PairsOfPanel& panel, const char* ahead,
@@ -74,15 +76,16 @@ void multiply_steps(
   if (HAS_SECOND) store_tile<2>(sums_second, SUMS_STRIDE), store_tile<3>(sums_second + LANES, SUMS_STRIDE);
 }
 
-// Two vectors of sums += one row's `count` pairs, which fill no step.
+// Adds `count` pairs of one row, which do not fill a step, to two vectors of sums.
 inline void add_pairs(const uint32_t* x, const uint32_t* panel, int64_t count, F16* sums) {
   for (int64_t k = 0; k < count; k++)
     for (int i = 0; i < 2; i++) sums[i] = dot_pairs(sums[i], load<U16>(panel + k * PANEL + i * LANES), x[k]);
 }
 
-// Which memory is asked for while the tiles of a panel are multiplied. For a panel's only tile, where reading is all the
-// work, what comes 2 KB later, within a page as a rule: these are read a quarter faster than with the next panel. Else the
-// next panel, a line a pair for each of the first tiles.
+// Chooses the memory to prefetch while the tiles of a panel are multiplied. For a panel with a single tile, where
+// reading is all the work, this is the memory 2 KB ahead, usually within the same page: such panels are read a quarter
+// faster than with prefetching the next panel. Otherwise it is the next panel, one line for each pair in each of the
+// first tiles.
 struct Ahead {
   static constexpr int64_t NEAR = 2048;
   const char* first;
@@ -98,7 +101,7 @@ struct Ahead {
   const char* from(int64_t tile) const { return first + tile * bytes_of_tile; }
 };
 
-// Calls work(whether there is a second half, cache lines a pair) with constants.
+// Calls work(whether there is a second half, cache lines for each pair) with compile-time constants.
 template <class Work>
 void with_lines(bool has_second, int64_t lines, const Work& work) {
   auto with_second = [&](auto second) {
@@ -110,7 +113,7 @@ void with_lines(bool has_second, int64_t lines, const Work& work) {
   else with_second(std::false_type());
 }
 
-// How T rows of so many pairs, of which `steps` steps, are shared out.
+// How a product of T rows and `steps` whole steps is divided into items and parts.
 struct TileSplit {
   int64_t num_row_blocks, steps_of_part, num_parts, panels_of_item;
 
@@ -124,7 +127,8 @@ struct TileSplit {
   }
 };
 
-// An item's rows, in tiles of equal height; `second`: how many stand before a tile's second half, 0 if it has none.
+// The rows of an item, in tiles of equal height. `second`: number of rows in a tile's first half; 0 if there is no
+// second half.
 struct TileRows {
   int64_t first, num, num_tiles, height, second;
 
@@ -137,7 +141,8 @@ struct TileRows {
   int64_t begin_of(int64_t tile) const { return std::min(tile * height, num - height); }
 };
 
-// One thread's part of a product. The sums of a tile are finished while the next is multiplied: vectors are another unit.
+// One thread's share of a product. Finishes the sums of a tile while multiplying the next: vectors use another
+// execution unit.
 template <class Finish>
 class TileMultiplier {
  public:
@@ -146,7 +151,7 @@ class TileMultiplier {
         split_(split), finish_(finish),
         sums_((split.num_parts > 1 ? split.panels_of_item * TILE_ITEM_ROWS : 0) + TILE_PAIR_ROWS) {}
 
-  // `is_next_ours`: whether the panel after the last of these is multiplied by this thread, too.
+  // `is_next_ours`: whether this thread also multiplies the panel after the last of these.
   void run_item(const TileRows& rows, int64_t first_panel, int64_t end_panel, bool is_next_ours) {
     if (rows.height != shaped_height_) TileShapes::use(product_shapes(shaped_height_ = rows.height));
     for (int64_t part = 0; part < split_.num_parts; part++)
@@ -159,7 +164,7 @@ class TileMultiplier {
   }
 
  private:
-  // What waits to be finished: rows of one panel.
+  // Rows of one panel that are still to be finished.
   struct Last {
     int64_t row = 0, end = 0, panel = 0;
     std::array<F16, 2>* sums = nullptr;  // of `row`
@@ -175,7 +180,7 @@ class TileMultiplier {
     for (int64_t i = 0; i < rows.num_tiles; i++) {
       std::array<F16, 2>* sums = sums_.data() + (split_.num_parts > 1 ? place * TILE_ITEM_ROWS + i * TILE_PAIR_ROWS : 0);
       const uint32_t* x = x_ + (rows.first + rows.begin_of(i)) * pairs_ + first_pair;
-      // By its last step all rows of the tile before are finished, whose place the sums of this one may take.
+      // By the last step, all rows of the previous tile are finished, so this tile's sums may overwrite theirs.
       if (num_steps == 0) finish_last();
       const int64_t finished_each_step = (last_.end - last_.row + num_steps - 1) / std::max<int64_t>(1, num_steps);
       with_lines(rows.second > 0, ahead.lines(i), [&](auto has_second, auto lines) {
@@ -190,10 +195,10 @@ class TileMultiplier {
     }
   }
 
-  // The panel's pairs after its last step.
+  // The number of pairs after the panel's last whole step.
   int64_t num_left() const { return pairs_ - steps_ * TILE_PAIRS; }
 
-  // Tile i's rows but those that the one before it had, too.
+  // The rows of tile i, without those that the previous tile already had.
   static Last last_of(const TileRows& rows, int64_t i, int64_t p, std::array<F16, 2>* sums) {
     const int64_t begin = i * rows.height, end = std::min(rows.num, (i + 1) * rows.height);
     return {rows.first + begin, rows.first + end, p, sums + (begin - rows.begin_of(i))};
@@ -212,7 +217,7 @@ class TileMultiplier {
   const TileSplit& split_;
   const Finish& finish_;
   std::vector<std::array<F16, 2>> sums_;
-  std::vector<uint32_t> room_, left_room_;  // of what is widened
+  std::vector<uint32_t> room_, left_room_;  // for pairs converted to bfloat16
   Last last_;
   TileShapes shapes_;
   int64_t shaped_height_ = 0;

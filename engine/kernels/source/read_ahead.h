@@ -1,4 +1,4 @@
-// Memory that is asked for while products compute: weights that come next, and the KV of attention that follows.
+// Prefetches memory while products compute: the weights that come next, and the KV of the attention that follows.
 #pragma once
 
 #include <algorithm>
@@ -8,21 +8,22 @@
 
 namespace tandem {
 
-// What will be read soon, and is asked for while products compute: memory in pieces of a page, each handed out once.
+// Memory to prefetch, in pieces of one page; each piece is handed out once.
 struct ReadAhead {
   static constexpr int64_t PIECE = 4096, LINE = 64;
   std::vector<const char*> pieces;
   std::atomic<int64_t> next{0};
 };
 
-// Which memory the tiles of one panel ask for, in products of pairs (product_tiles.h has a way of its own): the next panel
-// first, a line a pair in each of the first tiles, or all of it in the only one; then `other`, as long as there is any. With
-// few rows, where reading is all the work, only panels.
+// Chooses the memory that the tiles of one panel prefetch, in products of pairs (product_tiles.h does this
+// differently). First the next panel: one line for each pair in each of the first tiles, or the whole panel if there is
+// only one tile. Then `other`, as long as pieces are left. With few rows, where reading is all the work, only panels.
 struct Asking {
   std::vector<const char*> pieces;
   int lines = 0;
 
-  // Whether the next panel was asked for, of `pairs` pairs in a line or two each.
+  // Returns whether this tile prefetches a part of the next panel, which has `pairs` pairs of `lines_of_pair` lines
+  // each.
   bool next_panel(const char* panel, int64_t pairs, int64_t lines_of_pair, int64_t tile, int64_t num_tiles) {
     if (tile >= lines_of_pair) return false;
     lines = num_tiles == 1 ? int(lines_of_pair) : 1;
@@ -35,7 +36,7 @@ struct Asking {
     int64_t wanted = (2 * pairs * ReadAhead::LINE + ReadAhead::PIECE - 1) / ReadAhead::PIECE;
     if (!other || other->next + wanted > int64_t(other->pieces.size())) return;
     int64_t first = other->next.fetch_add(wanted);
-    if (first + wanted > int64_t(other->pieces.size())) return;  // another thread took them just now
+    if (first + wanted > int64_t(other->pieces.size())) return;  // another thread has just taken them
     lines = 2;
     pieces.assign(other->pieces.begin() + first, other->pieces.begin() + first + wanted);
   }

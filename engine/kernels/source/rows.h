@@ -1,5 +1,5 @@
-// What is done row by row between products: RMS norm with the residual sum before it, rotary positions with the write into
-// the KV pool. Rounding is that of the same steps in PyTorch, but for rotary positions, which are
+// The operations on single rows between products: RMS norm with the residual addition before it, and rotary positions
+// with the write into the KV pool. Rounding is as in the same steps in PyTorch, except for rotary positions, which are
 // rounded once instead of three times.
 #pragma once
 
@@ -25,7 +25,7 @@ inline void norm_row(const bf16* x, const bf16* weight, float eps, int64_t D, bf
   for (int64_t i = 0; i < D; i++) out[i] = to_bf16(to_float(weight[i]) * to_float(to_bf16(to_float(x[i]) * scale)));
 }
 
-// x += delta (where there is one), in place; returns the norm of x. x [T, D] contiguous.
+// x += delta (if given), in place; returns the norm of x. x [T, D] contiguous.
 at::Tensor add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& weight, double eps) {
   int64_t D = x.size(-1), T = x.numel() / D;
   TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && weight.numel() == D, "x [.., D] and weight [D], contiguous");
@@ -47,7 +47,7 @@ at::Tensor add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& de
   return out;
 }
 
-// One head, rotated: out = x * cos + rotate_half(x) * sin, whose sign is in the table.
+// Rotates one head: out = x * cos + rotate_half(x) * sin. The sign of rotate_half is in the sin table.
 inline void rotate_head(const bf16* x, const bf16* cos, const bf16* sin, int64_t H, bf16* out) {
   int64_t half = H / 2;
 #pragma omp simd
@@ -58,8 +58,8 @@ inline void rotate_head(const bf16* x, const bf16* cos, const bf16* sin, int64_t
   }
 }
 
-// qkv [T, (N + 2K) * H]: queries and keys are normed (where there are weights) and rotated, keys and values stored in
-// one layer of the pool at slot_mapping [T]. Returns the queries [T, N, H].
+// qkv [T, (N + 2K) * H]. Norms (if there are weights) and rotates queries and keys, and stores keys and values in one
+// layer of the pool at slot_mapping [T]. Returns the queries [T, N, H].
 at::Tensor rotate_and_store(
     const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const std::optional<at::Tensor>& q_norm,
     const std::optional<at::Tensor>& k_norm, double eps, const at::Tensor& kv, const at::Tensor& slot_mapping) {

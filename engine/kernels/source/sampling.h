@@ -1,4 +1,4 @@
-// Choosing the next token: the largest logit, or a draw (engine/sampling/sampler.py says what a draw is).
+// Chooses the next token: the largest logit, or a draw (defined in engine/sampling/sampler.py).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -12,7 +12,7 @@ namespace tandem {
 
 typedef uint64_t W16 __attribute__((vector_size(128)));
 
-// 16 products of 64 bits, their lower and upper halves. (Of vectors that are converted the compiler multiplies all 64 bits.)
+// The lower and upper halves of 16 products of 64 bits. (For converted vectors, compilers would multiply all 64 bits.)
 inline void multiply(U16 x, uint32_t factor, U16& low, U16& high) {
 #if defined(__AVX512F__)
   const __m512i factors = _mm512_set1_epi32(int(factor));
@@ -26,7 +26,7 @@ inline void multiply(U16 x, uint32_t factor, U16& low, U16& high) {
 #endif
 }
 
-// Philox4x32-10 (engine/sampling/random.py) of 16 counters (block.., 0, position, 0): word j of lane i is of token
+// Philox4x32-10 (engine/sampling/random.py) of 16 counters (block.., 0, position, 0): word j of lane i belongs to token
 // 4 * (block + i) + j.
 inline void philox(U16 c[4], uint64_t seed) {
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
@@ -42,7 +42,8 @@ inline void philox(U16 c[4], uint64_t seed) {
   }
 }
 
-// log(x) of normal positive x, to some 1e-6 of itself or of 1: exponent, and atanh series of the mantissa around 1.
+// log(x) of a normal positive x, with an error of about 1e-6 of itself or of 1: the exponent, plus the atanh series of
+// the mantissa around 1.
 inline F16 log_of(F16 x) {
   I16 bits = (I16)x - 0x3f3504f3;  // so that the mantissa is in [sqrt(0.5), sqrt(2))
   F16 exponent = __builtin_convertvector(bits >> 23, F16);
@@ -56,7 +57,7 @@ inline F16 log_of(F16 x) {
   return exponent * 0.693147181f + t * series;
 }
 
-// The largest of n numbers; -infinity of none. Written out: compilers leave a loop over `std::max` as it is.
+// The largest of n numbers; -infinity for n = 0. Written out because compilers do not vectorize a loop over `std::max`.
 inline float largest_of(const float* x, int64_t n, bool& has_nan) {
   constexpr int N = AT_ONCE / REGISTER;
   Sums most[N];
@@ -81,7 +82,7 @@ inline float largest_of(const float* x, int64_t n, bool& has_nan) {
   return largest;
 }
 
-// Where `value`, which is there, comes first.
+// The first position of `value`, which must occur.
 inline int64_t first_of(const float* x, int64_t n, float value) {
   int64_t i = 0;
   for (; i + AT_ONCE <= n; i += AT_ONCE) {
@@ -92,14 +93,14 @@ inline int64_t first_of(const float* x, int64_t n, float value) {
   return std::find(x + i, x + n, value) - x;
 }
 
-constexpr float LONGEST = 24.0f;  // above -log(clock) of any clock: u is at most 1 - 2^-33
-constexpr float SLACK = 0.01f;  // above what scores in float32 are wrong by, and what candidates may be below the best
+constexpr float LONGEST = 24.0f;  // an upper bound of -log(clock): u is at most 1 - 2^-33
+constexpr float SLACK = 0.01f;  // above the error of float32 scores, and how far below the best a candidate may be
 
-// -log(clock) of 64 tokens, from their words: clock = -log(u) with u = (word + 0.5) / 2^32.
+// -log(clock) of 64 tokens, from their random words: clock = -log(u) with u = (word + 0.5) / 2^32.
 inline void minus_log_clocks(const U16 words[4], float* out) {
   const float scale = float(1.0 / 4294967296.0);
   for (int j = 0; j < 4; j++) {
-    // Where u is near 1, by what is missing: log1p(-v) = log(1 - v) * v / (1 - (1 - v)).
+    // For u near 1, computed from v = 1 - u: log1p(-v) = log(1 - v) * v / (1 - (1 - v)).
     F16 u = (__builtin_convertvector(words[j], F16) + 0.5f) * scale;
     F16 v = (__builtin_convertvector(~words[j], F16) + 0.5f) * scale;
     F16 t = 1.0f - v, missing = 1.0f - t;
@@ -110,8 +111,8 @@ inline void minus_log_clocks(const U16 words[4], float* out) {
   }
 }
 
-// Whether -log(clock) of one of these tokens may be `needed`, which is above SLACK: the bound is a word. Then 1 - u, which is
-// at most -log(u), is at most exp(-needed).
+// Whether -log(clock) of any of these tokens may reach `needed`, which is above SLACK. Compares words with a bound: 1 -
+// u is at most -log(u), so it is at most exp(-needed).
 inline bool any_reaches(const U16 words[4], float needed) {
   const uint32_t bound = uint32_t(std::exp(-double(needed)) * 4294967296.0) + 1;
   U16 hits{};
@@ -121,12 +122,13 @@ inline bool any_reaches(const U16 words[4], float needed) {
   return bits != 0;
 }
 
-// One token of a row at random: engine/sampling/sampler.py, step 10. Scores in float32 of those 64 together of
-// which one may win; in float64, of those that come near the best. First where the largest logit is: what is far below needs
-// a word that hardly any has, and no logarithm is taken of the others. No NaN among them, and the largest finite.
+// Draws one token of a row: engine/sampling/sampler.py, step 10. Computes float32 scores only for groups of 64 tokens
+// of which one may win, and float64 scores only for tokens close to the best. Begins with the group of the largest
+// logit. A token far below it would need a random word that is very rare, so most groups need no logarithm. The logits
+// must not include NaN, and the largest must be finite.
 int64_t race(const float* logits, int64_t V, float largest, double temperature, uint64_t seed, uint32_t position) {
   const U16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const float inverse = float(std::min(1.0 / temperature, 1e30));  // finite: the largest logit's distance is 0
+  const float inverse = float(std::min(1.0 / temperature, 1e30));  // finite, since the largest logit's distance is 0
   struct Candidate {
     int64_t token;
     float score;
@@ -167,8 +169,8 @@ int64_t race(const float* logits, int64_t V, float largest, double temperature, 
   return winner;
 }
 
-// logits [R, V] in float32. Returns the index of each row's largest, the first of equals; -1 where there is a NaN, or
-// -infinity alone.
+// logits [R, V] in float32. Returns the index of each row's largest logit, the first of equal ones; -1 if the row has a
+// NaN or only -infinity.
 at::Tensor largest(const at::Tensor& logits) {
   int64_t R = logits.size(0), V = logits.size(1);
   TORCH_CHECK(logits.is_contiguous(), "logits must be contiguous");
@@ -184,8 +186,8 @@ at::Tensor largest(const at::Tensor& logits) {
   return out;
 }
 
-// logits [R, V] in float32, of which rows with filters are overwritten. integers [R, 3]: seed, position, top_k; numbers [R, 3]
-// in float64: temperature, top_p, min_p. Returns token ids [R]; -1 where there is a NaN.
+// logits [R, V] in float32; rows with filters are overwritten. integers [R, 3]: seed, position, top_k; numbers [R, 3]
+// in float64: temperature, top_p, min_p. Returns token ids [R]; -1 for a row with a NaN or an infinite maximum.
 at::Tensor sample(const at::Tensor& logits, const at::Tensor& integers, const at::Tensor& numbers) {
   int64_t R = logits.size(0), V = logits.size(1);
   TORCH_CHECK(logits.is_contiguous() && V < (int64_t(1) << 32), "logits [R, V], contiguous");

@@ -1,5 +1,6 @@
-// What PyTorch has no fused CPU operation for, in bfloat16, as torch.ops.tandem_cpu.* and torch.classes.tandem_cpu.*;
-// compiled by engine/kernels/build.py for the machine it runs on. One source for all machines.
+// The bfloat16 operations for which PyTorch has no fused CPU version, as torch.ops.tandem_cpu.* and
+// torch.classes.tandem_cpu.*; compiled by engine/kernels/build.py for the machine it runs on. One source for all
+// machines.
 //
 //   vectors.h  <-  huge_pages.h  <-  panels.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h  <-  this file
 //              <-  adapters.h                                                       <-
@@ -23,8 +24,8 @@
 
 namespace tandem {
 
-// Freed memory stays with the process: else every step's large tensors are mapped, cleared and unmapped anew by the
-// kernel, a third of the time of a long prompt. glibc only; elsewhere it does nothing.
+// Keeps freed memory in the process. Otherwise the kernel maps, clears and unmaps the large tensors of every step,
+// which takes a third of the time of a long prompt. Only for glibc; elsewhere it does nothing.
 void keep_freed_memory() {
 #if defined(__GLIBC__)
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
@@ -32,10 +33,10 @@ void keep_freed_memory() {
 #endif
 }
 
-// To be raised with whatever gives a sum or a softmax other bits.
+// Must be increased with every change that alters the bits of a sum or a softmax.
 constexpr int ARITHMETIC_VERSION = 2;
 
-// How products and attention add up, by what this machine has: the same sums have other bits in another of these.
+// How products and attention add up on this machine: two machines with different values compute different bits.
 std::string arithmetic() {
 #if defined(__AVX512BF16__)
   const std::string by_vectors = "pairs";

@@ -1,4 +1,4 @@
-// What a tile of the matrix unit holds, and which part of it is in use.
+// The size of the matrix unit's tiles, and the part of each that is in use.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 namespace tandem {
 
 constexpr int TILE_ROWS = 16;
-constexpr int TILE_PAIRS = 16;  // of inputs: as many rows has a tile of weights, each of 16 outputs' pairs
+constexpr int TILE_PAIRS = 16;  // pairs of inputs: the rows of a tile of weights, each with the pairs of 16 outputs
 constexpr int TILE_ROW_BYTES = 64;
 constexpr int NUM_TILES = 8;
 
-// Rows, and bytes of each row, of the eight tile registers: as the instruction that sets them wants it.
+// Rows of the eight tile registers, and bytes of each row, in the format of the instruction that configures them.
 struct alignas(64) Shapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};

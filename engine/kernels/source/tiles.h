@@ -1,15 +1,16 @@
-// Products of tiles of bfloat16, by Intel's matrix unit (AMX), where the machine has one: 16 rows, 16 outputs and 32 inputs
-// are one instruction, of eight tile registers a thread. A row's sums do not depend on the other rows of its tile.
+// Products of bfloat16 tiles with Intel's matrix unit (AMX), if the machine has one: one instruction multiplies 16 rows
+// by 16 outputs of 32 inputs; each thread has eight tile registers. A row's sums do not depend on the other rows of its
+// tile.
 //
 //   has_tiles()      whether this process may use them
-//   TileShapes       keeps the registers in shape for as long as it lives, on its own thread; use(Shapes) says which
-//   load_tile<I>, store_tile<I>, clear_tile<I>, multiply_tiles<C, A, B>; stream_tile<I>: loads what is not loaded again soon
+//   TileShapes       keeps the registers configured while it exists, on its own thread; use(Shapes) configures them
+//   load_tile<I>, store_tile<I>, clear_tile<I>, multiply_tiles<C, A, B>; stream_tile<I>: loads data not reused soon
 //
-// Of every output in one step: sums of the even and of the odd inputs, each in their order, both added, and that to the
-// output's sum so far: other bits than those of dot_pairs (vectors.h).
+// In each step, each output adds its even inputs in order, its odd inputs in order, the two sums to each other, and the
+// result to its sum so far: other bits than those of dot_pairs (vectors.h).
 //
-// TANDEM_PRETEND_TILES, for tests, has the compiler's own code in place of the instructions: what is made of tiles is seen
-// where there are none, and so is what it reads.
+// TANDEM_PRETEND_TILES, for tests, replaces the instructions by plain C++: code that uses tiles, and its memory
+// accesses, can then be checked on machines without them.
 #pragma once
 
 #if defined(TANDEM_PRETEND_TILES)

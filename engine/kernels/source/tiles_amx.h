@@ -1,5 +1,5 @@
-// tiles.h by AMX's instructions. (GCC's own intrinsics know numbers of tiles only as they stand in the text, and do not tell
-// what they read.)
+// Implements tiles.h with AMX instructions. (GCC's intrinsics accept only literal tile numbers, and do not tell the
+// compiler which memory they read.)
 #pragma once
 
 #include <sys/syscall.h>
@@ -9,7 +9,7 @@
 
 namespace tandem {
 
-// Linux gives a process the right to use tiles when it asks for it.
+// Linux permits a process to use tiles only after it has asked for them.
 inline bool has_tiles() {
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   static const bool may = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
@@ -20,9 +20,9 @@ class TileShapes {
  public:
   TileShapes() = default;
   TileShapes(const TileShapes&) = delete;
-  ~TileShapes() { asm volatile("tilerelease"); }  // else the thread's tiles are saved whenever it is interrupted
+  ~TileShapes() { asm volatile("tilerelease"); }  // otherwise every context switch saves the thread's tiles
 
-  // Takes about 50 ns and clears all tiles.
+  // Takes about 50 ns, and clears all tiles.
   static void use(const Shapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 };
 
@@ -32,7 +32,7 @@ inline void load_tile(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
 }
 
-// Past the L1 cache.
+// Loads with a hint not to keep the data in the L1 cache.
 template <int TILE>
 inline void stream_tile(const void* from, int64_t stride) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");

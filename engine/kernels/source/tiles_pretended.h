@@ -1,6 +1,6 @@
-// tiles.h without a matrix unit: what each instruction does by Intel's manual (Intel 64 and IA-32 Architectures Software
-// Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS), but that subnormal numbers stay what
-// they are. What the unit would refuse is an error.
+// Implements tiles.h without a matrix unit: each instruction as Intel's manual defines it (Intel 64 and IA-32
+// Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS), except
+// that subnormal numbers are not flushed to zero. Whatever the unit would refuse is an error.
 #pragma once
 
 #include <cstring>
@@ -15,7 +15,7 @@ inline constexpr bool has_tiles() { return true; }
 struct PretendedTiles {
   bool are_shaped = false;
   Shapes shapes;
-  U16 rows[NUM_TILES][TILE_ROWS];  // beyond a row's bytes, and beyond a tile's rows, zeros
+  U16 rows[NUM_TILES][TILE_ROWS];  // zeros beyond a row's bytes and a tile's rows
 };
 
 inline PretendedTiles& tiles_of_thread() {

@@ -1,6 +1,6 @@
-// Vectors of 16 floats and of 16 pairs of bfloat16, and the little arithmetic that the kernels need of them. The vectors
-// are the compiler's: GCC and Clang lower 64-byte vectors to whatever there is. Only the dot product of bfloat16 pairs has
-// an instruction of its own where there is one (AVX512-BF16).
+// Vectors of 16 floats and of 16 pairs of bfloat16, and the arithmetic that the kernels need. These are vector types of
+// the compiler: GCC and Clang lower 64-byte vectors to the instructions of the machine. Only the dot product of
+// bfloat16 pairs uses an instruction explicitly, if there is one (AVX512-BF16).
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -53,8 +53,8 @@ inline void store(void* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
 
-// What hot loops compute with: as many sums, pairs and integers as a register holds. GCC keeps variables that are wider than
-// one in memory, and moves them there and back around each operation.
+// Types for hot loops, with one register of sums, pairs or integers. GCC keeps variables wider than a register in
+// memory, and copies them back and forth around each operation.
 #if defined(__AVX512F__)
 constexpr int REGISTER = 16;
 #elif defined(__AVX__)
@@ -62,14 +62,14 @@ constexpr int REGISTER = 8;
 #else
 constexpr int REGISTER = 4;
 #endif
-constexpr int PARTS = LANES / REGISTER;  // registers of 16 sums
+constexpr int PARTS = LANES / REGISTER;  // registers that hold 16 sums
 typedef float Sums __attribute__((vector_size(REGISTER * sizeof(float))));
 typedef uint32_t Pairs __attribute__((vector_size(REGISTER * sizeof(uint32_t))));
 typedef int32_t Ints __attribute__((vector_size(REGISTER * sizeof(int32_t))));
 
 inline Sums broadcast(float x) { return x - Sums{}; }
 
-// 16 numbers from, and to, bfloat16 in memory.
+// Converts 16 numbers from and to bfloat16 in memory.
 inline F16 to_float(const bf16* p) {
   typedef uint16_t H16 __attribute__((vector_size(32)));
   return (F16)(__builtin_convertvector(load<H16>(p), U16) << 16);
@@ -91,7 +91,7 @@ inline void store_bf16(bf16* to, const F16& v) {
 }
 #endif
 
-// 64 integers of 8 bits as bfloat16, which has a place for each of them: the upper half of a float that is one.
+// Converts 64 integers of 8 bits to bfloat16. This is exact: the bfloat16 is the upper half of the integer as a float.
 inline void widen(const int8_t* __restrict from, bf16* __restrict to) {
 #if defined(__AVX512BF16__)
   for (int i = 0; i < 64; i += 32) {
@@ -168,8 +168,8 @@ inline bool is_any_above(Sums v, float limit) {
 #endif
 }
 
-// 2^f for f in [0, 1], of one number or of a vector: of all polynomials of degree 5 that are 1 at 0, the one whose largest
-// relative error is least (8e-8, by Lawson's iteration).
+// 2^f for f in [0, 1], of a number or a vector. Of all polynomials of degree 5 that are 1 at 0, this one has the
+// smallest maximum relative error (8e-8, by Lawson's iteration).
 template <class V>
 inline V two_to(V f) {
   V p = f * 1.867130050e-3f + 9.017030708e-3f;
@@ -179,14 +179,14 @@ inline V two_to(V f) {
   return p * f + 1.0f;
 }
 
-// 2^x for x up to 126, to about 2 units in the last place: 2^n * 2^f. Below -126 it is 2^-126.
+// 2^x for x up to 126, with an error of about 2 units in the last place: 2^n * 2^f. For x below -126, returns 2^-126.
 inline Sums exp2_of(Sums x) {
 #if defined(__AVX512DQ__)
-  __m512 y = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);  // in this order it keeps what is not a number
+  __m512 y = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);  // this order of operands keeps NaN
   return (Sums)_mm512_scalef_ps((__m512)two_to((Sums)_mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF)), y);
 #else
   x = x < -126.0f ? broadcast(-126.0f) : x;
-  Sums shifted = x - 0.5f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are x rounded down, those above go when shifted
+  Sums shifted = x - 0.5f + 12582912.0f;  // 1.5 * 2^23: the low bits become x rounded down; the shift drops the rest
   Sums p = two_to(x - (shifted - 12582912.0f));
   return (Sums)((Ints)p + ((Ints)shifted << 23));
 #endif
@@ -212,7 +212,8 @@ inline bf16* data_of(const at::Tensor& t) {
   return reinterpret_cast<bf16*>(t.data_ptr());
 }
 
-// Calls work with a count of 1 to 4 as a type, where the compiler has to know it: std::integer_sequence<int, 0, 1, ..>.
+// Calls work with a count of 1 to 4 as a type, for code that needs it at compile time: std::integer_sequence<int, 0, 1,
+// ..>.
 template <class Work>
 void with_count(int count, const Work& work) {
   switch (count) {
@@ -223,7 +224,7 @@ void with_count(int count, const Work& work) {
   }
 }
 
-// Calls work(i) for every i below n, on all threads; whoever is free takes the next.
+// Calls work(i) for every i below n, on all threads; each idle thread takes the next i.
 template <class Work>
 void for_each_item(int64_t n, const Work& work) {
   int64_t num_threads = std::min<int64_t>(at::get_num_threads(), n);
