@@ -1,23 +1,23 @@
 """Kernels for GPUs, in Triton: compiled for the device when first called, or run by Triton's interpreter on a CPU.
 
-    decode.py, prefill.py   paged attention; tile.py is what both do with a tile of keys
-    pieces.py               the same where a token has the same bits in both (`batch_invariant`)
+    decode.py, prefill.py   paged attention; tile.py has the work on one tile of keys that both share
+    pieces.py               paged attention in which a token has the same bits in both (`batch_invariant`)
     latents.py              paged attention to latents (DeepSeek)
-    latent_project.py       their norm, rotation and write into the pool, as one pass
-    rotate.py               norms of heads, rotary positions and the write into the pool, as one pass
+    latent_project.py       norm, rotation and the write into the pool for latents, in one pass
+    rotate.py               norms of heads, rotary positions and the write into the pool, in one pass
     draw.py                 the sampler's draws, with and without filters
     pointwise.py            residual + RMS norm, SiLU * up
     product.py              products whose rows have the same bits in any batch; invariant_parts.py: a decoder's parts
-    eight_bits.py           products with weights in 8 bits, rows of activations to 8-bit floats
-    experts.py              products of a mixture's experts with such weights, all experts at once
-    choose.py               which experts a token gets
-    lora.py                 what adapters add to products, rows of all adapters at once; adapters.py: an engine's
-    one_row.py              products of one row with weights of 16 or 8 bits
+    eight_bits.py           products with 8-bit weights, conversion of rows of activations to 8-bit floats
+    experts.py              products of a mixture's experts with 8-bit weights, all experts in one launch
+    choose.py               chooses the experts of each token
+    lora.py                 what adapters add to products, all adapters in one launch; adapters.py: those of an engine
+    one_row.py              products of one row with 16-bit or 8-bit weights
     digest.py               xxh3_64 of blocks in the pool
-    parts.py                a decoder's parts by these kernels
+    parts.py                the parts of a decoder, built from these kernels
 
-Nothing here is imported before a backend that needs it is chosen: Triton need not be installed. What is tried where,
-and what has never run: docs/gpu.md.
+Nothing here is imported before a backend that needs it is chosen, because Triton may not be installed. docs/gpu.md says
+what has been tested on which devices, and what has never run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from shutil import which
 
 
 def why_no_c_compiler() -> str:
-    """What keeps Triton from compiling its small libraries for the driver and for launches, as a clause; empty if
-    nothing does. Looks where Triton looks (its runtime/build.py): it takes CC as it is, and never asks for `cc`."""
+    """The reason why Triton cannot compile its small libraries for the driver and for launches, as a clause; empty if
+    it can. Looks where Triton looks (its runtime/build.py): Triton uses CC unchanged, and never tries `cc`."""
     compiler = os.environ.get("CC")
     if compiler is not None and not which(compiler):
         return f"Triton compiles with CC, which is {compiler!r}, and there is no such program"
@@ -45,7 +45,7 @@ def why_no_c_compiler() -> str:
 
 
 def why_no_triton(device: str) -> str:
-    """What keeps these kernels from running on `device`, as a clause; empty if nothing does.
+    """The reason why these kernels cannot run on `device`, as a clause; empty if they can.
 
     On a CPU only Triton's interpreter can run them (TRITON_INTERPRET=1), for tests: it is thousands of times slower.
     """

@@ -1,7 +1,7 @@
-"""Adapters by the Triton kernels (lora.py): `TritonAdapters` in the place of `Adapters`.
+"""Adapters computed by the Triton kernels (lora.py): `TritonAdapters` replaces `Adapters`.
 
-    assign ──tiles, on the device──> each product with adapters: two launches more; none where nobody asks for one
-    reserve_decodes ──tiles at an address that stays──> recorded with the launches that read them
+    assign ──tiles, on the device──> two more launches for each product with adapters; none if no row has an adapter
+    reserve_decodes ──tiles at a fixed address──> recorded with the launches that read them
           └── refill, before each replay
 
 Shapes: T rows (tokens), G tiles, I rows of a tile.
@@ -23,7 +23,7 @@ from engine.weight_cut import CutOf, uncut
 
 
 class TritonAdapters(Adapters):
-    """They keep addresses, as `engine.running.decode_graphs.AdapterKeeper` has it."""
+    """Keep their addresses, as `engine.running.decode_graphs.AdapterKeeper` requires."""
 
     def __init__(
         self,
@@ -36,24 +36,25 @@ class TritonAdapters(Adapters):
         super().__init__(modules, dtype, device, cut_of=cut_of, room=room)
         self._num_at_start, self._num_adapters = len(modules), len(modules) + room.num
         self.tiles_GI: torch.Tensor | None = None
-        """Of the step that is computed; None: nobody asks for an adapter."""
+        """Tiles of the current step; None: no row has an adapter."""
 
     def assign(self, adapter_ids: AdapterIds) -> None:
         if not adapter_ids.any():
             self.tiles_GI = None
             return
-        # As many as there may be of so many rows: what a step takes does not depend on whose they are.
+        # Always the maximum for this number of rows, so the time of a step does not depend on which adapters the rows
+        # use.
         tiles = tiles_of(adapter_ids, max_tiles(len(adapter_ids), self._num_adapters))
         self.tiles_GI = to_device(tiles, self._device)
 
     def reserve_decodes(self, num_rows: int) -> torch.Tensor:
-        """Tiles for so many rows, of nobody yet, which is what is computed from now on reads."""
+        """Return tiles for `num_rows` rows, without adapters yet. All launches from now on read them."""
         tiles = tiles_of(np.zeros(num_rows, dtype=np.int64), max_tiles(num_rows, self._num_adapters))
         self.tiles_GI = to_device(tiles, self._device)
         return self.tiles_GI
 
     def refill(self, tiles_GI: torch.Tensor, adapter_ids: AdapterIds) -> None:
-        """Put a step's rows into what `reserve_decodes` returned."""
+        """Write the adapters of a step's rows into the tiles that `reserve_decodes` returned."""
         fill(tiles_GI, tiles_of(adapter_ids, len(tiles_GI)))
 
     def _adapted(self, linear: Linear, added: Added, outputs: Mapping[str, int], inputs: int) -> Linear:
@@ -65,7 +66,7 @@ class TritonAdapters(Adapters):
 
 
 class AdaptedLinear(Linear):
-    """A product of all rows, and what adapters add to it."""
+    """A product of all rows, plus what the adapters add to it."""
 
     def __init__(self, linear: Linear, stacked: StackedAdapters, adapters: TritonAdapters) -> None:
         self._linear = linear

@@ -1,7 +1,7 @@
-"""Which experts a token gets, in one launch: `engine.models.expert_choice.choose_experts`, a token in a program.
+"""Chooses the experts of each token in one launch: `engine.models.expert_choice.choose_experts`, one program per token.
 
-The best are found one after the other, of equals the one with the lowest number. A token's choice and weights depend on
-its own logits alone, added up in one order.
+The best experts are found one after the other; of equal ones, the one with the lowest number. A token's choice and
+weights depend only on its own logits, which are added up in a fixed order.
 
 Shapes: T tokens, E experts, G groups, S experts of a group, A experts of a token; G, S and A padded to powers of two.
 """
@@ -19,8 +19,8 @@ NO_EXPERT: tl.constexpr = tl.constexpr(1 << 30)
 
 
 def choose_experts(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, config: ExpertsConfig) -> Choice:
-    """See `engine.models.expert_choice.choose_experts`. `logits_TE` and `bias_E`: float32, contiguous. Of
-    logits with a NaN some experts are chosen that there are."""
+    """See `engine.models.expert_choice.choose_experts`. `logits_TE` and `bias_E`: float32, contiguous. If logits
+    include NaN, the choice is arbitrary but valid."""
     num_tokens, num_experts = logits_TE.shape
     num_chosen = config.num_experts_per_token
     experts_TA = logits_TE.new_empty(num_tokens, num_chosen, dtype=torch.int64)
@@ -70,7 +70,7 @@ def _choose_kernel(
 
     if NUM_CHOSEN_GROUPS < NUM_GROUPS:
         merit_G = tl.max(preference_GS, 1)
-        if bias_ptr is not None:  # the best two together
+        if bias_ptr is not None:  # the sum of its best two
             is_best_GS = experts_GS == _first_of_rows(preference_GS, merit_G, experts_GS)[:, None]
             merit_G += tl.max(tl.where(is_best_GS, float("-inf"), preference_GS), 1)
         is_chosen_G = groups_G < 0
@@ -87,7 +87,7 @@ def _choose_kernel(
         best_G = tl.max(preference_GS, 1)
         first_G = _first_of_rows(preference_GS, best_G, experts_GS)
         first = tl.min(tl.where(best_G == tl.max(best_G, 0), first_G, NO_EXPERT), 0)
-        first = tl.minimum(first, NUM_EXPERTS - 1)  # of NaN nothing is the largest
+        first = tl.minimum(first, NUM_EXPERTS - 1)  # with NaN, no element equals the maximum
         weight = tl.sum(tl.sum(tl.where(experts_GS == first, scores_GS, 0.0), 1), 0)
         preference_GS = tl.where(experts_GS == first, float("-inf"), preference_GS)
         chosen_A = tl.where(choices_A == choice, first.to(tl.int64), chosen_A)
@@ -102,5 +102,5 @@ def _choose_kernel(
 
 @triton.jit
 def _first_of_rows(values_GS, best_G, experts_GS):
-    """[G] the lowest number of those with the best value."""
+    """[G] the lowest expert number among those with the best value."""
     return tl.min(tl.where(values_GS == best_G[:, None], experts_GS, NO_EXPERT), 1)

@@ -1,7 +1,7 @@
-"""Copies rows of a tensor over rows of memory that is known by its address alone: another process' pool.
+"""Copies rows of a tensor to rows of memory known only by its address: the pool of another process.
 
-One launch moves any number of rows: pieces of 16 KB, each read and written once. What the device's memory, or the link
-between two devices, can do is the limit.
+One launch moves any number of rows, in pieces of 16 KB, each read and written once. The speed is limited by the memory
+of the device, or by the link between two devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.to_device import to_device
 
 TILE_WORDS = 2048
 ACCESS_BYTES = 16
-"""The most that a thread stores at a time."""
+"""The most bytes that a thread stores with one instruction."""
 
 
 def copy_rows(source: torch.Tensor, target_address: int, rows_2R: NDArray[np.int64]) -> None:
@@ -50,7 +50,7 @@ def _copy_kernel(
     words = tl.program_id(1) * TILE_WORDS + tl.arange(0, TILE_WORDS)
     is_inside = words < num_words
     dst_ptr = dst_address.to(tl.pointer_type(tl.int64))
-    # What Triton knows of a number it does not know of the pointer made of it, and stores 8 bytes at a time.
+    # Triton does not derive the pointer's alignment from the number's: without this, it stores only 8 bytes at a time.
     if IS_ALIGNED:
         dst_ptr = tl.multiple_of(dst_ptr, 16)
     src_row = tl.load(rows_ptr + index)

@@ -1,15 +1,15 @@
-"""Paged attention of sequences that compute one token each, the context split among programs (flash-decoding).
+"""Paged attention for sequences that compute one token each; the context is split among programs (flash-decoding).
 
     split    per sequence, key head and piece of its context: softmax and weighted values of that piece alone
-    reduce   per sequence and query head: the pieces, weighted by their sums
+    reduce   per sequence and query head: combines the pieces, weighted by their sums
 
 T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023. The query heads that share a
-key head (J. Ainslie et al., "GQA", 2023) are the rows of one tile, so that keys and values are read once for all.
+key head (J. Ainslie et al., "GQA", 2023) are the rows of one tile, so keys and values are read once for all of them.
 
-Where a context is split depends on its own length (and window) alone: a sequence gets the same numbers in any batch.
-The grid depends on what the host knows, `max_context_len`, and on nothing in device memory, so that a CUDA graph can
-capture it: what a captured grid has too many of ends at once. `max_context_len` sets how many pieces there can be, not
-where they lie: the same sequence gets the same numbers from a graph for longer contexts.
+Where a context is split depends only on its own length (and the window): a sequence gets the same numbers in any batch.
+The grid depends on `max_context_len`, which the host knows, and on nothing in device memory, so a CUDA graph can
+capture it; the surplus programs of a captured grid end at once. `max_context_len` limits the number of pieces but does
+not move their boundaries: a sequence gets the same numbers from a graph captured for longer contexts.
 
 Shapes: S sequences, N query heads, K key/value heads, H head dim, P pieces.
 """
@@ -34,33 +34,33 @@ from engine.kernels.gpu.tile import (
 from engine.models.scores import Scores
 
 MAX_PIECES = 32
-"""A power of two: the reduction holds a row of each in registers."""
+"""A power of two: the reduction holds one row per piece in registers."""
 MOST_NUMBERS, MOST_KEYS = 8192, 64
-"""Of the keys of a tile; of its values there are as many."""
+"""At most this many numbers, and this many keys, in a tile of keys; a tile of values has as many."""
 MOST_BYTES = 74 << 10
-"""What a program with such tiles takes of shared memory, for up to 16 query heads of a key head."""
+"""Shared memory of a program with such tiles, for up to 16 query heads per key head."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time."""
+    """Sizes of a launch. The kind of GPU determines them: nothing is tuned at run time."""
 
     block_n: int
     """Keys of a tile."""
     min_piece: int
-    """Keys of a piece are a multiple of it: of `block_n`, too."""
+    """The number of keys in a piece is a multiple of this, which is a multiple of `block_n`."""
     num_warps: int
     num_stages: int
-    """Of the pipeline. A tile takes two loads, block ids and then what they point to, so that the compiler keeps about
-    half as many tiles in flight."""
+    """Stages of the pipeline. A tile needs two dependent loads, block ids and then the blocks, so the compiler keeps
+    only about half as many tiles in flight."""
 
     @staticmethod
     def of(kind: GpuKind, head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> DecodeConfig:
-        """Tiles in flight take 70 KB at most where there are tensor cores: three programs find room in 228 KB of shared
-        memory, two in an A100's 164. Where two would not, tiles are half as large. No registers spill
-        (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that of the queries; of smaller
-        numbers more tiles are in flight, and as many bytes."""
-        if itemsize == 4:  # no tensor cores: right, not fast
+        """With tensor cores, tiles in flight take at most 70 KB: three programs fit in 228 KB of shared memory, and two
+        in an A100's 164 KB. If two would not fit, tiles are half as large. No registers spill
+        (tests/unit/test_triton_compile.py). `kv_itemsize`: bytes of a number in the pool, if not those of the queries;
+        with smaller numbers, more tiles are in flight, with as many bytes."""
+        if itemsize == 4:  # no tensor cores: correct, but slow
             return DecodeConfig(block_n=32, min_piece=256, num_warps=8, num_stages=3)
         num_stages = 9 if kv_itemsize == 1 else 5
         numbers = MOST_NUMBERS if kind.shared_bytes >= 2 * MOST_BYTES else MOST_NUMBERS // 2
@@ -69,13 +69,13 @@ class DecodeConfig:
 
 
 def num_pieces(max_context_len: int, window: int, config: DecodeConfig) -> int:
-    """How many pieces the longest context may have: at least 1, at most MAX_PIECES."""
+    """The number of pieces that the longest context may have: at least 1, at most MAX_PIECES."""
     span = min(max_context_len, window) if window else max_context_len
     return min(max(-(-span // config.min_piece), 1), MAX_PIECES)
 
 
 def partial_size(num_seqs: int, num_heads: int, head_dim: int, max_context_len: int, config: DecodeConfig) -> int:
-    """float32 numbers of scratch that `paged_decode` needs at most, for any window."""
+    """The most float32 numbers of scratch that `paged_decode` needs, for any window."""
     return num_seqs * num_heads * num_pieces(max_context_len, 0, config) * (head_dim + 1)
 
 
@@ -92,11 +92,11 @@ def paged_decode(
     config: DecodeConfig,
     sinks_N: torch.Tensor | None = None,
 ) -> None:
-    """Attention of each sequence's last token to all of it: written to `out_SNH`.
+    """Compute the attention of each sequence's last token to its whole context, and write it to `out_SNH`.
 
     `q_SNH`, `out_SNH`: contiguous, of one dtype. `kv`: a layer of the pool, contiguous, of that dtype or 8-bit floats.
     `block_tables` [S, blocks] and `context_lens` [S]: int32; a context of 0 gives zeros. `scratch`: float32,
-    `partial_size` numbers. `max_context_len`: no context is longer. `sinks_N`: float32, of each query head a score
+    `partial_size` numbers. `max_context_len`: no context is longer. `sinks_N`: float32, for each query head a score
     without a value.
     """
     num_seqs, num_heads, head_dim = q_SNH.shape
@@ -114,7 +114,8 @@ def paged_decode(
         "MIN_PIECE": config.min_piece,
         "MAX_PIECES": MAX_PIECES,
     }
-    # Pieces side by side: those beyond a context's end, which end at once, then lie among others instead of last.
+    # Pieces are the fastest axis: programs beyond a context's end, which end at once, are then spread among the others
+    # instead of coming last.
     _split_kernel[(pieces, num_kv_heads, num_seqs)](
         q_SNH, kv, block_tables, context_lens, out_SNH, partial, weight, sinks_N, block_tables.stride(0), pieces,
         scale_in, scale_out,
@@ -130,17 +131,17 @@ def paged_decode(
 
 @triton.jit
 def beside_pool(q_MH, kv_ptr):
-    """Queries in the type that keys and values are multiplied in: their own.
+    """Convert queries to the type in which keys and values are multiplied: usually their own.
 
-    Beside 8-bit floats float16 in bfloat16's place, which holds those as exactly, and queries as far as it reaches: a
-    GPU makes two float16 of two 8-bit floats in one instruction, and bfloat16 in three slow ones, with which an H100
-    took as long as over a pool of 16 bits. Prompts, of which a tile's keys serve many rows, stay in bfloat16: tiles in
-    registers would not find room beside 256 numbers a head.
+    With a pool of 8-bit floats, bfloat16 queries become float16. float16 holds 8-bit floats just as exactly, and
+    queries within its range (others are clamped). A GPU converts two 8-bit floats to float16 in one instruction, but to
+    bfloat16 in three slow ones, with which an H100 took as long as with a 16-bit pool. Prompts, whose tiles of keys
+    serve many rows, stay in bfloat16: with 256 numbers per head, registers have no room for the converted tiles.
     """
     MAX_FLOAT16: tl.constexpr = 65504.0
     if kv_ptr.dtype.element_ty.primitive_bitwidth == 8 and q_MH.dtype == tl.bfloat16:
         q_MH = q_MH.to(tl.float32)
-        # A comparison with NaN is false: NaN stays what it is.
+        # A comparison with NaN is false: NaN stays NaN.
         q_MH = tl.where(q_MH > MAX_FLOAT16, MAX_FLOAT16, tl.where(q_MH < -MAX_FLOAT16, -MAX_FLOAT16, q_MH))
         q_MH = q_MH.to(tl.float16)
     return q_MH
@@ -148,7 +149,8 @@ def beside_pool(q_MH, kv_ptr):
 
 @triton.jit
 def piece_of(context_len, WINDOW: tl.constexpr, MIN_PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
-    """(first position seen, positions per piece): as few multiples of MIN_PIECE as MAX_PIECES pieces allow."""
+    """(first position seen, positions per piece). A piece is the smallest multiple of MIN_PIECE that gives at most
+    MAX_PIECES pieces."""
     span = context_len
     if WINDOW > 0:
         span = tl.minimum(context_len, WINDOW)
@@ -184,7 +186,8 @@ def _split_kernel(
 ):
     """Program (piece, key head, sequence).
 
-    `partial` [S, N, P, H] and `weight` [S, N, P], the logarithm of the piece's sum; or, unsplit, `out` [S, N, H].
+    Writes `partial` [S, N, P, H], and to `weight` [S, N, P] the logarithm of the piece's sum; or, unsplit, `out` [S, N,
+    H].
     """
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -194,7 +197,7 @@ def _split_kernel(
     rows_M = (seq * NUM_KV_HEADS + kv_head) * NUM_GROUPS + groups_M
     is_row_M = groups_M < NUM_GROUPS
     is_real_MH = is_row_M[:, None] & (dims_H < HEAD_DIM)[None, :]
-    # Before it is known whether there is anything to do: both loads are then under way at once.
+    # Loaded before it is known whether there is anything to do, so that both loads are in flight at once.
     q_MH = tl.load(q_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :], mask=is_real_MH, other=0.0)
     q_MH = beside_pool(q_MH, kv_ptr)
     context_len = tl.load(context_lens_ptr + seq)
@@ -208,14 +211,14 @@ def _split_kernel(
     acc_MH = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # The window is in `first`: here it is enough that nothing beyond the piece is seen.
+    # `first` already accounts for the window: here only the positions beyond the piece are masked.
     last_M = tl.zeros([BLOCK_M], dtype=tl.int32) + (end - 1)
     for start in range(begin, end, BLOCK_N):
         acc_MH, max_M, sum_M = attend_tile(
             q_MH, acc_MH, max_M, sum_M, kv_ptr, tables_ptr + seq * table_stride, kv_head, start, end, last_M,
             scale_in, scale_out, NUM_KV_HEADS, SLOTS, HEAD_DIM, 0, HAS_SOFT_CAP, BLOCK_N, BLOCK_H, False,
         )  # fmt: skip
-    # Rows of empty sequences have seen nothing.
+    # Rows of empty sequences have seen no key.
     sum_M = tl.where(sum_M > 0, sum_M, 1.0)
     o_MH = acc_MH / sum_M[:, None]
     weights_M = max_M + tl.log2(sum_M)
@@ -225,7 +228,7 @@ def _split_kernel(
         tl.store(weight_ptr + partials_M, weights_M, mask=is_row_M)
     else:
         if sinks_ptr is not None:
-            # As `reduce_kernel` does it with one piece, for the same bits.
+            # Computed as in `reduce_kernel` with one piece, for the same bits.
             sinks_M = tl.load(sinks_ptr + kv_head * NUM_GROUPS + groups_M, mask=is_row_M, other=0.0) * LOG2_E
             o_MH = o_MH / with_sinks(1.0, weights_M, sinks_M)[:, None]
         out_ptrs = out_ptr + rows_M[:, None] * HEAD_DIM + dims_H[None, :]
@@ -247,9 +250,10 @@ def reduce_kernel(
     MAX_PIECES: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Program (sequence, query head): its pieces, put together in `out` [S, N, H].
+    """Program (sequence, query head): combines the pieces of one into `out` [S, N, H].
 
-    Always MAX_PIECES rows, most of them masked: the order of addition is the same however many a launch has.
+    Always has MAX_PIECES rows, most of them masked: the order of addition does not depend on the number of pieces in a
+    launch.
     """
     seq = tl.program_id(0).to(tl.int64)
     row = seq * NUM_HEADS + tl.program_id(1)
@@ -260,7 +264,7 @@ def reduce_kernel(
     is_piece_P = pieces_P < tl.cdiv(context_len - first, piece_len)
     partials_P = row * num_pieces + pieces_P
     weights_P = tl.load(weight_ptr + partials_P, mask=is_piece_P, other=float("-inf"))
-    # Before what waits for the weights: the machine code then asks for some of both at once.
+    # Loaded before the weights are used, so that the machine code requests some of both at once.
     partial_PH = tl.load(
         partial_ptr + partials_P[:, None] * HEAD_DIM + dims_H[None, :],
         mask=is_piece_P[:, None] & (dims_H < HEAD_DIM)[None, :],

@@ -1,13 +1,13 @@
-"""xxh3_64 of the pool's blocks, where they lie: the digests of `kv_transfer.pool.KVPool.digests`, bit for bit.
+"""Computes xxh3_64 of the pool's blocks on the device: the digests of `kv_transfer.pool.KVPool.digests`, bit for bit.
 
 The hash is that of Y. Collet's xxHash specification (doc/xxhash_spec.md, XXH3, inputs of more than 240 bytes, seed 0,
 default secret). Eight 64-bit lanes run over stripes of 64 bytes; after 16 stripes (a kilobyte) the lanes are scrambled.
-What a stripe adds does not depend on the lanes, so that a kilobyte is read and added up in parallel; only scrambling,
-a shift, two xors and a product per kilobyte, is a chain. A warp follows the chain of one block of one layer, and the
-many blocks of a commit run beside each other.
+What a stripe adds does not depend on the lanes, so a kilobyte is read and added up in parallel; only the scrambling (a
+shift, two xors and a product per kilobyte) is sequential. One warp computes one block of one layer, and the many blocks
+of a commit are computed in parallel.
 
-Lanes are held as two halves, even and odd: a stripe's word adds itself to its neighbour's lane, and its product to its
-own.
+Lanes are held as two halves, even and odd: a word of a stripe is added to the neighbouring lane, and its product to its
+own lane.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from engine.to_device import integers, to_device
 
 MIN_BLOCK_BYTES = 241
-"""Shorter inputs are hashed in another way."""
+"""XXH3 hashes shorter inputs in another way."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee0"
@@ -40,8 +40,8 @@ _INITIAL_LANES = (
 
 
 def _constants(block_bytes: int) -> NDArray[np.int64]:
-    """The kernel's table, 64-bit words: the secret (24), the part of it for the last stripe (8), the part for merging
-    lanes (8), the first values of the lanes (8), what the merge starts from (1)."""
+    """The kernel's table, in 64-bit words: the secret (24), its part for the last stripe (8), its part for merging
+    lanes (8), the initial values of the lanes (8), the initial value of the merge (1)."""
     parts = (_SECRET, _SECRET[121:185], _SECRET[11:75])
     words = np.concatenate([np.frombuffer(part, dtype="<u8") for part in parts])
     start = block_bytes * _PRIME64_1 % 2**64
@@ -49,14 +49,16 @@ def _constants(block_bytes: int) -> NDArray[np.int64]:
 
 
 def can_digest(block_bytes: int) -> bool:
-    """Whether the kernel knows blocks of that size: whole words, and more than XXH3 has shorter ways for."""
+    """Whether the kernel can hash blocks of that size: whole words, and longer than the inputs for XXH3's shorter
+    methods."""
     return block_bytes >= MIN_BLOCK_BYTES and block_bytes % 8 == 0
 
 
 def block_digests(kv_pool: torch.Tensor, block_ids: Sequence[int]) -> NDArray[np.uint64]:
     """xxh3_64 of each block of each layer: [layer, len(block_ids)]. Waits for the device.
 
-    `kv_pool`: [layer, block, ...], contiguous. Raises `ValueError` where it cannot (`can_digest`).
+    `kv_pool`: [layer, block, ...], contiguous. Raises `ValueError` if the kernel cannot hash such blocks
+    (`can_digest`).
     """
     num_layers, num_blocks = kv_pool.shape[:2]
     block_bytes = kv_pool[0, 0].numel() * kv_pool.itemsize
@@ -79,7 +81,7 @@ def block_digests(kv_pool: torch.Tensor, block_ids: Sequence[int]) -> NDArray[np
 
 @triton.jit
 def _split_words(pointer, words):
-    """The words at even and at odd places of the last axis, [..., 2]."""
+    """The words at even and at odd positions of the last axis, [..., 2]."""
     even, odd = tl.split(tl.load(pointer + words).to(tl.uint64, bitcast=True))
     return even, odd
 
@@ -117,7 +119,7 @@ def _digest_kernel(pool_ptr, block_ids_ptr, constants_ptr, out_ptr, num_blocks, 
         even_acc = (even_acc ^ (even_acc >> 47) ^ even_scramble) * PRIME32_1
         odd_acc = (odd_acc ^ (odd_acc >> 47) ^ odd_scramble) * PRIME32_1
 
-    # What is left: whole stripes, and then the block's last 64 bytes, whether or not they were among those.
+    # The rest: whole stripes, and then the block's last 64 bytes, even if they are part of those stripes.
     is_left = tl.arange(0, 16)[:, None] < LAST_STRIPES
     tail_words = tl.where(stripes < LAST_STRIPES, NUM_KILOBYTES * 128 + words, 0)
     even, odd = _split_words(block_ptr, tail_words)

@@ -1,15 +1,15 @@
-"""The sampler's draws (`engine.sampling.sampler`, steps 5 to 9) in two launches: the same race with the same clocks.
+"""The sampler's draws (`engine.sampling.sampler`, steps 6 to 10) in two launches: the same race with the same clocks.
 
     bounds   per row: its largest logit, and the smallest that `top_k` and `top_p` keep, found by bisection of its bits
-    race     per row and piece of the vocabulary: the token whose clock, over its probability, rings first
+    race     per row and piece of the vocabulary: the token with the smallest clock divided by its probability
 
 Plain torch (`engine.sampling.device_draw`) makes some two hundred passes over [R, V] numbers of 8 bytes for a draw, and
-sorts them for `top_k` and `top_p`: with 64 rows and 128k tokens longer than the rest of a step. Here each logit is read
-once, or once for each bit where a row asks for filters.
+sorts them for `top_k` and `top_p`: with 64 rows and 128k tokens, this takes longer than the rest of a step. Here each
+logit is read once, or once per bit for a row with filters.
 
-Clocks are Philox over (seed, position, token id), in float64 from there on, as on a CPU. Weights that
-decide what `top_p` keeps are summed in float32 and float64: a token at the very edge may fall on the other side of it.
-A row's outcome depends on nothing but the row.
+Clocks are Philox numbers of (seed, position, token id), and float64 from there on, as on a CPU. Weights for `top_p` are
+summed in float32 and float64: a token at the very edge may be kept on one device and dropped on the other. The result
+of a row depends only on the row.
 
 Shapes: R rows that draw, V vocabulary, P pieces, B token ids of a tile.
 """
@@ -28,16 +28,17 @@ from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 from engine.to_device import to_device
 
 PIECE = 8192
-"""Token ids of a program of the race: 64 rows of 128k are a thousand programs, one row still sixteen."""
+"""Token ids per program of the race: 64 rows of 128k tokens give a thousand programs, and one row still sixteen."""
 BOUNDS_TILE = 16384
-"""Of one program, which goes over its row 17 times and more: as many loads on their way as a multiprocessor takes."""
+"""Token ids per tile of a `bounds` program, which reads its row 17 times or more: as many loads in flight as a
+multiprocessor supports."""
 RACE_BLOCKS = 256
-"""Blocks of four ids, which share a block of Philox."""
+"""Blocks of four token ids; the ids of one share a block of Philox."""
 
 
 def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """As `engine.sampling.sampler.draw`: one token per row at random, temperatures above 0: [R] int64. Waits for
-    nothing."""
+    """Like `engine.sampling.sampler.draw`: draw one token per row, with temperatures above 0: [R] int64. Does not wait
+    for the device."""
     num_rows, vocab_size = logits_RV.shape
     logits_RV = logits_RV.contiguous()
     device, params = logits_RV.device, [seq.sampling_params for seq in seqs]
@@ -50,10 +51,11 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
     )
     floats = np.array([(p.temperature, p.min_p, p.top_p) for p in params], dtype=np.float64)
     packed = to_device(np.concatenate((integers.reshape(-1), floats.reshape(-1).view(np.int64))), device)
-    # Rows of four, or the floats would be aligned for some numbers of rows alone, and compiled for twice.
+    # Rows of four: with three, the alignment of the floats would depend on the number of rows, and the kernel would be
+    # compiled twice.
     integers_R4 = packed[: 4 * num_rows]
     floats_R3 = packed[4 * num_rows :].view(torch.float64)
-    # Largest and smallest kept logit; NaN for the first where the row has one.
+    # The largest and the smallest kept logit; NaN in place of the former if the row has no next token.
     bounds_R2 = torch.empty(num_rows, 2, dtype=torch.float32, device=device)
     tile = min(BOUNDS_TILE, int(triton.next_power_of_2(vocab_size)))
     _bounds_kernel[(num_rows,)](
@@ -73,7 +75,7 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
 
 @triton.jit
 def _key(x):
-    """Integers in the order of the floats: -inf is the lowest."""
+    """Integers ordered like the floats: -inf is the lowest."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -95,7 +97,8 @@ def _bounds_kernel(
     logits_ptr, integers_ptr, floats_ptr, bounds_ptr,
     VOCAB_SIZE: tl.constexpr, NUM_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row). With the vocabulary's size known, the compiler sees that rows begin where wide loads can."""
+    """Program (row). Because the vocabulary's size is a constant, the compiler knows that rows are aligned for wide
+    loads."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * VOCAB_SIZE
     ids_B = tl.arange(0, BLOCK)
@@ -106,10 +109,10 @@ def _bounds_kernel(
         is_nan_B = is_nan_B | (x_B != x_B).to(tl.int32)
         largest_B = tl.where(x_B > largest_B, x_B, largest_B)
     largest = tl.max(largest_B, 0)
-    # A row of -inf alone has no token, either, nor one whose largest is inf.
+    # A row with only -inf has no token either, nor has a row whose largest logit is inf.
     has_none = (tl.max(is_nan_B, 0) > 0) | (tl.abs(largest) == float("inf"))
     top_k = tl.load(integers_ptr + 4 * row + 2)
-    # In float32 the smallest temperature would be 0, and 0 / 0 no number.
+    # In float32 the smallest temperature would become 0, and 0 / 0 is NaN.
     temperature = tl.maximum(tl.load(floats_ptr + 3 * row).to(tl.float32), 1e-30)
     min_p = tl.load(floats_ptr + 3 * row + 1).to(tl.float32)
     top_p = tl.load(floats_ptr + 3 * row + 2)
@@ -133,11 +136,11 @@ def _bisect(
     row_ptr, VOCAB_SIZE: tl.constexpr, largest, temperature, min_p, least, wanted,
     IS_MASS: tl.constexpr, NUM_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key from which on there is at least `wanted`; `least`, where there is less altogether. Bit by bit,
-    the highest first, which is the sign."""
+    """The largest key such that the tokens from it on have at least `wanted`; `least` if all tokens together have less.
+    Determines the key bit by bit, from the highest, which is the sign."""
     key = tl.full([1], -2147483648, dtype=tl.int32)
     for i in range(NUM_BITS):
-        # The sign bit is taken from the lowest number there is; the others are added.
+        # The key starts as the lowest integer: the first step clears its sign bit, the others set bits.
         tried = key ^ (tl.full([1], 1, dtype=tl.int32) << (31 - i))
         found = _mass(row_ptr, VOCAB_SIZE, largest, temperature, min_p, tried, IS_MASS, BLOCK)
         key = tl.where(found >= wanted, tried, key)
@@ -148,7 +151,7 @@ def _bisect(
 def _mass(
     row_ptr, VOCAB_SIZE: tl.constexpr, largest, temperature, min_p, least, IS_MASS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum of the weights of tokens from key `least` on that `min_p` keeps; or how many there are. float64."""
+    """The sum of the weights, or the number, of the tokens from key `least` on that `min_p` keeps. float64."""
     ids_B = tl.arange(0, BLOCK)
     total = tl.zeros([1], dtype=tl.float64)
     for start in range(0, VOCAB_SIZE, BLOCK):
@@ -165,7 +168,7 @@ def _race_kernel(
     logits_ptr, integers_ptr, floats_ptr, bounds_ptr, clocks_ptr, ids_ptr,
     VOCAB_SIZE: tl.constexpr, HOPELESS: tl.constexpr, PIECE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, piece): its first clock and whose it is."""
+    """Program (row, piece): the smallest clock of the piece, and its token."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     row_ptr = logits_ptr + row * VOCAB_SIZE
@@ -174,7 +177,8 @@ def _race_kernel(
     temperature = tl.load(floats_ptr + 3 * row)
     min_p = tl.load(floats_ptr + 3 * row + 1)
     largest = tl.load(bounds_ptr + 2 * row).to(tl.float64)
-    # Compared as weights: what is as probable as the last one kept is kept, at temperatures that level all, too.
+    # Compared as weights: tokens as probable as the last one kept are kept, even at temperatures that make all logits
+    # equal.
     least_weight = tl.exp((tl.load(bounds_ptr + 2 * row + 1).to(tl.float64) - largest) / temperature)
     blocks_B = tl.arange(0, BLOCKS)
     zeros_B = tl.zeros([BLOCKS], dtype=tl.uint32)
@@ -196,7 +200,7 @@ def _race_kernel(
             best_B = tl.where(is_first_B, clocks_B, best_B)
             best_ids_B = tl.where(is_first_B, ids_B.to(tl.int64), best_ids_B)
     best = tl.min(best_B, 0)
-    # Among equal clocks the lowest id, as on a CPU.
+    # Of equal clocks, the lowest id wins, as on a CPU.
     best_id = tl.min(tl.where(best_B == best, best_ids_B, 1 << 62), 0)
     num_pieces = tl.num_programs(1)
     tl.store(clocks_ptr + row * num_pieces + piece, best)

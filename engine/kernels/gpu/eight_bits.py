@@ -1,12 +1,13 @@
-"""Products with weights in 8 bits, and rows of activations in 8-bit floats.
+"""Products with 8-bit weights, and conversion of rows of activations to 8-bit floats.
 
-`scaled_product`: a step that decodes is bound by the bytes of its weights, and 8 bits are half of them; so they are
-widened after they are loaded, in registers, and multiplied on the tensor cores as 16-bit numbers (each int8 or
-float8_e4m3fn is one exactly). The scale of an output, or of a group of its inputs, is applied to the sum over each tile
-of inputs. The product is computed transposed, since tensor cores take their first operand from registers.
+`scaled_product`: the time of a decoding step is bound by the bytes of its weights, and 8 bits are half of them. So
+weights are converted in registers after they are loaded, and multiplied on the tensor cores as 16-bit numbers (which
+represent each int8 or float8_e4m3fn exactly). The scale of an output, or of a group of its inputs, is applied to the
+sum over each tile of inputs. The product is computed transposed, because tensor cores take their first operand from
+registers.
 
-Each output's sum runs over its inputs in tiles at fixed places: all of them in one program, or, where outputs are too
-few for all multiprocessors, pieces of them in several, whose sums are then added up in order (split-K).
+Each output's sum runs over its inputs in tiles at fixed positions: in one program, or, if there are too few outputs to
+occupy all multiprocessors, in pieces by several programs, whose sums are then added up in order (split-K).
 
 Shapes: T rows (tokens), N outputs, K inputs, G groups of inputs.
 """
@@ -25,24 +26,25 @@ import triton.language as tl
 from engine.float8 import MAX_FLOAT8
 
 MAX_ROWS = 256
-"""Beyond, the whole weight is widened first, and the library multiplies: so many rows are bound by arithmetic, of which
-it makes more, and not by the 4 bytes more that each weight then costs. A guess: no GPU has measured it."""
+"""For more rows, the whole weight is converted first and the library multiplies: so many rows are bound by arithmetic,
+which the library does faster, and not by the 4 more bytes that each weight then costs. A guess: not measured on any
+GPU."""
 FEW_ROWS = 64
-"""Up to so many, weights in 8-bit floats are multiplied here, and beyond by `torch._scaled_mm`, with rows in 8 bits,
-too. With those it took an H100 131 to 140 µs for a layer of Llama-3.1-8B, whatever the rows are, and so 123 with 64 and
-86 with one."""
+"""Up to this many rows, this kernel multiplies weights in 8-bit floats; for more, `torch._scaled_mm` does, with rows in
+8 bits, too. With 8-bit rows, an H100 took 131 to 140 µs for a layer of Llama-3.1-8B, for any number of rows; with this
+kernel 123 µs for 64 rows and 86 µs for one."""
 MAX_STAGES = 7
 MAX_PIECES = 8
 MIN_PIECE = 512
-"""Inputs: of fewer there is little to read ahead."""
+"""Inputs of a piece: with fewer there is little to read ahead."""
 SUMMED_AT_ONCE = 1024
-"""Outputs of a row, by a program that adds up pieces."""
+"""Outputs of a row that one program adds up from pieces."""
 WIDENED_AT_ONCE = 2048
-"""Inputs of an output, by a program of `widen`: 16 for each thread."""
+"""Inputs of an output that one program of `widen` converts: 16 for each thread."""
 
 Launch = Callable[[tuple[int, int, int], int, torch.Tensor | None, torch.Tensor], None]
-"""Given a grid, inputs of a piece, a bias (None where pieces are added up later) and what each piece is written to:
-[pieces, T, N]."""
+"""Called with a grid, the inputs of a piece, a bias (None if pieces are added up later) and the tensor for the results
+of each piece: [pieces, T, N]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,16 @@ class ProductConfig:
     num_warps: int
     num_stages: int
     num_programs: int = 0
-    """At once on a multiprocessor, where inputs may be cut into pieces for as many; 0: they are not cut."""
+    """Programs that run at once on a multiprocessor, if inputs may be split into pieces to occupy as many; 0: inputs
+    are not split."""
 
     @staticmethod
     def of(num_rows: int, itemsize: int) -> ProductConfig:
-        """By what fits: few rows in small programs, whose inputs are cut, since a weight of 4096 outputs is to keep 132
-        multiprocessors reading; many rows in large tiles. A tile of rows is read for each tile of outputs: with 64
-        rows, of 64 outputs, as many bytes from the cache as the weight has."""
-        if itemsize == 4:  # no tensor cores: right, not fast
+        """Sizes for `num_rows` rows. For few rows, programs are small and their inputs are split, because a weight of
+        4096 outputs must keep 132 multiprocessors reading. For many rows, tiles are large: a tile of rows is read again
+        for each tile of outputs, and with 64 rows and tiles of 64 outputs, this reads as many bytes from the cache as
+        the weight has."""
+        if itemsize == 4:  # no tensor cores: correct, but slow
             return ProductConfig(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
         if num_rows <= 16:
             return ProductConfig(block_t=16, block_n=32, block_k=256, num_warps=4, num_stages=4, num_programs=3)
@@ -73,16 +77,16 @@ class ProductConfig:
         return ProductConfig(block_t=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
 
     def within(self, group_size: int) -> ProductConfig:
-        """The same with tiles that no end of a group cuts, and as many bytes in flight, within reason."""
+        """The same sizes with tiles that do not cross the end of a group, and about as many bytes in flight."""
         block_k = math.gcd(self.block_k, group_size)
         num_in_flight = (self.num_stages - 1) * (self.block_k // block_k)
         return replace(self, block_k=block_k, num_stages=min(num_in_flight + 1, MAX_STAGES))
 
 
 def num_pieces(config: ProductConfig, num_rows: int, size_n: int, size_k: int, num_multiprocessors: int) -> int:
-    """Of the inputs: as many as take the fewest bytes' time. A launch takes as long as one that fills the device to the
-    last wave of programs; a piece's sums are written and read, from the cache, twice as fast. A tile counts as full:
-    another number of rows in it has no kernel of its own."""
+    """The number of pieces of the inputs that takes the least time, estimated in bytes. The last wave of programs takes
+    as long as a full one. The sums of a piece are written and read, from the cache, twice as fast. A tile counts as
+    full, because there is no separate kernel for fewer rows."""
     num_tiles = -(-num_rows // config.block_t) * -(-size_n // config.block_n)
     at_once = config.num_programs * num_multiprocessors
     if not at_once or not num_tiles:
@@ -129,14 +133,14 @@ def scaled_product(
 def in_pieces(
     x_TK: torch.Tensor, size_n: int, bias_N: torch.Tensor | None, config: ProductConfig, launch: Launch
 ) -> torch.Tensor:
-    """[T, N] in x's dtype: what a kernel computes in programs (tile of rows, tile of outputs, piece of inputs)."""
+    """Compute [T, N] in x's dtype with a kernel whose programs are (tile of rows, tile of outputs, piece of inputs)."""
     num_rows, size_k = x_TK.shape
     pieces = num_pieces(config, num_rows, size_n, size_k, num_multiprocessors(x_TK.device))
     piece_k = triton.cdiv(triton.cdiv(size_k, pieces), config.block_k) * config.block_k
     pieces = triton.cdiv(size_k, piece_k)
     out_TN = x_TK.new_empty(num_rows, size_n)
     sums = out_TN if pieces == 1 else x_TK.new_empty(pieces, num_rows, size_n, dtype=torch.float32)
-    # Programs that share a tile of the weight are neighbours.
+    # Adjacent programs share a tile of the weight.
     grid = triton.cdiv(num_rows, config.block_t), triton.cdiv(size_n, config.block_n), pieces
     launch(grid, piece_k, bias_N if pieces == 1 else None, sums)
     if pieces > 1:
@@ -148,14 +152,15 @@ def in_pieces(
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """On a CPU, where kernels are interpreted, an H200's."""
+    """The number of the device's multiprocessors; on a CPU, where kernels are interpreted, that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @triton.jit
 def widened(weight, like):
-    """In the type of `like`, exactly. An 8-bit float becomes bfloat16 by way of float16 and float32: a GPU makes two
-    float16 of two at once, and few bfloat16 of float16 in a cycle (a quarter less time on an H100)."""
+    """Convert to the type of `like`, exactly. An 8-bit float becomes bfloat16 through float16 and float32: a GPU
+    converts two of them to float16 in one instruction, but few float16 to bfloat16 per cycle (this takes a quarter less
+    time on an H100)."""
     if like.dtype == tl.bfloat16 and weight.dtype == tl.float8e4nv:
         weight = weight.to(tl.float16).to(tl.float32)
     return weight.to(like.dtype)
@@ -177,12 +182,13 @@ def product_tile(
     begin=0,
     PIECE_K: tl.constexpr = None,
 ):
-    """[N, T] float32: these outputs of these rows. Beyond the last output there is anything.
+    """[N, T] float32: these outputs of these rows. Values beyond the last output are undefined.
 
-    `PIECE_K`: of so many inputs from `begin` on, both multiples of BLOCK_K; None: of all."""
+    `PIECE_K`: sum over this many inputs from `begin` on, both multiples of BLOCK_K; None: over all inputs.
+    """
     ins_K = tl.arange(0, BLOCK_K)
-    # Outputs beyond the last are computed from the last one: weights need no mask. Rows have one, or a single row would
-    # be read again in place of the others: as many bytes as the weights have.
+    # Outputs beyond the last one are computed from the last one, so weights need no mask. Rows have a mask: otherwise a
+    # single row would be read again in place of the missing ones, as many bytes as the weights have.
     x_ptrs = x_ptr + rows_T[None, :].to(tl.int64) * SIZE_K + ins_K[:, None]
     weight_ptrs = weight_ptr + tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64) * SIZE_K + ins_K[None, :]
     scale_ptrs = scale_ptr + tl.minimum(outs_N, SIZE_N - 1) * (tl.cdiv(SIZE_K, GROUP_SIZE) if GROUP_SIZE else 1)
@@ -202,10 +208,10 @@ def product_tile(
             x_KT = tl.load(x_ptrs + start, mask=is_in_K[:, None] & is_row_T[None, :], other=0.0)
         if GROUP_SIZE:
             scale_N = tl.load(scale_ptrs + start // GROUP_SIZE).to(tl.float32)
-        # Scaled tile by tile, though a scale for all inputs could wait for the end: so a tile's sum is needed before
-        # the next weight is widened. Hopper's tensor cores add up beside the program, and Triton lets one product run
-        # on while the loop goes round: into the registers that it still reads comes the next weight (triton issue
-        # 9433; tests/machine_code.py looks for it in what this compiles to).
+        # Each tile's sum is scaled, although a scale for all inputs could be applied at the end: this forces the tile's
+        # sum to be complete before the next weight is converted. Hopper's tensor cores run asynchronously, and Triton
+        # lets one product continue into the next iteration of the loop, where the next weight would overwrite the
+        # registers that it still reads (triton issue 9433; tests/machine_code.py looks for this in the compiled code).
         acc_NT += tl.dot(widened(weight_NK, x_KT), x_KT, input_precision="ieee") * scale_N[:, None]
     return acc_NT
 
@@ -227,7 +233,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of rows, tile of outputs, piece of inputs): into its piece of `out` [pieces, T, N]."""
+    """Program (tile of rows, tile of outputs, piece of inputs): writes its piece of `out` [pieces, T, N]."""
     piece = tl.program_id(2)
     rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     outs_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -246,7 +252,7 @@ def _product_kernel(
 
 @triton.jit
 def store_tile(y_NT, bias_ptr, out_ptr, piece, num_rows, rows_T, outs_N, SIZE_N: tl.constexpr):
-    """With a bias, into a piece of `out` [pieces, T, N]."""
+    """Add the bias, if any, and store a tile into a piece of `out` [pieces, T, N]."""
     is_out_N = outs_N < SIZE_N
     if bias_ptr is not None:
         y_NT += tl.load(bias_ptr + outs_N, mask=is_out_N, other=0.0).to(tl.float32)[:, None]
@@ -258,7 +264,7 @@ def store_tile(y_NT, bias_ptr, out_ptr, piece, num_rows, rows_T, outs_N, SIZE_N:
 def _sum_pieces_kernel(
     sums_ptr, bias_ptr, out_ptr, num_rows, SIZE_N: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (row, some outputs): their pieces, one after the other."""
+    """Program (row, some outputs): adds up their pieces in order."""
     row = tl.program_id(0).to(tl.int64)
     outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_out = outs < SIZE_N
@@ -271,7 +277,7 @@ def _sum_pieces_kernel(
 
 
 def widen(weight_NK: torch.Tensor, scale_NG: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """`ScaledWeight.dequantized` in one pass: [N, K] in `dtype`. As `scaled_product` takes them."""
+    """`ScaledWeight.dequantized` in one pass: [N, K] in `dtype`. Arguments as for `scaled_product`."""
     size_n, size_k = weight_NK.shape
     out_NK = torch.empty_like(weight_NK, dtype=dtype)
     _widen_kernel[(size_n, triton.cdiv(size_k, WIDENED_AT_ONCE))](
@@ -282,7 +288,7 @@ def widen(weight_NK: torch.Tensor, scale_NG: torch.Tensor, group_size: int, dtyp
 
 
 def zero_of(weight: torch.Tensor) -> float:
-    """0 or 0.0: Triton makes no 8-bit float of an integer."""
+    """0 or 0.0: Triton cannot convert an integer to an 8-bit float."""
     return 0.0 if weight.is_floating_point() else 0
 
 
@@ -327,11 +333,11 @@ def _quantize_kernel(
     ins = tl.arange(0, BLOCK)
     is_in = ins < SIZE
     x = tl.load(x_ptr + row * SIZE + ins, mask=is_in, other=0.0).to(tl.float32)
-    # Divisions to the nearest, as torch's: the approximate one is a bit off now and then.
+    # Divisions are rounded to nearest, as in torch: the approximate division is sometimes off by one bit.
     amax = tl.maximum(tl.max(tl.abs(x), 0), smallest_amax)
     scale = tl.div_rn(amax, tl.zeros_like(amax) + MAX_FLOAT8)
     y = tl.div_rn(x, tl.zeros_like(x) + scale)
-    # A comparison with NaN is false: NaN stays what it is.
+    # A comparison with NaN is false: NaN stays NaN.
     y = tl.where(y > MAX_FLOAT8, MAX_FLOAT8, tl.where(y < -MAX_FLOAT8, -MAX_FLOAT8, y))
     tl.store(out_ptr + row * SIZE + ins, y.to(out_ptr.dtype.element_ty), mask=is_in)
     tl.store(scale_ptr + row, scale)

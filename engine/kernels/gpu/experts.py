@@ -1,21 +1,21 @@
-"""Products of a mixture's experts with weights in 8 bits: rows sorted by expert, all experts in one launch.
+"""Products of a mixture's experts with 8-bit weights: rows are sorted by expert, and one launch computes all experts.
 
     ends of experts ──tiles_of──> tiles of rows, each of one expert     one launch for a layer, on the device
     tiles           ──expert_product──> a program for each tile and block of outputs
 
-How many rows an expert has is known on the device alone: a grid has as many tiles as there can be at most, and those
-that are left without rows end at once. So nothing is read back, and a launch can be recorded. A tile is multiplied as
-`scaled_product` does it (eight_bits.py): widened in registers, a group's scale applied to its sum.
+Only the device knows how many rows an expert has: a grid has the maximum number of tiles, and programs of tiles without
+rows end at once. So nothing is read back, and a launch can be recorded in a CUDA graph. A tile is multiplied as in
+`scaled_product` (eight_bits.py): weights are converted in registers, and a group's scale is applied to its sum.
 
-Many rows of an expert have larger tiles of the same kernel. To widen a weight first, as plain products of many rows do,
-would take a launch for each expert, whose rows the host would have to know, or all experts' weights in 16 bits at once;
-and 2,048 tokens, of 8 experts each, are 64 rows for each of DeepSeek-V3's 256: to read its weights takes longer than to
-multiply them.
+Experts with many rows use larger tiles of the same kernel. Converting the whole weight first, as plain products of many
+rows do, would need a launch for each expert, whose number of rows the host would have to know, or all experts' weights
+in 16 bits at once. It would not pay: 2,048 tokens with 8 experts each are 64 rows for each of DeepSeek-V3's 256
+experts, and reading their weights takes longer than multiplying them.
 
-Each output's sum runs through its inputs in one program, in tiles at places that are the same for any number of rows: a
-row's bits do not depend on those beside it, if tensor cores add up tiles of 16 rows as they do those of 128.
+Each output's sum runs through its inputs in one program, in tiles at the same positions for any number of rows: the
+bits of a row do not depend on other rows, provided that tensor cores add up tiles of 16 rows like those of 128.
 
-What a token gets from its experts is added up in the order in which they were chosen, in one pass (`sum_of_experts`).
+The results of a token's experts are added up in the order in which they were chosen, in one pass (`sum_of_experts`).
 
 Shapes: T tokens, A experts of each, R = T * A rows, G tiles, E experts, N outputs, K inputs, D hidden.
 """
@@ -31,15 +31,15 @@ from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.scaled_weight import ScaledWeight
 
 TILE_FIELDS = 3
-"""Of a tile: its expert, its first row, and where its expert's rows end."""
+"""Numbers for each tile: its expert, its first row, and the end of its expert's rows."""
 
 WARP_SIZE = 32
-"""Of threads: fewer experts are looked through no sooner."""
+"""Threads of a warp: searching fewer experts than this takes no less time."""
 
 
 def expert_config(kind: GpuKind, num_rows: int, num_experts: int, itemsize: int) -> ProductConfig:
-    """Tiles that hold the rows of most experts, if all are chosen equally often. Nothing is tuned at run time."""
-    if itemsize == 4:  # no tensor cores: right, not fast
+    """Tiles that hold the rows of most experts if all are chosen equally often. Nothing is tuned at run time."""
+    if itemsize == 4:  # no tensor cores: correct, but slow
         return ProductConfig(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
     if num_rows <= 8 * num_experts:
         return ProductConfig(block_t=16, block_n=64, block_k=128, num_warps=4, num_stages=4)
@@ -47,19 +47,19 @@ def expert_config(kind: GpuKind, num_rows: int, num_experts: int, itemsize: int)
         return ProductConfig(block_t=32, block_n=64, block_k=128, num_warps=4, num_stages=4)
     if num_rows <= 48 * num_experts:
         return ProductConfig(block_t=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
-    block_n = 64 if kind.tensor_cores is TensorCores.MMA else 128  # which registers have room for
+    block_n = 64 if kind.tensor_cores is TensorCores.MMA else 128  # limited by registers
     return ProductConfig(block_t=128, block_n=block_n, block_k=128, num_warps=8, num_stages=3)
 
 
 def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """Of so many rows, whoever's they are."""
+    """The most tiles that `num_rows` rows may need, however they are distributed among experts."""
     in_use = min(num_rows, num_experts)
     return (num_rows - in_use) // tile_rows + in_use
 
 
 def tiles_of(ends_E: torch.Tensor, num_rows: int, tile_rows: int) -> torch.Tensor:
-    """[G, 3] int32: see `TILE_FIELDS`; without rows: all 0. `ends_E`: int32, where an expert's rows end and the next
-    one's begin."""
+    """[G, 3] int32: see `TILE_FIELDS`; all 0 for a tile without rows. `ends_E`: int32, where each expert's rows end and
+    the next one's begin."""
     num_experts = len(ends_E)
     num_tiles = max_tiles(num_rows, num_experts, tile_rows)
     tiles_G3 = ends_E.new_empty(num_tiles, TILE_FIELDS)
@@ -87,7 +87,7 @@ def _tiles_kernel(
     starts_E = tl.load(ends_ptr + experts_E - 1, mask=is_expert_E & (experts_E > 0), other=0)
     num_tiles_E = tl.where(is_expert_E, tl.cdiv(ends_E - starts_E, TILE_ROWS), 0)
     tile_in_expert_E = tile - (tl.cumsum(num_tiles_E, 0) - num_tiles_E)
-    is_its_own_E = (tile_in_expert_E >= 0) & (tile_in_expert_E < num_tiles_E)  # of one expert, or of none
+    is_its_own_E = (tile_in_expert_E >= 0) & (tile_in_expert_E < num_tiles_E)  # true for one expert, or for none
     first_E = starts_E + tile_in_expert_E * TILE_ROWS
     tl.store(tiles_ptr + tile * FIELDS, tl.sum(tl.where(is_its_own_E, experts_E, 0), 0))
     tl.store(tiles_ptr + tile * FIELDS + 1, tl.sum(tl.where(is_its_own_E, first_E, 0), 0))
@@ -97,9 +97,9 @@ def _tiles_kernel(
 def expert_product(
     x_RK: torch.Tensor, weight: ScaledWeight, num_experts: int, tiles_G3: torch.Tensor, config: ProductConfig
 ) -> torch.Tensor:
-    """Each row times its expert's weight: [R, N] in x's dtype. All contiguous; groups as of `scaled_product`.
+    """Each row times its expert's weight: [R, N] in x's dtype. All contiguous; groups as for `scaled_product`.
 
-    `weight`: of all experts, E * N outputs. `tiles_G3`: see `tiles_of`, of tiles of `config.block_t` rows.
+    `weight`: of all experts, E * N outputs. `tiles_G3`: from `tiles_of`, for tiles of `config.block_t` rows.
     """
     num_rows, size_k = x_RK.shape
     size_n = len(weight) // num_experts
@@ -107,8 +107,8 @@ def expert_product(
     if group_size:
         config = config.within(group_size)
     out_RN = x_RK.new_empty(num_rows, size_n)
-    # Programs of a tile of rows are neighbours, and so are the tiles of an expert, whose weight is read once if a cache
-    # holds it; tiles without rows come last.
+    # Programs of one tile of rows are adjacent, and so are the tiles of one expert, so its weight is read once if a
+    # cache holds it; tiles without rows come last.
     _expert_kernel[(triton.cdiv(size_n, config.block_n), len(tiles_G3))](
         x_RK, weight.weight, weight.scale, tiles_G3, out_RN,
         SIZE_N=size_n, SIZE_K=size_k, GROUP_SIZE=group_size, ZERO=zero_of(weight.weight), FIELDS=TILE_FIELDS,
@@ -127,8 +127,8 @@ def _expert_kernel(
     out_ptr,
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,  # 0: a scale for all inputs
-    ZERO: tl.constexpr,  # of the weight's kind
+    GROUP_SIZE: tl.constexpr,  # 0: one scale for all inputs
+    ZERO: tl.constexpr,  # of the weight's type
     FIELDS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,

@@ -1,13 +1,14 @@
-"""Products of a mixture's experts with weights that stay in MXFP4: rows sorted by expert, all experts in one launch.
+"""Products of a mixture's experts with weights that stay in MXFP4: rows are sorted by expert, and one launch computes
+all experts.
 
-Tiles of rows, grids and the order of sums are those of experts.py. A byte is two numbers, and each is widened in
-registers to exactly what `engine.model_loader.mxfp4.widen` makes of it, its group's power of two included. So tensor
-cores multiply 16-bit numbers, and no sum is scaled.
+Tiles of rows, grids and the order of sums are those of experts.py. A byte holds two numbers. Each is converted in
+registers to exactly the value that `engine.model_loader.mxfp4.widen` gives, including its group's power of two. So
+tensor cores multiply 16-bit numbers, and no sum is scaled.
 
     4 bits ──moved to where a float32 has sign, exponent, mantissa──x 2^126──> 0 to 6 ──x its power──> in x's dtype
 
-Moved so, they are the number but for the exponent's bias. That is true of 0.5, too, which has no leading one: float32
-has such numbers as well, and multiplies them exactly.
+After the move, the float32 has the right value except for the exponent's bias. This also holds for 0.5, which has no
+leading one: it becomes a subnormal float32, which is multiplied exactly.
 
 Shapes: R rows, T of a tile, E experts, N outputs, K inputs, G groups of S = 16 bytes, I intermediate.
 """
@@ -24,21 +25,21 @@ from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
 
 GROUP_BYTES = tl.constexpr(GROUP // 2)
 WITHOUT_BIAS = tl.constexpr(2.0**126)
-"""The difference between the biases of a float32's exponent and that of 4 bits, 127 and 1, as a factor."""
+"""The difference between the exponent biases of a float32 and of the 4-bit number, 127 and 1, as a factor."""
 SMALLEST_POWER = tl.constexpr(0x400000)
-"""2^-127 in bits, which a float32 has without a leading one; from 2^-126 on a power is its exponent, in its place."""
+"""The bits of 2^-127, a subnormal float32; from 2^-126 on, a power of two consists only of its exponent bits."""
 
 
 def four_bit_product(
     x_RK: torch.Tensor, stack: FourBitStack, tiles_G3: torch.Tensor, config: ProductConfig
 ) -> torch.Tensor:
-    """Each row times its expert's weight, and its bias: [R, N] in x's dtype. All contiguous.
+    """Each row times its expert's weight, plus its bias: [R, N] in x's dtype. All contiguous.
 
-    `tiles_G3`: see `engine.kernels.gpu.experts.tiles_of`, of tiles of `config.block_t` rows.
+    `tiles_G3`: from `engine.kernels.gpu.experts.tiles_of`, for tiles of `config.block_t` rows.
     """
     num_rows, size_k = x_RK.shape
     size_n = stack.bias.shape[1]
-    config = config.within(size_k)  # a multiple of groups, as K is: nothing is masked
+    config = config.within(size_k)  # divides K and is a multiple of the group size: nothing is masked
     out_RN = x_RK.new_empty(num_rows, size_n)
     _four_bit_kernel[(triton.cdiv(size_n, config.block_n), len(tiles_G3))](
         x_RK, stack.pairs, stack.scales, stack.bias, tiles_G3, out_RN, 1.0,
@@ -51,14 +52,14 @@ def four_bit_product(
 
 @triton.jit
 def _power(scale):
-    """2 to the (scale - 127), of bytes, in float32."""
+    """2 to the (scale - 127) in float32; `scale`: bytes."""
     bits = tl.where(scale == 0, SMALLEST_POWER, scale.to(tl.int32) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _number(code):
-    """Of 4 bits, the lowest of `code`, an int32; 0 to 6 and their negatives, in float32."""
+    """The float32 value of the lowest 4 bits of `code`, an int32: 0 to 6 and their negatives."""
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * WITHOUT_BIAS
 
@@ -71,7 +72,7 @@ def _four_bit_kernel(
     bias_ptr,
     tiles_ptr,
     out_ptr,
-    one,  # which the compiler does not know
+    one,  # 1.0, unknown to the compiler
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -88,7 +89,7 @@ def _four_bit_kernel(
     rows_T = first + tl.arange(0, TILE_ROWS)
     is_row_T = rows_T < end
     outs_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Outputs beyond the last are computed from the last one: weights need no mask.
+    # Outputs beyond the last one are computed from the last one, so weights need no mask.
     weights_N = expert * SIZE_N + tl.minimum(outs_N, SIZE_N - 1)
     BLOCK_B: tl.constexpr = BLOCK_K // 2
     BLOCK_G: tl.constexpr = BLOCK_B // GROUP_BYTES
@@ -103,8 +104,8 @@ def _four_bit_kernel(
         lower_NGS = (_number(pairs_NGS) * power_NG1).to(x_KT.dtype)
         upper_NGS = (_number(pairs_NGS >> 4) * power_NG1).to(x_KT.dtype)
         weight_NK = tl.interleave(lower_NGS, upper_NGS).reshape(BLOCK_N, BLOCK_K)
-        # Not added up by the tensor cores themselves: a tile's sum has to be there before the next weight is widened,
-        # into registers that they would still read otherwise (see product_tile in eight_bits.py).
+        # The tensor cores do not accumulate: a tile's sum must be complete before the next weight is converted, into
+        # registers that they would otherwise still be reading (see product_tile in eight_bits.py).
         acc_NT += tl.dot(weight_NK, x_KT, input_precision="ieee") * one
     is_out_N = outs_N < SIZE_N
     acc_NT += tl.load(bias_ptr + weights_N).to(tl.float32)[:, None]
@@ -113,7 +114,7 @@ def _four_bit_kernel(
 
 
 def clamped_gate(gate_up: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
-    """`gate` of a contiguous [..., 2I], in one pass."""
+    """Apply `gate` to a contiguous [..., 2I], in one pass."""
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     block = min(triton.next_power_of_2(size), 1024)
@@ -132,7 +133,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, alpha, limit, SIZE: tl.constexpr, BLOCK: 
     gate_up_ptrs = gate_up_ptr + row * (2 * SIZE) + 2 * dims
     gate = tl.load(gate_up_ptrs, mask=is_dim, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptrs + 1, mask=is_dim, other=0.0).to(tl.float32)
-    # A comparison with NaN is false: NaN stays what it is.
+    # A comparison with NaN is false: NaN stays NaN.
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     y = gate / (1 + tl.exp(-alpha * gate)) * (up + 1)

@@ -1,6 +1,7 @@
-"""What sizes of a launch follow from: the shared memory that a program may have, and how tensor cores are told.
+"""The properties of a GPU that determine the sizes of launches: the shared memory available to a program, and the
+instructions of its tensor cores.
 
-A GPU's kind is asked for once by whoever launches on it, and passed down. No Triton is imported here.
+The code that launches kernels on a GPU asks for its kind once and passes it down. Triton is not imported here.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ import torch
 
 
 class TensorCores(Enum):
-    """What Triton compiles a product of 64 rows and more to. Fewer rows are multiplied by MMA everywhere."""
+    """The instruction to which Triton compiles a product of 64 rows and more. On all GPUs, fewer rows are multiplied by
+    MMA."""
 
     MMA = "mma.sync"
-    """8.x and 12.x: a warp's own, from registers into registers. Also of kinds that are not known."""
+    """8.x and 12.x: one warp, from registers into registers. Also used for unknown GPUs."""
     WGMMA = "wgmma"
-    """9.0: four warps together, from shared memory; sums lie in registers."""
+    """9.0: four warps together, from shared memory; sums are in registers."""
     TCGEN05 = "tcgen05"
-    """10.x: sums lie in a memory of their own, and pass through registers to be scaled."""
+    """10.x: sums are in a separate memory, and pass through registers to be scaled."""
 
 
 MIN_CAPABILITY = (8, 0)
-"""Of GPUs whose tensor cores Triton uses. For earlier ones it still compiles, without them, and tiles of this size are
-spilled by the kilobyte."""
+"""The lowest compute capability whose tensor cores Triton uses. For earlier GPUs it still compiles, but without tensor
+cores, and tiles of these sizes spill kilobytes of registers."""
 WITH_THEIR_OWN = {9: TensorCores.WGMMA, 10: TensorCores.TCGEN05}
-"""By the first number of the compute capability."""
+"""By the major number of the compute capability."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
     capability: tuple[int, int]
     shared_bytes: int
-    """Of shared memory, that a program may have at most."""
+    """The most shared memory that a program may have."""
 
     @property
     def tensor_cores(self) -> TensorCores:
@@ -42,14 +44,13 @@ class GpuKind:
 
 
 H200 = GpuKind((9, 0), 227 << 10)
-"""And an H100's."""
+"""Also the kind of an H100."""
 
 
 def gpu_kind(device: str | torch.device) -> GpuKind:
-    """Of `device`; on a CPU, where Triton's interpreter takes any sizes, an H200's."""
+    """The kind of `device`; on a CPU, where Triton's interpreter accepts any sizes, that of an H200."""
     if torch.device(device).type != "cuda":
         return H200
     properties: Any = torch.cuda.get_device_properties(device)
-    # Not `shared_memory_per_block`, which is what a program has without asking, 48 KiB everywhere; torch's stubs lack
-    # this one.
+    # Not `shared_memory_per_block`, the default limit, which is 48 KiB on all GPUs. torch's stubs lack this property.
     return GpuKind((properties.major, properties.minor), properties.shared_memory_per_block_optin)

@@ -1,11 +1,11 @@
-"""Products with weights in 4 bits (engine/int4_weight.py): their numbers are integer * scale + offset.
+"""Products with 4-bit weights (engine/int4_weight.py), whose values are integer * scale + offset.
 
-Pieces of inputs, and their sums in order, are those of eight_bits.py. A byte is two numbers, and each is widened in
-registers to exactly what `Int4Weight.dequantized` makes of it: one multiplication and addition in float32, rounded to
-x's dtype. So tensor cores multiply what stands for the weight everywhere else, and no sum is scaled.
+Pieces of inputs, and the order of their sums, are those of eight_bits.py. A byte holds two numbers. Each is converted
+in registers to exactly the value that `Int4Weight.dequantized` gives: one multiply-add in float32, rounded to x's
+dtype. So tensor cores multiply the same values as all other code, and no sum is scaled.
 
-A tile of inputs may be of several groups: it is cut into parts, as large as no end of a group cuts, and each output has
-a scale and an offset for each of them.
+A tile of inputs may span several groups: it is divided into parts, the largest that do not cross the end of a group,
+and each output has a scale and an offset for each part.
 
 Shapes: T rows (tokens), N outputs, K inputs, B = K / 2 bytes, G groups of inputs, P parts of a tile.
 """
@@ -24,8 +24,9 @@ from engine.kernels.gpu.eight_bits import WIDENED_AT_ONCE, ProductConfig, in_pie
 from engine.kernels.gpu.gpu_kind import GpuKind
 
 LOWER, UPPER = 2.0**23, 2.0**19
-"""Of whose float32 the bit of value 1 is the lowest, and the fifth: where halves of a byte have theirs. Kernels are
-given them: told in advance, the compiler takes an instruction more for each number."""
+"""In the float32 of LOWER, the lowest bit has the value 1; in that of UPPER, the fifth bit has: where the halves of a
+byte have theirs. They are passed to kernels as arguments, because with constants the compiler uses one more instruction
+for each number."""
 MUCH_SHARED = 128 << 10
 """Bytes of shared memory."""
 
@@ -37,16 +38,16 @@ class ScaledInt4:
     packed: torch.Tensor
     """[N, B] uint8."""
     scale: torch.Tensor
-    """[N, G] float32. Without `offset` int32: both in bfloat16, the scale in the lower half of a word."""
+    """[N, G] float32. If `offset` is None, int32: both in bfloat16, the scale in the lower half of a word."""
     offset: torch.Tensor | None
     """[N, G] float32."""
     dtype: torch.dtype
-    """Of the model: what the weight stands for."""
+    """Dtype of the model, which the weight's values are rounded to."""
 
     @staticmethod
     def of(weight: Int4Weight) -> ScaledInt4:
-        """Scales and offsets take half of their bytes where none loses a bit by it: of groups of 32 inputs a sixth of
-        all."""
+        """Store scales and offsets in half of their bytes if none loses precision by it: with groups of 32 inputs, this
+        saves a sixth of all bytes."""
         pairs = torch.stack((weight.scale, weight.offset), dim=2)
         narrow = pairs.bfloat16()
         if not torch.equal(narrow.float(), pairs):
@@ -63,9 +64,9 @@ class ScaledInt4:
 
 
 def int4_config(kind: GpuKind, num_rows: int, itemsize: int) -> ProductConfig:
-    """Sizes of a launch: those of weights in 8 bits. But in tiles of more outputs and fewer inputs a number takes fewer
-    instructions: on an H200 with up to 16 rows 6.0 instead of 7.6, with up to 32 rows 6.4 instead of 10.8. And what is
-    widened goes through shared memory, too: where that is small, fewer tiles are on their way."""
+    """Sizes of a launch: those for 8-bit weights, with two exceptions. Tiles of more outputs and fewer inputs need
+    fewer instructions per number: on an H200 6.0 instead of 7.6 with up to 16 rows, and 6.4 instead of 10.8 with up to
+    32 rows. And converted weights go through shared memory, too: where that is small, fewer tiles are in flight."""
     config = ProductConfig.of(num_rows, itemsize)
     if config.block_t <= 32 and itemsize == 2:
         return replace(config, block_n=64, block_k=128, num_stages=4)
@@ -105,10 +106,11 @@ def _load_scales(scale_ptr, offset_ptr, places, mask):
 
 @triton.jit
 def _numbers(pairs, scale, offset, lower, upper):
-    """(of the lower halves of bytes, of the upper ones) in float32, rounded once.
+    """(numbers of the lower halves of bytes, numbers of the upper halves) in float32, rounded once.
 
-    An integer is put behind the bits of `LOWER` or `UPPER`, which are then taken off: converting it would take a GPU as
-    long as four additions."""
+    An integer is inserted below the bits of `LOWER` or `UPPER`, which is then subtracted: a conversion would take a GPU
+    as long as four additions.
+    """
     bits = pairs.to(tl.int32)
     lower_bits, upper_bits = tl.cast(lower, tl.int32, bitcast=True), tl.cast(upper, tl.int32, bitcast=True)
     low = (bits & 0x0F | lower_bits).to(tl.float32, bitcast=True) - lower
@@ -135,7 +137,7 @@ def int4_tile(
     PART_K: tl.constexpr,  # inputs of a tile that share a scale
     BLOCK_K: tl.constexpr,
 ):
-    """[N, T] float32: outputs `weights_N` [N, 1] int64, all of them there, of these rows, summed up over tiles of
+    """[N, T] float32: outputs `weights_N` [N, 1] int64, which must all exist, of these rows, summed over the tiles of
     inputs from `first` to `end`. The product is computed transposed, as in eight_bits.py."""
     NUM_GROUPS: tl.constexpr = SIZE_K // GROUP_SIZE
     BLOCK_N: tl.constexpr = weights_N.shape[0]
@@ -147,13 +149,13 @@ def int4_tile(
     acc_NT = tl.zeros([BLOCK_N, rows_T.shape[0]], dtype=tl.float32)
     for tile in range(first, end):
         groups_P = tile * PARTS + parts_P
-        if PART_K != GROUP_SIZE:  # where they are no neighbours to the compiler
+        if PART_K != GROUP_SIZE:  # only here, so that elsewhere the compiler sees adjacent groups
             groups_P = (groups_P * PART_K) // GROUP_SIZE
         if SIZE_K % BLOCK_K == 0:
             pairs_NB = tl.load(byte_ptrs + tile * BLOCK_B)
             x_KT = tl.load(x_ptrs + tile * BLOCK_K, mask=is_row_T[None, :], other=0.0)
         else:
-            # Beyond the last input there is the last group's offset, times a row's 0.
+            # Beyond the last input, weights are the last group's offset, multiplied by a row's 0.
             groups_P = tl.minimum(groups_P, NUM_GROUPS - 1)
             is_in_B, is_in_K = tile * BLOCK_B + bytes_B < SIZE_K // 2, tile * BLOCK_K + ins_K < SIZE_K
             pairs_NB = tl.load(byte_ptrs + tile * BLOCK_B, mask=is_in_B[None, :], other=0)
@@ -163,8 +165,8 @@ def int4_tile(
         low_NPS, high_NPS = _numbers(pairs_NPS, scale_NP[:, :, None], offset_NP[:, :, None], lower, upper)
         weight_NPS = tl.interleave(low_NPS.to(x_KT.dtype), high_NPS.to(x_KT.dtype))
         weight_NK = weight_NPS.reshape(BLOCK_N, BLOCK_K)
-        # Not added up by the tensor cores themselves: a tile's sum has to be there before the next weight is widened,
-        # into registers that they would still read otherwise (see product_tile in eight_bits.py).
+        # The tensor cores do not accumulate: a tile's sum must be complete before the next weight is converted, into
+        # registers that they would otherwise still be reading (see product_tile in eight_bits.py).
         acc_NT += tl.dot(weight_NK, x_KT, input_precision="ieee") * one
     return acc_NT
 
@@ -190,11 +192,11 @@ def _int4_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of rows, tile of outputs, piece of inputs): into its piece of `out` [pieces, T, N]."""
+    """Program (tile of rows, tile of outputs, piece of inputs): writes its piece of `out` [pieces, T, N]."""
     piece = tl.program_id(2)
     rows_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     outs_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Outputs beyond the last are computed from the last one: weights need no mask.
+    # Outputs beyond the last one are computed from the last one, so weights need no mask.
     weights_N = tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64)
     first, end = 0, tl.cdiv(SIZE_K, BLOCK_K)
     if PIECE_K < SIZE_K:

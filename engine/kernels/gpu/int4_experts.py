@@ -1,8 +1,9 @@
-"""Products of a mixture's experts with weights in 4 bits (engine/int4_weight.py): rows sorted by expert, all experts in
-one launch.
+"""Products of a mixture's experts with 4-bit weights (engine/int4_weight.py): rows are sorted by expert, and one launch
+computes all experts.
 
-Tiles of rows, grids and the order of sums are those of experts.py; a tile is multiplied as int4.py does it, each number
-widened in registers to what stands for it everywhere else. Many rows of an expert have larger tiles of the same kernel.
+Tiles of rows, grids and the order of sums are those of experts.py; a tile is multiplied as in int4.py, each number
+converted in registers to the same value as in all other code. Experts with many rows use larger tiles of the same
+kernel.
 
 Shapes: R rows, T of a tile, E experts, N outputs of each, K inputs.
 """
@@ -25,7 +26,7 @@ def int4_expert_product(
 ) -> torch.Tensor:
     """Each row times its expert's weight: [R, N] in x's dtype. All contiguous.
 
-    `weight`: of all experts, E * N outputs. `tiles_G3`: see `engine.kernels.gpu.experts.tiles_of`, of tiles of
+    `weight`: of all experts, E * N outputs. `tiles_G3`: from `engine.kernels.gpu.experts.tiles_of`, for tiles of
     `config.block_t` rows.
     """
     num_rows, size_k = x_RK.shape
@@ -69,7 +70,7 @@ def _int4_expert_kernel(
     rows_T = start + tl.arange(0, TILE_ROWS)
     is_row_T = rows_T < end
     outs_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Outputs beyond the last are computed from the last one: weights need no mask.
+    # Outputs beyond the last one are computed from the last one, so weights need no mask.
     weights_N = (expert * SIZE_N + tl.minimum(outs_N, SIZE_N - 1))[:, None]
     y_NT = int4_tile(
         x_ptr, rows_T, is_row_T, packed_ptr, scale_ptr, offset_ptr, weights_N, 0, tl.cdiv(SIZE_K, BLOCK_K),

@@ -1,8 +1,8 @@
-"""A decoder's parts whose rows have the same bits in any batch, by the Triton kernels: `batch_invariant`.
+"""The parts of a decoder whose rows have the same bits in any batch, built from the Triton kernels: `batch_invariant`.
 
-What `TRITON_PARTS` leaves to torch's libraries, which choose how they add up by the number of rows, is here a kernel
-that does not (engine/kernels/gpu/product.py); norms and what else is computed row by row stays. Logits come out in
-float32, as they are added up: in 16 bits the two likeliest tokens are sometimes equal.
+Where `TRITON_PARTS` uses torch's libraries, which choose the order of addition by the number of rows, these parts use
+kernels with a fixed order (engine/kernels/gpu/product.py); norms and other row-by-row operations are unchanged. Logits
+are returned in float32, as they are added up: in 16 bits the two most likely tokens are sometimes equal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.weight import Weight
 
 class InvariantLinear(Linear):
     out_dtype: torch.dtype | None = None
-    """Of what comes out; None: of what goes in."""
+    """Dtype of the output; None: that of the input."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         assert isinstance(weight, torch.Tensor), "weights in 8 bits are for products in 8 bits"
@@ -47,13 +47,14 @@ class InvariantLinear(Linear):
 
 
 class InvariantFloatLinear(InvariantLinear):
-    """Of logits, and of experts' scores: what is added up in float32 stays so."""
+    """For logits, and for experts' scores: sums stay in float32."""
 
     out_dtype = torch.float32
 
 
 class InvariantHeadProducts(HeadProducts):
-    """Not of inputs that heads share: latents are never unfolded, since a token's bits must be those of decoding."""
+    """Does not support inputs that heads share: latents are never unfolded, because a token must have the same bits as
+    in decoding."""
 
     def __init__(self, weight_NKO: torch.Tensor) -> None:
         self.shape = tuple(weight_NKO.shape)
@@ -73,7 +74,7 @@ class InvariantExperts(ExpertProducts):
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         num_rows = len(x_RD)
-        # For as many rows as an expert has if all are chosen equally often.
+        # For the number of rows that each expert has if all are chosen equally often.
         config = row_config(self._kind, -(-num_rows // len(ends_E)), x_RD.itemsize)
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
         gate_up = expert_row_product(x_RD.contiguous(), self._gate_up_EXD, tiles_G3, config)
@@ -89,7 +90,8 @@ class InvariantInt8Linear(TritonInt8Linear):
 
 
 class InvariantFloat8Linear(Float8Linear):
-    """Weights alone: `torch._scaled_mm`, which takes activations in 8 bits, too, chooses by the number of rows."""
+    """Only weights are in 8 bits: `torch._scaled_mm`, which also takes activations in 8 bits, chooses its order by the
+    number of rows."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x_TK = x.reshape(-1, x.shape[-1]).contiguous()

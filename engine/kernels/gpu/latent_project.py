@@ -1,4 +1,4 @@
-"""What goes before attention to latents (`latents.py`), as one pass: the norm and rotation of a step's latents and
+"""The operations before attention to latents (`latents.py`), in one pass: the norm and rotation of a step's latents and
 keys, their write into the pool, and the rotation of its queries.
 
 Shapes: T tokens, N query heads, Q + P numbers of a head's query, C of a latent, P of a rotated key, R = C + P; A heads
@@ -25,13 +25,12 @@ def rotate_and_store_latents(
     slot_mapping: torch.Tensor,
     out_TNX: torch.Tensor,
 ) -> None:
-    """Latents, normed, and their keys, rotated, into the pool; queries, rotated, to the last P numbers of `out_TNX`,
-    which may have others before them.
+    """Write normed latents and their rotated keys into the pool, and rotated queries to the last P numbers of
+    `out_TNX`, which may have other numbers before them.
 
     `q_TX`: [T, N * (Q + P)], contiguous. `latent_TR`: rows contiguous. `cos_sin`: [T, 1, P] each, contiguous, the sines
-    with the sign of `RotaryEmbedding`. `norm_weight`: [C]. `kv`: a layer of the pool; of 8-bit floats, what is too
-    large for them is saturated. `slot_mapping`: [T] int64; below 0 nothing is written. In float32, rounded as in
-    `rotate.py`.
+    with the sign of `RotaryEmbedding`. `norm_weight`: [C]. `kv`: a layer of the pool; 8-bit floats saturate.
+    `slot_mapping`: [T] int64; nothing is written for slots below 0. Computes in float32, rounded as in `rotate.py`.
     """
     num_tokens, num_heads, size = out_TNX.shape
     latent_dim = len(norm_weight)
@@ -68,10 +67,10 @@ def _latent_project_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Program (token, tile of A of its N heads; the last one: its latent and key)."""
+    """Program (token, tile of A of its N heads); the last program of a token handles its latent and key."""
     token = tl.program_id(0).to(tl.int64)
     dims_P = tl.arange(0, BLOCK_P)
-    # A rotation takes each number together with the one half a head further on.
+    # A rotation combines each number with the one half a head further on.
     others_P = (dims_P + ROTATED // 2) % ROTATED
     is_dim_P = dims_P < ROTATED
     cos_P = tl.load(cos_ptr + token * ROTATED + dims_P, mask=is_dim_P, other=0.0).to(tl.float32)

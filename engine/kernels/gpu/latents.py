@@ -1,12 +1,12 @@
-"""Paged attention to latents: all query heads share one key of C + P numbers, whose first C are also the value.
+"""Paged attention to latents: all query heads share one key of C + P numbers, of which the first C are also the value.
 
-    decode     sequences that compute one token each, contexts split among programs; `decode.py` puts pieces together
+    decode     sequences that compute one token each, contexts split among programs; `decode.py` combines the pieces
     prefill    whole prompts and chunks of any lengths in one launch
 
 DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1, in absorbed form. A tile of latents is loaded once:
-its two parts are keys, in two products that add up, and the first is the value. Rows of a tile are the query heads of a
-token (of several, where a token has few), so that 128 heads read a latent twice and not 128 times. Splitting, online
-softmax and what is promised about bits are those of `decode.py`, `prefill.py` and `tile.py`.
+its two parts are keys, in two products that are added, and the first part is the value. The rows of a tile are the
+query heads of one token (of several tokens, if a token has few heads), so 128 heads read a latent twice and not 128
+times. Splitting, online softmax and the guarantees about bits are those of `decode.py`, `prefill.py` and `tile.py`.
 
 Shapes: T tokens, S sequences, N query heads, C numbers of a latent, P of a rotated key, R = C + P; M rows of a tile, K
 keys of a tile; C and P padded to powers of two. A layer of the pool: [block, 1, 1, slot, R].
@@ -26,10 +26,10 @@ from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.kernels.gpu.tile import MIN_SIDE
 
 MAX_LATENT, MAX_ROTATED = 512, 64
-"""Numbers of a latent and of a rotated key that a tile has room for."""
+"""The largest latent and rotated key, in numbers, that fit in a tile."""
 Tiles = dict[TensorCores, tuple[tuple[int, int], tuple[int, int]]]
-"""Rows and keys, with a pool of 16-bit numbers, and with one of 8 bits, where what is widened takes registers. 64 rows
-of 512 numbers in float32 are half of a multiprocessor's registers."""
+"""Rows and keys of a tile, for a pool of 16-bit numbers, and for one of 8-bit numbers, whose conversion takes
+registers. 64 rows of 512 numbers in float32 are half of a multiprocessor's registers."""
 DECODE_TILES: Tiles = {
     TensorCores.WGMMA: ((64, 32), (64, 16)),
     TensorCores.TCGEN05: ((64, 16), (32, 16)),
@@ -41,22 +41,23 @@ PREFILL_TILES: Tiles = {
     TensorCores.MMA: ((32, 32), (32, 16)),
 }
 LARGE_BYTES = 113_152
-"""Of shared memory, that a program takes of 32 rows and 32 keys with 5 stages; of 16 keys 75,008."""
+"""Shared memory of a program with 32 rows and 32 keys and 5 stages; with 16 keys it is 75,008."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentTileConfig(DecodeConfig):
-    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time. No registers spill, for
-    latents of 512 numbers (tests/unit/test_triton_compile.py)."""
+    """Sizes of a launch. The kind of GPU determines them: nothing is tuned at run time. No registers spill for latents
+    of 512 numbers (tests/unit/test_triton_compile.py)."""
 
     block_m: int
     """Rows of a tile of queries."""
 
     @staticmethod
     def of_decode(kind: GpuKind, num_heads: int, itemsize: int, kv_itemsize: int) -> LatentTileConfig:
-        """Rows are heads of one token. `kv_itemsize`: of the pool; what is widened takes registers."""
+        """Rows are heads of one token. `kv_itemsize`: bytes of a number in the pool; 8-bit numbers are converted, which
+        takes registers."""
         rows = max(int(triton.next_power_of_2(num_heads)), MIN_SIDE)
-        if itemsize == 4:  # no tensor cores: right, not fast
+        if itemsize == 4:  # no tensor cores: correct, but slow
             return LatentTileConfig(block_m=MIN_SIDE, block_n=16, min_piece=256, num_warps=8, num_stages=1)
         if rows == MIN_SIDE:
             num_warps = 8 if kv_itemsize == 1 else 4
@@ -93,11 +94,10 @@ def decode_latents(
     max_context_len: int,
     config: LatentTileConfig,
 ) -> None:
-    """Attention of each sequence's last token to all of it: written to `out_SNC`.
+    """Compute the attention of each sequence's last token to its whole context, and write it to `out_SNC`.
 
-    As `engine.kernels.gpu.decode.paged_decode`, whose other arguments these are. `scratch` is as large as
-    `partial_size(S, N, C, max_context_len, config)` says. `scale`: what products of queries and keys are multiplied
-    with.
+    Like `engine.kernels.gpu.decode.paged_decode`, which describes the other arguments. `scratch` has the size
+    `partial_size(S, N, C, max_context_len, config)`. `scale`: factor for products of queries and keys.
     """
     num_seqs, num_heads, size = q_SNR.shape
     latent_dim = out_SNC.shape[2]
@@ -133,9 +133,10 @@ def prefill_latents(
     scale: float,
     config: LatentTileConfig,
 ) -> None:
-    """Causal attention of the tokens in `tiles` to their sequences: written to their rows of `out_TNC`.
+    """Compute the causal attention of the tokens in `tiles` to their sequences, and write it to their rows of
+    `out_TNC`.
 
-    As `engine.kernels.gpu.prefill.paged_prefill`, whose other arguments these are; `tiles` are of
+    Like `engine.kernels.gpu.prefill.paged_prefill`, which describes the other arguments; `tiles` are for
     `config.tokens_per_tile(N)` tokens.
     """
     num_heads, size = q_TNR.shape[1:]
@@ -161,7 +162,7 @@ def _load_queries(
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The two parts of queries, [M, C] and [M, P]: zeros where there are none."""
+    """The two parts of queries, [M, C] and [M, P]: zeros for missing rows."""
     dims_C, dims_P = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
     row_ptrs = q_ptr + rows_M[:, None] * (LATENT + ROTATED)
     q_MC = tl.load(row_ptrs + dims_C[None, :], mask=is_row_M[:, None] & (dims_C < LATENT)[None, :], other=0.0)
@@ -190,7 +191,7 @@ def _attend_latents(
     BLOCK_P: tl.constexpr,
 ):
     """The state (acc, max, sum) of online softmax after positions `start` .. `start + K` of one sequence: see
-    `engine.kernels.gpu.tile.attend_tile`. `scale` has log2(e) in it."""
+    `engine.kernels.gpu.tile.attend_tile`. `scale` includes log2(e)."""
     positions_K = start + tl.arange(0, BLOCK_K)
     dims_C, dims_P = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
     is_there_K = positions_K < end
@@ -201,14 +202,14 @@ def _attend_latents(
     p_KP = tl.load(
         row_ptrs + LATENT + dims_P[None, :], mask=is_there_K[:, None] & (dims_P < ROTATED)[None, :], other=0.0
     )
-    # From a pool of 8-bit floats: exact. Otherwise nothing.
+    # Exact for a pool of 8-bit floats; for other pools this does nothing.
     c_KC = c_KC.to(q_MC.dtype)
     p_KP = p_KP.to(q_MC.dtype)
     s_MK = tl.dot(q_MP, tl.trans(p_KP), input_precision="ieee")
     s_MK = tl.dot(q_MC, tl.trans(c_KC), s_MK, input_precision="ieee") * scale
     s_MK = tl.where(positions_K[None, :] <= last_M[:, None], s_MK, float("-inf"))
     new_max_M = tl.maximum(max_M, tl.max(s_MK, 1))
-    # A row that has seen nothing yet: -inf - -inf would be NaN.
+    # For a row that has seen no key yet, -inf - -inf would be NaN.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
     w_MK = tl.exp2(s_MK - base_M[:, None])
     shrink_M = tl.exp2(max_M - base_M)
@@ -243,7 +244,8 @@ def _latent_decode_kernel(
 ):
     """Program (sequence, tile of its heads, piece).
 
-    `partial` [S, N, pieces, C] and `weight` [S, N, pieces], the logarithm of the piece's sum; or, unsplit, `out`.
+    Writes `partial` [S, N, pieces, C], and to `weight` [S, N, pieces] the logarithm of the piece's sum; or, unsplit,
+    `out`.
     """
     seq = tl.program_id(2).to(tl.int64)
     piece = tl.program_id(0)
@@ -309,7 +311,7 @@ def _latent_prefill_kernel(
 
     rows_M = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     queries_M = first_query + rows_M // NUM_HEADS
-    # Rows beyond the tile's last whole token would be tokens of the next tile.
+    # Further rows would belong to tokens of the next tile.
     is_row_M = (rows_M < TOKENS * NUM_HEADS) & (queries_M < query_len)
     offsets_M = (query_start + queries_M).to(tl.int64) * NUM_HEADS + rows_M % NUM_HEADS
     q_MC, q_MP = _load_queries(q_ptr, offsets_M, is_row_M, LATENT, ROTATED, BLOCK_C, BLOCK_P)
@@ -323,7 +325,7 @@ def _latent_prefill_kernel(
             q_MC, q_MP, acc_MC, max_M, sum_M, kv_ptr, tables_ptr + seq * table_stride, start, end, last_M, scale,
             SLOTS, LATENT, ROTATED, BLOCK_K, BLOCK_C, BLOCK_P,
         )  # fmt: skip
-    # Rows that are no tokens may have seen nothing.
+    # Rows that are not tokens may have seen no key.
     o_MC = acc_MC / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
     dims_C = tl.arange(0, BLOCK_C)
     out_ptrs = out_ptr + offsets_M[:, None] * LATENT + dims_C[None, :]

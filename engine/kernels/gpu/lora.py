@@ -1,17 +1,16 @@
-"""What adapters add to a product, for all rows of a step in two launches however many adapters they ask for.
+"""Computes what LoRA adapters add to a product, for all rows of a step in two launches, however many adapters they use.
 
     rows sorted by adapter, in tiles of 16 of one adapter each (`tiles_of`, on the host; one copy to the device)
       shrink   partial sums of A x, of pieces of the inputs     [pieces, slots, ranks] float32
       expand   their sum, rounded, times B, added to y
 
-Which adapter a tile is of stands in memory, and so does where an adapter's weights begin: a launch depends on the
-number of tiles alone, and can be recorded. Tiles of no adapter end at once.
+The adapter of each tile is in device memory, and so is the position of each adapter's weights: a launch depends only on
+the number of tiles, and can be recorded in a CUDA graph. Programs of tiles without an adapter end at once.
 
-A row's sums run through its inputs in pieces at fixed places, and then through its ranks, whatever rows are beside it.
-The idea of such kernels: L. Chen et al., "Punica", 2023; Y. Sheng et al., "S-LoRA", 2023.
+The sums of a row run through its inputs in pieces at fixed positions, and then through its ranks, regardless of other
+rows. The idea of such kernels: L. Chen et al., "Punica", 2023; Y. Sheng et al., "S-LoRA", 2023.
 
-Shapes: T rows (tokens), G tiles, I rows of a tile, K inputs, N outputs, P parts (products below one another), R ranks
-of a part.
+Shapes: T rows (tokens), G tiles, I rows of a tile, K inputs, N outputs, P parts (stacked products), R ranks of a part.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from engine.lora.modules import LoRARoom
 from engine.to_device import fill
 
 TILE_ROWS = 16
-"""The fewest that tensor cores take. Rows of prompts may have larger tiles some day: no GPU has measured it."""
+"""The fewest rows that tensor cores support. Larger tiles may suit rows of prompts better: not measured on any GPU."""
 RANK_GRAIN = 16
-"""Ranks are filled up to a multiple with zeros."""
+"""Ranks are padded with zeros to a multiple of this."""
 PIECE = 1024
-"""Inputs of a program of `shrink`: few rows and ranks alone would keep few multiprocessors reading."""
+"""Inputs of a program of `shrink`: few rows and ranks alone would occupy only few multiprocessors."""
 BLOCK_K = 128
 BLOCK_N = 64
 
 
 def max_tiles(num_rows: int, num_adapters: int) -> int:
-    """Of so many rows, whoever's they are."""
+    """The most tiles that `num_rows` rows may need, however they are distributed among adapters."""
     in_use = min(num_rows, num_adapters)
     return (num_rows - in_use) // TILE_ROWS + in_use
 
 
 def tiles_of(adapter_ids: NDArray[np.int64], num_tiles: int) -> NDArray[np.int32]:
-    """[G, 1 + I]: a tile's adapter, 0 for none, and its rows, -1 where there are no more. `adapter_ids`: of each row, 0
-    for none. `num_tiles`: at least as many as there are."""
+    """[G, 1 + I]: the adapter of each tile, 0 for none, and its rows, padded with -1. `adapter_ids`: the adapter of
+    each row, 0 for none. `num_tiles`: at least as many as the rows need."""
     tiles = np.full((num_tiles, 1 + TILE_ROWS), -1, dtype=np.int32)
     tiles[:, 0] = 0
     at = 0
@@ -65,25 +64,26 @@ def tiles_of(adapter_ids: NDArray[np.int64], num_tiles: int) -> NDArray[np.int32
 
 @dataclass(frozen=True, slots=True)
 class StackedAdapters:
-    """All adapters' weights of one product."""
+    """The weights of all adapters for one product."""
 
     weights: torch.Tensor
-    """One after the other: A [P * R, K] and B [N, R] of each, R its own. Then, of as many as there is room for."""
+    """A [P * R, K] and B [N, R] of each adapter, one after the other, each with its own R. Then the space for adapters
+    that may come later."""
     table: torch.Tensor
-    """[adapters + 1, 3] int64: by id, where A and B begin, and R; 0: it adds nothing."""
+    """[adapters + 1, 3] int64: for each id, where A and B begin, and R; R = 0: the adapter adds nothing."""
     blocks: torch.Tensor
-    """[blocks, 3] int32: of outputs, the first, the end, and which part they are of."""
+    """[blocks, 3] int32: for each block of outputs its first output, its end, and the part that it belongs to."""
     align: int
-    """What divides where parts begin and end, at most 16."""
+    """A common divisor of the positions where parts begin and end, at most 16."""
     num_parts: int
     num_inputs: int
     num_outputs: int
     max_ranks: int
-    """Of all parts together, of the adapter that has most, or may have."""
+    """Ranks of all parts together, for the adapter that has, or may have, the most."""
     starts: Sequence[int]
-    """Of the parts, in numbers of outputs, and where the last one ends."""
+    """The first output of each part, and the end of the last one."""
     slots: Mapping[int, int]
-    """Where the weights of adapters begin that may come later, by id."""
+    """Where the weights begin of adapters that may come later, by id."""
 
     @staticmethod
     def of(
@@ -96,9 +96,9 @@ class StackedAdapters:
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
     ) -> StackedAdapters:
-        """`sizes`: of the parts, in numbers of outputs. `num_adapters`: that the engine begins with, of which those in
-        `added` change this product; those that there is `room` for have the ids after theirs. `dtype`, `device`: of
-        their weights."""
+        """`sizes`: the number of outputs of each part. `num_adapters`: of the engine at its start; those in `added`
+        change this product. Adapters that there is `room` for have the ids after these. `dtype`, `device`: of the
+        weights in that room."""
         starts = np.cumsum([0, *sizes]).tolist()
         weights: list[torch.Tensor] = []
         table = np.zeros((num_adapters + room.num + 1, 3), dtype=np.int64)
@@ -136,25 +136,26 @@ class StackedAdapters:
         )
 
     def prepare(self, parts: Sequence[AddedPart]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `put` takes."""
+        """Return the arguments of `put`."""
         return _side_by_side(parts, self.starts, self.num_inputs)
 
     def put(self, number: int, down_PRK: torch.Tensor, up_NR: torch.Tensor) -> None:
-        """Into that id's place, on the device's stream. Recorded launches find it there."""
+        """Copy an adapter's weights into the place of its id, on the device's stream. Recorded launches read them
+        there."""
         at, size = self.slots[number], down_PRK.numel()
         self.weights[at : at + size].copy_(down_PRK.flatten())
         self.weights[at + size : at + size + up_NR.numel()].copy_(up_NR.flatten())
         fill(self.table[number], np.array([at, at + size, up_NR.shape[1]], dtype=np.int64))
 
     def remove(self, number: int) -> None:
-        """It adds nothing any more."""
+        """Let this adapter add nothing from now on."""
         self.table[number].zero_()
 
 
 def _side_by_side(
     parts: Sequence[AddedPart], starts: Sequence[int], num_inputs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One adapter's A [P, R, K] and B [N, R], the ranks of all parts filled up to the same multiple."""
+    """One adapter's A [P, R, K] and B [N, R]; the ranks of all parts are padded to the same multiple."""
     rank = max(part.down.shape[0] for part in parts)
     rank += -rank % RANK_GRAIN
     down = parts[0].down.new_zeros(len(starts) - 1, rank, num_inputs)
@@ -167,7 +168,7 @@ def _side_by_side(
 
 
 def add_adapters(x_TK: torch.Tensor, adapters: StackedAdapters, tiles_GI: torch.Tensor, y_TN: torch.Tensor) -> None:
-    """To y, of x, both contiguous. `tiles_GI`: see `tiles_of`, on the device."""
+    """Add what the adapters make of x to y, both contiguous. `tiles_GI`: from `tiles_of`, on the device."""
     num_tiles, size_k, ranks = len(tiles_GI), adapters.num_inputs, adapters.max_ranks
     num_slots, num_pieces = num_tiles * TILE_ROWS, triton.cdiv(size_k, PIECE)
     partial = x_TK.new_empty(num_pieces * num_slots * ranks, dtype=torch.float32)
@@ -242,7 +243,7 @@ def _expand_kernel(
     SIZE_N: tl.constexpr,
     NUM_PIECES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,  # divides where parts begin and end
+    ALIGN: tl.constexpr,  # divides the positions where parts begin and end
     GRAIN: tl.constexpr,
 ):
     """Program (block of outputs, tile)."""
@@ -255,7 +256,7 @@ def _expand_kernel(
     slots_I = tl.arange(0, TILE_ROWS)
     rows_I = tl.load(tiles_ptr + tile * (1 + TILE_ROWS) + 1 + slots_I)
     block_ptr = blocks_ptr + tl.program_id(0) * 3
-    # Several numbers are loaded at once where they are known to lie together.
+    # Several numbers are loaded at once if the compiler knows that they are adjacent.
     outs_N = tl.multiple_of(tl.load(block_ptr), ALIGN) + tl.arange(0, BLOCK_N)
     is_out_N = outs_N < tl.multiple_of(tl.load(block_ptr + 1), ALIGN)
     first_rank = tl.load(block_ptr + 2) * rank

@@ -1,9 +1,9 @@
-"""A product of one row with a weight of 16 or 8 bits, row by row of the weight and without tensor cores.
+"""The product of one row with a 16-bit or 8-bit weight, computed row by row of the weight and without tensor cores.
 
-With one row there is nothing to share: a product is bound by the bytes of its weight. A program multiplies a few rows
-of the weight with all of x, 16 bytes a load; the sums of a row's pieces stay apart until the end, so that loads wait
-for nothing but memory. On an H100 that reads Llama-3.1-8B's weights at 2.6 to 3.2 TB/s where cuBLAS reads at 2.2 to 2.9
-(docs/gpu.md): a decoding step of one sequence takes a tenth less.
+With one row, nothing can be shared: the time is bound by the bytes of the weight. A program multiplies a few rows of
+the weight by all of x, 16 bytes per load. The sums of a row's elements stay separate until the end, so that loads wait
+only for memory. On an H100 this reads Llama-3.1-8B's weights at 2.6 to 3.2 TB/s where cuBLAS reads at 2.2 to 2.9
+(docs/gpu.md): a decoding step of one sequence takes a tenth less time.
 
 Shapes: N outputs, K inputs.
 """
@@ -29,7 +29,8 @@ class OneRowConfig:
 
     @staticmethod
     def of(itemsize: int) -> OneRowConfig:
-        """Of the weight. As many bytes for each thread and turn, whatever a number takes."""
+        """Sizes for a weight with numbers of `itemsize` bytes: each thread loads the same number of bytes per iteration
+        for any."""
         return OneRowConfig(block_k=2048 // itemsize)
 
 
@@ -40,8 +41,8 @@ def one_row_product(
     scale_N: torch.Tensor | None = None,
     config: OneRowConfig | None = None,
 ) -> torch.Tensor:
-    """x times the weight, each output times its scale, plus the bias: [1, N]. All contiguous, the bias of x's dtype,
-    the weight of that or of 8 bits. Added up in float32, rounded once."""
+    """x times the weight, each output times its scale, plus the bias: [1, N]. All contiguous; the bias has x's dtype,
+    the weight that or an 8-bit one. Added up in float32, rounded once."""
     num_outputs, num_inputs = weight_NK.shape
     config = config or OneRowConfig.of(weight_NK.itemsize)
     out_1N = x_1K.new_empty(1, num_outputs)
@@ -61,7 +62,7 @@ def _one_row_kernel(
     out_ptr,
     SIZE_N: tl.constexpr,
     SIZE_K: tl.constexpr,
-    ZERO: tl.constexpr,  # of the weight's kind
+    ZERO: tl.constexpr,  # of the weight's type
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -69,7 +70,7 @@ def _one_row_kernel(
     outs_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ins_K = tl.arange(0, BLOCK_K)
     is_out_N = outs_N < SIZE_N
-    # What lies beyond the last output is computed from the last one, and not stored.
+    # Outputs beyond the last one are computed from the last one, and not stored.
     weight_ptrs = weight_ptr + tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64) * SIZE_K + ins_K[None, :]
     acc_NK = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for start in range(0, SIZE_K, BLOCK_K):

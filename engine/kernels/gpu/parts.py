@@ -1,5 +1,5 @@
-"""A decoder's parts, by the Triton kernels: `Decoder(…, TRITON_PARTS)`. Products of 16-bit weights are torch's, but for
-those of one row.
+"""The parts of a decoder, built from the Triton kernels: `Decoder(…, TRITON_PARTS)`. Products of 16-bit weights use
+torch, except those of one row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TritonRMSNorm(RMSNorm):
 
 
 class TritonLinear(Linear):
-    """Of one row by a kernel of ours, where numbers have 16 bits."""
+    """A product of one row of 16-bit numbers uses a Triton kernel; all others use torch."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         assert isinstance(weight, torch.Tensor), "weights in 8 bits are for products in 8 bits"
@@ -77,7 +77,7 @@ class TritonInt8Linear(Int8Linear):
 
 
 class TritonFloat8Linear(Float8Linear):
-    """Of few rows the weight alone is in 8 bits."""
+    """For few rows, only the weight is in 8 bits."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x_TK = x.reshape(-1, x.shape[-1]).contiguous()
@@ -106,7 +106,7 @@ class TritonGroupScaledLinear(GroupScaledLinear):
 
 class TritonInt4Linear(Int4Linear):
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        # The weight as given is not kept: its scales take more bytes.
+        # The given weight is not kept: its scales take more bytes.
         self.scaled, self.bias = ScaledInt4.of(as_int4(weight)), bias
         self._kind = gpu_kind(self.scaled.packed.device)
 
@@ -137,7 +137,7 @@ class TritonInt4Experts(ExpertProducts):
     reads_back = False
 
     def __init__(self, gate_up: Int4Weight, down: Int4Weight) -> None:
-        # As of layers, what was given is not kept: its scales take more bytes.
+        # As in layers, the given weights are not kept: their scales take more bytes.
         self._gate_up, self._down = ScaledInt4.of(gate_up), ScaledInt4.of(down)
         self._kind = gpu_kind(self._gate_up.packed.device)
 

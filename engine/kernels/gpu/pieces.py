@@ -1,14 +1,14 @@
-"""Paged attention that has the same bits for a token in a prompt and while its sequence decodes, and splits contexts.
+"""Paged attention that splits contexts, and in which a token has the same bits in a prompt and in decoding.
 
-A context is cut at multiples of PIECE, wherever its end is. A piece has its own online softmax, from nothing; pieces
-are put together one after the other, by `merged`. Whoever computes a token, that is the order of its sums:
+A context is split at multiples of PIECE, wherever it ends. Each piece has its own online softmax; `merged` combines the
+pieces one after the other. This is the order of a token's sums in both cases:
 
     prompts    a program for a tile of tokens goes through all pieces that they see
-    decoding   a program for each piece; `reduce` puts them together
+    decoding   a program for each piece; `reduce` combines them
 
-Both are launches of one compiled kernel, so that no compiler adds up a piece otherwise for one of them; and `merged`
-leaves a compiler no choice. (That contexts be cut into pieces of one length, not into so many: H. He and Thinking
-Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.)
+Both are launches of the same compiled kernel, so that the compiler cannot order the additions of a piece differently
+for one of them; and `merged` leaves the compiler no choice. (That contexts should be split into pieces of fixed length,
+not into a fixed number: H. He and Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.)
 
 Shapes: T tokens, S sequences, N query heads, K key/value heads, G = N / K, H head dim, P pieces, M rows of a tile.
 """
@@ -27,7 +27,8 @@ from engine.kernels.gpu.tile import LOG2_E, attend_tile, padded_head_dim, score_
 from engine.models.scores import Scores
 
 PIECE = 1024
-"""Keys. Shorter ones keep more programs busy, where few sequences decode, and make prompts put together more often."""
+"""Keys of a piece. Shorter pieces occupy more programs when few sequences decode, but prompts then combine pieces more
+often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,12 @@ class PiecesConfig(PrefillConfig):
     def of(
         kind: GpuKind, head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None
     ) -> PiecesConfig:
-        """As few rows as Hopper's tensor cores take, since most of them are nobody's while decoding, and so little
-        shared memory that two or three programs find room on a multiprocessor. No registers spill
-        (tests/unit/test_triton_compile.py), of which two sums take many. `kv_itemsize`: of the pool, where it is not
-        that of the queries."""
+        """As few rows as Hopper's tensor cores support, since most of them are unused in decoding, and so little shared
+        memory that two or three programs fit on a multiprocessor. No registers spill
+        (tests/unit/test_triton_compile.py), although the two sums take many. `kv_itemsize`: bytes of a number in the
+        pool, if not those of the queries."""
         rows = max(32, int(triton.next_power_of_2(num_groups)))
-        if itemsize == 4:  # no tensor cores: right, not fast
+        if itemsize == 4:  # no tensor cores: correct, but slow
             return PiecesConfig(rows, block_n=16, num_warps=8, num_stages=1)
         is_narrow, cores = kv_itemsize == 1, kind.tensor_cores
         if head_dim > 128:
@@ -59,18 +60,18 @@ class PiecesConfig(PrefillConfig):
 
 
 def num_pieces(max_context_len: int) -> int:
-    """How many the longest context has: at least 1."""
+    """The number of pieces of the longest context: at least 1."""
     return max(-(-max_context_len // PIECE), 1)
 
 
 def partial_size(num_seqs: int, num_heads: int, head_dim: int, max_context_len: int) -> int:
-    """float32 numbers of scratch that sequences which decode need."""
+    """The number of float32 in the scratch that decoding sequences need."""
     return num_seqs * num_heads * num_pieces(max_context_len) * (head_dim + 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiecesCall:
-    """What all launches of a layer have in common."""
+    """The arguments that all launches of a layer share."""
 
     q: torch.Tensor
     """[T, N, H] contiguous."""
@@ -89,17 +90,18 @@ class PiecesCall:
     scratch: torch.Tensor
     """float32, `partial_size` numbers."""
     sinks: torch.Tensor | None = None
-    """[N] float32, of each query head a score without a value."""
+    """[N] float32, for each query head a score without a value."""
 
     def prefill(self, tiles: torch.Tensor) -> None:
-        """Causal attention of the tokens in `tiles`, which are those of `engine.kernels.gpu.prefill.list_tiles`."""
+        """Compute the causal attention of the tokens in `tiles`, from `engine.kernels.gpu.prefill.list_tiles`."""
         self._launch(len(tiles), 0, tiles)
 
     def decode(self, num_seqs: int, max_context_len: int) -> None:
-        """Attention of the only token of each of the first `num_seqs` sequences, of which none has a longer context."""
+        """Compute the attention of the only token of each of the first `num_seqs` sequences; none has a context longer
+        than `max_context_len`."""
         pieces = num_pieces(max_context_len)
         _, num_heads, head_dim = self.q.shape
-        self._launch(num_seqs * pieces, pieces, self.context_lens)  # in the place of tiles, which are not looked at
+        self._launch(num_seqs * pieces, pieces, self.context_lens)  # stands in for tiles, which are not read
         num_kv_heads = self.kv.shape[2]
         num_groups = num_heads // num_kv_heads
         _reduce_pieces_kernel[(num_seqs, num_kv_heads)](
@@ -125,16 +127,17 @@ class PiecesCall:
 
 @triton.jit
 def merged(acc_MH, max_M, sum_M, piece_MH, piece_max_M, piece_sum_M):
-    """Online softmax's state after a piece, from that before it and the piece's own.
+    """The state of online softmax after a piece, from the state before it and the piece's own.
 
-    From nothing it is the piece's, to the bit; and a piece of which nothing is seen changes nothing.
+    From the initial state, the result is the piece's, to the bit; and a piece of which a row sees nothing changes
+    nothing.
     """
     new_max_M = tl.maximum(max_M, piece_max_M)
-    # Rows that have seen nothing yet: -inf - -inf would be NaN.
+    # For rows that have seen no key yet, -inf - -inf would be NaN.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
     keep_M, add_M = tl.exp2(max_M - base_M), tl.exp2(piece_max_M - base_M)
     keep_MH, add_MH = tl.broadcast_to(keep_M[:, None], acc_MH.shape), tl.broadcast_to(add_M[:, None], acc_MH.shape)
-    # Spelt out: of two products and a sum a compiler may round either product first.
+    # Written with fma: in a sum of two products, the compiler may choose which product is rounded first.
     return (
         tl.fma(acc_MH, keep_MH, piece_MH * add_MH),
         new_max_M,
@@ -144,12 +147,12 @@ def merged(acc_MH, max_M, sum_M, piece_MH, piece_max_M, piece_sum_M):
 
 @triton.jit
 def _finished(acc_MH, max_M, sum_M, sinks_ptr, heads_M, is_row_M):
-    """What attention gives, of the state after all pieces."""
+    """The result of attention, from the state after all pieces."""
     if sinks_ptr is not None:
         sinks_M = tl.load(sinks_ptr + heads_M, mask=is_row_M, other=0.0)
         base_M = tl.where(max_M == float("-inf"), 0.0, max_M)
         sum_M += tl.exp2(tl.fma(sinks_M, tl.zeros_like(sinks_M) + LOG2_E, -base_M))
-    # Rows that are no tokens may have seen nothing.
+    # Rows that are not tokens may have seen no key.
     return acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
 
 
@@ -179,9 +182,9 @@ def _pieces_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Program (tile, key head), where `num_pieces` is 0: to `out`. Otherwise program (sequence and piece, key head), of
-    sequences with one token each: to `partial` [S, N, P, H + 2], the state after that piece alone, sum and maximum
-    last."""
+    """Program (tile, key head) if `num_pieces` is 0: writes to `out`. Otherwise program (sequence and piece, key head),
+    for sequences with one token each: writes to `partial` [S, N, P, H + 2] the state after that piece alone, with sum
+    and maximum last."""
     TOKENS: tl.constexpr = BLOCK_M // NUM_GROUPS
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * NUM_GROUPS
     place, kv_head = tl.program_id(0), tl.program_id(1)
@@ -205,7 +208,7 @@ def _pieces_kernel(
     rows_M = tl.arange(0, BLOCK_M)
     dims_H = tl.arange(0, BLOCK_H)
     queries_M = first_query + rows_M // NUM_GROUPS
-    # Rows beyond the tile's last whole token would be tokens of the next tile.
+    # Further rows would belong to tokens of the next tile.
     is_row_M = (rows_M < TOKENS * NUM_GROUPS) & (queries_M < query_len)
     heads_M = kv_head * NUM_GROUPS + rows_M % NUM_GROUPS
     offsets_M = (query_start + queries_M).to(tl.int64) * NUM_HEADS + heads_M
@@ -226,7 +229,7 @@ def _pieces_kernel(
         piece_sum_M = tl.zeros([BLOCK_M], dtype=tl.float32)
         begin = tl.maximum(piece * PIECE, seen_from)
         piece_end = tl.minimum(piece * PIECE + PIECE, end)
-        # One loop for all: without a mask, where all is seen, would be another, which a compiler may add up otherwise.
+        # A single loop for all tiles: for tiles that need no mask, another loop might add up in another order.
         for start in range(begin, piece_end, BLOCK_N):
             piece_MH, piece_max_M, piece_sum_M = attend_tile(
                 q_MH, piece_MH, piece_max_M, piece_sum_M, kv_ptr, tables_ptr + seq * table_stride, kv_head, start,
@@ -261,7 +264,7 @@ def _reduce_pieces_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Program (sequence, key head): what `_pieces_kernel` left in `partial`, put together in `out` [S, N, H]."""
+    """Program (sequence, key head): combines the pieces in `partial` into `out` [S, N, H]."""
     seq, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context_len = tl.load(context_lens_ptr + seq)
     groups_M, dims_H = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)

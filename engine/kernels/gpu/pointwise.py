@@ -1,4 +1,4 @@
-"""What lies between a layer's products and costs only memory: residual + RMS norm, SiLU * up. One pass each.
+"""The memory-bound operations between a layer's products, in one pass each: residual + RMS norm, SiLU * up.
 
 Shapes: T tokens, D hidden, F intermediate.
 """
@@ -14,7 +14,8 @@ MAX_HIDDEN_SIZE = 32768
 
 
 def add_rms_norm(x_TD: torch.Tensor, delta_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm of x + delta, as `engine.layers.RMSNorm` computes it; x + delta is left in `x_TD`. All contiguous."""
+    """The norm of x + delta, as `engine.layers.RMSNorm` computes it; `x_TD` is overwritten with x + delta. All
+    contiguous."""
     out_TD = torch.empty_like(x_TD)
     size = x_TD.shape[-1]
     block = triton.next_power_of_2(size)
@@ -29,11 +30,11 @@ def add_rms_norm(x_TD: torch.Tensor, delta_TD: torch.Tensor | None, weight_D: to
 def _norm_kernel(
     x_ptr, delta_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (row). Rounded before the weight and after it."""
+    """Program (row). Rounds before the multiplication by the weight and after it."""
     dims = tl.arange(0, BLOCK)
     is_dim = dims < SIZE
     offsets = tl.program_id(0).to(tl.int64) * SIZE + dims
-    weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0)  # not after the sum, which a load would wait for
+    weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0)  # early: it would wait for the sum otherwise
     x = tl.load(x_ptr + offsets, mask=is_dim, other=0.0)
     if HAS_DELTA:
         x = (x.to(tl.float32) + tl.load(delta_ptr + offsets, mask=is_dim, other=0.0).to(tl.float32)).to(x.dtype)

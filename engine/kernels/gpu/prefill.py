@@ -1,12 +1,12 @@
-"""Paged attention of sequences that compute any number of tokens: whole prompts and chunks of them, in one launch.
+"""Paged attention for sequences that compute any number of tokens: whole prompts and chunks of them, in one launch.
 
-All keys are read from the pool, this step's included: they are written before attention starts, so that a chunk's own
-tokens and its cached context are one range of positions. Rows of a tile are the tokens of a sequence times the query
-heads that share a key head, so that keys are read once for all of them. FlashAttention-2 (T. Dao, 2023) over pages; the
-tiles of a batch are listed by the host, which knows every length, longest context first.
+All keys are read from the pool, including this step's, which are written before attention starts: a chunk's own tokens
+and its cached context are one range of positions. The rows of a tile are the tokens of a sequence times the query heads
+that share a key head, so keys are read once for all of them. This is FlashAttention-2 (T. Dao, 2023) over pages. The
+host, which knows every length, lists the tiles of a batch, longest context first.
 
-Tiles of keys begin at multiples of their size: a token gets the same numbers however its prompt was cut. (Not the same
-as from `decode`, which splits contexts.)
+Tiles of keys begin at multiples of their size: a token gets the same numbers however its prompt was split into chunks.
+(Not the same as from `decode`, which splits contexts.)
 
 Shapes: T tokens, S sequences, N query heads, K key/value heads, G = N / K, H head dim.
 """
@@ -28,7 +28,7 @@ from engine.models.scores import Scores
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time."""
+    """Sizes of a launch. The kind of GPU determines them: nothing is tuned at run time."""
 
     block_m: int
     """Rows of a tile of queries: tokens times G, as many whole tokens as fit."""
@@ -36,37 +36,38 @@ class PrefillConfig:
     """Keys of a tile."""
     num_warps: int
     num_stages: int
-    """Of the pipeline: see `DecodeConfig`."""
+    """Stages of the pipeline: see `DecodeConfig`."""
 
     @staticmethod
     def of(
         kind: GpuKind, head_dim: int, itemsize: int, num_groups: int, kv_itemsize: int | None = None
     ) -> PrefillConfig:
-        """Registers hold `block_m` rows of the output and spill nothing, shared memory the queries and tiles of keys
-        and values (tests/unit/test_triton_compile.py). `kv_itemsize`: of the pool, where it is not that of the queries;
-        what is widened takes registers. With MMA the operands, too, pass through registers, and scores or rows must be
-        fewer."""
-        if itemsize == 4:  # no tensor cores: right, not fast
+        """Registers hold `block_m` rows of the output without spilling, and shared memory holds the queries and tiles
+        of keys and values (tests/unit/test_triton_compile.py). `kv_itemsize`: bytes of a number in the pool, if not
+        those of the queries; converting 8-bit numbers takes registers. With MMA the operands pass through registers,
+        too, so there must be fewer scores or rows."""
+        if itemsize == 4:  # no tensor cores: correct, but slow
             return PrefillConfig(max(32, triton.next_power_of_2(num_groups)), block_n=16, num_warps=8, num_stages=1)
         is_mma = kind.tensor_cores is TensorCores.MMA
         if head_dim > 128 and is_mma:
             return PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
         if head_dim > 128:
             return PrefillConfig(block_m=128, block_n=16 if kv_itemsize == 1 else 32, num_warps=8, num_stages=2)
-        # With 3 or 4 stages a tile would be waited for as soon as it is asked for: see `DecodeConfig`.
+        # With 3 or 4 stages, the program would wait for each tile right after requesting it: see `DecodeConfig`.
         return PrefillConfig(block_m=128, block_n=32 if is_mma and head_dim > 64 else 64, num_warps=8, num_stages=5)
 
 
 MAX_GROUPS = 64
-"""Query heads per key head. A tile has room for one token at least."""
+"""The most query heads per key head. A tile has room for at least one token."""
 
 
 def list_tiles(
     query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], first_seq: int, tokens_per_tile: int
 ) -> NDArray[np.int32]:
-    """[tiles, 2]: (sequence, its first token of the tile, counted from the sequence's first of this step).
+    """[tiles, 2]: (sequence, first token of the tile, counted from the sequence's first token of this step).
 
-    Of the sequences from `first_seq` on. Those that read most come first: they would otherwise end last, alone.
+    For the sequences from `first_seq` on. Tiles that read the most keys come first: otherwise they would end last,
+    alone.
     """
     num_tiles = -(-query_lens[first_seq:] // tokens_per_tile)
     seqs = np.repeat(np.arange(first_seq, len(query_lens)), num_tiles)
@@ -88,11 +89,12 @@ def paged_prefill(
     config: PrefillConfig,
     sinks_N: torch.Tensor | None = None,
 ) -> None:
-    """Causal attention of the tokens in `tiles` to their sequences: written to their rows of `out_TNH`.
+    """Compute the causal attention of the tokens in `tiles` to their sequences, and write it to their rows of
+    `out_TNH`.
 
     `q_TNH`, `out_TNH`: contiguous, of one dtype. `kv`: a layer of the pool, contiguous, of that dtype or 8-bit floats.
-    int32: `block_tables` [S, blocks], `context_lens` [S] with this step's tokens, `query_starts` [S + 1] where each
-    sequence's tokens begin among T, `tiles` as `list_tiles` made them for block_m // G tokens. `sinks_N`: float32, of
+    int32: `block_tables` [S, blocks], `context_lens` [S] including this step's tokens, `query_starts` [S + 1] where
+    each sequence's tokens begin among T, `tiles` from `list_tiles` for block_m // G tokens. `sinks_N`: float32, for
     each query head a score without a value.
     """
     _, num_heads, head_dim = q_TNH.shape
@@ -143,7 +145,7 @@ def _prefill_kernel(
     rows_M = tl.arange(0, BLOCK_M)
     dims_H = tl.arange(0, BLOCK_H)
     queries_M = first_query + rows_M // NUM_GROUPS
-    # Rows beyond the tile's last whole token would be tokens of the next tile.
+    # Further rows would belong to tokens of the next tile.
     is_row_M = (rows_M < TOKENS * NUM_GROUPS) & (queries_M < query_len)
     heads_M = kv_head * NUM_GROUPS + rows_M % NUM_GROUPS
     offsets_M = (query_start + queries_M).to(tl.int64) * (NUM_KV_HEADS * NUM_GROUPS) + heads_M
@@ -161,7 +163,7 @@ def _prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     else:
-        # What the tile's first token sees of whole tiles, all its tokens see: no mask.
+        # Whole tiles of keys that the tile's first token sees are seen by all its tokens: no mask.
         whole_end = (first_position + 1) // BLOCK_N * BLOCK_N
         for start in range(0, whole_end, BLOCK_N):
             acc_MH, max_M, sum_M = attend_tile(
@@ -177,6 +179,6 @@ def _prefill_kernel(
     if sinks_ptr is not None:
         sinks_M = tl.load(sinks_ptr + heads_M, mask=is_row_M, other=0.0) * LOG2_E
         sum_M = with_sinks(sum_M, max_M, sinks_M)
-    # Rows that are no tokens may have seen nothing.
+    # Rows that are not tokens may have seen no key.
     o_MH = acc_MH / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
     tl.store(out_ptr + offsets_MH, o_MH.to(out_ptr.dtype.element_ty), mask=is_real_MH)

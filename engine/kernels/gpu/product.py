@@ -1,14 +1,15 @@
-"""Products whose rows have the same bits in any batch: `x @ weight.T + bias`, with one weight or each row's expert's.
+"""Products whose rows have the same bits in any batch: `x @ weight.T + bias`, with one weight or the weight of each
+row's expert.
 
-A library chooses how it adds up by the number of rows, so that a row's last bits depend on those beside it. Here each
-output's sum runs through all inputs in one program, in one order, by the same instruction of the tensor cores, whatever
-the number of rows: sizes of tiles say only who computes what. (H. He and Thinking Machines Lab, "Defeating
-Nondeterminism in LLM Inference", 2025.)
+A library chooses the order of additions by the number of rows, so the last bits of a row depend on other rows. Here,
+each output's sum runs through all inputs in one program, in one order, by the same instruction of the tensor cores, for
+any number of rows: the sizes of tiles only determine which program computes what. (H. He and Thinking Machines Lab,
+"Defeating Nondeterminism in LLM Inference", 2025.)
 
-The product is computed transposed. Outputs are the rows of a tile, of which Hopper's and Blackwell's tensor cores take
-64 at least (fewer would go through other instructions), and tokens are its columns, of which 16 will do.
+The product is computed transposed. The rows of a tile are outputs, of which Hopper's and Blackwell's tensor cores take
+at least 64 (fewer would use other instructions). Its columns are tokens, of which 16 suffice.
 
-Whether a device's tensor cores do add up so is asked of the device before the first request (`check_rows_agree`).
+Before the first request, `check_rows_agree` tests whether the device's tensor cores do add up this way.
 
 Shapes: T rows (tokens), N outputs, K inputs, E experts, G tiles, H heads.
 """
@@ -26,19 +27,20 @@ from engine.kernels.gpu.experts import TILE_FIELDS
 from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores, gpu_kind
 
 BLOCK_K = 64
-"""Inputs of a tile, of all sizes of tiles: a sum's order is that of tiles, and of the instruction within."""
+"""Inputs of a tile, for all sizes of tiles: the order of a sum is given by the order of tiles, and by the instruction
+within a tile."""
 GROUP = 8
-"""Tiles of rows that go through the outputs together, so that the caches hold their inputs."""
+"""Tiles of rows that go through the outputs together, so that their inputs stay in the caches."""
 
 
 CHECKED_ROWS, CHECKED_INPUTS, CHECKED_OUTPUTS = 1024, 512, 128
-"""Of the product by which a device is asked: all sizes of tiles, eight tiles of inputs."""
+"""Sizes of the product that tests a device: it uses all sizes of tiles, and eight tiles of inputs."""
 
 
 def row_config(kind: GpuKind, num_rows: int, itemsize: int) -> ProductConfig:
-    """Sizes of a launch. Few rows: small tiles, many of them on their way, since reading the weight takes the time.
-    Many rows: tiles as large as registers hold. Nothing is tuned at run time."""
-    if itemsize == 4:  # no tensor cores: right, not fast
+    """Sizes of a launch. For few rows, tiles are small and many are in flight, because reading the weight takes the
+    time. For many rows, tiles are as large as registers allow. Nothing is tuned at run time."""
+    if itemsize == 4:  # no tensor cores: correct, but slow
         return ProductConfig(block_t=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
     is_mma = kind.tensor_cores is TensorCores.MMA
     if num_rows <= 16:
@@ -54,14 +56,15 @@ def row_config(kind: GpuKind, num_rows: int, itemsize: int) -> ProductConfig:
 
 
 def scaled_row_config(kind: GpuKind, num_rows: int, itemsize: int) -> ProductConfig:
-    """The same for `scaled_product`, of any number of rows: a tile's own sum takes registers, too."""
+    """The same for `scaled_product`, for any number of rows: there, the separate sum of each tile takes registers,
+    too."""
     config = row_config(kind, num_rows, itemsize)
     return replace(config, block_t=min(config.block_t, 128))
 
 
 def check_rows_agree(device: str, dtype: torch.dtype) -> None:
-    """Raises `ValueError` where the device adds up a row otherwise in larger tiles, or in another place of a tile, than
-    in the smallest ones; with weights in 8 bits, too."""
+    """Raises `ValueError` if the device adds up a row differently in larger tiles, or at another place in a tile, than
+    in the smallest ones; also tests 8-bit weights."""
     kind = gpu_kind(device)
     numbers = torch.arange(CHECKED_ROWS * CHECKED_INPUTS, dtype=torch.float32, device=device)
     x_TK = torch.sin(numbers * 0.7).view(CHECKED_ROWS, CHECKED_INPUTS).to(dtype)
@@ -77,7 +80,7 @@ def check_rows_agree(device: str, dtype: torch.dtype) -> None:
 
     for product, config_of in ((plain, row_config), (scaled, scaled_row_config)):
         few = config_of(kind, 1, dtype.itemsize)
-        # The most rows that a size is for, up to so many.
+        # The largest number of rows for each size, up to CHECKED_ROWS.
         sizes = {config_of(kind, num_rows, dtype.itemsize): num_rows for num_rows in (16, 32, 64, 512, CHECKED_ROWS)}
         expected_TN = product(CHECKED_ROWS, few) if len(sizes) > 1 else None
         for many, num_rows in sizes.items():
@@ -97,7 +100,7 @@ def row_product(
 ) -> torch.Tensor:
     """`x @ weight.T + bias`: [T, N], added up in float32 and rounded once to `out_dtype`, by default x's dtype.
 
-    All contiguous, `x_TK` and `weight_NK` of one dtype.
+    All contiguous; `x_TK` and `weight_NK` have the same dtype.
     """
     num_rows, size_k = x_TK.shape
     size_n = len(weight_NK)
@@ -114,9 +117,9 @@ def row_product(
 def head_row_products(
     x_THK: torch.Tensor, weight_HNK: torch.Tensor, out_THN: torch.Tensor, config: ProductConfig
 ) -> None:
-    """`x[:, h] @ weight[h].T` of each head, written to `out_THN[:, h]`.
+    """Compute `x[:, h] @ weight[h].T` for each head, and write it to `out_THN[:, h]`.
 
-    All of one dtype, `weight_HNK` contiguous, the others in their last axis.
+    All of one dtype; `weight_HNK` is contiguous, the others are contiguous in their last axis.
     """
     num_rows, num_heads, size_k = x_THK.shape
     size_n = weight_HNK.shape[1]
@@ -136,12 +139,12 @@ def expert_row_product(
 ) -> torch.Tensor:
     """Each row times its expert's weight: [T, N] in x's dtype. All contiguous, of one dtype.
 
-    `tiles_G3`: see `engine.kernels.gpu.experts.tiles_of`, of tiles of `config.block_t` rows.
+    `tiles_G3`: from `engine.kernels.gpu.experts.tiles_of`, for tiles of `config.block_t` rows.
     """
     num_rows, size_k = x_TK.shape
     size_n = weight_ENK.shape[1]
     out_TN = x_TK.new_empty(num_rows, size_n)
-    # Programs of a tile of rows are neighbours; tiles without rows come last.
+    # Programs of one tile of rows are adjacent; tiles without rows come last.
     _expert_row_product_kernel[(triton.cdiv(size_n, config.block_n), len(tiles_G3))](
         x_TK, weight_ENK, tiles_G3, out_TN,
         SIZE_N=size_n, SIZE_K=size_k, FIELDS=TILE_FIELDS,
@@ -163,9 +166,9 @@ def _tile_of_sums(
     X_STRIDE: tl.constexpr,  # of rows
     BLOCK_K: tl.constexpr,
 ):
-    """[N, T] float32: these outputs of these rows. Beyond the last output there is anything."""
+    """[N, T] float32: these outputs of these rows. Values beyond the last output are undefined."""
     ins_K = tl.arange(0, BLOCK_K)
-    # Outputs beyond the last are computed from the last one: weights need no mask.
+    # Outputs beyond the last one are computed from the last one, so weights need no mask.
     x_ptrs = x_ptr + rows_T[None, :].to(tl.int64) * X_STRIDE + ins_K[:, None]
     weight_ptrs = weight_ptr + tl.minimum(outs_N, SIZE_N - 1)[:, None].to(tl.int64) * SIZE_K + ins_K[None, :]
     acc_NT = tl.zeros([outs_N.shape[0], rows_T.shape[0]], dtype=tl.float32)
@@ -199,7 +202,7 @@ def _row_product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Program (tile of rows and of outputs, head): GROUP tiles of rows through all outputs, then the next ones."""
+    """Program (tile of rows and of outputs, head): GROUP tiles of rows go through all outputs, then the next ones."""
     head = tl.program_id(1)
     x_ptr += head * X_HEAD
     out_ptr += head * OUT_HEAD

@@ -1,7 +1,8 @@
-"""Between the product of q, k, v and attention: norms of heads, rotary positions, and the write into the pool.
+"""The operations between the product of q, k, v and attention: norms of heads, rotary positions, and the write into the
+pool.
 
-One pass over the product, where plain torch makes eight, or 25 with norms. In float32, rounded where transformers
-rounds a norm and at the end: plain torch in 16 bits also rounds both products of a rotation.
+One pass over the product, where plain torch makes eight, or 25 with norms. Computes in float32, rounded where
+transformers rounds a norm, and at the end: plain torch in 16 bits also rounds both products of a rotation.
 
 Shapes: T tokens, N query heads, K key/value heads, H head dim. A layer of the pool: [block, 2, K, slot, H].
 """
@@ -25,7 +26,7 @@ def project_heads(
     heads: HeadProjection,
     cos_sin: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """What `heads` makes of `qkv_TX` [T, (N + 2K) * H]: `rotate_and_store` with a layer's own norms."""
+    """Apply `heads` to `qkv_TX` [T, (N + 2K) * H]: `rotate_and_store` with a layer's own norms."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
     norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
     eps = 0.0 if q_norm is None else q_norm.eps
@@ -44,18 +45,18 @@ def rotate_and_store(
     *,
     num_heads: int,
 ) -> torch.Tensor:
-    """q [T, N, H], normed (where there are weights [H] of q and k) and rotated; k, likewise, and v go into the pool.
+    """Return q [T, N, H], normed (if weights [H] for q and k are given) and rotated; write k, treated likewise, and v
+    into the pool.
 
     `qkv_TX`: [T, (N + 2K) * H], contiguous. `cos_sin`: [T, 1, H] each, contiguous, the sines with the sign of
-    `RotaryEmbedding`. `kv`: a layer of the pool, contiguous; of 8-bit floats, what is too large for them is saturated.
-    `slot_mapping`: [T] int64, block * block size + slot;
-    below 0 nothing is written.
+    `RotaryEmbedding`. `kv`: a layer of the pool, contiguous; 8-bit floats saturate. `slot_mapping`: [T] int64, block *
+    block size + slot; nothing is written for slots below 0.
     """
     num_kv_heads, block_size, head_dim = kv.shape[2:]
     num_tokens, block_h = len(qkv_TX), triton.next_power_of_2(head_dim)
     heads_per_program = max(VALUES_PER_PROGRAM // block_h, 1)
     q_TNH = qkv_TX.new_empty(num_tokens, num_heads, head_dim)
-    q_weight, k_weight = norm_weights or (qkv_TX, qkv_TX)  # without a norm never read
+    q_weight, k_weight = norm_weights or (qkv_TX, qkv_TX)  # not read without norms
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads_per_program))](
         qkv_TX, *cos_sin, q_weight, k_weight, kv, slot_mapping, q_TNH, eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
@@ -89,13 +90,13 @@ def _rotate_kernel(
     token = tl.program_id(0).to(tl.int64)
     heads_A = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
     dims_H = tl.arange(0, BLOCK_H)
-    # A rotation takes each number together with the one half a head further on.
+    # A rotation combines each number with the one half a head further on.
     others_H = (dims_H + HEAD_DIM // 2) % HEAD_DIM
     is_dim_H = dims_H < HEAD_DIM
     is_q_A = heads_A < NUM_HEADS
     is_v_A = heads_A >= NUM_HEADS + NUM_KV_HEADS
     is_real_AH = (heads_A < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_dim_H[None, :]
-    # All loads before the first number is needed, and in one layout: each would otherwise wait for the one before.
+    # All loads come before the first number is needed, and in one layout: otherwise each would wait for the one before.
     slot = tl.load(slots_ptr + token)
     angles_AH = tl.zeros([BLOCK_A, 1], dtype=tl.int32) + token * HEAD_DIM + dims_H[None, :]
     cos_AH = tl.load(cos_ptr + angles_AH, mask=is_real_AH, other=0.0).to(tl.float32)
@@ -114,7 +115,7 @@ def _rotate_kernel(
     q_ptrs = q_ptr + (token * NUM_HEADS + heads_A)[:, None] * HEAD_DIM + dims_H[None, :]
     tl.store(q_ptrs, y_AH, mask=is_real_AH & is_q_A[:, None])
     if slot >= 0:
-        # Key heads of a block and then its value heads lie as they do in the product.
+        # In the pool, a block's key heads are followed by its value heads, as in the product.
         rows_A = (slot // SLOTS * 2 * NUM_KV_HEADS + heads_A - NUM_HEADS) * SLOTS + slot % SLOTS
         kv_ptrs = kv_ptr + rows_A[:, None] * HEAD_DIM + dims_H[None, :]
         tl.store(kv_ptrs, for_pool(y_AH, kv_ptr, MAX_FLOAT8), mask=is_real_AH & (heads_A >= NUM_HEADS)[:, None])
@@ -122,7 +123,8 @@ def _rotate_kernel(
 
 @triton.jit
 def _weigh(x_AH, scale_A, q_weight_ptr, k_weight_ptr, dims_H, is_dim_H, is_q_A, dtype: tl.constexpr):
-    """RMS norm of heads, given their scales: rounded before the weight and after it, as `RMSNorm` does."""
+    """RMS norm of heads with given scales: rounded before the multiplication by the weight and after it, as in
+    `RMSNorm`."""
     q_weight_H = tl.load(q_weight_ptr + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
     k_weight_H = tl.load(k_weight_ptr + dims_H, mask=is_dim_H, other=0.0).to(tl.float32)
     weight_AH = tl.where(is_q_A[:, None], q_weight_H[None, :], k_weight_H[None, :])
@@ -131,9 +133,9 @@ def _weigh(x_AH, scale_A, q_weight_ptr, k_weight_ptr, dims_H, is_dim_H, is_q_A, 
 
 @triton.jit
 def for_pool(x, kv_ptr, MAX_FLOAT8: tl.constexpr):
-    """As the pool holds it."""
+    """Convert x to the type of the pool."""
     if kv_ptr.dtype.element_ty == tl.float8e4nv:
-        # A comparison with NaN is false: NaN stays what it is, as in plain torch.
+        # A comparison with NaN is false: NaN stays NaN, as in plain torch.
         z = x.to(tl.float32)
         z = tl.where(z > MAX_FLOAT8, MAX_FLOAT8, tl.where(z < -MAX_FLOAT8, -MAX_FLOAT8, z))
         return z.to(tl.float8e4nv)

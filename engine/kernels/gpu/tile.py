@@ -1,8 +1,8 @@
-"""One tile of keys and values, read from the pool through a block table, and the step of online softmax it makes.
+"""Reads one tile of keys and values from the pool through a block table, and applies its step of online softmax.
 
 The softmax is that of M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", 2018, as T. Dao uses it
-in "FlashAttention-2", 2023 (algorithm 1): a running maximum and sum per query, old sums scaled down when the maximum
-grows, division at the end. Exponents are to base 2, which is what the hardware has.
+in "FlashAttention-2", 2023 (algorithm 1): a running maximum and sum per query; old sums are scaled down when the
+maximum grows; the division comes at the end. Exponentials have base 2, as in the hardware.
 
 Scores arrive at the softmax in units of log2(e): `score_scales` folds that, the scale and the soft cap into two
 factors. A soft cap c replaces a score s by c * tanh(s / c) (Gemma 2, 2024).
@@ -23,16 +23,16 @@ from engine.models.scores import Scores
 LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
 MAX_HEAD_DIM = 256
 MIN_SIDE = 16
-"""Of what tensor cores multiply."""
+"""The smallest side of a tile that tensor cores multiply."""
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """What a tile holds of a head: a power of two."""
+    """The head dim padded for a tile: a power of two."""
     return max(int(triton.next_power_of_2(head_dim)), MIN_SIDE)
 
 
 def score_scales(scores: Scores) -> tuple[float, float]:
-    """What products of q and k are multiplied with before and after tanh; without a cap, before alone."""
+    """The factors for products of q and k before and after tanh; without a cap, only the first applies."""
     if scores.soft_cap:
         return scores.scale / scores.soft_cap, scores.soft_cap * LOG2_E.value
     return scores.scale * LOG2_E.value, 1.0
@@ -40,8 +40,9 @@ def score_scales(scores: Scores) -> tuple[float, float]:
 
 @triton.jit
 def with_sinks(sum_M, max_M, sinks_M):
-    """Sums of online softmax with one more score each, which has no value. All three in units of log2(e)."""
-    # A row that has seen nothing: -inf - -inf would be NaN. What it gets is divided by more than nothing.
+    """The sums of online softmax, each with one more score that has no value. All three arguments are in units of
+    log2(e)."""
+    # For a row that has seen no key, -inf - -inf would be NaN. Its result is divided by a sum above 0.
     base_M = tl.where(max_M == float("-inf"), 0.0, max_M)
     return sum_M + tl.exp2(sinks_M - base_M)
 
@@ -60,10 +61,10 @@ def _load_kv(
     BLOCK_H: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """Keys and values [N, H] of positions from `start`, in the pool's type; zeros from `end` on, unless all of the tile
-    lies before it.
+    """Keys and values [N, H] of positions from `start` on, in the pool's type; zeros from `end` on, unless the whole
+    tile lies before it (IS_WHOLE).
 
-    Addresses are 64 bits wide: a pool has more than 2**31 numbers.
+    Addresses have 64 bits: a pool has more than 2**31 numbers.
     """
     positions_N = start + tl.arange(0, BLOCK_N)
     dims_H = tl.arange(0, BLOCK_H)
@@ -110,20 +111,20 @@ def attend_tile(
 ):
     """The state (acc, max, sum) of online softmax after positions `start` .. `start + N` of one sequence.
 
-    `last_M`: the last position that each row sees; `WINDOW` > 0: and only so many up to there. `end`: where what may be
-    read ends. `IS_WHOLE`: every row sees all of the tile, so that nothing is masked.
+    `last_M`: the last position that each row sees; `WINDOW` > 0: each row sees only that many positions up to it.
+    `end`: the end of the positions that may be read. `IS_WHOLE`: every row sees the whole tile, so nothing is masked.
     """
     k_NH, v_NH = _load_kv(
         kv_ptr, table_ptr, kv_head, start, end, NUM_KV_HEADS, SLOTS, HEAD_DIM, BLOCK_N, BLOCK_H, IS_WHOLE
     )
-    # From a pool of 8-bit floats: exact. Otherwise nothing.
+    # Exact for a pool of 8-bit floats; for other pools this does nothing.
     k_NH = k_NH.to(q_MH.dtype)
     v_NH = v_NH.to(q_MH.dtype)
-    # "ieee": float32 stays float32, where the tensor cores would keep 10 bits of it; 16-bit types are not concerned.
+    # "ieee": float32 keeps its precision, of which tensor cores would keep only 10 bits; no effect on 16-bit types.
     s_MN = tl.dot(q_MH, tl.trans(k_NH), input_precision="ieee")
     scale = scale_in
     if HAS_SOFT_CAP:
-        # tanh, of which Triton has none that also runs interpreted. Exact at both infinities.
+        # tanh, written out because Triton has none that also runs interpreted. Exact at both infinities.
         s_MN = 1 - 2 / (tl.exp(2 * (s_MN * scale_in)) + 1)
         scale = scale_out
     if not IS_WHOLE:
@@ -133,7 +134,7 @@ def attend_tile(
             is_seen_MN = is_seen_MN & (distance_MN < WINDOW)
         s_MN = tl.where(is_seen_MN, s_MN, float("-inf"))
     new_max_M = tl.maximum(max_M, tl.max(s_MN, 1) * scale)
-    # A row that has seen nothing yet: -inf - -inf would be NaN.
+    # For a row that has seen no key yet, -inf - -inf would be NaN.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
     p_MN = tl.exp2(s_MN * scale - base_M[:, None])  # one instruction for product and difference
     shrink_M = tl.exp2(max_M - base_M)

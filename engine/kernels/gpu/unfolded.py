@@ -1,10 +1,11 @@
-"""Causal attention of prompts to keys and values of heads that lie side by side, as they were unfolded from latents.
+"""Causal attention of prompts to contiguous keys and values of heads, which were unfolded from latents.
 
-FlashAttention-2 (T. Dao, 2023) over a slice of contexts (engine/attention/unfolded_slices.py), to what DeepSeek-AI,
-"DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1 has as keys and values. Rows of a tile are tokens of a sequence, by
-one head each. A key has two parts, of which the one with positions is all heads' and lies behind the latent: two
-products that add up, so that nothing is put side by side before. What is promised about bits is said in `prefill.py`;
-a softmax that goes on in the next slice keeps its state in float32, so that where a slice ends changes none.
+FlashAttention-2 (T. Dao, 2023) over a slice of contexts (engine/attention/unfolded_slices.py), with the keys and values
+of DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1. The rows of a tile are tokens of a sequence, for
+one head. A key has two parts. The part with positions is shared by all heads and is stored behind the latent, so a
+score is the sum of two products, and the parts need not be concatenated first. The guarantees about bits are those of
+`prefill.py`; a softmax that continues in the next slice keeps its state in float32, so the end of a slice does not
+change any bits.
 
 Shapes: T tokens, N query heads, Q numbers of a head's query without positions, P with them, V of its value; S rows of
 the slice, R numbers of each of its latents and rotated keys; M rows of a tile, K keys of a tile; Q, P and V padded to
@@ -24,12 +25,12 @@ from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
 from engine.kernels.gpu.tile import MIN_SIDE
 
 MAX_QUERY, MAX_VALUE = 128, 128
-"""Numbers that a tile has room for, beside rotated ones (`latents.MAX_ROTATED`)."""
+"""The largest query and value, in numbers, that fit in a tile, beside the rotated part (`latents.MAX_ROTATED`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnfoldedConfig:
-    """Sizes of a launch. They follow from the kind of GPU: nothing is tuned at run time. No registers spill, for the
+    """Sizes of a launch. The kind of GPU determines them: nothing is tuned at run time. No registers spill for the
     largest heads (tests/unit/test_triton_compile.py)."""
 
     block_m: int
@@ -41,9 +42,10 @@ class UnfoldedConfig:
 
     @staticmethod
     def of(kind: GpuKind, itemsize: int) -> UnfoldedConfig:
-        if itemsize == 4:  # no tensor cores: right, not fast
+        if itemsize == 4:  # no tensor cores: correct, but slow
             return UnfoldedConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)
-        # Keys lie in a row: with 3 stages one tile is under way while another is multiplied, with 2 none is.
+        # Keys are contiguous, so with 3 stages one tile is in flight while another is multiplied; with 2 stages none
+        # is.
         block_n = 32 if kind.tensor_cores is TensorCores.MMA else 64
         return UnfoldedConfig(block_m=128, block_n=block_n, num_warps=8, num_stages=3)
 
@@ -61,13 +63,13 @@ def attend_unfolded(
     scale: float,
     config: UnfoldedConfig,
 ) -> None:
-    """Attention of the tokens in `tiles` to a slice: written to their rows of `out_TNV`, of those whose last slice it
-    is; of others to `state`, from where the next slice goes on.
+    """Compute the attention of the tokens in `tiles` to a slice. The result is written to the tokens' rows of `out_TNV`
+    if this is their last slice, otherwise to `state`, from which the next slice continues.
 
-    All contiguous, of one dtype. `q_TX`: [T, N * (Q + P)], of which the last P of each head are not read: `rotated_TNP`
-    has them. `latent_SR`: the last P numbers of each row are its key's. `tiles`: [tiles, 6] int32, of
-    `unfolded_slices.Slice` for `config.block_m` tokens. `state`: float32, of `state_size` numbers; not touched where
-    all tiles begin and end in this slice. `scale`: what products of queries and keys are multiplied with; above 0.
+    All contiguous, of one dtype. `q_TX`: [T, N * (Q + P)]; the last P numbers of each head are not read, `rotated_TNP`
+    has them. `latent_SR`: the last P numbers of each row are its key's. `tiles`: [tiles, 6] int32, from
+    `unfolded_slices.Slice` for `config.block_m` tokens. `state`: float32, `state_size` numbers; unused if all tiles
+    begin and end in this slice. `scale`: factor for products of queries and keys; above 0.
     """
     num_heads, num_slots, query_dim = k_NSQ.shape
     rotated_dim, value_dim = rotated_TNP.shape[2], v_NSV.shape[2]
@@ -81,7 +83,8 @@ def attend_unfolded(
 
 
 def state_size(num_tokens: int, num_heads: int, value_dim: int) -> int:
-    """Numbers of a softmax' state: of each token and head sums, their maximum and the sum of weights."""
+    """The number of float32 in the softmax state: for each token and head its sums, their maximum and the sum of
+    weights."""
     return num_tokens * num_heads * (value_dim + 2)
 
 
@@ -110,7 +113,7 @@ def _attend_keys(
     IS_WHOLE: tl.constexpr,
 ):
     """The state (acc, max, sum) of online softmax after keys `start` .. `start + K` of a sequence's part of the slice:
-    see `engine.kernels.gpu.tile.attend_tile`. `scale` has log2(e) in it. Pointers are those of the part's first key."""
+    see `engine.kernels.gpu.tile.attend_tile`. `scale` includes log2(e). Pointers refer to the part's first key."""
     keys_K = start + tl.arange(0, BLOCK_N)
     dims_Q, dims_P, dims_V = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
     k_ptrs = k_ptr + keys_K[:, None] * QUERY + dims_Q[None, :]
@@ -128,7 +131,7 @@ def _attend_keys(
     if not IS_WHOLE:
         s_MK = tl.where(keys_K[None, :] <= last_M[:, None], s_MK, float("-inf"))
     new_max_M = tl.maximum(max_M, tl.max(s_MK, 1) * scale)
-    # A row that has seen nothing yet: -inf - -inf would be NaN.
+    # For a row that has seen no key yet, -inf - -inf would be NaN.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
     w_MK = tl.exp2(s_MK * scale - base_M[:, None])  # one instruction for product and difference
     shrink_M = tl.exp2(max_M - base_M)
@@ -185,13 +188,13 @@ def _unfolded_kernel(
         max_M = tl.load(of_row_M, mask=rows_M < num_tokens, other=float("-inf"))
         sum_M = tl.load(of_row_M + 1, mask=rows_M < num_tokens, other=0.0)
 
-    # 64 bits wide: of a long context keys and values may have more than 2**31 numbers.
+    # 64 bits: the keys and values of a long context may have more than 2**31 numbers.
     head_row = head.to(tl.int64) * num_slots + first_row
     k_ptr += head_row * QUERY
     v_ptr += head_row * VALUE
     keys_ptr = latent_ptr + first_row.to(tl.int64) * ROW + (ROW - ROTATED)
     last_M = tl.minimum(num_seen - 1 + rows_M, num_keys - 1)
-    # What the tile's first token sees of whole tiles, all its tokens see: no mask.
+    # Whole tiles of keys that the tile's first token sees are seen by all its tokens: no mask.
     whole_end = tl.minimum(tl.maximum(num_seen, 0), num_keys) // BLOCK_N * BLOCK_N
     for start in range(0, whole_end, BLOCK_N):
         acc_MV, max_M, sum_M = _attend_keys(
@@ -204,7 +207,7 @@ def _unfolded_kernel(
             QUERY, ROTATED, VALUE, ROW, BLOCK_N, BLOCK_Q, BLOCK_P, BLOCK_V, False,
         )  # fmt: skip
     if marks >= 2:
-        # Rows that are no tokens see what a token would, of zeros: their sums are above 0.
+        # Rows that are not tokens see the same keys, with zero queries: their sums are above 0.
         out_ptrs = out_ptr + heads_M1 * VALUE + dims_V[None, :]
         tl.store(out_ptrs, (acc_MV / sum_M[:, None]).to(out_ptr.dtype.element_ty), mask=is_real_MV)
     else:
