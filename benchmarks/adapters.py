@@ -1,12 +1,13 @@
-"""What adapters cost: the engine alone, without them and with them, in turn.
+"""What adapters cost: measures the engine alone, without and with adapters, in turn.
 
     python benchmarks/adapters.py
     python benchmarks/adapters.py --rank 64 --num-adapters 8 --batch-sizes 1,64 --num-steps 200
 
-An engine for each case, in one process, each with all threads: one knows no adapters, the others have as many as are
-asked for, drawn at random, on all seven projections, of which nobody asks for one, all requests for one, or each for
-the next. They compute one step each in turn, so that what else the machine does is the same to all. Medians over the
-steps, and ratios of the fastest steps, which are those that nothing came between. The last line is one JSON object.
+One process holds an engine for each case, and each engine uses all threads. One engine has no adapters. The others have
+the requested number of random adapters on all seven projections; in one of them no request uses an adapter, in one all
+requests use the same, and in one each request uses the next. The engines compute one step each in turn, so that other
+load on the machine affects all equally. Reports medians over the steps, and ratios of the fastest steps, which nothing
+interrupted. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 if __name__ == "__main__":
-    # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
+    # When run as a file, this folder comes first on the path, and its `engine.py` would hide the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.engine import check_batch
@@ -42,7 +43,7 @@ CASES = ("without", "none asked for", "all ask for one", "spread")
 
 
 def write_adapter(folder: Path, model: dict[str, Any], rank: int, seed: int) -> None:
-    """Of all projections of a dense model of the Llama family."""
+    """Write an adapter of all projections of a dense model of the Llama family."""
     hidden, ff, heads = model["hidden_size"], model["intermediate_size"], model["num_attention_heads"]
     head_dim = model.get("head_dim") or hidden // heads
     q, kv = heads * head_dim, model.get("num_key_value_heads", heads) * head_dim
@@ -128,7 +129,7 @@ def main(
 
 
 Seconds = dict[str, list[float]]
-"""Of each case's steps."""
+"""Seconds of the steps, by case."""
 
 
 def time_prompts(
@@ -174,7 +175,7 @@ def ask(engine: LLMEngine, prompt_tokens: int, max_tokens: int, lora_name: str) 
 
 
 def _row(phase: str, number: int, seconds: Seconds) -> dict[str, Any]:
-    """`number`: tokens a step. Ratios of the tenth of the steps that were fastest, and of medians."""
+    """`number`: tokens per step. Ratios of the fastest tenth of the steps, and of medians."""
     fastest = {case: statistics.mean(sorted(each)[: max(1, len(each) // 10)]) for case, each in seconds.items()}
     medians = {case: statistics.median(each) for case, each in seconds.items()}
     return {

@@ -1,13 +1,13 @@
-"""Tokens per second of the engine alone, without router, transfer or network.
+"""Measures tokens per second of the engine alone, without router, transfer or network.
 
     python benchmarks/engine.py                                  # the default model, bfloat16
     python benchmarks/engine.py --batch-sizes 1,32 --dtype float32 --json
     python benchmarks/engine.py --against vllm,llama             # in turn with them, with ratios and a plot
 
-Prefill: prompts of one length, one after another, each computed whole; every token is new to the prefix cache. Decode:
-a batch of requests whose prompts are computed, stepped together; the clock is read around each step. Medians, since a
-step that was interrupted says nothing of the engine; against others the mean over all steps, as they measure it. The
-last line is one JSON object.
+Prefill: prompts of one length, one after another, each computed whole; no token is in the prefix cache. Decode: a batch
+of requests whose prompts are computed, stepped together, with the time taken for each step. Reports medians, since an
+interrupted step says nothing about the engine; in comparisons the mean over all steps, as the other engines measure it.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import click
 import torch
 
 if __name__ == "__main__":
-    # Run as a file, this folder comes first on the path, and in it this very file would pass for the package `engine`.
+    # When run as a file, this folder comes first on the path, and this very file would hide the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.flags import COUNT, Numbers, wrong_usage
@@ -45,7 +45,7 @@ _ids = count()
 
 @dataclass(frozen=True)
 class Result:
-    """One row: `tokens_per_s` over the median, `best_tokens_per_s` over the fastest, `mean_tokens_per_s` over all."""
+    """One row. `tokens_per_s` is of the median step, `best_tokens_per_s` of the fastest, `mean_tokens_per_s` of all."""
 
     phase: str
     batch_size: int
@@ -89,7 +89,7 @@ def measure_decode(engine: LLMEngine, batch_size: int, prompt_tokens: int, num_s
 
 
 def check_batch(engine: LLMEngine, batch_size: int) -> None:
-    """Raises `click.UsageError` unless so many run together."""
+    """Raises `click.UsageError` unless `batch_size` requests run together."""
     most = engine.config.scheduler.max_num_seqs
     if batch_size > most:
         raise click.UsageError(f"--batch-sizes must be at most {most}, is {batch_size}")
@@ -202,13 +202,14 @@ def main(
 
 
 def compare(case: Case, names: list[str], rounds: int, flags: list[str]) -> None:
-    """Tandem and its peers in turn; prints a table of medians and of the ratios' medians, taken round by round."""
+    """Measure Tandem and its peers in turn. Prints a table of medians, and of the medians of ratios taken round by
+    round."""
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise click.UsageError(f"--against: no such peer {', '.join(unknown)}; there are {', '.join(PEERS)}")
     for name in names:
         with wrong_usage(f"--against {name}"):
-            PEERS[name].files(case)  # before minutes of others
+            PEERS[name].files(case)  # before other engines are measured for minutes
     measure: dict[str, Callable[[Case], Rates]] = {"tandem": lambda case: measure_tandem(case, flags)}
     measure |= {name: PEERS[name].measure for name in names}
     rates: dict[str, list[Rates]] = {name: [] for name in measure}
@@ -231,7 +232,7 @@ def compare(case: Case, names: list[str], rounds: int, flags: list[str]) -> None
 
 
 def measure_tandem(case: Case, flags: list[str]) -> Rates:
-    """This file in a process of its own, as the peers are."""
+    """Run this file in a separate process, as the peers are."""
     command = [
         sys.executable, __file__, "--json", *flags,
         "--num-threads", str(case.num_threads),

@@ -1,4 +1,5 @@
-"""Flags of benchmarks, and what is wrong with them: a sentence and exit code 2, as `tandem`'s commands have it."""
+"""Flag types of benchmarks. A wrong flag ends a benchmark with one sentence and exit code 2, like `tandem`'s
+commands."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ COUNT = click.IntRange(1)
 
 
 class Positive(click.FloatRange):
-    """A number above 0. NaN, which is neither below nor above it, is none."""
+    """A number above 0. Refuses NaN, which the range check accepts."""
 
     def __init__(self) -> None:
         super().__init__(min=0, min_open=True)
@@ -28,7 +29,7 @@ class Positive(click.FloatRange):
 
 
 class Numbers(click.ParamType):
-    """Numbers of type `of` with commas between them, each above 0, as a tuple."""
+    """Comma-separated numbers of type `of`, each above 0, as a tuple."""
 
     name = "numbers"
 
@@ -49,7 +50,7 @@ class Numbers(click.ParamType):
 
 @contextmanager
 def wrong_usage(flag: str = "") -> Iterator[None]:
-    """Around what raises where it is asked for what cannot be, or is not there: one sentence, of `flag` if given."""
+    """Turn errors about impossible or missing things into a usage error of one sentence, about `flag` if given."""
     try:
         yield
     except (ValueError, OSError, PeerMissing) as error:

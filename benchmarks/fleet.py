@@ -1,13 +1,13 @@
-"""What a router, and Redis, spend on a request as a fleet grows: their CPU time beside 10, 100 and more workers.
+"""Measures the CPU time that a router and Redis spend on a request as a fleet grows to 10, 100 and more workers.
 
     python benchmarks/fleet.py                          # 8, 64 and 512 workers
     python benchmarks/fleet.py --workers 1000 --rate 40
 
-Router, Redis, registry, sessions, prefix sets and clients are the real ones. The workers are not, for a machine holds
-few of them: these speak the protocol as workers do, but compute nothing, and tell token 0 after each `--step-ms`. All
-have the beginning of every prompt in their caches, as where a system prompt is shared; each prompt goes on in its own
-way. Processes are measured, not clocks: CPU time by the kernel's account. The workers and the clients run on the same
-cores, and count nowhere.
+Router, Redis, registry, sessions, prefix sets and clients are the real ones. The workers are not, because a machine can
+run only few: these implement the workers' protocol, but compute nothing and send token 0 after each `--step-ms`. All of
+them have the beginning of every prompt in their caches, as with a shared system prompt; the rest of each prompt is
+unique. Measures CPU time as the kernel accounts it, not wall time. The workers and the clients run on the same cores
+and are not counted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SLOWER = 3
 
 
 class QuickWorker:
-    """A decode worker that computes nothing: `record` of a real one, under another name."""
+    """A decode worker that computes nothing. Its record is a copy of a real worker's, under another id."""
 
     def __init__(self, model: pb.WorkerRecord, worker_id: str, step_s: float) -> None:
         self.record = pb.WorkerRecord()
@@ -69,7 +69,7 @@ class QuickWorker:
 
     @asynccontextmanager
     async def serving(self, redis_url: str, namespace: str, prefix: list[bytes]) -> AsyncIterator[None]:
-        """In the registry, with the blocks of `prefix` in its cache."""
+        """Serve and stay in the registry, with the blocks of `prefix` in the cache."""
 
         async def snapshot() -> list[bytes]:
             return prefix
@@ -121,7 +121,7 @@ class QuickWorker:
 
 
 class Fleet:
-    """A running cluster of one real worker, and quick ones beside it."""
+    """A running cluster of one real worker and further simulated ones."""
 
     def __init__(self, cluster: Cluster, load: Load) -> None:
         self._cluster = cluster
@@ -160,7 +160,7 @@ class Fleet:
         }
 
     async def _spent(self, work: Any) -> dict[str, float]:
-        """CPU seconds of router and Redis while `work` is done."""
+        """CPU seconds that router and Redis spend while `work` runs."""
         pids = {name: pid for name, pid in self._cluster.pids.items() if name in ("router", "redis")}
         before = {name: cpu_seconds(pid) for name, pid in pids.items()}
         await work
@@ -183,7 +183,7 @@ class Fleet:
 
 
 async def records_of(redis_url: str, namespace: str, num_workers: int) -> list[pb.WorkerRecord]:
-    """Of the registry, once there are so many."""
+    """The registry's records, once there are `num_workers`."""
     directory = WorkerDirectory(redis_url, namespace=namespace)
     await directory.start()
     try:
@@ -197,7 +197,7 @@ async def records_of(redis_url: str, namespace: str, num_workers: int) -> list[p
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked of a fleet."""
+    """The load on a fleet."""
 
     shared_tokens: int
     tokens: int

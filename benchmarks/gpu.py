@@ -1,18 +1,19 @@
-"""Everything that only a GPU can show, in one run of minutes: is it right, and how far is it from the device's limits?
+"""Runs all checks and measurements that need a GPU, in minutes: are the results right, and how close are the speeds to
+the device's limits?
 
     python benchmarks/gpu.py                              on a machine with CUDA torch and Triton
-    python benchmarks/gpu.py --only kernels,model         some parts; floors are measured with any
-    python benchmarks/gpu.py --tiny                       the same script on any machine, over a toy: that it runs
+    python benchmarks/gpu.py --only kernels,model         some parts; floors are always measured
+    python benchmarks/gpu.py --tiny                       the same script on any machine, with a toy: to test the script
 
     floors ─> kernels, model, answers ─> attention ─> flash ─> digests ─> steps ─> offload ─> push ─> servers
     ─> products ─> deepseek ─> gpt-oss ─> int4-experts ─> steps in 8 bits ─> batch_invariant (each a module of
     gpu_parts/); by name: vllm, other launch configurations
 
-Each part is a process of its own with a time of its own: what goes wrong in one is written into the table, and the
-others go on. Every number stands beside the limit that the same run measured, or beside its aim. Results are one JSON
-object, kept in `benchmarks/results/` from the first part on, with a plot at the end: the last line says where. A toy's
-are not kept, and the last line is the object itself. The exit code is 1 where a check or a part failed, or the budget
-ended. docs/gpu.md says what to carry to a bare machine.
+Each part runs in a separate process with its own time limit: if one fails, the table says so, and the others go on.
+Every number is shown beside the limit that the same run measured, or beside its target. The results are one JSON
+object, which is written to `benchmarks/results/` after each part, with a plot at the end; the last line names the file.
+A toy's results are not kept, and its last line is the object itself. The exit code is 1 if a check or a part failed, or
+the time budget ran out. docs/gpu.md says what to copy to a bare machine.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ PARTS = (
     ),
 )
 KNOWN = (floors.COPY, floors.PRODUCTS, floors.TO_HOST, floors.TO_DEVICE, push.IPC_PUSH, push.NIXL_PUSH)
-"""Rows that later parts need."""
+"""Rows whose values later parts need."""
 
 
 def known_of(rows: Sequence[Row]) -> Mapping[str, float]:
@@ -119,7 +120,8 @@ def known_of(rows: Sequence[Row]) -> Mapping[str, float]:
 
 
 def chosen_parts(only: str) -> list[Part]:
-    """In their own order, floors first: the others stand beside them. Raises `click.UsageError`."""
+    """The chosen parts in their usual order, with floors first, since the others are compared with them. Raises
+    `click.UsageError`."""
     names = {name.strip() for name in only.split(",") if name.strip()}
     unknown = names - {part.name for part in PARTS}
     if unknown:
@@ -179,13 +181,13 @@ def run(parts: list[Part], setting: Setting, budget_s: float, *, is_kept: bool) 
         import_before("torch", "triton")
     run_parts(parts, setting, budget_s=budget_s, say=say, on_result=on_result, known_of=known_of)
     click.echo("\n" + "\n".join(table_of(found)) + "\n")
-    if setting.device == "cuda":  # not earlier: this process keeps out of the card's way
+    if setting.device == "cuda":  # not earlier, so that this process does not use the card during the parts
         about["gpu"] = torch.cuda.get_device_name()
     summary = summary_of(found, about | {"seconds": round(time.monotonic() - start_s, 1)})
     if is_kept:
         keep(path, summary)
         plot(path, "gpu", summary, lambda figure: draw(figure, [row for result in found for row in result.rows]))
-        click.echo(f"kept in {path}")  # not all of it once more: who sees the end alone should see the table
+        click.echo(f"kept in {path}")  # does not print it all again: the end of the output should show the table
     else:
         click.echo(json.dumps(summary))
     return found
@@ -196,7 +198,7 @@ def summary_of(found: Sequence[PartResult], about: Mapping[str, Any]) -> dict[st
 
 
 def table_of(found: Sequence[PartResult]) -> list[str]:
-    """All rows in one table, and what of each part is missing."""
+    """All rows in one table, with the problem of each incomplete part."""
     width = max(len(result.name) for result in found)
     lines = iter(table([row for result in found for row in result.rows]))
     shown = []
@@ -208,7 +210,7 @@ def table_of(found: Sequence[PartResult]) -> list[str]:
 
 
 def draw(figure: Any, rows: Sequence[Row]) -> None:
-    """Shares of the limits, and what we aim at."""
+    """Draw the shares of the limits, and the targets."""
     shown = [row for row in rows if row.share is not None and (not row.group or row.what == row.group)]
     axes = figure.add_subplot()
     axes.barh([row.what for row in shown], [100 * (row.share or 0) for row in shown], color="#2a6fbb")

@@ -1,8 +1,8 @@
-"""The "local" transport: receivers of the same process, called directly. For tests and benchmarks: it shows what all
-transports share, and no worker has it.
+"""The "local" transport calls receivers in the same process directly. For tests and benchmarks: it shows what all
+transports have in common; no worker uses it.
 
-Two-sided: every write goes through the receiver's checks, in the order of posting, at the next drain or turn of the
-event loop.
+Two-sided: every write passes the receiver's checks, in the order of posting, at the next drain or turn of the event
+loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protos import tandem_kv_transfer_pb2 as pb
 
 
 def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endpoint:
-    """As `kv_transfer` does, and of "local", too."""
+    """Like `kv_transfer.create_endpoint`, but also creates "local" endpoints."""
     if transport == LocalEndpoint.name:
         return LocalEndpoint()
     return kv_transfer.create_endpoint(transport, pool=pool, identity=identity)
@@ -32,11 +32,11 @@ class LocalEndpoint(Endpoint):
     is_one_sided = False
 
     def describe(self, response: pb.ConnectResponse) -> None:
-        """There is nothing that a sender of this process would have to know."""
+        """Adds nothing: a sender in the same process needs no description."""
 
 
 class LocalTransport:
-    """The sending side. receivers: by address; read at every call, so that removing one is its death."""
+    """The sending side. receivers: by address; looked up at every call, so removing one simulates its death."""
 
     name = "local"
 

@@ -24,8 +24,8 @@ def machine() -> dict[str, object]:
 
 
 def compilers() -> dict[str, str]:
-    """What makes the GPU's code: Triton, and the assemblers that it takes, of which it brings two. Which one: by the
-    GPU's compute capability. Where from: only if it is not Triton's own."""
+    """The compilers of GPU code: Triton, and the two assemblers that it uses, depending on the GPU's compute
+    capability. Names the path of an assembler only if it is not Triton's own."""
     if find_spec("triton") is None:
         return {"triton": "not installed"}
     import triton
@@ -44,7 +44,7 @@ def compilers() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """None where this is no clone, or there is no git."""
+    """The commit of this clone; None if this is not a clone, or git is missing."""
     if shutil.which("git") is None:
         return None
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -53,7 +53,8 @@ def commit() -> str | None:
 
 
 def cpu_name() -> str:
-    """With its family and model where the system says them: virtual machines give many kinds the same name."""
+    """The CPU's name, with its family and model if the system reports them: virtual machines give many kinds the same
+    name."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

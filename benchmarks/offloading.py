@@ -1,12 +1,12 @@
-"""What host memory beside the pool gains: prompts that come again when others have taken their place.
+"""Measures what offloading KV to host memory gains for prompts that return after others have evicted their blocks.
 
     python benchmarks/offloading.py
     python benchmarks/offloading.py --prompt-tokens 256,1024 --num-prompts 12 --json
 
-So many prompts, one after the other, round after round; the pool has room for a third of them. Three engines in one
-process take turns: one that computes anew what gave way, one that finds it in host memory, and one whose pool has room
-for all, which is what there is to gain. Answers must be equal. Ratios are taken round by round; the first round, in
-which nothing is known, is left out. The last line is one JSON object.
+Runs the same prompts one after the other, round after round; the pool has room for a third of them. Three engines in
+one process take turns: one recomputes what was evicted, one loads it from host memory, and one has a pool with room for
+all, which shows the best possible gain. Answers must be equal. Ratios are taken round by round; the first round, in
+which nothing is cached yet, is left out. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import click
 
 if __name__ == "__main__":
-    # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
+    # When run as a file, this folder comes first on the path, and its `engine.py` would hide the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.flags import COUNT, Numbers, wrong_usage
@@ -37,26 +37,26 @@ from engine.sampling_params import SamplingParams
 
 BLOCK_SIZE = EngineArgs.block_size
 ENDING = 24
-"""Tokens that are new in each round, behind those that were there before."""
+"""Tokens at the end of each prompt that are new in each round."""
 FRACTION = 3
-"""The pool has room for one in so many prompts, and one more."""
+"""The pool has room for one in FRACTION prompts, and one more."""
 
 
 @dataclass(frozen=True)
 class Row:
     prompt_tokens: int
     computed_ms: float
-    """To the first token; medians over all prompts of all rounds but the first."""
+    """Time to the first token; median over all prompts of all rounds but the first."""
     loaded_ms: float
     cached_ms: float
     ratio: float
-    """Computed to loaded: median of the rounds' ratios."""
+    """Time computed / time loaded: the median of the rounds' ratios."""
     share_loaded: float
-    """Of the prompts' tokens, found in host memory."""
+    """Share of the prompts' tokens that were loaded from host memory."""
 
 
 def first_token(engine: LLMEngine, name: str, prompt: list[int]) -> tuple[int, float]:
-    """It, and the seconds it took."""
+    """The first token, and the seconds that it took."""
     start_s = time.perf_counter()
     engine.add_request(name, prompt, SamplingParams(max_tokens=1, temperature=0))
     token_ids: list[int] = []
@@ -66,7 +66,7 @@ def first_token(engine: LLMEngine, name: str, prompt: list[int]) -> tuple[int, f
 
 
 def open_engines(settings: Mapping[str, Any], num_tokens: int, num_prompts: int) -> dict[str, LLMEngine]:
-    """Raises `ValueError` where a model's context is shorter than a prompt, or memory too small."""
+    """Raises `ValueError` if the model's context is shorter than a prompt, or memory is too small."""
     num_each = -(-num_tokens // BLOCK_SIZE) + 1
     num_all, num_small = (num_prompts + 1) * num_each, (num_prompts // FRACTION + 1) * num_each
     settings = {"max_model_len": num_tokens + 1, **settings}
@@ -82,7 +82,7 @@ def open_engines(settings: Mapping[str, Any], num_tokens: int, num_prompts: int)
 
 
 def measure(settings: Mapping[str, Any], prompt_tokens: int, num_prompts: int, num_rounds: int) -> Row:
-    """Raises `AssertionError` where tokens differ."""
+    """Raises `AssertionError` if the engines' tokens differ."""
     engines = open_engines(settings, prompt_tokens + ENDING, num_prompts)
     vocab_size = engines["computed"].config.model.vocab_size
     beginnings = [new_prompt(prompt_tokens, vocab_size) for _ in range(num_prompts)]

@@ -1,11 +1,13 @@
-"""Many times more requests than can be served, each with a deadline: what is answered in time, what the rest is told.
+"""Sends many times more requests than can be served, each with a deadline, and measures how many are answered in time,
+and how the others are refused.
 
     python benchmarks/overload.py                               # 10 times the sustainable load for 30 s
     python benchmarks/overload.py --seconds 10 --prefill 0 --decode 2
 
-First as many clients as keep the workers busy, each with one request after the other: the best goodput (answers within
-their deadline, per second). Then an open stream of many times that rate. Then as at first. Memory of all processes is
-looked at before and after. Prompts are random and of one length, answers of another; the client runs on the same cores.
+First, enough clients to keep the workers busy send one request after the other: this gives the best goodput (answers
+within their deadline, per second). Then an open stream of requests comes at many times that rate. Then the first phase
+is repeated. The memory of all processes is compared before and after. All prompts are random and have one length, and
+all answers another; the client runs on the same cores.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ ANSWERED, REFUSED, TIMED_OUT = "answered", "refused", "timed out"
 NUM_CLIENTS = 8
 MAX_MODEL_LEN = 4096
 RECOVERY_S = 3.0
-"""After the overload, until clients are asked how it is again: what was let in is still being answered."""
+"""Wait between the overload and the last phase, while admitted requests are still being answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Phase:
-    """What happened to the requests of one phase."""
+    """The outcomes of the requests of one phase."""
 
     seconds: float
     num_by_outcome: Counter[str] = field(default_factory=Counter)
@@ -81,12 +83,12 @@ class Load:
         self._dice = random.Random(seed)
 
     async def closed(self, num_clients: int, seconds: float) -> Phase:
-        """So many clients, each with one request after the other."""
+        """Run `num_clients` clients, each of which sends one request after the other."""
         phase, end_s = Phase(seconds), time.monotonic() + seconds
 
         async def ask_on() -> None:
             while time.monotonic() < end_s:
-                if await self._ask(phase) == REFUSED:  # a client that does as it is told
+                if await self._ask(phase) == REFUSED:  # a well-behaved client waits as told
                     await asyncio.sleep(min(phase.retry_after_s[-1], 1.0))
 
         start_s = time.monotonic()
@@ -95,7 +97,7 @@ class Load:
         return phase
 
     async def open(self, rate: float, seconds: float) -> Phase:
-        """So many requests a second, at random moments, whatever becomes of them."""
+        """Send `rate` requests per second on average, at random moments, regardless of their outcomes."""
         phase, at_s = Phase(seconds), time.monotonic()
         end_s = at_s + seconds
         async with asyncio.TaskGroup() as group:
@@ -106,7 +108,7 @@ class Load:
         return phase
 
     async def _ask(self, phase: Phase) -> str:
-        """Returns what became of it."""
+        """Send one request and return its outcome."""
         shape, start_s = self._shape, time.monotonic()
         prompt = [self._dice.randrange(100, 40_000) for _ in range(shape.prompt_tokens)]
         try:

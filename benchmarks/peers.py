@@ -1,6 +1,6 @@
-"""Other engines on this machine, measured as ours is: each in a process of its own, one at a time.
+"""Measures other engines on this machine in the same way as ours: each in a separate process, one at a time.
 
-They are looked for in a folder, PEERS_DIR (default ~/.cache/tandem-peers):
+Their files are expected in a folder, PEERS_DIR (default ~/.cache/tandem-peers):
 
     vllm/bin/python, vllm                                       a venv with vLLM's CPU build
     llama/vendor/llama.cpp/build/bin/llama-batched-bench, llama-server       llama.cpp, built for this machine
@@ -22,15 +22,15 @@ GGUF_OF = {"none": "smollm2-bf16.gguf", "int8": "smollm2-q8_0.gguf", "int4": "sm
 
 
 class PeerMissing(Exception):  # noqa: N818
-    """The message says which file is not there."""
+    """The message names the missing file."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured of each engine."""
+    """The measurements to make of each engine."""
 
     prompt_tokens: tuple[int, ...]
-    """Of single prompts, for prefill."""
+    """Lengths of single prompts, for prefill."""
     batch_sizes: tuple[int, ...]
     """Of decode."""
     context_tokens: int
@@ -52,7 +52,7 @@ def peers_dir() -> Path:
 
 
 def existing(name: str) -> Path:
-    """A file of a peer's. Raises `PeerMissing`."""
+    """The path of a peer's file. Raises `PeerMissing`."""
     path = peers_dir() / name
     if not path.exists():
         raise PeerMissing(f"{path} is not there: install the peer, or set PEERS_DIR")
@@ -60,18 +60,18 @@ def existing(name: str) -> Path:
 
 
 def vllm_files(case: Case) -> tuple[Path, Path]:
-    """Python and model. Raises `PeerMissing`, `ValueError`."""
+    """Paths of Python and the model. Raises `PeerMissing`, `ValueError`."""
     if case.quantization != "none":
         raise ValueError("vLLM takes weights in fewer bits on a CPU from checkpoints that have them; leave it out")
     return existing("vllm/bin/python"), existing("smollm2")
 
 
 def measure_vllm(case: Case) -> Rates:
-    """Raises `RuntimeError`, and what `vllm_files` does."""
+    """Raises `RuntimeError`, and the errors of `vllm_files`."""
     python, model = vllm_files(case)
     arguments = asdict(case) | {"model": str(model)}
     script = Path(__file__).with_name("vllm_engine.py")
-    # -I: this repository's folders are not on vLLM's path.
+    # -I keeps this repository's folders off vLLM's path.
     output = _run([str(python), "-I", str(script), json.dumps(arguments)], {"VLLM_CPU_KVCACHE_SPACE": "2"})
     line = next(line for line in output.splitlines() if line.startswith("RATES "))
     rows = json.loads(line.removeprefix("RATES "))
@@ -79,14 +79,14 @@ def measure_vllm(case: Case) -> Rates:
 
 
 def llama_files(case: Case) -> tuple[Path, Path]:
-    """Program and model. Raises `PeerMissing`, `ValueError`."""
+    """Paths of the program and the model. Raises `PeerMissing`, `ValueError`."""
     if case.quantization not in GGUF_OF:
         raise ValueError(f"llama.cpp has no weights for --quantization {case.quantization} here")
     return existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"), existing(GGUF_OF[case.quantization])
 
 
 def measure_llama(case: Case) -> Rates:
-    """llama.cpp's own batched bench. Raises `RuntimeError`, and what `llama_files` does."""
+    """Run llama.cpp's own batched bench. Raises `RuntimeError`, and the errors of `llama_files`."""
     bench, model = map(str, llama_files(case))
     threads = str(case.num_threads)
 
@@ -111,9 +111,9 @@ def measure_llama(case: Case) -> Rates:
 @dataclass(frozen=True)
 class Peer:
     files: Callable[[Case], tuple[Path, ...]]
-    """What it is made of. Raises `PeerMissing`, `ValueError`."""
+    """The files that it needs. Raises `PeerMissing`, `ValueError`."""
     measure: Callable[[Case], Rates]
-    """Raises `RuntimeError`, too."""
+    """Raises `RuntimeError`, and the errors of `files`."""
 
 
 PEERS = {"vllm": Peer(vllm_files, measure_vllm), "llama": Peer(llama_files, measure_llama)}

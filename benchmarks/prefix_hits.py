@@ -1,13 +1,14 @@
-"""How much of real prompts a pool and host memory of several sizes would find: a trace, and the block manager alone.
+"""Computes how much of real prompts a pool and host memory of given sizes would find cached, from a trace and with the
+block manager alone.
 
     python benchmarks/prefix_hits.py --trace conversation_trace.jsonl
     python benchmarks/prefix_hits.py --trace conversation_trace.jsonl --kv-gib 55,220 --host-gib 64,256,1024
     python benchmarks/prefix_hits.py --trace conversation_trace.jsonl --token-kib 69     # DeepSeek-V3's latents
 
-No model, no tokens: requests of a trace of Mooncake's form come one after the other, each prefix is found, computed and
-let go as by an engine, and copies are done at once. It is what one worker finds that has all of this traffic; several
-share it out, and the router sends each prompt where most of it is. An hour of traffic takes some ten seconds for each
-pair of sizes. The last line is one JSON object.
+Needs no model and no tokens. Requests of a trace in Mooncake's format come one after the other; each prefix is looked
+up, computed and released as by an engine, and copies complete at once. The result is for one worker with all of this
+traffic; several workers share it, and the router sends each prompt to the worker that has most of it cached. An hour of
+traffic takes some ten seconds for each pair of sizes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import click
 
 if __name__ == "__main__":
-    # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
+    # When run as a file, this folder comes first on the path, and its `engine.py` would hide the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from benchmarks.flags import Numbers, Positive, wrong_usage
@@ -41,15 +42,16 @@ class Row:
     kv_gib: float
     host_gib: float
     share_found: float
-    """Of the prompts' tokens, in either memory."""
+    """Share of the prompts' tokens found in either memory."""
     share_loaded: float
-    """Of them, in the host's."""
+    """Share of the prompts' tokens found in host memory."""
 
 
 def hits(records: Seq[Record], num_blocks: int, num_host_blocks: int) -> tuple[float, float]:
-    """Of all prompts' blocks, those found, and those found on the host. A block is what an id of the trace stands for.
+    """Shares of all prompts' blocks: those found, and those found in host memory. A block is what one id of the trace
+    stands for.
 
-    What does not fit into the pool is passed over, as an engine would refuse it.
+    Prompts that do not fit into the pool are skipped, as an engine would refuse them.
     """
     manager = BlockManager(
         num_blocks=num_blocks, block_size=1, prefix_key=bytes(32), enable_prefix_caching=True,

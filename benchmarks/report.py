@@ -1,8 +1,8 @@
-"""Keeps what a benchmark found: one JSON line on stdout, the same in a file, and a picture if one can be drawn.
+"""Saves the results of a benchmark: as one JSON line on stdout, as a file, and as a picture if matplotlib is installed.
 
 save(name, summary, draw) ──> benchmarks/results/<name>-<date>-<time>-<commit>.json and .png
 
-Who measures for long keeps what there is so far: `path_of` once, `keep` again and again, `plot` at the end.
+A long benchmark saves intermediate results: `path_of` once, `keep` repeatedly, `plot` at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def path_of(name: str, commit: object, folder: Path = RESULTS) -> Path:
-    """Of the results of now."""
+    """The path of results at the current time."""
     return folder / f"{name}-{time.strftime('%Y-%m-%d-%H%M')}-{commit or 'local'}.json"
 
 
@@ -28,7 +28,7 @@ def keep(path: Path, summary: dict[str, Any]) -> None:
 
 
 def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> None:
-    """`draw` gets matplotlib's empty figure."""
+    """`draw` is called with an empty figure of matplotlib."""
     path = path_of(name, summary.get("commit"))
     keep(path, summary)
     plot(path, name, summary, draw)
@@ -37,7 +37,7 @@ def save(name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> Non
 
 
 def plot(path: Path, name: str, summary: dict[str, Any], draw: Callable[[Any], None]) -> None:
-    """Beside the results at `path`. Without matplotlib there is no picture, which is said."""
+    """Save a picture beside the results at `path`. Without matplotlib, print that there is none."""
     try:
         import matplotlib
 

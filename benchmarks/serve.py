@@ -1,15 +1,15 @@
-"""Latency and throughput of whole servers under load, in turn.
+"""Measures latency and throughput of whole servers under load, in turn.
 
     python benchmarks/serve.py                                   # Tandem 1P+1D
     python benchmarks/serve.py --against vllm,llama --rates 2,4,inf   # and vllm serve and llama-server, one by one
     python benchmarks/serve.py --arrangements 1p1d,2d            # disaggregated against aggregated
     python benchmarks/serve.py --trace conversation_trace.jsonl --trace-length-factor 0.0625 --rates 0.5,1
 
-Poisson arrivals, random prompts (a new seed for every rate: no prefix cache answers), greedy answers of one length; or
-a trace, stretched to each rate, with the prefixes that its prompts share. Every server gets the same requests at the
-same moments. One client for all (`tandem/bench/`), on the same cores as the server. A server's goodput is the highest
-rate of those tried at which 99 % of the requests were good: by default, first token within a second, the others at most
-50 ms apart on average.
+The load is Poisson arrivals of random prompts (with a new seed for every rate, so that no prefix is cached) and greedy
+answers of one length; or a trace, stretched to each rate, with the prefixes that its prompts share. Every server gets
+the same requests at the same times. The same client (`tandem/bench/`) is used for all, on the same cores as the server.
+A server's goodput is the highest of the tested rates at which 99 % of the requests were good: by default, with the
+first token within a second, and the others at most 50 ms apart on average.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ COLUMNS = {
     },
     "good_share": "good_share",
 }
-"""What is shown of a summary -> its heading."""
+"""Displayed fields of a summary -> their headings."""
 
 
 def target_of(name: str) -> targets.Target:
@@ -71,12 +71,12 @@ def target_of(name: str) -> targets.Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What every server gets, at every rate: a trace, or else random prompts."""
+    """The load on every server, at every rate: a trace, or random prompts."""
 
     num_requests: int
     shape: RandomShape
     records: list[Record]
-    """Of the trace; empty: random prompts."""
+    """Records of the trace; empty: random prompts."""
     length_factor: float
     max_total_len: int
 
@@ -93,7 +93,7 @@ class Traffic:
 async def measure(
     name: str, workloads: list[Workload], source: TokenSource, objectives: dict[str, float]
 ) -> list[Summary]:
-    """Start the server, warm it up, run the workloads one after the other, stop it."""
+    """Start the server, warm it up, run the workloads one after the other, stop the server."""
     async with target_of(name)() as backend:
         await run_load(warm_up_workload(workloads[0], source, 4), backend)
         summaries = []
@@ -165,7 +165,7 @@ def main(
         target_of(name)
         if name in targets.PEERS:
             with wrong_usage("--against"):
-                targets.PEERS[name].files()  # before an hour of others
+                targets.PEERS[name].files()  # before other servers are measured for an hour
     with wrong_usage("--goodput"):
         objectives = parse_goodput(goodput)
     records: list[Record] = []
@@ -213,7 +213,7 @@ def main(
 
 
 def draw(figure: Any, what: str, results: dict[str, list[Summary]], objectives: dict[str, float]) -> None:
-    """Over the rate: p99 of the first token and of the gaps, and how many answers were good."""
+    """Plot over the rate: p99 of the time to the first token and of the gaps, and the share of good answers."""
 
     def p99(metric: str, summary: Summary) -> float:
         spread = summary.spreads.get(metric)
@@ -236,7 +236,7 @@ def draw(figure: Any, what: str, results: dict[str, list[Summary]], objectives: 
         axes.set_xlabel("requests/s")
         axes.grid(alpha=0.25)
         if "ms" in title:
-            axes.set_yscale("log")  # servers are not a few per cent apart
+            axes.set_yscale("log")  # differences between servers are large
             plain_numbers(axes)
         else:
             axes.set_ylim(0, 103)

@@ -1,10 +1,11 @@
-"""What guessing ahead gains: the same requests with and without it, in turn.
+"""Measures what speculative decoding gains: the same requests with and without it, in turn.
 
     python benchmarks/speculation.py
     python benchmarks/speculation.py --speculative-config '{"num_speculative_tokens": 8}' --num-rounds 5 --json
 
-Two engines in one process, each with all threads, one after the other; answers of 128 tokens, objects by a schema until
-they are complete, which must be equal. Ratios are taken round by round. The last line is one JSON object.
+Two engines in one process, each with all threads, answer one after the other. Answers have 128 tokens, or end when an
+object of a schema is complete; those of both engines must be equal. Ratios are taken round by round. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -73,20 +74,20 @@ class Row:
     temperature: float
     num_requests: int
     num_tokens: int
-    """Of all answers together."""
+    """Tokens of all answers together."""
     plain_tokens_per_s: float
-    """Medians over the rounds, of all requests together."""
+    """Median over the rounds, for all requests together."""
     guessing_tokens_per_s: float
     ratio: float
     """Median of the rounds' ratios."""
     tokens_per_step: float
-    """Of each request, guessing."""
+    """Tokens of a request per step, with speculation."""
     share_right: float
-    """Of the drafts."""
+    """Share of the draft tokens that were accepted."""
 
 
 def prompts(llm: LLM) -> dict[str, list[list[int]]]:
-    """By kind of text, as token ids: conversations of one question each, and a file that is to be written again."""
+    """Prompts as token ids, by kind of text: conversations of one question each, and a file to rewrite."""
     file = (ROOT / "engine" / "scheduling" / "pace.py").read_text()[:1500]
     readme = (ROOT / "README.md").read_text()[:1200]
     questions = {
@@ -119,14 +120,14 @@ def cases_of(llm: LLM) -> list[Case]:
 
 
 def answer(llm: LLM, case: Case) -> tuple[list[list[int]], float]:
-    """The answers, all together, and the seconds they took."""
+    """The answers to all prompts, computed together, and the seconds that they took."""
     start_s = time.perf_counter()
     outputs = llm.generate(case.asked, case.params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs], time.perf_counter() - start_s
 
 
 def measure(plain: LLM, guessing: LLM, case: Case, num_rounds: int) -> Row:
-    """Raises `AssertionError` where answers differ."""
+    """Raises `AssertionError` if the answers differ."""
     seconds: list[tuple[float, float]] = []
     num_tokens = 0
     stats = guessing.llm_engine.stats

@@ -1,4 +1,4 @@
-"""What all measurements of an engine by itself share: prompts that nothing is cached of, and a step by the clock."""
+"""Shared by all measurements of an engine alone: prompts of which nothing is cached, and a timed step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _seeds = count()
 
 
 def new_prompt(num_tokens: int, vocab_size: int) -> list[int]:
-    """Tokens that begin like no prompt before, so that nothing of them is cached."""
+    """Tokens that begin differently from all earlier prompts, so that none of them is cached."""
     seed = next(_seeds)
     return [(7919 * seed + 31 * i + seed * i) % (vocab_size - 100) + 50 for i in range(num_tokens)]
 

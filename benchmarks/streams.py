@@ -1,12 +1,12 @@
-"""What a token costs on its way from a worker to its client: CPU time of the router, the gateway and the worker.
+"""Measures the CPU time of the router, the gateway and the worker for each token on its way to the client.
 
     python benchmarks/streams.py                      # 64 streams over gRPC, then over HTTP
     python benchmarks/streams.py --streams 256 --stream-interval 8
     python benchmarks/streams.py --routers 2 --gateways 2      # how they share it
 
-The model is tiny and of random weights, but its vocabulary and tokenizer are the default model's: what is left is what
-any model's tokens cost these processes, on a GPU as well. Processes are measured, not clocks: CPU time by the kernel's
-account, from all streams' first token to their last. The client runs on the same cores, and counts nowhere.
+The model is tiny and has random weights, but the vocabulary and tokenizer of the default model: what remains is the
+cost of any model's tokens in these processes, on a GPU as well. Measures CPU time as the kernel accounts it, not wall
+time, from the start of all streams to the last one's end. The client runs on the same cores and is not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROMPT_TOKENS = 16
 
 
 def tiny_model(folder: Path) -> Path:
-    """The default model's tokenizer, and a config whose steps take next to nothing."""
+    """Create a model with the default model's tokenizer, and a config whose steps take almost no time."""
     for file in resolve_model("smollm2-135m-instruct").iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
@@ -57,7 +57,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Streams:
-    """So many answers at once, by either way."""
+    """`num_streams` answers at once, over gRPC or HTTP."""
 
     def __init__(self, cluster: Cluster, client: AsyncClient, num_streams: int) -> None:
         self._cluster = cluster
@@ -99,7 +99,7 @@ class Streams:
                 async with client.stream("POST", url, json=body | {"stream": True}) as response:
                     assert response.status_code == 200, await response.aread()
                     pieces = [piece.count(b"data: ") async for piece in response.aiter_raw()]
-                return sum(pieces) - 2  # how it ended, and [DONE]
+                return sum(pieces) - 2  # the finish reason, and [DONE]
 
             return sum(await asyncio.gather(*map(read, range(self._num_streams))))
 

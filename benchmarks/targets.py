@@ -1,4 +1,4 @@
-"""The servers under load, each started for a run and stopped after it: Tandem in some arrangement, vLLM, or
+"""The servers to measure under load, each started for a run and stopped after it: Tandem in some arrangement, vLLM, or
 llama.cpp.
 
 async with target() as backend: await run_load(workload, backend)
@@ -32,7 +32,7 @@ Target = Callable[[], AbstractAsyncContextManager[Backend]]
 
 
 def tandem(*, num_prefill: int, num_decode: int, transport: str = "grpc", dtype: str = "bfloat16") -> Target:
-    """`num_prefill` = 0: aggregated. Raises `ValueError`."""
+    """A target of Tandem. `num_prefill` = 0: aggregated. Raises `ValueError`."""
     args = ClusterArgs(
         engine=EngineArgs(dtype=dtype, max_model_len=4096, max_num_seqs=64),
         num_prefill=num_prefill or 1,
@@ -56,12 +56,12 @@ def tandem(*, num_prefill: int, num_decode: int, transport: str = "grpc", dtype:
 
 @dataclass(frozen=True)
 class Peer:
-    """A server of others', over OpenAI's HTTP API."""
+    """Another project's server, used over OpenAI's HTTP API."""
 
     files: Callable[[], tuple[Path, Path]]
-    """Its program, and the model that it is given. Raises `PeerMissing`."""
+    """Paths of its program and of its model. Raises `PeerMissing`."""
     flags: tuple[str, ...]
-    """In which MODEL and PORT are put."""
+    """Its flags; MODEL and PORT are replaced."""
     env: Mapping[str, str] = field(default_factory=dict)
 
     @asynccontextmanager
@@ -93,7 +93,7 @@ class Peer:
 
 
 PEERS = {
-    # With the settings that its CPU build is documented with.
+    # With the settings that the documentation of its CPU build gives.
     "vllm": Peer(
         lambda: (existing("vllm/bin/vllm"), existing("smollm2")),
         (
@@ -102,7 +102,7 @@ PEERS = {
         ),
         {"VLLM_CPU_KVCACHE_SPACE": "2"},
     ),
-    # Its context is that of all slots together.
+    # --ctx-size is that of all slots together.
     "llama": Peer(
         lambda: (existing("llama/vendor/llama.cpp/build/bin/llama-server"), existing("smollm2-bf16.gguf")),
         (
@@ -126,4 +126,4 @@ async def _wait_healthy(client: httpx2.AsyncClient, process: subprocess.Popen[by
                     return
             except httpx2.TransportError:
                 pass
-            await asyncio.sleep(0.5)  # it offers no news of its being ready
+            await asyncio.sleep(0.5)  # it cannot notify us when it is ready

@@ -1,13 +1,15 @@
-"""How fast KV blocks travel: GB/s per transport and size, what digests cost, and how long a small push takes.
+"""Measures the speed of KV transfers: GB/s for each transport and size, the cost of digests, and the latency of a small
+push.
 
     python benchmarks/transfer.py                       # all transports that are installed
     python benchmarks/transfer.py --transport nixl --max-mib 1024 --repeats 9
     python benchmarks/transfer.py --device cuda --layers 32 --block-kib 64      # pools in the memory of one GPU
 
-Sender and receiver are two processes, as in reality, and one for "local". A measured transfer is open + write of every
-layer + commit, so both sides' digests are in it; "data" is from the first write until all is there, in transfers
-of its own, which wait for that before they commit. After the last transfer of each size both sides' digests are
-compared once more, over another way. The last line of output is one JSON object.
+Sender and receiver are two processes, as in reality, and one for "local". A measured transfer consists of open, the
+writes of every layer, and commit, so it includes the digests of both sides. "data" is the time from the first write
+until all bytes have arrived, measured in separate transfers that wait for this before they commit. After the last
+transfer of each size, the digests of both sides are compared once more, over another channel. The last line of output
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import numpy as np
 import torch
 
 if __name__ == "__main__":
-    # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
+    # When run as a file, this folder comes first on the path, and its `engine.py` would hide the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import kv_transfer
@@ -49,7 +51,7 @@ from worker_service.pool_memory import PoolMemory
 MIB = 1 << 20
 NUM_LATENCY_PUSHES = 200
 LEASE_S = 20.0
-"""Of a push that stands still the transport says so after this long: before whoever waits for all of it gives up."""
+"""The transport reports a stalled push after this time, before anything that waits for the whole push gives up."""
 TRANSPORTS = (*kv_transfer.TRANSPORTS, "local")
 
 PoolArguments = tuple[str, int, int, int, str]
@@ -57,7 +59,8 @@ PoolArguments = tuple[str, int, int, int, str]
 
 
 def make_pool(transport: str, num_bytes: int, num_layers: int, block_kib: int, device: str, seed: int) -> KVPool:
-    """A pool of at least `num_bytes`, of blocks of `block_kib` KiB per layer, as a worker on `device` has it."""
+    """A pool of at least `num_bytes`, with blocks of `block_kib` KiB per layer, allocated like a worker's on
+    `device`."""
     num_blocks = -(-num_bytes // (num_layers * block_kib * 1024))
     shape = KVCacheShape(
         num_layers=num_layers, num_blocks=num_blocks, block_size=16, num_kv_heads=1,
@@ -72,12 +75,12 @@ def make_pool(transport: str, num_bytes: int, num_layers: int, block_kib: int, d
 
 @dataclass(frozen=True)
 class FarSide:
-    """What a receiver is asked for, beside the protocol."""
+    """The requests to a receiver beyond the protocol."""
 
     grant: Callable[[list[int]], pb.Grant]
-    """Of these blocks."""
+    """Grants these blocks."""
     digests: Callable[[list[int]], Digests]
-    """Of these blocks, computed now."""
+    """Digests of these blocks, computed now."""
 
 
 class BenchReceiver:
@@ -102,13 +105,13 @@ class BenchReceiver:
 
 
 def serve(pipe: Connection, transport: str, pool_arguments: PoolArguments) -> None:
-    """The receiving process: answers ("grant" or "digests", block ids), until None. An answer is bytes, or the text of
-    what went wrong, which is the last one."""
+    """The receiving process: answers requests ("grant" or "digests", block ids) until None. An answer is bytes, or the
+    text of an error, after which the process ends."""
     try:
         asyncio.run(_serve(pipe, transport, make_pool(*pool_arguments, seed=2)))
     except Exception as error:
         traceback.print_exc()
-        with contextlib.suppress(BrokenPipeError):  # the other side has gone, which its own error explains
+        with contextlib.suppress(BrokenPipeError):  # the other side has gone, and reports its own error
             pipe.send(f"{type(error).__name__}: {error}")
 
 
@@ -132,7 +135,7 @@ async def _serve(pipe: Connection, transport: str, pool: KVPool) -> None:
 
 @contextlib.asynccontextmanager
 async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterator[tuple[KVSender, FarSide]]:
-    """A sender, and a receiver that runs."""
+    """A sender, and a running receiver."""
     pool = make_pool(*pool_arguments, seed=1)
     identity = Identity(worker_id="prefill", incarnation="bench", compat_digest="bench")
     if transport == "local":
@@ -149,7 +152,7 @@ async def running(transport: str, pool_arguments: PoolArguments) -> AsyncIterato
     arguments = (theirs, transport, pool_arguments)
     process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
     process.start()
-    theirs.close()  # so that its end is an EOFError here
+    theirs.close()  # so that recv raises EOFError here when the process ends
 
     def answer() -> bytes:
         try:
@@ -182,8 +185,8 @@ async def commit(sender: KVSender, push: Push, src_block_ids: tuple[int, ...]) -
 
 
 async def open_and_write(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, ...]) -> tuple[Push, float]:
-    """A push of every layer of these blocks (a tuple, one for all layers, as an engine has it), and the
-    second at which it was open."""
+    """Push every layer of these blocks (a tuple, the same for all layers, as from an engine). Returns the push, and the
+    time in seconds at which it was open."""
     push = await sender.open(grant)
     opened_s = time.perf_counter()
     for layer in range(sender.pool.layout.num_layers):
@@ -192,7 +195,7 @@ async def open_and_write(sender: KVSender, grant: pb.Grant, src_block_ids: tuple
 
 
 async def write_s(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, ...]) -> float:
-    """Seconds of the writes alone, until the last byte has arrived."""
+    """Seconds that the writes alone take, until the last byte has arrived."""
     push, opened_s = await open_and_write(sender, grant, src_block_ids)
     await push._writer.drain()
     taken_s = time.perf_counter() - opened_s
@@ -201,7 +204,7 @@ async def write_s(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, .
 
 
 async def transfer_s(sender: KVSender, grant: pb.Grant, src_block_ids: tuple[int, ...]) -> float:
-    """Seconds of all of it, as a prefill worker asks for it: digests are computed while the last bytes travel."""
+    """Seconds of the whole transfer, as a prefill worker does it: digests are computed while the last bytes travel."""
     start_s = time.perf_counter()
     push, _ = await open_and_write(sender, grant, src_block_ids)
     await commit(sender, push, src_block_ids)

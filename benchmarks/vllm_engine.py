@@ -1,9 +1,10 @@
-"""What `benchmarks/engine.py` measures, of vLLM's offline `LLM`. Run by its own Python; prints a line RATES and JSON.
+"""Makes the measurements of `benchmarks/engine.py` with vLLM's offline `LLM`. Run by vLLM's own Python; prints a line
+with RATES and JSON.
 
     python vllm_engine.py '{"model": FOLDER, "prompt_tokens": [128], "batch_sizes": [1, 8], "context_tokens": 128,
                             "num_steps": 128, "num_prompts": 5}'
 
-A decode rate is what more time more tokens took: the time of `num_steps` + 1 tokens less that of one.
+The decode rate is computed from the time for `num_steps` + 1 tokens minus the time for one token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _seeds = count(1)
 
 
 def new_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[dict[str, list[int]]]:
-    """Prompts that begin like none before."""
+    """Prompts that begin differently from all earlier ones."""
     return [
         {"prompt_token_ids": [(7919 * seed + 31 * i + seed * i) % (vocab_size - 100) + 50 for i in range(num_tokens)]}
         for seed in (next(_seeds) for _ in range(num_prompts))
