@@ -1,4 +1,4 @@
-// A stream over gRPC. Generate the client first, from the repository's root:
+// Streams an answer over gRPC. Generate the client first, from the repository's root:
 //
 //	protoc -I. --go_out=examples/go --go_opt=Mprotos/tandem_inference.proto=./tandem \
 //	       --go-grpc_out=examples/go --go-grpc_opt=Mprotos/tandem_inference.proto=./tandem protos/tandem_inference.proto

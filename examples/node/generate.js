@@ -1,4 +1,4 @@
-// A stream over gRPC: npm install && node generate.js [ADDRESS] [PROMPT]
+// Streams an answer over gRPC: npm install && node generate.js [ADDRESS] [PROMPT]
 "use strict";
 const path = require("node:path");
 const grpc = require("@grpc/grpc-js");
@@ -14,7 +14,7 @@ const definition = loadSync(path.join(root, "protos", "tandem_inference.proto"),
 const { Inference } = grpc.loadPackageDefinition(definition).tandem.v1;
 const client = new Inference(address, grpc.credentials.createInsecure());
 
-let numTokens = 0; // positions are contiguous: whoever wants to be sure counts
+let numTokens = 0; // positions are contiguous, so a client can check that no token is missing
 const stream = client.Generate(
   { text, sampling_params: { max_tokens: 16, temperature: 0 } },
   { deadline: Date.now() + 30_000 },

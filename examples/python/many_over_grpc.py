@@ -1,4 +1,4 @@
-"""Many requests at once over gRPC, with deadlines and what comes back when there is no room.
+"""Sends many requests at once over gRPC, with deadlines, and retries those for which there is no room.
 
 python many_over_grpc.py [ADDRESS]
 """
@@ -17,7 +17,7 @@ async def ask(client: AsyncClient, number: int) -> str:
     for _ in range(5):
         try:
             answer = await client.generate(prompt, max_tokens=24, temperature=0, timeout_s=30)
-        except Overloaded as error:  # nothing was done for it; the router says when to come again
+        except Overloaded as error:  # the router refused it, and says when to retry
             await asyncio.sleep(error.retry_after_s or 1)
         else:
             timings = answer.timings
