@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` checks and measures, part by part.
+"""The parts of `benchmarks/gpu.py`: what it checks and measures.
 
     rows.py       a number beside its limit and its aim, and the table of them
     runner.py     parts in turn, each in a process of its own, within a budget

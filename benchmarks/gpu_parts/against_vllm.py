@@ -1,4 +1,4 @@
-"""Tandem's engine and vLLM's, where that is installed, in turn: the same prompts, the same steps, the same measure
+"""Measures Tandem's engine and, if it is installed, vLLM's in turn: the same prompts, the same steps, the same method
 (offline_engine.py)."""
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def times(setting: Setting, engine: str, folder: Path) -> Iterator[Time]:
-    """As they are measured. What the engine says goes into a log, and its end into the error where it fails."""
+    """Times as they are measured. The engine's output goes into a log, and its end into the error if the engine
+    fails."""
     case = {
         "model": str(folder), "device": setting.device, "max_model_len": setting.sizes.max_model_len,
         "kv_cache_gib": setting.sizes.kv_cache_gib, "num_rounds": NUM_ROUNDS,

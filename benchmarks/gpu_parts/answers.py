@@ -1,12 +1,12 @@
-"""What an engine answers on this device, token for token as an engine on the CPU does: in float32, over small random
-models, with all that requests may ask of the sampler, with adapters, guesses, experts, too small a pool, and blocks
-that come back from the host's memory.
+"""Compares answers of an engine on this device with those of an engine on the CPU, token for token: in float32, with
+small random models, with all sampling parameters, with adapters, speculation, experts, a pool that is too small, and
+blocks that are loaded from host memory.
 
     the same weights ──> plain torch on the CPU, a pool with room for all ──> tokens of each request
-                     └─> this device, with what a case has of its own     ──> the same tokens, or the case fails
+                     └─> this device, with the settings of a case         ──> the same tokens, or the case fails
 
-Draws fall alike: they depend on a request's seed and a token's place alone. A case in which what it is about did not
-happen (nobody was preempted, say) shows nothing, and fails as well.
+Random draws are equal: they depend only on a request's seed and a token's position. A case whose subject did not occur
+(for example, no request was preempted) shows nothing, and fails as well.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.thinking import ThinkingBudget
 
 ADAPTERS = {"small": 4, "large": 16}
-"""By name, their ranks."""
+"""Ranks of the adapters, by name."""
 ON_THE_CPU = {"device": "cpu", "num_threads": 4}
-"""Tests of kernels run beside this: with a thread for each core it took two minutes and more, and alone 25 s."""
+"""Kernel tests run in parallel with this: with a thread for each core it took more than two minutes then, and alone 25
+s."""
 FULL = Plan(
     hidden_size=256, num_layers=4, prompt_lens=(1, 16, 17, 60, 128, 333), num_decoded=0, chunk=100, num_greedy=48
 )
@@ -55,15 +56,15 @@ class Case:
     requests: Callable[[Plan], list[Request]]
     model: str = "llama"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine on this device alone."""
+    """Settings only of the engine on this device."""
     small_pool: bool = False
-    """It has room for the longest request and little more."""
+    """The pool has room for the longest request and little more."""
     brings_adapters: bool = False
-    """They are put into an engine on this device that has begun without, each where another was before."""
+    """Adapters are added to a running engine on this device, each in place of another one that was removed."""
     num_rounds: int = 1
-    """Each has all requests, when those of the last have ended."""
+    """Each round has all requests, and begins after the previous one has ended."""
     happened: tuple[str, Callable[[SchedulerStats], int]] | None = None
-    """What the case is about, and how often that was."""
+    """The subject of the case, and how often it occurred."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -106,7 +107,7 @@ def row_of(case: Case, requests: Sequence[Request], setting: Setting, shared: Ma
 
 
 def num_kv_blocks(requests: Sequence[Request], *, is_small: bool) -> int:
-    """Room for all of them, or for the longest one and a block."""
+    """Blocks for all requests, or for the longest one and one block."""
     blocks = sorted(-(-(len(r.prompt) + r.params.max_tokens + 1) // EngineArgs.block_size) + 1 for r in requests)
     return blocks[-1] + 1 if is_small else sum(blocks)
 
@@ -117,8 +118,8 @@ def answers(
     num_rounds: int = 1,
     brought: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, list[int]], SchedulerStats]:
-    """Each request's tokens, in each round, and what the engine counted. `brought`: folders of adapters, by name, that
-    are put into it."""
+    """The tokens of each request in each round, and what the engine counted. `brought`: folders of adapters to add to
+    the running engine, by name."""
     longest = max(len(request.prompt) + request.params.max_tokens for request in requests)
     args = {"dtype": "float32", "max_model_len": longest + 1, "max_num_seqs": len(requests), **settings}
     engine = LLMEngine(create_engine_config(EngineArgs(**args)))
@@ -137,7 +138,7 @@ def answers(
 
 
 def bring(engine: LLMEngine, folders: Mapping[str, str]) -> None:
-    """Adapters by name; where each is, another was before."""
+    """Add adapters by name, each in place of another one that was added before."""
     right = [*folders.values()]
     for those in (right[::-1], right):
         for name, folder in zip(folders, those, strict=True):
@@ -159,7 +160,7 @@ def prompts_of(plan: Plan, count: int) -> list[list[int]]:
 
 
 def sampled(plan: Plan) -> list[Request]:
-    """A request for each thing that the sampler knows, and several of them at once: each changes its answer."""
+    """A request for each sampling parameter, and requests with several of them; each parameter changes the answer."""
     asked: list[dict[str, Any]] = [
         {"temperature": 0, "logit_bias": {7: 3.0, 11: -100.0}},
         {"temperature": 0, "allowed_token_ids": frozenset(range(5, 500, 3))},
@@ -187,7 +188,7 @@ def greedy(plan: Plan) -> list[Request]:
 
 
 def adapted(plan: Plan) -> list[Request]:
-    """With each adapter and with none, in the same steps."""
+    """Requests with each adapter and without one, in the same steps."""
     names = ["", *ADAPTERS]
     return [
         Request(prompt=request.prompt, params=request.params, lora_name=names[number % len(names)])
@@ -196,7 +197,7 @@ def adapted(plan: Plan) -> list[Request]:
 
 
 def repeating(plan: Plan) -> list[Request]:
-    """Prompts in which the same comes again and again, and answers drawn and not."""
+    """Prompts that repeat themselves, with greedy and with random answers."""
     return [
         Request(
             prompt=random_tokens(9, plan.vocab_size, seed=number) * 4,
@@ -235,7 +236,8 @@ CASES = (
 
 
 def save_adapters(model: Path) -> dict[str, str]:
-    """Random ones beside `model`, in PEFT's layout, by name: of every product of its layers."""
+    """Save random adapters of every product of the model's layers beside `model`, in PEFT's layout. Returns their
+    folders by name."""
     weights = load_file(model / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
     folders = {}

@@ -1,8 +1,8 @@
-"""Attention alone, one layer of Llama-3.1-8B's shape; and, as a part of its own, the launch configurations to choose
-among.
+"""Measures attention alone, in one layer of Llama-3.1-8B's shape; and, as a separate part, possible launch
+configurations.
 
-Decoding is bound by bytes: keys and values, read once. Prefill is bound by operations: two products for each pair of a
-token and one before it.
+Decoding is bound by bytes: keys and values are read once. Prefill is bound by operations: two products for each pair of
+a token and one before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 FEW_BYTES = 16 << 20
-"""Take so few microseconds that launches are most of them: no share of the copy is aimed at."""
+"""Reading so few bytes takes only microseconds, mostly for the launch: there is no target for the share of the copy."""
 
 DECODE_VARIANTS: tuple[dict[str, int], ...] = (
     {"num_stages": 3}, {"num_stages": 7}, {"num_warps": 2}, {"block_n": 32}, {"min_piece": 128}, {"min_piece": 512},
@@ -37,7 +37,7 @@ DECODE_VARIANTS: tuple[dict[str, int], ...] = (
 PREFILL_VARIANTS: tuple[dict[str, int], ...] = (
     {"num_stages": 3}, {"num_stages": 7}, {"block_n": 128, "num_stages": 2}, {"block_n": 128},
 )  # fmt: skip
-"""What differs from the configuration in use: what came near it on an H100 (docs/gpu-testing.md)."""
+"""Differences from the configuration in use: those that came close to it on an H100 (docs/gpu-testing.md)."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -73,7 +73,7 @@ def choices(setting: Setting) -> Iterator[Choice]:
 def random_pool(
     num_seqs: int, length: int, setting: Setting, dtype: torch.dtype, block_size: int = BLOCK_SIZE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer of a pool, and block tables of sequences whose blocks lie scattered in it."""
+    """A layer of a pool, and block tables of sequences whose blocks are scattered in it."""
     _, num_kv_heads, head_dim = setting.sizes.attention_heads
     blocks_each = -(-length // block_size)
     num_blocks = num_seqs * blocks_each
@@ -83,7 +83,8 @@ def random_pool(
 
 
 def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int, longest: int) -> Job:
-    """Bytes of keys and values a second. `longest`: that there is a grid for, as in a recorded step."""
+    """Measures bytes of keys and values per second. `longest`: the context that the grid is for, as in a recorded
+    step."""
     from engine.kernels.gpu.decode import paged_decode, partial_size
 
     device = setting.device
@@ -115,7 +116,7 @@ def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int
 
 
 def prefill_job(setting: Setting, dtype: torch.dtype, num_prompts: int, length: int) -> Job:
-    """Operations a second, causal ones alone."""
+    """Measures operations per second, only the causal ones."""
     from engine.kernels.gpu.prefill import list_tiles, paged_prefill
 
     device = setting.device
@@ -145,7 +146,7 @@ def prefill_job(setting: Setting, dtype: torch.dtype, num_prompts: int, length: 
 
 
 def plain_prefill(setting: Setting, num_prompts: int, length: int) -> Row:
-    """torch's own attention over the same, contiguous and not in pages: what a kernel that others tuned reaches."""
+    """torch's own attention on the same sizes, contiguous and not in pages: shows what a tuned kernel reaches."""
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
     q, k, v = (
         torch.randn(num_prompts, heads, length, head_dim, device=setting.device).bfloat16()

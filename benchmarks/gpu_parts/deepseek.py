@@ -1,9 +1,9 @@
-"""What DeepSeek-V3 has beside other models, alone: attention to latents, and experts.
+"""Measures the parts that DeepSeek-V3 has and other models have not, alone: attention to latents, and experts.
 
-Attention reads a latent once for all heads: with 16 (DeepSeek-V2-Lite, or a rank of eight of V3) decoding is bound by
-bytes, with 128 by operations, as prompts are, which are computed in both forms. Experts are a rank's part of a layer of
-V3, as stored in 8 bits with a scale for each group of inputs, and in bfloat16; tokens are spread evenly over them, so
-that a decoding step reads every weight.
+Attention reads a latent once for all heads. With 16 heads (DeepSeek-V2-Lite, or a rank of eight of V3), decoding is
+bound by bytes; with 128 heads by operations. So are prompts, which are computed in both forms. Experts are one rank's
+part of a layer of V3, as stored in 8 bits with a scale for each group of inputs, and in bfloat16. Tokens are
+distributed evenly over them, so that a decoding step reads every weight.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 GROUP_SIZE = 128
 DECODE_TARGET, PREFILL_TARGET = 0.8, 0.5
-"""Shares of the copy, and of the products: what the same work aims at with other models."""
+"""Targets as shares of the copy, and of the products: those of the same work in other models."""
 FEW_HEADS = 32
-"""Up to here a decoding token's attention reads longer than it computes."""
+"""Up to this many heads, the attention of a decoding token reads longer than it computes."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -62,7 +62,7 @@ def measure(setting: Setting) -> Iterator[Row]:
         yield unfolded_row(setting, dtype, sizes, num_heads)
     capability = torch.cuda.get_device_capability() if setting.device == "cuda" else None
     forms = [torch.int8 if capability is not None and why_no_float8(capability) else torch.float8_e4m3fn]
-    if capability is None or capability[0] in GROUPED_MAJORS:  # elsewhere torch waits in it, and nothing is recorded
+    if capability is None or capability[0] in GROUPED_MAJORS:  # elsewhere torch waits in it: it cannot be recorded
         forms.append(dtype)
     for num_tokens in sizes.expert_tokens:
         for form in forms:
@@ -100,7 +100,7 @@ def attention_work(
     query_lens: list[int],
     context_lens: list[int],
 ) -> Callable[[], object]:
-    """One layer's attention of a step over random latents, whose blocks lie scattered, in the absorbed form."""
+    """One layer's attention of a step over random latents in scattered blocks, in the absorbed form."""
     backend, layout = backend_of(setting, dtype, sizes, num_heads, None), layout_of(query_lens, context_lens)
     kv, plan = random_pool(setting, dtype, sizes, layout), backend.prepare(layout)
     q = torch.randn(sum(query_lens), num_heads, sizes.latent_dim, device=setting.device).to(dtype)
@@ -108,7 +108,8 @@ def attention_work(
 
 
 def unfolded_row(setting: Setting, dtype: torch.dtype, sizes: LatentSizes, num_heads: int) -> Row:
-    """The same prompts, attending to keys and values of heads: with the products that make them, and what is before."""
+    """The same prompts with attention to unfolded keys and values of heads, including the products that unfold them,
+    and norms and rotations."""
     num_prompts, length = sizes.prefill
     num_tokens, Q, P = num_prompts * length, sizes.query_dim, sizes.latent_dim - sizes.kv_lora_rank
     layout = layout_of([length] * num_prompts, [length] * num_prompts)

@@ -1,4 +1,5 @@
-"""Digests of blocks alone: right, by the library on the host, and how fast, for a commit's blocks and for many."""
+"""Checks and measures digests of blocks alone: compares them with the library on the host, and measures their speed for
+the blocks of a commit and for many."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The FlashAttention that is installed, alone, over pages of several sizes, as the backend `flash_attn` calls it.
+"""Measures the installed FlashAttention alone, over pages of several sizes, as the backend `flash_attn` calls it.
 
-The same sizes, bytes and operations as of our kernels (attention.py), to be held against them.
+Uses the same sizes, bytes and operations as for our kernels (attention.py), for comparison.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.attention.flash_calls import Attend, FlashCalls, FlashUnavailable, P
 from engine.models.scores import Scores
 
 BLOCK_SIZES = (16, 128, 256)
-"""An engine's; as many keys as some libraries have in a tile; what FlashAttention-2 asks for."""
+"""The engine's block size; the number of keys in a tile of some libraries; the size that FlashAttention-2 requires."""
 NUM_CHECKED = 8
 MAX_ERROR = 1e-2
-"""bfloat16 rounds to 4e-3 at most, twice: what is attended with, and what comes of it."""
+"""bfloat16 rounds by at most 4e-3, twice: the weights of attention, and its result."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -39,13 +39,13 @@ def measure(setting: Setting) -> Iterator[Row]:
             yield prefill_row(setting, calls, block_size, num_prompts, length, errors)
     yield Row(
         what="FlashAttention's error, of all of these", value=torch.tensor(errors).max().item(), unit="error",
-        at_most=MAX_ERROR, is_check=True,  # the largest of Python's own would pass over a NaN
+        at_most=MAX_ERROR, is_check=True,  # Python's max() would miss a NaN
         note=f"the last {NUM_CHECKED} queries of two sequences, against float64",
     )  # fmt: skip
 
 
 def calls_by_block_size(setting: Setting) -> Iterator[tuple[int, FlashCalls]]:
-    """Raises `NotRun` where there is none for any of them."""
+    """Raises `NotRun` if no block size has a FlashAttention."""
     why_not = []
     _, _, head_dim = setting.sizes.attention_heads
     for block_size in BLOCK_SIZES:
@@ -70,7 +70,7 @@ def decode_row(
     setting: Setting, calls: FlashCalls, block_size: int, num_seqs: int, context: int, longest: int,
     errors: list[float],
 ) -> Row:  # fmt: skip
-    """Adds what these calls were off by to `errors`."""
+    """Also appends the error of these calls to `errors`."""
     _, num_kv_heads, head_dim = setting.sizes.attention_heads
     num_bytes = num_seqs * attention_bytes(num_kv_heads, head_dim, context)
     works = [
@@ -103,7 +103,7 @@ def prefill_row(
 
 @dataclass(frozen=True)
 class Call:
-    """Over a pool of its own."""
+    """A call with a pool of its own."""
 
     attend: Attend
     q: torch.Tensor
@@ -135,7 +135,8 @@ class Call:
         return self.attend(self.q, *self.pages, self.batch, self.scores)
 
     def error(self) -> float:
-        """Of some queries, which see all keys but the last ones: |difference| / |exact|."""
+        """The relative error of some of the last queries: |difference| / |exact|. These see all keys except the last
+        ones."""
         context = int(self.batch.context_lens[0])
         num_queries = min(NUM_CHECKED, self.batch.max_query_len)
         seen = torch.arange(context, device=self.q.device) <= torch.arange(

@@ -1,7 +1,9 @@
-"""What the device can do, which everything else stands beside: copies, matrix products, the way to the host and back.
+"""Measures the limits of the device, with which everything else is compared: copies, matrix products, transfers to the
+host and back.
 
-Inputs are random, and larger than the cache. A copy's bytes are counted twice, read and written. The device's own copy
-is not always the fastest: on an H100 a kernel that negates what it copies moves a fifth more (2,995 GB/s, not 2,440).
+Inputs are random, and larger than the cache. A copy's bytes are counted twice, as read and as written. The device's own
+copy is not always the fastest: on an H100, a kernel that inverts the bits that it copies moves a fifth more (2,995
+instead of 2,440 GB/s).
 """
 
 from __future__ import annotations

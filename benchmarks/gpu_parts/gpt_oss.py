@@ -1,7 +1,7 @@
-"""What gpt-oss has beside other models, alone: experts in MXFP4.
+"""Measures the part that gpt-oss has and other models have not, alone: experts in MXFP4.
 
-A layer of gpt-oss-120b, whole. Tokens are spread evenly over its experts: one token reads four of them, 64 tokens read
-all, and a prompt multiplies each with many rows.
+A whole layer of gpt-oss-120b. Tokens are distributed evenly over its experts: one token reads four of them, 64 tokens
+read all, and a prompt multiplies each by many rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.models.expert_products import ExpertProducts
 from engine.models.four_bit_experts import BIAS, GROUP, ClampedGate, FourBitStack
 
 FEW_ROWS = 32
-"""Of an expert: up to here its weights take longer to read than to multiply."""
+"""Rows of an expert up to which reading its weights takes longer than multiplying by them."""
 
 MakeExperts = Callable[[FourBitSizes, torch.dtype, Setting], ExpertProducts]
 
@@ -37,7 +37,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 def expert_row(
     setting: Setting, sizes: FourBitSizes, num_tokens: int, form: str, item_bytes: float, make: MakeExperts
 ) -> Row:
-    """All experts of a layer: gate and up, their gate, down. `item_bytes`: of a weight in that form."""
+    """All experts of a layer: gate and up, their gate, down. `item_bytes`: bytes of a weight in that form."""
     num_rows, num_experts = num_tokens * sizes.experts_per_token, sizes.num_experts
     dtype = dtype_of(setting)
     x_RD, ends_E = random_rows(sizes, num_tokens, dtype, setting)
@@ -52,13 +52,13 @@ def expert_row(
 
 
 def dtype_of(setting: Setting) -> torch.dtype:
-    return torch.bfloat16 if setting.device == "cuda" else torch.float32  # which Triton's interpreter does compute
+    return torch.bfloat16 if setting.device == "cuda" else torch.float32  # which Triton's interpreter supports
 
 
 def random_rows(
     sizes: FourBitSizes, num_tokens: int, dtype: torch.dtype, setting: Setting
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows sorted by expert, where each expert's end), as many of each expert."""
+    """(rows sorted by expert, the end of each expert's rows); all experts have the same number of rows."""
     num_rows, num_experts = num_tokens * sizes.experts_per_token, sizes.num_experts
     counts = [num_rows // num_experts + (e < num_rows % num_experts) for e in range(num_experts)]
     ends_E = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=setting.device)

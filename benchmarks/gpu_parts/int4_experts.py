@@ -1,6 +1,6 @@
-"""Experts in int4, alone: what a checkpoint of a mixture has in 4 bits, with scales in float16 for 128 inputs each.
+"""Measures experts in int4 alone: 4-bit weights as in a mixture's checkpoint, with a float16 scale for each 128 inputs.
 
-A layer of Qwen3-30B-A3B, whole, with as many rows for each expert, as in gpt_oss.py.
+A whole layer of Qwen3-30B-A3B, with the same number of rows for each expert, as in gpt_oss.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.models.expert_products import ExpertProducts, ScaledExperts
 
 GROUP_SIZE = 128
 MAX_ERROR = 1e-2
-"""Relative, of bfloat16's sums in another order and what is rounded between products."""
+"""Relative error, from another order of bfloat16 sums and from rounding between products."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -34,7 +34,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def error_row(setting: Setting, sizes: FourBitSizes) -> Row:
-    """Beside the library's products with each expert's weight widened."""
+    """Compares with the library's products, for which each expert's weight is converted."""
     from engine.kernels.gpu.parts import TritonInt4Experts
 
     stacks = random_stacks(sizes, dtype_of(setting), setting)
@@ -60,7 +60,7 @@ def random_stacks(sizes: FourBitSizes, dtype: torch.dtype, setting: Setting) -> 
     def stack(num_outputs: int, num_inputs: int) -> Int4Weight:
         shape = sizes.num_experts * num_outputs, num_inputs // min(GROUP_SIZE, num_inputs)
         packed = torch.randint(256, (shape[0], num_inputs // 2), dtype=torch.uint8, device=setting.device)
-        # Numbers about 1 / sqrt(inputs) large; not all of bfloat16.
+        # Values of about 1 / sqrt(inputs); not all of them exact in bfloat16.
         scale = (torch.rand(shape, device=setting.device) + 0.5).half().float() * num_inputs**-0.5 / 4
         return Int4Weight(packed, scale, -8 * scale, dtype)
 

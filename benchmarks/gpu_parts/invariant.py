@@ -1,10 +1,11 @@
-"""`batch_invariant`: whether it is kept, and what it costs.
+"""Checks that `batch_invariant` holds, and measures what it costs.
 
-Kept: an engine with some of Llama-3.1-8B's layers gives each logprob of its answers to the bit all at once, one by one
-and in chunks. Beside it, how many differ without: a check that cannot fail would find none.
+Check: an engine with some of Llama-3.1-8B's layers must give each logprob of its answers with the same bits for all
+requests at once, one by one and in chunks. For comparison, counts how many differ without it: a check that cannot fail
+would find none.
 
-Costs: its products, of decoding beside the copy and of prompts beside the library's; its attention (the one without is
-in the part `attention`). Whole steps are the part `steps-invariant`.
+Cost: the speed of its products, in decoding compared with the copy and in prompts with the library's products; and of
+its attention (attention without it is in the part `attention`). Whole steps are in the part `steps-invariant`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ PRODUCT_VARIANTS: tuple[dict[str, int], ...] = (
     {"num_stages": 3}, {"num_stages": 6}, {"num_warps": 8}, {"num_warps": 4}, {"block_n": 128, "num_warps": 8},
     {"block_t": 128}, {"block_t": 256, "num_stages": 3},
 )  # fmt: skip
-"""What differs from the configuration in use. Not the inputs of a tile, which the order of addition follows from."""
+"""Differences from the configuration in use. Not the inputs of a tile, which determine the order of addition."""
 
 Told = dict[str, list[tuple[int, float]]]
-"""Of each request, its tokens and their logprobs."""
+"""Tokens of each request with their logprobs."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -63,7 +64,7 @@ def measure_variants(setting: Setting) -> Iterator[Row]:
 
 
 def check_triton(setting: Setting) -> None:
-    """Raises `NotRun` without it."""
+    """Raises `NotRun` without Triton."""
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(why_not)
@@ -77,7 +78,7 @@ def choices(setting: Setting) -> Iterator[Choice]:
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
     kind = gpu_kind(setting.device)
     for name, num_outputs, num_inputs in setting.sizes.model.products:
-        # Logits of a prompt are those of its last token.
+        # A prompt has logits only for its last token.
         many = () if name == "logits" else (setting.sizes.prompt_rows,)
         for num_rows in (*setting.sizes.product_rows, *many):
             what = f"invariant, {name} {num_outputs} x {num_inputs}, {num_rows} rows"
@@ -95,7 +96,7 @@ def choices(setting: Setting) -> Iterator[Choice]:
 
 
 def bits_rows(setting: Setting) -> Iterator[Row]:
-    """How many logprobs have other bits than those of all requests at once."""
+    """How many logprobs differ from those of all requests at once in any bit."""
     config = {**setting.sizes.model.config, "num_hidden_layers": min(NUM_LAYERS, setting.sizes.model.num_layers)}
     lengths = (30, 3, 18) if setting.is_tiny else (700, 3, 300, 65, 1500, 17)
     prompts = {str(i): new_prompt(length, config["vocab_size"]) for i, length in enumerate(lengths)}
@@ -112,7 +113,7 @@ def bits_rows(setting: Setting) -> Iterator[Row]:
 def compared(
     folder: Path, prompts: dict[str, list[int]], setting: Setting, *, batch_invariant: bool
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(how, (how many differ, of how many))"""
+    """(way of computing, (number that differ, number of all))"""
     settings: dict[str, Any] = {"batch_invariant": batch_invariant}
     engine = engine_of(folder, setting, **settings)
     together = told_by(engine, prompts)
@@ -147,7 +148,7 @@ def told_by(engine: LLMEngine, prompts: dict[str, list[int]]) -> Told:
 
 
 def differing(ours: Told, theirs: Told) -> tuple[int, int]:
-    """(how many, of how many)"""
+    """(number that differ, number of all)"""
     pairs = [pair for name in ours for pair in zip(ours[name], theirs[name], strict=True)]
     return sum(one != other for one, other in pairs), len(pairs)
 
@@ -158,7 +159,7 @@ def differing(ours: Told, theirs: Told) -> tuple[int, int]:
 def product_job(
     what: str, num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, setting: Setting
 ) -> Job:
-    """Of few rows the weight's bytes, of many the operations."""
+    """Measures the weight's bytes for few rows, and operations for many."""
     from engine.kernels.gpu.product import row_product
 
     num_bytes = num_outputs * num_inputs * dtype.itemsize
@@ -177,7 +178,7 @@ def product_job(
 
 
 def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int) -> Job:
-    """As `attention.decode_job`."""
+    """Like `attention.decode_job`."""
     from engine.kernels.gpu.pieces import partial_size
 
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads
@@ -198,7 +199,7 @@ def decode_job(setting: Setting, dtype: torch.dtype, num_seqs: int, context: int
 
 
 def prefill_job(setting: Setting, dtype: torch.dtype, num_prompts: int, length: int) -> Job:
-    """As `attention.prefill_job`."""
+    """Like `attention.prefill_job`."""
     from engine.kernels.gpu.prefill import list_tiles
 
     num_heads, num_kv_heads, head_dim = setting.sizes.attention_heads

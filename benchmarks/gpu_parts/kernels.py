@@ -1,4 +1,4 @@
-"""The kernels' own tests (tests/unit/test_triton_*.py, test_flash_*.py), on this device, against float64."""
+"""Runs the kernels' own tests (tests/unit/test_triton_*.py, test_flash_*.py) on this device, against float64."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from benchmarks.gpu_parts.runner import NotRun, OutOfTime, Setting, require
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 15
-"""Most of the time goes into compiling. Each holds half a gigabyte of the device."""
+"""Most of the time is spent compiling. Each process holds half a gigabyte of device memory."""
 SHOWN_LINES = 40
 LOG = "gpu-kernel-tests.log"
 SUMMARY_S = 20.0
-"""Of the part's time: for pytest to say what it has found, when the rest is over. xdist waits 10 s for its workers."""
+"""The part of the time limit reserved for pytest to print its results. xdist waits 10 s for its workers."""
 
 
 TEST_LINE = re.compile(r"^\[gw\d+\] \[ *(\d+%)\] ([A-Z]+) | ([A-Z]+)(?: \(.*\))? +\[ *(\d+%)\]$")
-"""What xdist, or pytest alone, says of each test: how it ended, and the share of all that has."""
+"""A line of xdist, or of plain pytest, about a test: its outcome, and the share of tests that have ended."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """The number of tests that fail; what they say is kept in a log, also where time runs out."""
+    """Yields the number of tests that fail; their output is kept in a log, even if time runs out."""
     if setting.device != "cuda":
         raise NotRun("no GPU; interpreted they are among the project's own tests")
     require("pytest")
@@ -55,13 +55,14 @@ def row_of(count: int, note: str, lines: Sequence[str]) -> Row:
 
 
 def run_tests(path: Path, limit_s: float) -> int | None:
-    """Into a log. Returns pytest's exit code, None where it was ended for want of time."""
+    """Run the tests with a log of their output. Returns pytest's exit code, or None if it was stopped because time ran
+    out."""
     with path.open("w") as log:
         tests = subprocess.Popen(command(), cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT)
         try:
             return tests.wait(limit_s)
         except subprocess.TimeoutExpired:
-            tests.send_signal(signal.SIGINT)  # it then tells what has failed, unless it hangs itself
+            tests.send_signal(signal.SIGINT)  # it then prints the failures, unless it hangs itself
             with suppress(subprocess.TimeoutExpired):
                 tests.wait(SUMMARY_S - 5)
             return None
@@ -74,9 +75,9 @@ def command() -> list[str]:
     folder = ROOT / "tests/unit"
     names = [str(path) for kind in ("flash", "triton") for path in sorted(folder.glob(f"test_{kind}_*.py"))]
     parallel = ["-n", str(min(NUM_PROCESSES, os.cpu_count() or 1))] if find_spec("xdist") else []
-    # With the fixtures of tests/unit/conftest.py, without tests/conftest.py, which starts a Redis, and without the
-    # plugins that the project's own settings name. A file that cannot be imported, for want of a package, must not keep
-    # the others from running. A line for each test: what has failed so far is in the log at any moment.
+    # Uses the fixtures of tests/unit/conftest.py, but not tests/conftest.py, which starts a Redis, nor the plugins that
+    # the project's settings name. A file that cannot be imported because a package is missing must not keep the others
+    # from running. Prints a line for each test, so the log shows all failures so far at any time.
     options = [
         "-v", "-rfE", f"--confcutdir={folder}", "--continue-on-collection-errors", "-p", "no:cacheprovider",
         "-o", "addopts=", "-m", "not slow", *parallel,
@@ -85,27 +86,29 @@ def command() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """What was on the path stays there: packages may have been carried to this machine."""
+    """Keeps the existing path: packages may have been copied to this machine."""
     path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def num_failed(summary: str) -> int:
-    """Of pytest's last line; errors count. Raises `ValueError` where it is none."""
+    """The number of failures in pytest's last line, including errors. Raises `ValueError` if it is not a summary
+    line."""
     if not re.search(r"\d+ (passed|failed|error|skipped)", summary):
         raise ValueError(f"this is no summary of pytest's: {summary!r}")
     return sum(int(number) for number in re.findall(r"(\d+) (?:failed|errors?)\b", summary))
 
 
 def so_far(lines: Sequence[str]) -> tuple[int, str]:
-    """Of a run that did not come to its end: how many tests failed, and the share of all that ended."""
+    """For an unfinished run: how many tests failed, and the share of all tests that ended."""
     ended = [match for match in map(TEST_LINE.search, lines) if match]
     num_bad = sum((match[2] or match[3]) in ("FAILED", "ERROR") for match in ended)
     return num_bad, (ended[-1][1] or ended[-1][4]) if ended else "0%"
 
 
 def first_illegal_access(lines: Sequence[str]) -> str:
-    """The first error that tells of one, and whose it is: all that comes later in its process fails, too."""
+    """The first error about an illegal memory access, with its test: after it, everything in the same process fails,
+    too."""
     test = ""
     for line in lines:
         if match := re.fullmatch(r"_{2,} (.+) _{2,}", line.strip()):

@@ -1,11 +1,12 @@
-"""The whole model against transformers in float64: small random ones with all that a layer may have, on this device.
+"""Compares whole models with transformers in float64 on this device: small random models that cover all features of a
+layer.
 
     weights, rounded to bfloat16 ──> transformers, float64 ──────────────> logits of a prompt's end and of tokens after
                                  └─> our engine, float32 and bfloat16 ──> the same: whole, in chunks, decoding
 
-Error: |ours - theirs| / |theirs| over all logits of all prompts. float32 must be exact but for its rounding; bfloat16
-may be twice as far off as transformers is in bfloat16. Greedy answers in float32 must be equal, token for token.
-(transformers computes norms and rotary angles in float32 whatever the model's type: the reference is good to 1e-6.)
+Error: |ours - theirs| / |theirs| over all logits of all prompts. float32 must be exact except for rounding; the error
+of bfloat16 may be twice that of transformers in bfloat16. Greedy answers in float32 must be equal, token for token.
+(transformers computes norms and rotary angles in float32 whatever the model's type: the reference is accurate to 1e-6.)
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
 from engine.scheduling.sequence import Sequence as EngineSequence
 
 MODELS = ("llama", "qwen3", "gemma2")
-"""The last by transformers' own code, over our attention: with its soft cap, scale and windows."""
+"""The last one uses transformers' own code with our attention, and has a soft cap, a scale and windows."""
 MAX_FLOAT32_ERROR = 5e-5
-"""tf32, which is no float32, is off by 3e-4."""
+"""With tf32 instead of float32, the error would be 3e-4."""
 BFLOAT16_SLACK = 2.0
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is compared."""
+    """The sizes of a comparison."""
 
     hidden_size: int
     num_layers: int
     prompt_lens: tuple[int, ...]
-    """Round the block size, one token, and several tiles of keys."""
+    """Lengths around the block size, one token, and several tiles of keys."""
     num_decoded: int
-    """Tokens after each prompt, given, and computed one by one."""
+    """Given tokens after each prompt, computed one by one."""
     chunk: int
     num_greedy: int
     vocab_size: int = 1000
@@ -96,7 +97,7 @@ def compare_logits(
         what=f"{name}, {dtype}, decoding", value=relative_error(ours[:, 1:], exact[:, 1:]), unit="error",
         at_most=at_most, is_check=True, note=f"transformers' {theirs:.1e}",
     )  # fmt: skip
-    # Products of one row have a kernel of their own.
+    # Products of one row use a separate kernel.
     ours = driver.logits(sequences[-1:], replace(plan, prompt_lens=plan.prompt_lens[-1:]), plan.max_len)
     yield Row(
         what=f"{name}, {dtype}, decoding alone", value=relative_error(ours[:, 1:], exact[-1:, 1:]), unit="error",
@@ -107,7 +108,7 @@ def compare_logits(
 def compare_answers(
     name: str, plan: Plan, sequences: Sequence[list[int]], answers: list[list[int]], folder: Path, setting: Setting
 ) -> Row:
-    """Through the whole engine: scheduler, graphs, sampler."""
+    """Compares answers of the whole engine: scheduler, graphs, sampler."""
     engine = LLMEngine(create_engine_config(engine_args(folder, plan, "float32", setting.device)))
     params = SamplingParams(temperature=0, max_tokens=plan.num_greedy, ignore_eos=True)
     for number, length in enumerate(plan.prompt_lens):
@@ -124,7 +125,7 @@ def compare_answers(
 
 
 def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """NaN where ours has one: that keeps no bound."""
+    """NaN if ours has a NaN, which violates any bound."""
     return float((ours.double() - exact).norm() / exact.norm())
 
 
@@ -137,7 +138,7 @@ def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def save_model(name: str, plan: Plan, folder: Path) -> None:
-    """A random model in `folder`, in float32. Weights fit bfloat16."""
+    """Save a random model in `folder`, in float32. Its weights are exact in bfloat16."""
     import transformers
 
     head_dim = plan.hidden_size // 8
@@ -160,24 +161,26 @@ def save_model(name: str, plan: Plan, folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:  # they start as 1, where forgetting them would not be noticed
+            if "norm" in parameter_name:  # they start as 1, with which a missing norm weight would go unnoticed
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             parameter.copy_(parameter.bfloat16())
     model.save_pretrained(folder)
 
 
 def reference(name: str, folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """As transformers has it. Loaded anew for each type: one that is converted loses its rotary angles' precision."""
+    """The model of transformers. Loaded again for each type, because a converted model loses the precision of its
+    rotary angles."""
     import transformers
 
     load = transformers.AutoModelForCausalLM.from_pretrained
-    attention = "eager" if name == "gemma2" else "sdpa"  # which knows no soft cap
+    attention = "eager" if name == "gemma2" else "sdpa"  # which does not support a soft cap
     return load(folder, dtype=dtype, attn_implementation=attention).to(device).eval()
 
 
 @torch.inference_mode()
 def reference_logits(model: Any, plan: Plan, sequences: Sequence[list[int]]) -> torch.Tensor:
-    """float64 [sequences, 1 + num_decoded, vocabulary]: after the prompt's last token, and each given one after it."""
+    """float64 [sequences, 1 + num_decoded, vocabulary]: the logits after the prompt's last token, and after each given
+    token."""
     found = []
     for tokens in sequences:
         logits = model(torch.tensor([tokens], device=model.device)).logits[0]
@@ -187,7 +190,7 @@ def reference_logits(model: Any, plan: Plan, sequences: Sequence[list[int]]) -> 
 
 @torch.inference_mode()
 def reference_answers(model: Any, plan: Plan, sequences: Sequence[list[int]]) -> list[list[int]]:
-    """The likeliest token, and again, behind each prompt."""
+    """Greedy answers to each prompt."""
     answers = []
     for tokens, length in zip(sequences, plan.prompt_lens, strict=True):
         prompt = torch.tensor([tokens[:length]], device=model.device)
@@ -211,7 +214,7 @@ def engine_args(folder: Path, plan: Plan, dtype: str, device: str) -> EngineArgs
 
 
 class Driver:
-    """An engine's executor, without a scheduler: sequences whose blocks lie scattered in the pool."""
+    """An engine's executor without a scheduler, with sequences whose blocks are scattered in the pool."""
 
     def __init__(self, folder: Path, plan: Plan, dtype: str, device: str) -> None:
         config = create_engine_config(engine_args(folder, plan, dtype, device))
@@ -221,8 +224,8 @@ class Driver:
         self._block_size = config.cache.block_size
 
     def logits(self, sequences: Sequence[list[int]], plan: Plan, chunk: int) -> torch.Tensor:
-        """float64, as `reference_logits`: prompts in steps of at most `chunk` tokens of each, then token by token."""
-        self._executor.kv_pool.fill_(float("nan"))  # nothing that was not written may be read
+        """float64, like `reference_logits`: prompts in steps of at most `chunk` tokens each, then token by token."""
+        self._executor.kv_pool.fill_(float("nan"))  # shows up any read of numbers that were not written
         seqs = [
             self._sequence(number, tokens, length)
             for number, (tokens, length) in enumerate(zip(sequences, plan.prompt_lens, strict=True))
@@ -245,7 +248,7 @@ class Driver:
         return seq
 
     def _step(self, chunks: list[tuple[EngineSequence, int]], found: list[list[torch.Tensor]]) -> None:
-        chunks.sort(key=lambda item: item[1] > 1)  # as the scheduler does: those of one token first
+        chunks.sort(key=lambda item: item[1] > 1)  # like the scheduler: sequences with one token first
         output = SchedulerOutput([ScheduledSequence(*item) for item in chunks], [])
         runner = self._executor._worker.runner
         logits = runner.compute(runner.prepare(output)).logits
@@ -253,4 +256,4 @@ class Driver:
             seq.num_computed_tokens += num_new_tokens
         if logits is not None:
             for seq, row in zip(output.sampled_seqs, logits, strict=True):
-                found[seq.seq_id].append(row.double().clone())  # the next replay writes over it
+                found[seq.seq_id].append(row.double().clone())  # the next replay overwrites it

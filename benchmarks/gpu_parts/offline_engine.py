@@ -1,14 +1,14 @@
-"""How long one engine takes, offline, for prompts and for decoding steps: Tandem's or vLLM's, asked the same.
+"""Measures how long one engine, Tandem's or vLLM's, takes offline for the same prompts and decoding steps.
 
     python offline_engine.py tandem|vllm CASE
 
     CASE    {"model": FOLDER, "device": "cuda", "max_model_len": 16384, "kv_cache_gib": 24, "decode": [[64, 2048]],
              "prefill": [[8, 8192]], "answers": [32, 128], "num_rounds": 3}
 
-A process of its own for each, which has the device to itself. Weights are dummies, prompts are token ids like none
-before, tokens are chosen greedily and not made text of. A prompt's time is that of an answer of one token; a decoding
-step's, what longer answers took more than shorter ones: the steps in which prompts are still computed are in both.
-Prints a line for each, after a mark, as engines print as well.
+Each engine runs in a separate process that has the device to itself. Weights are dummies, prompts are new token ids,
+tokens are chosen greedily and not detokenised. The time of a prompt is that of an answer of one token. The time of a
+decoding step is computed from the difference between longer and shorter answers: the steps in which prompts are still
+computed are in both. Prints a line for each result, after a mark, since engines print as well.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # Run as a file, this folder comes first on the path: its names are not what others import.
+    # When run as a file, this folder comes first on the path, and its names would hide modules that others import.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 MAX_BATCHED_TOKENS = 16384
-"""What vLLM takes into one step, offline, on a GPU of 70 GB and more."""
+"""vLLM's default for one step, offline, on a GPU of 70 GB and more."""
 MARK = "TIME "
 
 Generate = Callable[[list[list[int]], int], None]
-"""(prompts, tokens to answer each with)"""
+"""(prompts, number of tokens to answer each with)"""
 
 _seeds = count(1)
 
@@ -76,7 +76,7 @@ def vllm(case: dict[str, Any]) -> tuple[Generate, int, str]:
         model=case["model"], load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True,
         enable_prefix_caching=False, max_model_len=case["max_model_len"], max_num_seqs=max_num_seqs(case),
         max_num_batched_tokens=MAX_BATCHED_TOKENS, kv_cache_memory_bytes=int(case["kv_cache_gib"] * 2**30),
-        # Graphs of the sizes that are measured; those of others take time and change nothing.
+        # Graphs only for the measured sizes; others would take time and change nothing.
         compilation_config={"cudagraph_capture_sizes": sizes},
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def main() -> None:
     generate, vocab_size, name = {"tandem": tandem, "vllm": vllm}[sys.argv[1]](case)
 
     def median_ms(num_prompts: int, num_tokens: int, max_tokens: int) -> float:
-        """After one round that compiles and chooses."""
+        """The median after one round that compiles and selects algorithms."""
         times_ms = []
         for _ in range(1 + case["num_rounds"]):
             prompts = new_prompts(num_prompts, num_tokens, vocab_size)

@@ -1,5 +1,5 @@
-"""KV between the device and the host's memory: how fast blocks go and come back, as they were; what that does to steps
-beside it; and a prompt that comes again when others have taken its place.
+"""Measures KV between device and host memory: how fast blocks are saved and loaded (and that they are unchanged); how
+this affects steps that run meanwhile; and a prompt that returns after others have evicted it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from engine.scheduling.offloading import BlockCopy
 
 NUM_ROUNDS = 5
 NUM_IN_POOL = 5
-"""Prompts that the pool has room for. A quarter of it is always ready to be taken."""
+"""Prompts that the pool has room for. A quarter of the pool is always kept available."""
 SHARE = 0.8
-"""Of the way to the host and back."""
+"""Target as a share of the transfer speed to the host and back."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -47,7 +47,7 @@ def copy_rows(setting: Setting) -> Iterator[Row]:
     num_layers = sizes.model.config["num_hidden_layers"]
     block_bytes = sizes.model.kv_bytes(EngineArgs.block_size) // num_layers
     num_blocks = max(2, sizes.host_bytes // (num_layers * block_bytes))
-    # Blocks of a pool as large as they are: a block's layers lie gigabytes apart.
+    # In a pool of realistic size, the layers of a block are gigabytes apart.
     num_in_pool = max(num_blocks, int(sizes.kv_cache_gib * GIB) // (num_layers * block_bytes))
     pool = torch.zeros(num_layers, num_in_pool, block_bytes, dtype=torch.uint8, device=setting.device)
     before = torch.randint(0, 256, (num_layers, num_blocks, block_bytes), dtype=torch.uint8, device=setting.device)
@@ -82,7 +82,7 @@ def seconds_of(copies: HostCopies, batch: Sequence[BlockCopy]) -> float:
 
 
 def open_engine(folder: Path, setting: Setting) -> LLMEngine:
-    """Its pool has room for a few of the prompts, and host memory for all."""
+    """An engine whose pool has room for a few of the prompts, and whose host memory has room for all."""
     num_blocks = NUM_IN_POOL * (longest(setting.sizes) // EngineArgs.block_size + 1)
     args = EngineArgs(
         model=str(folder), load_format="dummy", dtype="bfloat16", device=setting.device, num_kv_blocks=num_blocks,
@@ -98,7 +98,7 @@ def longest(sizes: Sizes) -> int:
 
 
 def prompt_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
-    """To the first token: of a new prompt, and of one that came before."""
+    """The time to the first token of a new prompt, and of one that came before."""
     num_tokens, vocab_size = longest(setting.sizes), engine.config.model.vocab_size
     first_token(engine, "warm-up", new_prompt(num_tokens, vocab_size))
     times_ms: dict[str, list[float]] = {"computed": [], "from the host": []}
@@ -121,7 +121,7 @@ def let_copies_end(engine: LLMEngine) -> None:
 
 
 def step_rows(engine: LLMEngine, sizes: Sizes) -> Iterator[Row]:
-    """Decoding by itself, and beside copies that never stop."""
+    """Decoding alone, and during continuous copies."""
     _, context, _ = sizes.decode_steps[0]
     pool = engine.executor.kv_pool
     num_blocks = min(64, pool.shape[1])

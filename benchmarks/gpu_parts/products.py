@@ -1,9 +1,10 @@
-"""A decoding step's products alone, with Llama-3.1-8B's weights: bound by the bytes of the weight, read once.
+"""Measures a decoding step's products alone, with Llama-3.1-8B's weights: bound by the bytes of the weight, which is
+read once.
 
-torch's (cuBLAS) in bfloat16, as engines use it, and with cuBLASLt; our kernel over the same weight, to see whether it
-would be better; our kernels over int8 and int4, as engines with such weights use them, and the launch configurations to
-choose among; the same over fp8 with a scale for each group of inputs; torch's in fp8; and of one row by the kernel that
-engines use for it, with the launch configurations to choose among.
+Measured are: torch (cuBLAS) in bfloat16, as engines use it, and with cuBLASLt; our kernel with the same weight, to see
+whether it would be faster; our kernels with int8 and int4 weights, as engines use them, and possible launch
+configurations; the same with fp8 and a scale for each group of inputs; torch in fp8; and products of one row by the
+kernel that engines use for them, with possible launch configurations.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ if TYPE_CHECKING:
     from engine.kernels.gpu.one_row import OneRowConfig
 
 GROUP_SIZE = 128
-"""Inputs that share a scale in checkpoints of DeepSeek-V3 and Qwen3. Each is a float32: 3 % more bytes than counted."""
+"""Inputs that share a scale in checkpoints of DeepSeek-V3 and Qwen3. Each scale is a float32: 3 % more bytes than
+counted."""
 TARGET = 0.85
-"""Share of the copy: what the whole step aims at."""
+"""Target as a share of the copy: that of a whole step."""
 INT8_VARIANTS: tuple[dict[str, int], ...] = (
     {"num_programs": 0}, {"num_programs": 1}, {"num_programs": 2}, {"num_programs": 3}, {"num_stages": 3},
     {"num_stages": 6}, {"num_warps": 4}, {"num_warps": 8}, {"block_n": 64, "num_warps": 4, "num_programs": 2},
     {"block_n": 128, "num_warps": 8, "num_programs": 1}, {"block_k": 64}, {"block_k": 256, "num_stages": 3},
 )  # fmt: skip
-"""What differs from the configuration in use: that of some rows is here for those of others."""
+"""Differences from the configuration in use; some are in use for other numbers of rows."""
 ONE_ROW_VARIANTS: tuple[dict[str, int], ...] = (
     {"block_n": 2}, {"block_n": 8}, {"block_k": 512}, {"block_k": 2048}, {"num_warps": 4},
     {"block_k": 2048, "num_warps": 4},
 )  # fmt: skip
-"""The same of a product of one row."""
+"""The same for a product of one row."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -68,7 +70,7 @@ def measure_variants(setting: Setting) -> Iterator[Row]:
 
 
 def choices(setting: Setting) -> Iterator[Choice]:
-    """Of products by our kernels. Raises `NotRun` without Triton."""
+    """Products by our kernels. Raises `NotRun` without Triton."""
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(f"our kernels are not: {why_not}")
@@ -84,7 +86,7 @@ def choices(setting: Setting) -> Iterator[Choice]:
             size = num_rows, num_outputs, num_inputs
             what = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
             yield Choice(kernel_job(f"{what}, our kernel", size, dtype, dtype, setting), config)
-            if name == "logits":  # whose weight is never in 8 bits
+            if name == "logits":  # this weight is never in 8 bits
                 continue
             yield Choice(kernel_job(f"{what}, int8", size, torch.int8, dtype, setting), config, INT8_VARIANTS)
             in_use = int4_config(gpu_kind(setting.device), num_rows, dtype.itemsize)
@@ -109,7 +111,7 @@ def _why_no_float8(setting: Setting) -> str:
 
 
 def other_library_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, setting: Setting) -> Row:
-    """As `library_row`, with cuBLASLt where torch has it."""
+    """Like `library_row`, with cuBLASLt if torch has it."""
     before = torch.backends.cuda.preferred_blas_library()
     try:
         torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -125,7 +127,7 @@ def kernel_job(
     what: str, size: tuple[int, int, int], weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting,
     group_size: int | None = None,
 ) -> Job:  # fmt: skip
-    """`size`: rows, outputs, inputs. The kernel widens whatever a weight is in: bfloat16 becomes itself."""
+    """`size`: rows, outputs, inputs. The kernel converts weights of any type; bfloat16 stays as it is."""
     from engine.kernels.gpu.eight_bits import scaled_product
 
     num_rows, num_outputs, num_inputs = size
@@ -174,7 +176,7 @@ def int4_job(what: str, size: tuple[int, int, int], dtype: torch.dtype, setting:
 def one_row_job(
     what: str, num_outputs: int, num_inputs: int, weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting
 ) -> Job:
-    """Of plain weights, or of 8 bits with a scale an output."""
+    """For plain weights, or 8-bit weights with a scale for each output."""
     from engine.kernels.gpu.one_row import one_row_product
 
     num_bytes = num_outputs * num_inputs * weight_dtype.itemsize
@@ -197,7 +199,7 @@ def random_weight(
     num_outputs: int, num_inputs: int, weight_dtype: torch.dtype, dtype: torch.dtype, setting: Setting,
     group_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """And its scales: of outputs, or of groups of their inputs."""
+    """A random weight and its scales: for each output, or for each group of its inputs."""
     weight = torch.randn(num_outputs, num_inputs, device=setting.device).to(dtype)
     if weight_dtype == torch.int8:
         return quantize_int8(weight)
@@ -218,7 +220,7 @@ def library_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, set
 
 
 def float8_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, setting: Setting) -> Row:
-    """With the rows' own way into 8 bits, as an engine takes it for many rows."""
+    """Includes converting the rows to 8 bits, as an engine does for many rows."""
     num_bytes = num_outputs * num_inputs
     x = torch.randn(num_rows, num_inputs, device=setting.device).bfloat16()
     make = library_float8(setting)
@@ -228,12 +230,13 @@ def float8_row(what: str, num_rows: int, num_outputs: int, num_inputs: int, sett
             for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
         ]
         return rate_row(what, num_bytes, [partial(product, x) for product in products], setting)
-    except Exception as error:  # of a library that does not take this size: all other rows are none of its
+    except Exception as error:  # from a library that does not support this size; other rows are not affected
         return Row(what=what, value=None, unit="GB/s", note=f"failed: {short(error)}")
 
 
 def library_float8(setting: Setting) -> Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Of a weight, what multiplies with it: by our kernel that narrows rows, where there is one, and the library's."""
+    """Returns a function that makes a product from a weight: with the library's product, and with our kernel to convert
+    rows if there is one."""
     if setting.device != "cuda" or why_no_triton(setting.device):
         return Float8Linear
     from engine.kernels.gpu.parts import TritonFloat8Linear

@@ -1,7 +1,7 @@
-"""What a device does during some work, as CUDA's profiler tells it: for how long it is busy, and with which kernels.
+"""Profiles a device with CUDA's profiler: how long it is busy during some work, and with which kernels.
 
-The profiler makes the gaps between kernels longer, not the kernels: what a step takes is timed without it. It is asked
-last, as it may leave a process slower than it found it.
+The profiler lengthens the gaps between kernels, not the kernels: the time of a step is measured without it. It runs
+last, because it may leave a process slower than before.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class DeviceWork:
     """Of one call of the work."""
 
     busy_ms: float
-    """Covered by kernels and copies: those of several streams run at once."""
+    """Time covered by kernels and copies, which may overlap on several streams."""
     kernels: list[KernelTime]
-    """Those that take longest first."""
+    """The longest first."""
 
 
 def profiled(work: Callable[[], object], num_calls: int, device: str, *, num_warm_up_calls: int) -> DeviceWork:
-    """What the profiler sees of the first calls may have holes, and is thrown away. Raises `RuntimeError` where it saw
-    nothing."""
+    """Profile `work`. The first calls are discarded, because the profiler may miss parts of them. Raises `RuntimeError`
+    if it saw nothing."""
     activity, kind = (
         (ProfilerActivity.CUDA, DeviceType.CUDA) if device == "cuda" else (ProfilerActivity.CPU, DeviceType.CPU)
     )
@@ -50,7 +50,7 @@ def profiled(work: Callable[[], object], num_calls: int, device: str, *, num_war
         for number in range(num_warm_up_calls + num_calls):
             work()
             if number + 1 in (num_warm_up_calls, num_warm_up_calls + num_calls):
-                synchronize(device)  # a call belongs to one phase alone
+                synchronize(device)  # so that each call belongs to one phase
             profiler.step()
     events = [event for event in profiler.events() if event.device_type == kind]
     if not events:
@@ -68,7 +68,7 @@ def by_kernel(events: Iterable[Any], num_calls: int) -> list[KernelTime]:
 
 
 def write_table(path: Path, title: str, work: DeviceWork) -> None:
-    """Append it, a line for each kernel."""
+    """Append `work` to the file, one line per kernel."""
     total_ms = sum(time.ms for time in work.kernels) or 1.0
     with path.open("a") as file:
         print(f"{title}: busy for {work.busy_ms:.3f} ms", file=file)

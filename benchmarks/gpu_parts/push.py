@@ -1,9 +1,9 @@
-"""KV pushed from one process' pool to another's on one card: 1 GiB of scattered blocks, bytes verified by digests.
+"""Measures KV pushes from one process' pool to another's on one card: 1 GiB of scattered blocks, verified by digests.
 
-Sender and receiver are what workers are (`benchmarks/transfer.py`): a pool each, as `DevicePool`s on a GPU, a grant, a
-push of every layer, a commit. "ipc" and "nixl" write from device memory to device memory, "ipc" by one launch for many
-blocks; "grpc" goes through pinned host memory and a socket. The number is of the writes; what the commit adds (both
-sides' digests) is beside it.
+Sender and receiver work like workers (`benchmarks/transfer.py`): a pool each, as `DevicePool`s on a GPU, a grant, a
+push of every layer, a commit. "ipc" and "nixl" write from device memory to device memory, "ipc" with one launch for
+many blocks; "grpc" goes through pinned host memory and a socket. The result is the speed of the writes; what the commit
+adds (the digests of both sides) is in the note.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.gpu_parts.variants import short
 BLOCK_KIB = 64
 """16 tokens of one layer of Llama-3.1-8B."""
 AIM_GB_S = 500.0
-"""Of pushes from device memory to device memory."""
+"""Target for pushes from device memory to device memory."""
 IPC_PUSH = "push by ipc"
 NIXL_PUSH = "push by nixl"
 NIXL_LISTS = f"{NIXL_PUSH}, as lists"
 LISTS_VARIABLE = "NIXL_UCX_SGL_ENABLE"
-"""With it, NIXL gives UCX all blocks of a request at once, and UCX gives them to CUDA as one call. By default each
-block is a copy and an event of its own: some microseconds for 64 KiB."""
+"""With this variable, NIXL passes all blocks of a request to UCX at once, and UCX passes them to CUDA in one call. By
+default each block has its own copy and event: some microseconds for 64 KiB."""
 GRPC_PUSH = "push by grpc"
 
 
@@ -45,7 +45,7 @@ def measure_nixl(setting: Setting) -> Iterator[Row]:
 
 
 def half_a_copy(setting: Setting) -> float | None:
-    """GB/s: what is copied is read once and written once, and counts once here."""
+    """GB/s: a copy reads and writes each byte, and a push counts it only once."""
     copy_gb_s = setting.known.get(floors.COPY)
     return None if copy_gb_s is None else copy_gb_s / 2
 
@@ -55,11 +55,11 @@ def aim_of(setting: Setting) -> float | None:
 
 
 def pushed_as_lists(setting: Setting, limit: float | None) -> Iterator[Row]:
-    """In the same processes' environment: this part's is its own."""
+    """Sets the variable for the processes of this part only, which runs in a process of its own."""
     os.environ[LISTS_VARIABLE] = "y"
     try:
         yield from pushed("nixl", NIXL_LISTS, setting, repeats=5, limit=limit, at_least=None)
-    except Exception as error:  # a UCX that has no such call
+    except Exception as error:  # a UCX without such a call
         yield Row(what=NIXL_LISTS, value=None, unit="GB/s", note=f"does not run: {short(error)}")
     finally:
         del os.environ[LISTS_VARIABLE]

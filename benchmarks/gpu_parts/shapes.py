@@ -1,4 +1,4 @@
-"""The models and sizes that are measured, on a GPU or over a toy, and their bytes and operations, counted. Pure."""
+"""The models and sizes to measure, on a GPU or with a toy, and their bytes and operations, counted. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LLAMA_8B: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": False,
     "hidden_act": "silu", "bos_token_id": 128000, "eos_token_id": 128001, "torch_dtype": "bfloat16",
 }  # fmt: skip
-"""Llama-3.1-8B, but for the scaling of its rotary positions, which costs nothing."""
+"""Llama-3.1-8B without the scaling of its rotary positions, which costs nothing."""
 TOY: Mapping[str, Any] = {
     **LLAMA_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 2048,
@@ -35,16 +35,16 @@ TOY_MIXTURE: Mapping[str, Any] = {
 ITEM_BYTES = 2
 """bfloat16"""
 INT4_BYTES = 0.5 + 4 / 32
-"""Of a weight in int4, quantised from bfloat16: half a byte, and its part of its group's scale and offset."""
+"""Bytes of an int4 weight, quantised from bfloat16: half a byte, and its part of its group's scale and offset."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Of a Llama, from its config.json."""
+    """The shape of a Llama model, from its config.json."""
 
     config: Mapping[str, Any]
     layer_item_bytes: float = ITEM_BYTES
-    """Of weights of layers' products; the logits' product stays in bfloat16."""
+    """Bytes of a weight in the layers' products; the logits' product stays in bfloat16."""
     kv_item_bytes: int = ITEM_BYTES
 
     @property
@@ -57,7 +57,7 @@ class ModelShape:
 
     @property
     def num_in_layers(self) -> int:
-        """Weights of all layers' products."""
+        """The number of weights in the products of all layers."""
         layer = sum(num_outputs * num_inputs for name, num_outputs, num_inputs in self.products if name != "logits")
         return int(self.config["num_hidden_layers"]) * layer
 
@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def num_weight_bytes(self) -> int:
-        """What a step reads of them: all but the embeddings, of which it reads a row for each token."""
+        """The weight bytes that a step reads: all except the embeddings, of which it reads one row per token."""
         return int(self.layer_item_bytes * self.num_in_layers) + ITEM_BYTES * self.num_in_logits
 
     @property
@@ -82,18 +82,19 @@ class ModelShape:
         ]  # fmt: skip
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """Keys and values of all layers."""
+        """Bytes of keys and values in all layers."""
         c = self.config
         return int(
             2 * self.kv_item_bytes * c["num_hidden_layers"] * c["num_key_value_heads"] * self.head_dim * num_tokens
         )
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """What a decoding step reads at least."""
+        """The least bytes that a decoding step reads."""
         return self.num_weight_bytes + batch * self.kv_bytes(context)
 
     def prefill_flop(self, num_tokens: int) -> float:
-        """Of one prompt: products of all its tokens, logits of one, attention of each token to those before."""
+        """Operations of one prompt: products of all its tokens, logits of one, attention of each token to those
+        before."""
         c = self.config
         attention = c["num_hidden_layers"] * attention_flop(c["num_attention_heads"], self.head_dim, num_tokens)
         return float(2 * num_tokens * self.num_in_layers + 2 * self.num_in_logits + attention)
@@ -101,11 +102,11 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MixtureShape(ModelShape):
-    """Of a Qwen3-MoE. Its `intermediate_size` is that of a token's experts together: so a token is counted as that of a
-    dense model."""
+    """The shape of a Qwen3-MoE model. `intermediate_size` is that of a token's experts together, so that a token is
+    counted as in a dense model."""
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """With all experts that one of `batch` tokens has, if all are chosen equally often."""
+        """Includes all experts that any of `batch` tokens uses, if all are chosen equally often."""
         c = self.config
         share = c["num_experts_per_tok"] / c["num_experts"]
         num_of_token = c["num_hidden_layers"] * 3 * c["hidden_size"] * c["intermediate_size"]
@@ -114,25 +115,26 @@ class MixtureShape(ModelShape):
 
 
 def attention_flop(num_heads: int, head_dim: int, num_tokens: int) -> int:
-    """Causal attention of a whole prompt in one layer: two products, of each token with itself and those before."""
+    """Operations of causal attention of a whole prompt in one layer: two products, of each token with itself and those
+    before."""
     return 4 * num_heads * head_dim * (num_tokens * (num_tokens + 1) // 2)
 
 
 def attention_bytes(num_kv_heads: int, head_dim: int, num_tokens: int, item_bytes: int = ITEM_BYTES) -> int:
-    """Keys and values of one layer."""
+    """Bytes of keys and values in one layer."""
     return 2 * item_bytes * num_kv_heads * head_dim * num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """Attention to latents, and experts, of one layer."""
+    """Sizes of attention to latents, and of experts, in one layer."""
 
     nums_heads: tuple[int, ...]
     kv_lora_rank: int
     latent_dim: int
-    """With the rotated key."""
+    """Including the rotated key."""
     query_dim: int
-    """Of a head's query without positions."""
+    """Of a head's query, without the part with positions."""
     value_dim: int
     decode: tuple[int, int]
     """(sequences, context)"""
@@ -141,40 +143,41 @@ class LatentSizes:
     num_experts: int
     hidden_size: int
     expert_size: int
-    """Inner numbers of an expert, on one rank."""
+    """Intermediate size of an expert, on one rank."""
     experts_per_token: int
     expert_tokens: tuple[int, ...]
 
 
 def latent_flop(sizes: LatentSizes, num_heads: int) -> int:
-    """Of a token and one that it sees: a product with all that is in the pool, one with the latent."""
+    """Operations for a token and one that it attends to: a product with the whole row in the pool, and one with the
+    latent."""
     return 2 * num_heads * (sizes.latent_dim + sizes.kv_lora_rank)
 
 
 def unfolded_flop(sizes: LatentSizes, num_heads: int) -> int:
-    """The same with keys and values of heads."""
+    """The same with unfolded keys and values of heads."""
     rotated_dim = sizes.latent_dim - sizes.kv_lora_rank
     return 2 * num_heads * (sizes.query_dim + rotated_dim + sizes.value_dim)
 
 
 def unfolding_flop(sizes: LatentSizes, num_heads: int) -> int:
-    """Of a token: its latent's keys and values."""
+    """Operations to unfold the keys and values of a token's latent."""
     return 2 * num_heads * sizes.kv_lora_rank * (sizes.query_dim + sizes.value_dim)
 
 
 def expert_numbers(sizes: LatentSizes) -> int:
-    """Weights of all experts."""
+    """The number of weights of all experts."""
     return 3 * sizes.num_experts * sizes.hidden_size * sizes.expert_size
 
 
 def expert_flop(sizes: LatentSizes) -> int:
-    """Of a row: a token once for each of its experts."""
+    """Operations per row; a token has one row for each of its experts."""
     return 6 * sizes.hidden_size * sizes.expert_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class FourBitSizes:
-    """Experts in MXFP4, or in int4, of one layer."""
+    """Sizes of experts in MXFP4, or in int4, in one layer."""
 
     num_experts: int
     hidden_size: int
@@ -185,23 +188,23 @@ class FourBitSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured."""
+    """The sizes to measure."""
 
     model: ModelShape
     copy_bytes: int
     host_bytes: int
-    """Between pinned host memory and the device."""
+    """Bytes copied between pinned host memory and the device."""
     matrix: int
     attention_heads: tuple[int, int, int]
     """Query heads, key heads, head size."""
     decode_attention: tuple[tuple[int, int, int], ...]
-    """(sequences, context, context that there is a grid for)"""
+    """(sequences, context, context that the grid is for)"""
     prefill_attention: tuple[tuple[int, int], ...]
     """(prompts, tokens of each)"""
     product_rows: tuple[int, ...]
-    """Of a decoding step: its sequences."""
+    """Rows of a decoding step's products: its sequences."""
     prompt_rows: int
-    """Of a product with a prompt's tokens."""
+    """Rows of a product with a prompt's tokens."""
     num_variants: int
     """Launch configurations tried beside the one in use."""
     digest_blocks: int
@@ -279,7 +282,7 @@ TINY = Sizes(
 
 
 def write_model(folder: Path, config: Mapping[str, Any], *, with_tokenizer: bool = False) -> Path:
-    """A model folder for dummy weights. The tokenizer has a word for each id: "t0", "t1" …"""
+    """Write a model folder for dummy weights. The tokenizer has a word for each id: "t0", "t1" …"""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     if with_tokenizer:

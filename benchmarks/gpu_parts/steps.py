@@ -1,9 +1,10 @@
-"""Steps of one engine with Llama-3.1-8B's shapes: what decoding reads and prompts compute, beside the floors; and for
-how much of a decoding step the device has nothing to do. In bfloat16, in fewer bits beside the floor of their bytes.
+"""Measures steps of one engine with Llama-3.1-8B's shapes: the bytes that decoding reads and the operations of prompts,
+compared with the floors; and the share of a decoding step in which the device is idle. In bfloat16, and in fewer bits,
+compared with the floor of their bytes.
 
-The idle share is 1 - busy / step. `step` is the median time of steps as they are. `busy` is the time per step covered
-by kernels and copies, of some further steps under the profiler (`profiling.py`). Which kernels these are, and what each
-takes, goes into a file among the results.
+The idle share is 1 - busy / step. `step` is the median time of normal steps. `busy` is the time per step covered by
+kernels and copies, in some further steps under the profiler (`profiling.py`). A file among the results lists these
+kernels and their times.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def measure_int8(setting: Setting) -> Iterator[Row]:
-    """Weights of layers in int8. Prompts stand beside the same limit, of products in bfloat16."""
+    """Weights of layers in int8. Prompts are compared with the same limit, of products in bfloat16."""
     sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1))
     return measure_with(setting, sizes, "int8: ", quantization="int8")
 
@@ -63,13 +64,13 @@ def measure_int4(setting: Setting) -> Iterator[Row]:
 
 
 def measure_mixture(setting: Setting) -> Iterator[Row]:
-    """Of a mixture of experts that its checkpoint has in int4."""
+    """An engine with a mixture of experts whose checkpoint is in int4."""
     sizes = replace(setting.sizes, model=setting.sizes.mixture)
     return measure_with(setting, sizes, "int4 experts: ")
 
 
 def measure_fp8(setting: Setting) -> Iterator[Row]:
-    """Weights of layers and KV in fp8. Prompts stand beside the same limit, of products in bfloat16."""
+    """Weights of layers and KV in fp8. Prompts are compared with the same limit, of products in bfloat16."""
     if setting.device != "cuda":
         raise NotRun("it needs a GPU")
     sizes = replace(setting.sizes, model=replace(setting.sizes.model, layer_item_bytes=1, kv_item_bytes=1))
@@ -77,14 +78,14 @@ def measure_fp8(setting: Setting) -> Iterator[Row]:
 
 
 def measure_invariant(setting: Setting) -> Iterator[Row]:
-    """With the same bits in any batch: products by our kernels, contexts that are not split."""
+    """With the same bits in any batch: products by our kernels, contexts in pieces of fixed length."""
     if setting.device != "cuda":
         raise NotRun("it needs a GPU")
     return measure_with(setting, setting.sizes, "batch invariant: ", batch_invariant=True)
 
 
 def measure_flash(setting: Setting) -> Iterator[Row]:
-    """With prompts by the FlashAttention that is installed."""
+    """With prompts computed by the installed FlashAttention."""
     _, _, head_dim = setting.sizes.attention_heads
     try:
         calls = load_flash_calls(
@@ -97,7 +98,7 @@ def measure_flash(setting: Setting) -> Iterator[Row]:
 
 
 def measure_cublaslt(setting: Setting) -> Iterator[Row]:
-    """With torch's products by cuBLASLt, which it takes for few of them by itself."""
+    """With torch's products by cuBLASLt, which torch itself uses only for few of them."""
     try:
         torch.backends.cuda.preferred_blas_library("cublaslt")
     except RuntimeError as error:
@@ -106,8 +107,8 @@ def measure_cublaslt(setting: Setting) -> Iterator[Row]:
 
 
 def measure_with(setting: Setting, sizes: Sizes, label: str = "", **settings: Any) -> Iterator[Row]:
-    """`settings`: of the engine. `label`: what rows begin with, where it is not the usual one. `sizes`: what is counted
-    of it."""
+    """`settings`: of the engine. `label`: prefix of the rows, empty for the usual engine. `sizes`: for the counted
+    bytes and operations."""
     with TemporaryDirectory() as name:
         engine = open_engine(write_model(Path(name), sizes.model.config), setting, **settings)
         steps_ms: list[float] = []
@@ -136,7 +137,7 @@ def open_engine(folder: Path, setting: Setting, **settings: Any) -> LLMEngine:
 
 
 def decode_rows(engine: LLMEngine, setting: Setting, sizes: Sizes, steps_ms: list[float]) -> Iterator[Row]:
-    """Adds the times to `steps_ms`, too."""
+    """Also appends the times to `steps_ms`."""
     for batch, context, target in sizes.decode_steps:
         with decoding(engine, batch, context):
             step_ms = 1e3 * statistics.median(timed_step(engine) for _ in range(NUM_STEPS))
@@ -150,7 +151,7 @@ def decode_rows(engine: LLMEngine, setting: Setting, sizes: Sizes, steps_ms: lis
 
 @contextmanager
 def decoding(engine: LLMEngine, batch: int, context: int) -> Iterator[None]:
-    """So many requests decode meanwhile, at about so many tokens each."""
+    """Keep `batch` requests decoding, with contexts of about `context` tokens each."""
     names = begin_decoding(engine, batch, context)
     for _ in range(NUM_WARM_UP_STEPS):
         engine.step()
@@ -163,7 +164,8 @@ def decoding(engine: LLMEngine, batch: int, context: int) -> Iterator[None]:
 
 
 def begin_decoding(engine: LLMEngine, batch: int, context: int) -> list[str]:
-    """Requests whose prompts are computed, with more tokens to come than anybody waits for. Returns their names."""
+    """Start requests and compute their prompts; they have more tokens to generate than are measured. Returns their
+    names."""
     names = [f"decode-{next(_ids)}" for _ in range(batch)]
     num_steps = 2 * NUM_WARM_UP_STEPS + NUM_STEPS + NUM_PROFILED_STEPS + batch + 8
     for name in names:
@@ -179,12 +181,12 @@ def add_request(engine: LLMEngine, name: str, num_tokens: int, max_tokens: int) 
 
 
 def decode_limit_ms(sizes: Sizes, batch: int, context: int, copy_gb_s: float | None) -> float | None:
-    """All that a step must read, at the speed of a copy."""
+    """The time to read everything that a step must read, at the speed of a copy."""
     return None if copy_gb_s is None else sizes.model.decode_bytes(batch, context) / copy_gb_s / 1e6
 
 
 def prefill_limit_ms(sizes: Sizes, num_prompts: int, length: int, tflop_s: float | None) -> float | None:
-    """All that must be computed, at the speed of matrix products."""
+    """The time for all operations, at the speed of matrix products."""
     return None if tflop_s is None else num_prompts * sizes.model.prefill_flop(length) / tflop_s / 1e9
 
 
@@ -220,11 +222,12 @@ SAMPLING = {
 
 
 def sampling_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
-    """Part of every step, and in the rows above as greedy choice alone. Launch to result, one step at a time."""
+    """Sampling is part of every step; the rows above only include greedy sampling. Measured from launch to result, one
+    step at a time."""
     batch, vocab_size = setting.sizes.decode_steps[-1][0], setting.sizes.model.config["vocab_size"]
     sampler = make_sampler(engine.config)
     logits_SV = torch.randn(batch, vocab_size, device=setting.device) * 4
-    if engine.config.device.attention_backend != "cpu":  # whose kernels make logits in float32
+    if engine.config.device.attention_backend != "cpu":  # whose kernels compute logits in float32
         logits_SV = logits_SV.bfloat16()
     last_ids_S = torch.zeros(batch, dtype=torch.int64, device=setting.device)
     for what, params in SAMPLING.items():
@@ -246,12 +249,12 @@ def sampling_rows(engine: LLMEngine, setting: Setting) -> Iterator[Row]:
 
 
 def idle_share(step_ms: float, busy_ms: float) -> float:
-    """Below zero, something is wrong with either number; it is shown as it is."""
+    """If it is negative, one of the numbers is wrong; it is shown unchanged."""
     return 1 - busy_ms / step_ms
 
 
 def idle_rows(engine: LLMEngine, setting: Setting, sizes: Sizes, steps_ms: Seq[float]) -> Iterator[Row]:
-    """`steps_ms`: what a step of each kind takes without the profiler."""
+    """`steps_ms`: the time of a step of each kind without the profiler."""
     for (batch, context, _), step_ms in zip(sizes.decode_steps, steps_ms, strict=True):
         with decoding(engine, batch, context):
             row = idle_row(f"device idle, {batch} x {context}", step_ms, engine, setting)
@@ -259,7 +262,7 @@ def idle_rows(engine: LLMEngine, setting: Setting, sizes: Sizes, steps_ms: Seq[f
 
 
 def idle_row(what: str, step_ms: float, engine: LLMEngine, setting: Setting) -> Row:
-    """Where a machine's profiler sees nothing, the row says so, and what comes after it is measured all the same."""
+    """If the machine's profiler sees nothing, the row says so, and the rest is still measured."""
     unit = "% of a step"
     try:
         work = profiled(engine.step, NUM_PROFILED_STEPS, setting.device, num_warm_up_calls=NUM_WARM_UP_STEPS)
@@ -271,9 +274,9 @@ def idle_row(what: str, step_ms: float, engine: LLMEngine, setting: Setting) -> 
 
 
 def log_prefills(engine: LLMEngine, setting: Setting) -> None:
-    """Into that file alone: what prompts' steps are made of."""
+    """Write the kernels of prompts' steps, only to that file."""
     for num_prompts, length, _ in setting.sizes.prefill_steps:
         prefill = partial(prefill_seconds, engine, num_prompts, length, setting.device)
-        with suppress(RuntimeError):  # the rows of decoding say that the profiler sees nothing
+        with suppress(RuntimeError):  # the decoding rows already say that the profiler sees nothing
             work = profiled(prefill, 1, setting.device, num_warm_up_calls=1)
             write_table(setting.results / KERNELS, f"{num_prompts} x {length}", work)

@@ -1,9 +1,9 @@
-"""Seconds of work on a device.
+"""Measures the seconds that work takes on a device.
 
-Short kernels are recorded in a CUDA graph, over and over until it is two milliseconds long, and timed by events around
-a replay that follows another one: what the CPU takes to launch them, and a graph takes to begin, is in no number.
-Inputs rotate among sets that together do not fit the cache, and hold random numbers: on zeros the same product is
-faster. The median of many counts.
+Short kernels are recorded in a CUDA graph, repeated until it is two milliseconds long, and timed by events around a
+replay that follows another replay: so no number includes the CPU's time to launch them, or a graph's time to begin.
+Inputs rotate among sets that together do not fit in the cache, and hold random numbers: with zeros the same product is
+faster. The median of many rounds counts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 
 MAX_SETS = 64
 WARM_UP_S = 0.1
-"""A device that idled has low clocks."""
+"""An idle device has low clocks."""
 GRAPH_S = 2e-3
-"""A graph begins some microseconds after its launch; kernels may take no more than that."""
+"""A graph begins some microseconds after its launch, and single kernels may be as short as that."""
 CACHES = 5
-"""A cache need not throw out what was read first: where it chose at random, a fifth of twice its size would still be
-there when its turn comes, of five times its size nearly nothing."""
+"""Caches do not always evict the oldest data: with random eviction, a fifth of twice the cache's size would still be
+there when its turn comes, of five times its size almost nothing."""
 
 
 def num_sets(bytes_each: int, cache_bytes: int) -> int:
-    """How many inputs of `bytes_each` to rotate among, so that none is still in the cache when its turn comes. A toy's
-    would be too many."""
+    """How many inputs of `bytes_each` to rotate among, so that none is still in the cache at its next use. Limited,
+    because a toy would need too many."""
     return min(max(1, -(-CACHES * cache_bytes // bytes_each)), MAX_SETS)
 
 
@@ -41,7 +41,7 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(works: Sequence[Callable[[], object]], device: str, *, num_rounds: int = 30) -> float:
-    """Median seconds of one of `works`, which do the same on different inputs and wait for nothing."""
+    """Median seconds of one of `works`, which do the same on different inputs and do not wait for the device."""
     for work in works:
         work()  # compiles, chooses algorithms
     synchronize(device)
@@ -51,7 +51,7 @@ def seconds_of(works: Sequence[Callable[[], object]], device: str, *, num_rounds
 
 
 def waiting_seconds_of(work: Callable[[], object], device: str, *, num_rounds: int = 10) -> float:
-    """Median seconds, from its beginning until the device is done, of work that is long or waits for the device."""
+    """Median seconds of work that is long or waits for the device, from its beginning until the device is done."""
 
     def once() -> None:
         work()
@@ -75,7 +75,7 @@ def _host_seconds(work: Callable[[], object]) -> float:
 
 
 def _replayed_seconds(works: Sequence[Callable[[], object]], num_rounds: int) -> float:
-    """Of all of `works`, one after the other."""
+    """Seconds of all of `works`, one after the other."""
     num_passes = max(1, math.ceil(GRAPH_S / _seconds_of_graph(_recorded(works, 1), 3)))
     return _seconds_of_graph(_recorded(works, num_passes), num_rounds) / num_passes
 
@@ -98,7 +98,7 @@ def _seconds_of_graph(graph: torch.cuda.CUDAGraph, num_rounds: int) -> float:
     milliseconds = []
     for _ in range(num_rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # while it runs, all that follows is queued
+        graph.replay()  # while it runs, everything after it is queued
         start.record()
         graph.replay()
         end.record()

@@ -1,5 +1,5 @@
-"""A kernel of one size, timed; and under several launch configurations: the one in use first, each other one that runs
-and computes the same beside it."""
+"""Times a kernel of one size, alone or under several launch configurations: the one in use first, then each other one
+that runs and computes the same."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.gpu_parts.runner import Setting
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets, seconds_of
 
 MAX_DIFFERENCE = 0.02
-"""Of a configuration's result to that of the one in use, relative: bfloat16 rounds to 0.004."""
+"""Largest relative difference of a configuration's result from that of the one in use: bfloat16 rounds to 0.004."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A kernel of one size: its inputs, more than the cache holds, and what it counts."""
+    """A kernel of one size: its inputs, more than the cache holds, and the amount of its work."""
 
     what: str
     amount: float
@@ -29,24 +29,25 @@ class Job:
     limit: float | None
     target: float | None
     launches: Callable[[Any], tuple[list[Callable[[], object]], torch.Tensor]]
-    """A configuration -> a launch for each set of inputs, and the first one's result."""
+    """Maps a configuration to a launch for each set of inputs, and the result of the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Among the launch configurations of a job."""
+    """The launch configurations of a job."""
 
     job: Job
     in_use: Any
     variants: tuple[dict[str, int], ...] = ()
-    """What others change of it."""
+    """Changes that other configurations make to it."""
 
 
 def launches_over_weights(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], size: tuple[int, int, int], dtype: torch.dtype,
     setting: Setting,
 ) -> tuple[list[Callable[[], object]], torch.Tensor]:  # fmt: skip
-    """What `Job.launches` returns: of x with one random weight after the other. `size`: rows, outputs, inputs."""
+    """The result of `Job.launches` for products of x with each of several random weights. `size`: rows, outputs,
+    inputs."""
     num_rows, num_outputs, num_inputs = size
     torch.manual_seed(1)
     x = torch.randn(num_rows, num_inputs, device=setting.device).to(dtype)
@@ -63,7 +64,8 @@ def rows_in_use(choices: Iterable[Choice], setting: Setting) -> Iterator[Row]:
 
 
 def rows_of_variants(choices: Iterable[Choice], setting: Setting) -> Iterator[Row]:
-    """Each configuration compiles a kernel of its own, and one that does not work may take the device down with it."""
+    """Rows of all variants. Each configuration compiles a kernel of its own, and a broken one may take the device
+    down."""
     for choice in choices:
         if choice.variants:
             yield from variant_rows(choice.job, choice.in_use, choice.variants, setting)
@@ -83,7 +85,7 @@ def variant_rows(job: Job, in_use: Any, variants: tuple[dict[str, int], ...], se
         what = f"{job.what}, " + ", ".join(f"{name}={value}" for name, value in changes.items())
         try:
             row, ours = timed_row(job, replace(in_use, **changes), setting)
-        except Exception as error:  # of the compiler or the launch: this configuration cannot be had
+        except Exception as error:  # from the compiler or the launch: this configuration does not work
             yield Row(what=what, value=None, unit=job.unit, note=f"does not run: {short(error)}")
             continue
         difference = float((ours - expected).norm() / expected.norm())
