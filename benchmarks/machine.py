@@ -1,4 +1,4 @@
-"""What numbers depend on, beside the code."""
+"""Describes what the numbers of benchmarks depend on, beside the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def machine() -> dict[str, object]:
-    """What the numbers depend on, beside the code."""
+    """The software and hardware that the numbers depend on, beside the code."""
     return {
         "commit": commit(),
         "python": platform.python_version(),

@@ -32,7 +32,7 @@ class Case:
     prompt_tokens: tuple[int, ...]
     """Lengths of single prompts, for prefill."""
     batch_sizes: tuple[int, ...]
-    """Of decode."""
+    """Batch sizes of decode."""
     context_tokens: int
     """Prompt length before decoding."""
     num_steps: int

@@ -55,16 +55,16 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one answer, or n. Each answer ends exactly once, with a last message that carries `usage`; the stream ends
-        after the last of them, or with a status.
-        Dropping the stream cancels the request on every worker.
+        """Generates one answer, or n answers. The last message of each answer carries `usage`; there is exactly one such
+        message for each answer. The stream ends after the last answer, or with an error status.
+        If the client drops the stream, the request is cancelled on every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request of this router. Its stream then ends with finish_reason FINISH_REASON_ABORT.
+        """Ends a running request of this router. The stream of that request then ends with FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,7 +188,7 @@ class Inference:
 
 
 class TokenizerStub:
-    """Texts and tokens, as this router's model has them. Needs no worker.
+    """Converts between text and tokens with the tokenizer of this router's model. Asks no worker.
     """
 
     def __init__(self, channel):
@@ -210,18 +210,18 @@ class TokenizerStub:
 
 
 class TokenizerServicer:
-    """Texts and tokens, as this router's model has them. Needs no worker.
+    """Converts between text and tokens with the tokenizer of this router's model. Asks no worker.
     """
 
     def Tokenize(self, request, context):
-        """The tokens that a prompt is, as Generate would have it.
+        """Returns the tokens of a prompt, as Generate would compute them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text that tokens are.
+        """Returns the text of a list of tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,7 +249,7 @@ def add_TokenizerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Tokenizer:
-    """Texts and tokens, as this router's model has them. Needs no worker.
+    """Converts between text and tokens with the tokenizer of this router's model. Asks no worker.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KVTransferStub:
-    """Served by the decode worker, called by prefill workers.
+    """Served by decode workers, called by prefill workers.
     """
 
     def __init__(self, channel):
@@ -58,36 +58,38 @@ class KVTransferStub:
 
 
 class KVTransferServicer:
-    """Served by the decode worker, called by prefill workers.
+    """Served by decode workers, called by prefill workers.
     """
 
     def Connect(self, request, context):
-        """First contact. Both sides compare what the other says with their own; FAILED_PRECONDITION names what differs.
+        """First contact. Each side compares the other's description with its own; FAILED_PRECONDITION names what differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Data plane of the "grpc" transport: one stream carries one grant's writes; its answer counts them. The initial or
-        trailing metadata "tandem-push: gone" tells the sender to stop, since the grant has ended.
-        A one-sided transport opens the same stream with a chunk without data, is told "tandem-push: attached", writes by its
-        own means, and ends with a second such chunk: from then on it can write no more.
+        """Data plane of the "grpc" transport: one stream carries the writes of one grant; the response counts them. If the
+        grant has ended, the initial or trailing metadata "tandem-push: gone" tells the sender to stop.
+        A one-sided transport opens the same stream with a chunk without blocks, waits for the initial metadata
+        "tandem-push: attached", writes by its own means, and sends a second such chunk at the end: after that it can write
+        no more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """All blocks of a grant are written. Verifies them; the request may then decode. Repeating it is harmless.
+        """The sender has written all blocks of the grant. The receiver verifies them; then the request may decode.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abandon(self, request, context):
-        """The sender will write no more under this grant. Needed before blocks of a revoked grant of a one-sided
-        transport can be used again.
+        """The sender will write no more under this grant. With a one-sided transport, the blocks of a revoked grant can be
+        reused only after this.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +127,7 @@ def add_KVTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVTransfer:
-    """Served by the decode worker, called by prefill workers.
+    """Served by decode workers, called by prefill workers.
     """
 
     @staticmethod

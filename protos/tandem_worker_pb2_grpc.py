@@ -170,7 +170,7 @@ class Decode:
 
 
 class WorkerStub:
-    """Served by every worker, whatever its role.
+    """Served by every worker, in either role.
     """
 
     def __init__(self, channel):
@@ -202,7 +202,7 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Served by every worker, whatever its role.
+    """Served by every worker, in either role.
     """
 
     def GetStatus(self, request, context):
@@ -212,21 +212,22 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new work from now on, finishes what runs, then leaves. Answers at once.
+        """The worker refuses new work from now on, finishes what runs, then exits. The call returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Audit(self, request, context):
-        """Recounts every block of the pool, by owner.
+        """Recounts every block of the pool by owner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Watches the next steps and says what took how long; steps are slower meanwhile. One at a time: FAILED_PRECONDITION.
+        """Profiles the next engine steps; they run slower meanwhile. FAILED_PRECONDITION: another profile is running, or the
+        engine is stalled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -264,7 +265,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Served by every worker, whatever its role.
+    """Served by every worker, in either role.
     """
 
     @staticmethod
@@ -420,7 +421,7 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Of one worker. NOT_FOUND: this router knows none of that id.
+        """Profiles one worker. NOT_FOUND: this router knows no worker with that id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 NUM_LAYERS = 4
 NUM_TOKENS = 24
-"""Of an answer."""
+"""Tokens of an answer."""
 PRODUCT_VARIANTS: tuple[dict[str, int], ...] = (
     {"num_stages": 3}, {"num_stages": 6}, {"num_warps": 8}, {"num_warps": 4}, {"block_n": 128, "num_warps": 8},
     {"block_t": 128}, {"block_t": 256, "num_stages": 3},

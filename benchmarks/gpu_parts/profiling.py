@@ -22,7 +22,7 @@ NAME_WIDTH = 90
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Of one call of the work."""
+    """One kernel in one call of the work."""
 
     name: str
     launches: float
@@ -31,7 +31,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """Of one call of the work."""
+    """The device's work in one call."""
 
     busy_ms: float
     """Time covered by kernels and copies, which may overlap on several streams."""

@@ -30,7 +30,7 @@ at::Tensor pack_weight(const at::Tensor& weight) {
   char* to = static_cast<char*>(out.data_ptr());
   // Copies a few pairs of all rows of a panel at a time: copying whole rows would touch as many cache lines as pairs.
   constexpr int64_t PAIRS_AT_ONCE = 16;
-  const auto pack = [&](auto pair, int64_t panel) {  // the type of `pair` is that of a pair
+  const auto pack = [&](auto pair, int64_t panel) {  // only the type of `pair` is used, that of a pair
     const int64_t pairs = K / 2, rows = std::min(PANEL, N - panel * PANEL);
     const auto* rows_from = reinterpret_cast<const decltype(pair)*>(from) + panel * PANEL * pairs;
     auto* panel_to = reinterpret_cast<decltype(pair)*>(to) + panel * PANEL * pairs;

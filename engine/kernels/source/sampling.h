@@ -111,8 +111,8 @@ inline void minus_log_clocks(const U16 words[4], float* out) {
   }
 }
 
-// Whether -log(clock) of any of these tokens may reach `needed`, which is above SLACK. Compares words with a bound: 1 -
-// u is at most -log(u), so it is at most exp(-needed).
+// Whether -log(clock) of any of these tokens may reach `needed`, which is above SLACK. Compares words with a bound:
+// since -log(u) is at least 1 - u, 1 - u would have to be at most exp(-needed).
 inline bool any_reaches(const U16 words[4], float needed) {
   const uint32_t bound = uint32_t(std::exp(-double(needed)) * 4294967296.0) + 1;
   U16 hits{};

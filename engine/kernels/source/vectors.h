@@ -212,8 +212,8 @@ inline bf16* data_of(const at::Tensor& t) {
   return reinterpret_cast<bf16*>(t.data_ptr());
 }
 
-// Calls work with a count of 1 to 4 as a type, for code that needs it at compile time: std::integer_sequence<int, 0, 1,
-// ..>.
+// Calls work with a count of 1 to 4 as a type (std::integer_sequence<int, 0, 1, ..>), for code that needs it at compile
+// time.
 template <class Work>
 void with_count(int count, const Work& work) {
   switch (count) {
