@@ -1,15 +1,15 @@
-"""The worker processes that this router knows, and a session with each, kept open.
+"""The worker processes that this router knows, and an open session with each.
 
-Owns one `WorkerHandle` per worker process. Believes the sessions first and the registry second: a worker whose session
-is open is alive, whatever the registry says; one that the registry forgot gets no new work.
+Owns one `WorkerHandle` per worker process. Trusts the sessions first and the registry second: a worker whose session is
+open is alive, whatever the registry says, but one that is gone from the registry gets no new work.
 
     registry record ──> CONNECTING ──session opens──> READY ──record gone or draining──> LEAVING (finishes what it has)
                             ^                           │
                             └──── session lost, record still there: retried, with a growing pause; requests wait for
                                   the first few tries, which take about 1.5 s
 
-A worker whose engine stands still, as it says, gets nothing new until it goes on, and its requests are told with each
-beat, so that they leave it where another can go on (`Lifecycle`).
+A worker that reports that its engine is stalled gets no new work until the engine goes on. With each beat, its requests
+hear of the stall, so that they leave it if another worker can continue them (`Lifecycle`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _log = logging.getLogger(__name__)
 _RECONNECT_MIN_S = 0.1
 _RECONNECT_MAX_S = 1.0
 LOOK_S = 0.05
-"""A load that is no news is an occasion to look at those who wait once in so long: some wait for time to pass, or for
-what is learned of costs."""
+"""Loads that free nothing still call `on_change`, but at most once in this time: some requests wait for time to pass,
+or for costs to be learned."""
 _MAX_DOUBLINGS = 16
-"""Of the pause between tries: far beyond its bound, and no number grows for ever."""
+"""Of the pause between tries: far beyond its bound, and no number grows forever."""
 
 
 class KnownWorkers:
@@ -50,8 +50,9 @@ class KnownWorkers:
         on_fault: Callable[[WorkerKey], None],
         on_forgotten: Callable[[WorkerKey], None],
     ) -> None:
-        """`on_change`: one joined, left, or freed something. `on_fault`: its session was lost, or its engine stands
-        still, with requests there. `on_forgotten`: it will not come back. `tls`: how workers are called."""
+        """`on_change`: a worker joined, left, or freed something. `on_fault`: a worker's session was lost, or its
+        engine stalled, with requests there. `on_forgotten`: the worker will not come back. `tls`: for the channels to
+        workers."""
         self._router_id = router_id
         self._tls = tls
         self._now_s = now_s
@@ -60,16 +61,17 @@ class KnownWorkers:
         self._on_forgotten = on_forgotten
         self.handles: dict[WorkerKey, WorkerHandle] = {}
         self.num_changes = 0
-        """How often it has changed which of them take new work, or what these are."""
+        """Counts changes to which workers take new work, or to their records."""
         self._looked_s = -LOOK_S
-        """When those who wait were last looked at for a load."""
+        """When a load last called `on_change`."""
         self._joined: set[WorkerKey] = set()
-        """Of whom the log has said so: those that are there, and those whose turn in a record comes again."""
+        """Workers that the log has reported as joined: the known ones, and those that alternate in the registry with
+        another process of the same id (`rival_address`), so that the log reports them once."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
-        """Take over what the registry says now of the workers that this router uses."""
+        """Take over the registry's current records of the workers that this router uses."""
         by_key = {WorkerKey(r.worker_id, r.incarnation): r for r in records}
         for key, record in by_key.items():
             handle = self.handles.get(key)
@@ -83,7 +85,7 @@ class KnownWorkers:
                 handle.is_leaving = False
         for key, handle in list(self.handles.items()):
             if key not in by_key:
-                handle.is_leaving = True  # what runs there goes on
+                handle.is_leaving = True  # its running requests go on
                 self._forget_if_done(handle)
         rivals = {key.worker_id for key, record in by_key.items() if record.rival_address}
         self._joined = {key for key in self._joined if key in self.handles or key.worker_id in rivals}
@@ -94,7 +96,7 @@ class KnownWorkers:
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
-        for handle in list(self.handles.values()):  # one that leaves meanwhile is dropped from them
+        for handle in list(self.handles.values()):  # a copy: a worker that leaves meanwhile is removed from the dict
             await _close(handle)
 
     # -- what becomes of sessions -------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ class KnownWorkers:
         handle.is_full = False
 
     def _on_load(self, handle: WorkerHandle, load: pb.WorkerLoad) -> None:
-        """With each step of each worker: what follows looks at all of them, and must not."""
+        """Called with each step of each worker. `on_change` looks at all workers, so it must not run every time."""
         before = handle.load
         is_news = handle.set_load(load)
         self.num_changes += handle.load.stands_otherwise_since(before)
@@ -139,12 +141,12 @@ class KnownWorkers:
 
     def _on_session_lost(self, handle: WorkerHandle) -> None:
         if self._is_closed or self.handles.get(handle.key) is not handle:
-            return  # it was closed here
+            return  # this router closed it
         assert handle.session is not None
         self._joined.discard(handle.key)
         if handle.num_lost == 0:
             worker = {"worker": handle.record.worker_id}
-            if handle.is_going and not handle.session.num_requests_lost:  # as it has said that it would
+            if handle.is_going and not handle.session.num_requests_lost:  # the worker had announced it
                 _log.info("worker left", extra=worker)
             else:
                 _log.warning("session lost", extra={**worker, "why": handle.session.lost_why})
@@ -155,7 +157,8 @@ class KnownWorkers:
         self._note_change()
 
     async def _reconnect(self, handle: WorkerHandle) -> None:
-        """Try again while the registry knows the worker, with a pause that doubles: the peer may be restarting."""
+        """Open a session again after a pause that doubles, while the registry knows the worker: it may be
+        restarting."""
         num_doublings = min(handle.num_lost - 1, _MAX_DOUBLINGS)
         await asyncio.sleep(min(_RECONNECT_MIN_S * 2**num_doublings, _RECONNECT_MAX_S))
         if handle.is_leaving:
@@ -168,7 +171,7 @@ class KnownWorkers:
         self._on_change()
 
     def _forget_if_done(self, handle: WorkerHandle) -> None:
-        """Drop a worker that left the registry once none of our requests is there."""
+        """Drop a worker that left the registry, once none of this router's requests is there."""
         is_idle = handle.session is None or handle.session.num_requests == 0
         if handle.is_leaving and is_idle and self.handles.get(handle.key) is handle:
             del self.handles[handle.key]

@@ -1,9 +1,9 @@
-"""The whole story of one request, from its tokens to its last message, top to bottom. (Each of several answers to a
-request has a life cycle of its own: `sequences`.)
+"""Runs one request from its prompt's tokens to its last message. (With several answers to a request, each answer has a
+life cycle of its own: `sequences`.)
 
-`RequestState` decides, and this shell carries it out: it waits in the queue, sends commands, feeds back what workers
-say, turns tokens into text and stamps the time. `Lifecycle.run` is the request: a caller that stops iterating it (the
-client is gone, its deadline passed) cancels it on every worker, in the one `finally` below.
+`RequestState` decides and `Lifecycle` carries the decisions out: it waits in the queue, sends commands, passes the
+workers' events to the state, turns tokens into text and stamps the time. `Lifecycle.run` is the request: a caller that
+stops iterating it (the client is gone, its deadline passed) cancels it on every worker, in the one `finally` below.
 
     start ──> actions ──_perform──> messages, to the client
                  ^         ├─ EnterQueue ──> _wait_for_plan, a task of its own ──Planned──────┐
@@ -64,15 +64,15 @@ from router.worker_pool import NOTHING_CACHED, WorkerPool
 _log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 6
-"""A request is given up when so many attempts in a row have failed without a new token: one that kills workers must not
-go through all of them, while a long stream may lose any number of workers, one after the other."""
+"""A request fails when this many attempts in a row have failed without a new token. A request that kills workers must
+not reach all of them, while a long stream may lose any number of workers one after the other."""
 ACCOUNT_S = 1.0
 """How long a complete answer waits for the prefill worker to say what its transfer took."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterParts:
-    """What every request of this router shares."""
+    """What all requests of this router share."""
 
     pool: WorkerPool
     queue: RequestQueue
@@ -81,21 +81,21 @@ class RouterParts:
     forecast: Forecast
     metrics: RouterMetrics
     numbers: AttemptNumbers = field(default_factory=AttemptNumbers)
-    """Ids come from clients, and may come again."""
+    """Clients choose request ids and may use one again; attempt numbers tell such requests apart."""
 
 
 class Lifecycle:
-    """One request. Iterate `run` once."""
+    """One request, or one of several answers to it. Iterate `run` once."""
 
     def __init__(self, parts: RouterParts, asked: AskedAnswer, *, after: Lifecycle | None = None) -> None:
-        """`after`: the first answer to the same prompt, where this one is to run once that one is prefilled."""
+        """`after`: the first answer to the same prompt, if this answer runs after that one has been prefilled."""
         self.name, self.sequence, self.lora_name = asked.name, asked.sequence, asked.lora_name
-        """To workers; among the answers to its prompt; the adapter that it asks for, if any."""
+        """Its name to workers; its number among the answers to the prompt; the requested adapter, if any."""
         self._asked = asked
         self._after = after
         self._parts = parts
         self._share: ClientShare | None = None
-        """Of its client, while it runs."""
+        """The share of its client, while the request runs."""
         self._messages = AnswerMessages(asked)
         self._state = RequestState(
             MAX_ATTEMPTS,
@@ -110,16 +110,16 @@ class Lifecycle:
         self._commands = WorkerCommands(parts.pool, self._events.put_nowait, asked)
         self._waiting: asyncio.Task[None] | None = None
         self.room: TakenRoom | None = None
-        """Of the last attempt."""
+        """The room that the last attempt took."""
         self._error: Exception | None = None
-        """Which ended it."""
+        """The error that ended the request."""
         self._num_failures = 0
-        """Those of the state's that are logged and counted."""
+        """How many of the state's failures are logged and counted so far."""
         self._deadline = Deadline(asked, parts.forecast)
         self._cached: dict[WorkerKey, int] = {}
-        """Leading blocks of the prompt that workers have, as the index said."""
+        """How many leading blocks of the prompt each worker has cached, according to the prefix index."""
         self._entered_s = asked.arrived_s
-        """Since when it waits for workers."""
+        """When it began to wait for workers."""
         self.account = Account(parts.forecast, parts.pool.costs, parts.metrics, asked.arrived_s)
 
     def stop(self, stopped: Stopped) -> None:
@@ -127,14 +127,14 @@ class Lifecycle:
         self._events.put_nowait(stopped)
 
     async def run(self) -> AsyncGenerator[inference_pb.GenerateResponse, None]:
-        """Yield the messages of the answer, the last with usage and timings. Raises the error that ended the
+        """Yield the messages of the answer; the last one carries usage and timings. Raises the error that ended the
         request."""
         if self._asked.resumption.finish_reason:
             yield self._last_response(self._asked.resumption.finish_reason)
             return
         if self._after is None and self._asked.deadline_s is not None:
             self._deadline.refuse_if_passed()
-            if not self._state.num_resumed:  # else its client has some of it, and keeps what comes in time
+            if not self._state.num_resumed:  # a resuming client has part of the answer and keeps what comes in time
                 await self._refuse_if_late()
         self._entered_s = time.monotonic()
         self.account.entered()
@@ -156,16 +156,16 @@ class Lifecycle:
             self._leave()
 
     async def _refuse_if_late(self) -> None:
-        """For its deadline. It looks at all workers, and at all who wait. What is cached of the prompt is asked only
-        where that decides."""
+        """Raise `Overloaded` if the answer could not be complete by its deadline, given the load of all workers and the
+        length of the queue. Asks the prefix index only if the cached part of the prompt could change the decision."""
         prompt, cached = self._asked.prompt_token_ids, NOTHING_CACHED
         if self._deadline.is_late(*self._ahead(len(prompt))) and not self._deadline.is_late(*self._ahead(1)):
             cached = await self._cached_blocks(prompt, None)
-        self._deadline.refuse_if_late(*self._ahead(len(prompt), cached))  # meanwhile others may have come
+        self._deadline.refuse_if_late(*self._ahead(len(prompt), cached))  # other requests may have come meanwhile
 
     def _ahead(self, num_tokens: int, cached: Mapping[WorkerKey, int] = NOTHING_CACHED) -> tuple[float, float]:
-        """Of its first token, as it is now: how long it would wait for room, and how many tokens are computed then, its
-        own included, which are `num_tokens` but for what is cached."""
+        """What now lies ahead of the first token of a prompt with `num_tokens` tokens: the seconds that it would wait
+        for room, and the number of tokens to compute then, its own uncached ones included."""
         params = self._asked.sampling_params
         return (
             self._parts.queue.wait_s(params.priority, self._asked.fairness_id, lora_name=self.lora_name),
@@ -174,13 +174,14 @@ class Lifecycle:
 
     @property
     def has_one_worker(self) -> bool:
-        """Whether one worker both prefills and answers: from the first token on it has the KV of the whole prompt."""
+        """Whether one worker both prefills and decodes, so that it has the KV of the whole prompt from the first token
+        on."""
         return self._last_plan is not None and self._last_plan.prefill is None
 
     def shared_prefix(self) -> SharedPrefix | None:
-        """The part of the prompt that the decode worker has in use, for other answers to the prompt: the prefix index
-        would report it a moment later, or not at all. None if this answer has ended, or the worker keeps no
-        prefixes."""
+        """The part of the prompt whose KV the decode worker has in use, so that other answers to the prompt can share
+        it; the prefix index would report it a moment later or not at all. None if this answer has ended, or if the
+        worker keeps no prefixes."""
         handle = None if self._last_plan is None else self._parts.pool.get(self._last_plan.decode)
         if handle is None or handle.record.keeps_no_prefixes or self._state.phase is Phase.DONE:
             return None
@@ -193,12 +194,14 @@ class Lifecycle:
 
     @property
     def _kind(self) -> Kind | None:
-        """Of the decode worker of the last plan, or of the one that began the answer before."""
+        """The kind of the last plan's decode worker; before the first plan, of the worker that began the resumed
+        answer, if any."""
         return self._asked.resumption.kind if self.room is None else self.room.kind
 
     @property
     def _kind_begun_on(self) -> Kind | None:
-        """Of those that the client has an answer of, this one or the first to its prompt: all are to be of one kind."""
+        """The kind of the worker on which this answer, or the first answer to the prompt, has begun: workers of one
+        kind must compute all of them. None: neither has begun."""
         if self._state.token_ids or self._asked.resumption.kind is not None:
             return self._kind
         return None if self._after is None else self._after._kind_begun_on
@@ -211,7 +214,8 @@ class Lifecycle:
     # -- doing what the state decides ---------------------------------------------------------------------------
 
     def _perform(self, actions: list[Action]) -> list[inference_pb.GenerateResponse]:
-        """Do `actions` in order. Returns the messages for the client, which come before an error that ends it."""
+        """Do `actions` in order. Returns the messages for the client; the client gets them before an error that ends
+        the request (`_error`)."""
         responses: list[inference_pb.GenerateResponse] = []
         for index, action in enumerate(actions):
             match action:
@@ -242,7 +246,8 @@ class Lifecycle:
         return responses
 
     def _wind_up(self, actions: list[Action]) -> None:
-        """Those of `actions` that an attempt leaves to be done, even where the request has ended with it."""
+        """Do those of `actions` that conclude an attempt: cancellations, and notes on the workers. They are due even
+        when the request has ended."""
         for action in actions:
             match action:
                 case SendCancel(worker, attempt):
@@ -268,7 +273,7 @@ class Lifecycle:
             shared = None if self._after is None else self._after.shared_prefix()
             self._cached = await self._cached_blocks(token_ids, shared)
             if self.room is not None:
-                self.room.end()  # not before: others would have it who are behind this one
+                self.room.end()  # not earlier: requests behind this one would take it
             request = QueuedRequest(
                 num_tokens=len(token_ids),
                 num_cached_blocks=self._cached,
@@ -289,19 +294,20 @@ class Lifecycle:
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
             self.account.planned(self.room)
-        except Exception as error:  # whatever it is, it is the request's end: nobody else would hear of it
+        except Exception as error:  # any error ends the request: nothing else awaits this task
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
         else:
             self._events.put_nowait(Planned(self.room.plan))
 
     async def _cached_blocks(self, token_ids: list[int], shared: SharedPrefix | None) -> dict[WorkerKey, int]:
-        """Leading blocks of `token_ids` that workers have, for all that is known. `shared`: with another answer."""
+        """How many leading blocks of `token_ids` each worker is known to have. `shared`: the prefix that another answer
+        has in use."""
         if self._state.num_prompt_logprobs and not self._state.token_ids:
-            return {}  # all of it will be computed
+            return {}  # prompt logprobs require computing the whole prompt
         if self._after is None:
             kind = self._kind_begun_on or self._parts.pool.roster.kind_for(self.lora_name)
             if self.lora_name and not (kind and kind.lora_digest):
-                return {}  # of which adapter of that name the blocks are, nobody can say
+                return {}  # without a digest, nobody can say which adapter of that name the blocks belong to
             lora_digest = "" if kind is None else kind.lora_digest
             return await self._parts.prefixes.longest_match(token_ids, self._asked.cache_salt, lora_digest)
         return self._after._cached | ({} if shared is None else {shared.worker: shared.num_blocks})
@@ -312,8 +318,9 @@ class Lifecycle:
     # -- taking in what happens ---------------------------------------------------------------------------------
 
     async def _next_actions(self) -> list[Action]:
-        """What the next event asks for. Tokens go with those that wait behind them: where the client reads slowly, or
-        this router has much to do, those of several steps are one message."""
+        """Wait for the next event and return its actions. If they end with tokens, join them with tokens that wait
+        behind them: when the client reads slowly or this router is busy, one message carries the tokens of several
+        steps."""
         actions = self._state.on(await self._next_event())
         while may_grow(actions) and (event := self._waiting_event()) is not None:
             actions = joined(actions, self._state.on(event))
@@ -340,21 +347,21 @@ class Lifecycle:
         return None
 
     def _is_news(self, event: Event) -> bool:
-        """Whether it is one to act on. What workers say is noted."""
+        """Whether the state must act on `event`. Also notes what workers say."""
         if isinstance(event, WorkerSaid):
             self._note(event)
         return not isinstance(event, WorkerStalled) or self._is_better_off_without(event.worker)
 
     def _is_better_off_without(self, worker: WorkerKey) -> bool:
-        """Whether the worker still stands still, and somebody else can compute the request. Where nobody can, the
-        request waits for the worker to go on; it hears of the stall again with each beat."""
+        """Whether the worker is still stalled and another one can compute the request. If none can, the request waits
+        for the worker to go on; the session reports the stall again with each beat."""
         return self._parts.pool.is_stalled(worker) and self._parts.pool.is_anybody_usable_for(self._needs())
 
     def _note(self, said: WorkerSaid) -> None:
-        """Pass it on to the room taken on workers and to the account: here nothing is decided of the request."""
+        """Update the room taken on workers and the account. Decides nothing about the request."""
         plan, room = self._state.plan, self.room
         if plan is None or room is None or said.event.attempt != self._state.attempt:
-            return  # of an attempt that is over
+            return  # the event belongs to an attempt that is over
         match said.event.WhichOneof("event"):
             case "granted":
                 room.settle_decode()
@@ -367,7 +374,7 @@ class Lifecycle:
         self.account.note(said, plan, room)
 
     def _leave(self) -> None:
-        """The request is over: nobody waits, counts or listens for it any more."""
+        """The request is over: leave the queue, give back the room, close the account and detach from the sessions."""
         self.account.left(self._messages.num_tokens, "" if self._error is None else str(self._error))
         if self._share is not None:
             self._parts.queue.leave(self._share)
@@ -377,7 +384,7 @@ class Lifecycle:
             was_settled = self.room.is_settled
             self.room.end()
             if not was_settled:
-                self._parts.queue.dispatch_soon()  # what was counted as taken is free, though no worker says so
+                self._parts.queue.dispatch_soon()  # the room is free again, though no worker reports it
         self._commands.hang_up()
 
     # -- what the client gets -----------------------------------------------------------------------------------
@@ -401,6 +408,6 @@ class Lifecycle:
             plan=self._last_plan,
             transfer=self._state.transfer,
         )
-        # Where it began in the middle, more than the prompt may have been.
+        # A resumed answer may have had more than its prompt cached.
         num_cached_tokens = min(self._state.num_cached_tokens, len(self._asked.prompt_token_ids))
         return self._messages.last(finish_reason, num_cached_tokens=num_cached_tokens, timings=timings)

@@ -1,22 +1,23 @@
 """Which workers serve a request, and in which mode. Pure: numbers in, a plan out.
 
-The decode worker chosen is the one with room whose cost in blocks is least: the blocks that it would have to receive,
-plus those that it already works on, times how much slower than the others it was seen to step (`paces`). The prefill
-worker chosen is the one that would have the first token soonest, given what is in its queue and what its prefix cache
-lacks of this prompt. So the longest cached prefix wins unless its owner is busier by more than the prefix saves.
+Of the decode workers with room, the policy chooses the one with the lowest cost in blocks: the blocks that it would
+have to receive plus those that it already works on, times how much slower its steps are than other workers' (`paces`).
+Of the prefill workers, it chooses the one that would produce the first token soonest, given its queue and the part of
+this prompt that its prefix cache lacks. So the longest cached prefix wins unless its owner is busier by more than the
+prefix saves.
 
 The decode worker prefills the prompt itself where that costs less, in seconds learned from earlier requests (`costs`):
 
-    there   the prefill worker's queue, the prompt, and the handover: room asked for, KV that moves
+    there   the prefill worker's queue, the prompt, and the handover: asking for room, moving KV
     here    this worker's queue, the prompt, and a share of its time for each request that decodes here and is slowed
-            down meanwhile (`STALL_WEIGHT`), one more than now: others come
+            down meanwhile (`STALL_WEIGHT`), counting one more than now, since others come
 
-So short prompts stay where they decode, and long ones beside streams do not. An idle decode worker takes part in a
-burst of prompts, a busy one does not, and a slow one stops sooner. The decode worker prefills in any case if there is
-no prefill worker that it can be paired with, or if it lacks at most `local_max_uncached_tokens` of the prompt.
+So short prompts are prefilled where they are decoded, and long ones beside running streams are not. An idle decode
+worker takes part in a burst of prompts, a busy one does not, and a slow one stops sooner. The decode worker prefills in
+any case if no prefill worker can be paired with it, or if it lacks at most `local_max_uncached_tokens` of the prompt.
 
-If no decode worker has room, a request waits for one; but not for longer than it would hold up the prompts of a prefill
-worker that is idle now: then that prefill worker keeps it, and decodes, too.
+If no decode worker has room, a request waits for one, but no longer than its decoding would hold up the prompts of a
+prefill worker that is idle now: then that prefill worker keeps the request and decodes it too.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from router.request_events import Plan, WorkerKey, WorkerPair
 from router.served_kind import Kind
 
 STALL_WEIGHT = 0.1
-"""What a second of delay within a stream costs, of what it costs before the first token. It is hardly felt: a decode
-worker cuts prompts so that its streams go on, only slower (engine/scheduling/pace.py)."""
+"""The cost of a second of delay within a stream, relative to a second before the first token. Clients hardly feel it: a
+decode worker cuts prompts so that its streams go on, only slower (engine/scheduling/pace.py)."""
 
 STAY_SHARE = 0.25
-"""A request waits for a decode worker's room for so much of the time that its answer takes, before a prefill worker
-keeps it: its steps would hold up the prompts there for about as long."""
+"""A request waits for a decode worker's room for this fraction of the time that its answer takes before a prefill
+worker keeps it: its decode steps would hold up that worker's prompts for about as long."""
 UNKNOWN_ANSWER_S = 2.0
-"""What an answer is thought to take before any has ended."""
+"""How long an answer is assumed to take before any has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +77,12 @@ class PrefillCandidate(NamedTuple):
     kind: Kind | None
     num_queued_tokens: int
     num_cached_tokens: int
-    """Of this prompt."""
+    """Tokens of this prompt that it has cached."""
     num_blocks: int
-    """Of its pool."""
+    """Size of its block pool."""
     num_available_blocks: int
     is_full: bool
-    """As of a decode worker, for what would be decoded here."""
+    """It cannot decode this request now: as in `DecodeCandidate`, or it cannot decode at all."""
     transport: str = ""
 
 
@@ -92,26 +93,26 @@ class DecodeCandidate(NamedTuple):
     num_available_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
-    """Of this prompt."""
+    """Blocks of this prompt that it has cached."""
     is_full: bool
-    """It runs as many requests as it may, or refused one and has not freed anything since."""
+    """It runs as many requests as it may, or it refused one and has not freed anything since."""
     num_queued_tokens: int
-    """Of prompts that it prefills itself."""
+    """Waiting tokens of prompts that it prefills itself."""
     num_running: int
-    """Requests that decode here, and would stand still while it prefills."""
+    """Requests that decode here; prefilling a prompt here would delay them."""
     transport: str = ""
     slowness: float = 1.0
     """How many times longer its steps take than others' under the same load."""
 
     def cost_blocks(self, num_tokens: int) -> float:
-        """Of a prompt of `num_tokens` here."""
+        """The cost of placing a prompt of `num_tokens` here."""
         return self.slowness * (max(0, self.num_blocks(num_tokens) - self.num_cached_blocks) + self.num_used_blocks)
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_uncached_tokens(self, num_tokens: int) -> int:
-        """Of a prompt of `num_tokens`."""
+        """Tokens of a prompt of `num_tokens` that are not cached here."""
         return num_tokens - self.num_cached_blocks * self.block_size
 
 
@@ -127,10 +128,10 @@ def choose_plan(
     are_apart: Callable[[WorkerPair], bool] = lambda _: False,
     may_stay: bool,
 ) -> Plan | None:
-    """The best plan now for a prompt of `num_tokens` tokens, or None: wait until something changes.
+    """The best plan now for a prompt of `num_tokens` tokens; None: wait until something changes.
 
-    Workers in `avoid` decode only if no other worker can, and do not prefill: the decode worker can do without them.
-    `are_apart`: whether transfers between two workers fail, so that they are not to be paired.
+    Workers in `avoid` decode only if no other worker can. They never prefill, since the decode worker can do that.
+    `are_apart`: whether transfers between two workers fail, so that they must not be paired.
     `may_stay`: whether the request has waited long enough for a decode worker's room (`STAY_SHARE`).
     """
     costs = learned if config.learn_costs else Costs()
@@ -159,8 +160,8 @@ def _here_or_there(
     decode: DecodeCandidate,
     prefill: Sequence[PrefillCandidate],
 ) -> Plan | None:
-    """Where the prompt costs less: at its decode worker, or at the best of those that may prefill for that. None: at
-    one of these, but each has too much before it."""
+    """The cheaper place to prefill the prompt: its decode worker, or the best of the `prefill` workers. None: a prefill
+    worker is cheaper, but all of them have too much queued."""
     num_uncached_tokens = decode.num_uncached_tokens(num_tokens)
 
     def there_s(p: PrefillCandidate) -> float:
@@ -168,7 +169,8 @@ def _here_or_there(
 
     free = [p for p in prefill if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
     soonest = min(free or prefill, key=there_s)
-    # What this worker takes, beside streams, is stretched by them: they are held up by what it computes, not by that.
+    # Streams on this worker stretch the time that it takes for a prompt, yet only the computing itself holds them up.
+    # So the stall counts the time of whichever worker is expected to be faster.
     alone_s = min(costs.prompt_s(key, num_uncached_tokens, now_s) for key in (decode.key, soonest.key))
     stall_s = STALL_WEIGHT * (decode.num_running + 1) * alone_s
     here_s = costs.prompt_s(decode.key, decode.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
@@ -185,9 +187,10 @@ def _stay(
     decode: Sequence[DecodeCandidate],
     avoid: frozenset[WorkerKey],
 ) -> Plan | None:
-    """The prefill worker that keeps the request, and decodes, too: one that has nothing to do just now.
+    """The prefill worker, one that is idle now, that keeps the request and decodes it too.
 
-    Half of its pool is kept for prompts. It says Busy beyond that itself, since it knows what answers may grow to.
+    Half of its block pool stays reserved for prompts. The worker itself says Busy if this answer could need more than
+    the other half, since it knows how long answers may grow.
     """
     if not decode:
         return None

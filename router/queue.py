@@ -1,28 +1,32 @@
-"""Where requests wait until workers have room: by priority, then in fair shares among clients, then first come, first
-served; bounded in tokens.
+"""The queue in which requests wait until workers have room: ordered by priority, then in fair shares among clients,
+then first come, first served; bounded in tokens.
 
-Owns the waiting requests, not the workers. `dispatch` is called whenever something changed (a request came, a worker
-freed memory, joined or left: `dispatch_soon`). It plans from the head on, and stops at the first request that no worker
-has room for, so that a long prompt is not overtaken for ever. A request that can only run on workers which take no new
-requests, or on some of those that do (which have its adapter), steps aside, since it would keep others from workers
-that it cannot use (`aside`). It keeps its turn: whoever is due first, in line or aside, is tried first, and where it
-finds no room, those behind it get none of the workers that it waits for. When it may run wherever new requests go, it
-is in line again, in front. No timer of ours ends the waiting for room: the client's deadline does, early enough to say
-so.
+The queue owns the waiting requests, not the workers. `dispatch` runs whenever something changed (a request arrived, a
+worker freed memory, joined or left: `dispatch_soon`). It plans requests from the head of the line and stops at the
+first one that no worker has room for, so that a long prompt is not overtaken forever.
 
-Without any worker only those requests wait whose answer has begun, since their client would lose it. They wait apart
-from the others, each with a timer (`patience`), which fails it unless a worker that can continue the answer is there
-before: then they are aside. A worker that dies leaves thousands of them, so that nobody looks at each one in between.
+Some requests cannot use every worker that takes new requests: their answer began on workers of another kind, or only
+some workers have their adapter. When such a request finds no room it steps aside (`aside`), because it would block
+others from workers that it cannot use. It keeps its turn: `dispatch` always tries the request that is due first, in
+line or aside, and if that one finds no room, the requests behind it do not get the workers that it waits for. Once the
+request can use every worker that takes new requests, it returns to the front of the line. The queue has no timeout for
+waiting for room; the client's deadline ends the wait, early enough to tell the client.
 
-Shares (`fair_shares`) are separate for each priority: what a client was served at another priority is not counted. A
-client's counter is kept from when its first request enters until its last one has left.
+When no worker can serve a request, it waits only if its answer has begun, since its client would lose that answer. Such
+requests wait apart from the others, each with a timer (`patience`) that fails it, unless a worker that can continue the
+answer joins first: then the request moves aside. A worker that dies leaves thousands of such requests, so nothing
+examines them one by one in the meantime.
 
-An answer that another router has begun goes before what its client has asked since, and its bound is half as large
-again: its client waits in the middle of a stream. No more than that, for a client may say so of anything.
+Shares (`fair_shares`) are separate for each priority: what a client was served at another priority does not count. The
+queue keeps a client's counter from when the client's first request enters until its last one has left.
 
-The bound applies to the tokens that go before a request: others of a lower priority (a higher number) do not keep it
-out, and another client's queue counts only as far as it is served before it. All together may be twice as much; but
-those that wait aside for an adapter count for themselves, adapter by adapter, and keep nobody else out.
+A request that resumes an answer of another router goes before the later requests of the same client, and its bound is
+half as large again, because its client is waiting in the middle of a stream. It gets no more than that, since a client
+can claim this of any request.
+
+The bound applies to the tokens that go before a request: requests of a lower priority (a higher number) do not keep it
+out, and another client's requests count only as far as they are served before it. All requests together may hold twice
+the bound. Requests that wait aside for an adapter count only against requests for the same adapter.
 
     wait_for_plan ──> waiting, in line or aside ──dispatch──> TakenRoom
        └─ full: Overloaded └── no worker left: NoWorker; too late to begin: Overloaded; the caller cancelled: gone
@@ -47,13 +51,13 @@ from rpc.errors import NoWorker, Overloaded
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 WORKER_WAIT_S = 30.0
-"""A process that died is there again within seconds, a container within some ten, with a small model."""
+"""With a small model, a restarted process is back within seconds, a restarted container within about ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The part of a prompt that another answer to it has in use: a request that joins it on that worker takes no memory
-    and no time for this part."""
+    """The part of a prompt that another answer to the same prompt has in use on `worker`. A request that joins it there
+    needs no memory and no time for this part."""
 
     worker: WorkerKey
     num_blocks: int
@@ -62,34 +66,35 @@ class SharedPrefix:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
-    """What planning needs to know of a request. The waiting caller makes it; what is not given then belongs to the
-    queue."""
+    """What planning needs to know about a request. The caller creates it; the queue owns the fields that the
+    constructor does not take."""
 
     num_tokens: int
-    """To be prefilled: the prompt, and what of the answer exists already."""
+    """Tokens to prefill: the prompt, and the part of the answer that exists already."""
     num_cached_blocks: dict[WorkerKey, int] = field(default_factory=dict)
-    """Longest cached prefix on each worker, as the index said."""
+    """Longest cached prefix on each worker, according to the prefix index."""
     needs: Needs = NO_NEEDS
     avoid: frozenset[WorkerKey] = frozenset()
-    """Workers that have failed it."""
+    """Workers that have failed this request."""
     shared: SharedPrefix | None = None
     answer_s: float = 0.0
-    """What its answer may take, from its first token on."""
+    """How long its answer may take, from the first token on."""
     arrived_s: float = 0.0
-    """At the router: whoever finds a worker busy comes back here, and has waited before."""
+    """When it began to wait for workers. A request that found its worker busy returns with the time it had before."""
     has_begun: bool = False
-    """Its client has something of it, or of another answer to its prompt."""
+    """The client has received part of this answer, or of another answer to the same prompt."""
     is_resumed: bool = False
-    """It has begun at another router. Its client says so: it goes before those of the same client alone."""
+    """The answer began at another router. Only the client says so, so the request goes before others of that client
+    alone."""
     is_return: bool = False
-    """It waited its turn before, and was charged for its prompt: it goes to the front of its priority."""
+    """It has waited its turn and was charged for its prompt before: it goes to the front of its priority."""
     barred: Set[WorkerKey] = frozenset()
-    """Workers that somebody before it waits for."""
+    """Workers that a request before this one waits for."""
     planned: asyncio.Future[TakenRoom] = field(init=False)
     share: ClientShare = field(init=False)
-    """Its client's."""
+    """The share of its client."""
     patience: asyncio.TimerHandle | None = field(default=None, init=False)
-    """While there is no worker that could go on with it: when that ends it."""
+    """Set while no worker can continue the request: the timer that fails it."""
     is_waiting: bool = field(default=False, init=False)
 
     @property
@@ -98,16 +103,17 @@ class QueuedRequest:
 
     @property
     def num_own_tokens(self) -> int:
-        """Of those to be prefilled, without what another answer to the prompt has in use: what the queue counts."""
+        """The tokens that the queue counts: those to prefill, without the part that another answer to the same prompt
+        has in use."""
         return self.num_tokens - (self.shared.num_tokens if self.shared is not None else 0)
 
     def num_shared_blocks(self, worker: WorkerKey) -> int:
-        """Of the prompt, in use there by another answer to it."""
+        """Blocks of the prompt that another answer to it has in use on `worker`."""
         return self.shared.num_blocks if self.shared is not None and self.shared.worker == worker else 0
 
 
 ClientShare: TypeAlias = Share[QueuedRequest]
-"""Of the requests of one client and one priority."""
+"""The share of one client at one priority."""
 
 
 class RequestQueue:
@@ -123,10 +129,14 @@ class RequestQueue:
         workers_for: Callable[[QueuedRequest], Collection[WorkerKey]] = lambda _: (),
         worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
-        """`choose` plans one request with the workers as they are now, and takes the room for it. `has_workers`:
-        whether waiting makes sense for it. `is_apart`: whether it is not for all of the workers that new requests
-        go to. `workers_for`: those that may decode it, full or not. `worker_wait_s`: for how long one whose answer
-        has begun waits without them."""
+        """
+        max_tokens: the bound.
+        choose: plans one request on the workers as they are now and takes the room for it; None: no worker has room.
+        has_workers: whether some worker can serve the request, now or in a moment, so that waiting makes sense.
+        is_apart: whether the request cannot use all of the workers that new requests go to.
+        workers_for: the workers that may decode the request, full or not.
+        worker_wait_s: how long a request whose answer has begun waits while no worker can serve it.
+        """
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
@@ -135,47 +145,48 @@ class RequestQueue:
         self._worker_wait_s = worker_wait_s
         self.pace = QueuePace()
         self._shares: dict[int, FairShares[QueuedRequest]] = {}
-        """By priority, for each at which a request has entered and not left."""
+        """By priority: each priority at which a request has entered and not left."""
         self._priorities: list[int] = []
-        """Those at which somebody waits in line, in order."""
+        """The priorities at which requests wait in line, sorted."""
         self._aside: Aside[QueuedRequest] = Aside()
-        """By what those have in common who wait for the same workers."""
+        """One lane for each `Needs.group`: the requests of a lane wait for the same workers."""
         self._patient: dict[Needs, dict[QueuedRequest, None]] = {}
-        """Those without a worker, by what they ask of one."""
+        """Requests that no worker can serve now, by their needs."""
         self._num_patient_tokens = 0
         self._num_waiting = 0
         self.num_tokens = 0
         self._due: asyncio.Handle | None = None
-        """Of `dispatch_soon`."""
+        """The scheduled call of `dispatch_soon`."""
 
     def __len__(self) -> int:
         return self._num_waiting
 
     @property
     def has_line(self) -> bool:
-        """Whether a request that comes now may find others before it. Requests aside do not count."""
+        """Whether requests wait in line. Requests aside do not count."""
         return bool(self._priorities)
 
     @property
     def num_clients(self) -> int:
-        """How many clients have requests that entered and have not left, each client once for every priority."""
+        """Clients with requests that have entered and not left; a client counts once for each priority."""
         return sum(shares.num_open_clients for shares in self._shares.values())
 
     def num_tokens_before(self, priority: int, fairness_id: str = "", *, lora_name: str = "") -> int:
         """The waiting tokens that are expected to go before a further request of this client: all tokens of more urgent
-        priorities, and of its own priority what its share leaves (`FairShares.num_tokens_before`). Aside those alone
-        that wait for the same adapter."""
+        priorities, and those of its own priority that its share puts before it (`FairShares.num_tokens_before`). Of the
+        requests aside, only those that wait for the same adapter count."""
         num_urgent = sum(self._shares[other].num_tokens for other in self._priorities if other < priority)
         shares = self._shares.get(priority)
         num_aside = self._aside.num_tokens_before(Needs(lora_name=lora_name).group, priority, fairness_id)
         return num_urgent + num_aside + (0 if shares is None else shares.num_tokens_before(fairness_id))
 
     def wait_s(self, priority: int, fairness_id: str, *, lora_name: str = "") -> float:
-        """How long until a further request of this client would have room, as far as is known."""
+        """How long a further request of this client would wait for room, as far as the queue has learned."""
         return self.pace.queued_s(self.num_tokens_before(priority, fairness_id, lora_name=lora_name))
 
     def enter(self, priority: int, fairness_id: str) -> ClientShare:
-        """A request of the client begins: what it is served is charged to the share, until it leaves."""
+        """A request of the client begins. Until it leaves, the caller charges what it is served to the returned
+        share."""
         shares = self._shares.get(priority)
         if shares is None:
             shares = self._shares[priority] = FairShares(priority)
@@ -197,12 +208,13 @@ class RequestQueue:
         is_admitted: bool = False,
         give_up_s: float | None = None,
     ) -> TakenRoom:
-        """Wait for workers; the caller settles the room. `fairness_id`: whose request it is. `is_admitted`: it is a
+        """Wait for workers; the caller settles the returned room. `fairness_id`: the client. `is_admitted`: this is a
         further answer to a request that was admitted, so the bound does not apply.
 
-        Raises `Overloaded` if a new request would exceed the bound, or still waits at `give_up_s` (of the event loop's
-        clock); and `NoWorker` if there is no worker, now or while waiting: at once, or after `worker_wait_s` if its
-        answer has begun, which only workers of that kind can continue. Cancelling it leaves the queue.
+        Raises `Overloaded` if a new request would exceed the bound, or if the request still waits at `give_up_s` (on
+        the event loop's clock). Raises `NoWorker` if no worker can serve the request, now or later during the wait: at
+        once, or after `worker_wait_s` if its answer has begun, which only workers of the same kind can continue.
+        Cancelling the call takes the request out of the queue.
         """
         self._note_if_empty()
         self.pace.queued(time.monotonic())
@@ -220,7 +232,7 @@ class RequestQueue:
             self.pace.nobody_waits()
 
     async def _wait_turn(self, request: QueuedRequest, share: ClientShare, give_up_s: float | None) -> TakenRoom:
-        """Leaves the `share` that was entered."""
+        """Wait until the request is planned. Leaves `share` in any case."""
         future: asyncio.Future[TakenRoom] = asyncio.get_running_loop().create_future()
         request.planned = future
         request.share = share
@@ -231,13 +243,13 @@ class RequestQueue:
                 return await future
         except TimeoutError:
             if future.done() and not future.cancelled():
-                return future.result()  # planned at the last moment
+                return future.result()  # planned just before the timeout
             raise Overloaded(
                 "no worker had room in time: too little is left until the deadline", retry_after_s=MIN_RETRY_AFTER_S
             ) from None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().end()  # planned, but the request was not there to hear of it
+                future.result().end()  # planned, but the cancelled caller will not take the room
                 self.dispatch()
             raise
         finally:
@@ -247,8 +259,8 @@ class RequestQueue:
             self.leave(share)
 
     def dispatch_soon(self) -> None:
-        """`dispatch`, once for all that changes in this turn of the event loop. Beside five hundred workers it takes a
-        millisecond, in which dozens of them may free something."""
+        """Schedule one `dispatch` for everything that changes in this turn of the event loop. With five hundred workers
+        a dispatch takes a millisecond, in which dozens of them may free something."""
         if self._due is None:
             self._due = asyncio.get_running_loop().call_soon(self._dispatch_due)
 
@@ -257,7 +269,7 @@ class RequestQueue:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Plan as many requests as workers have room for."""
+        """Plan requests until the workers are full."""
         self._end_patience()
         self._step_back()
         full: set[Hashable] = set()
@@ -269,7 +281,7 @@ class RequestQueue:
             lane = lanes.first()
             if lane is not None and (first_aside := self._aside.first_of(lane)) is not None:
                 turn, aside = first_aside
-                # Those aside were before it in line: of equal places theirs is first.
+                # Requests aside were before it in the line, so of two equal places theirs comes first.
                 if request is None or turn.place <= Place.of(request.share, is_return=request.is_return):
                     request, is_aside = aside, True
             if request is None:
@@ -302,7 +314,7 @@ class RequestQueue:
         )
 
     def _end_patience(self) -> None:
-        """Aside: those for whom a worker is there now."""
+        """Move aside the patient requests that a worker can serve now."""
         for patient in list(self._patient.values()):
             if self._has_workers(next(iter(patient))):
                 for request in list(patient):
@@ -310,7 +322,7 @@ class RequestQueue:
                     self._step_aside(request)
 
     def _step_back(self) -> None:
-        """Into line, in front of its priority: whoever is aside, and apart no more."""
+        """Move requests that are aside, and no longer apart, back to the front of the line, each at its priority."""
         back = {lane for lane in self._aside.lanes if not self._is_apart(self._aside.any_of(lane))}
         if back:
             self.pace.queued(time.monotonic())
@@ -319,8 +331,8 @@ class RequestQueue:
                 self._join_line(request, in_front=True)
 
     def _settle(self, request: QueuedRequest) -> bool:
-        """Plan it, unless it is over, or nobody can go on with it. Whether it has left its place, so that others may
-        have their turn: else no worker has room for it."""
+        """Plan the request, unless it is already over or no worker can serve it. Returns whether it has left its place,
+        so that the next request has its turn; False: no worker has room for it."""
         try:
             if not request.planned.done():
                 if not self._has_workers(request):
@@ -330,10 +342,10 @@ class RequestQueue:
                 if room is None:
                     return False
                 request.planned.set_result(room)
-                # What fails, or finds a worker busy after all, is not the client's to pay for again.
+                # The client does not pay again for an attempt that failed or found its worker busy.
                 if not request.is_return:
                     request.share.charge_prompt(room.num_tokens_to_prefill)
-        except Exception as error:  # its own end, and not that of whoever happens to call
+        except Exception as error:  # ends this request, not the caller of `dispatch`
             request.planned.set_exception(error)
         self._wait_no_more(request)
         return True
@@ -342,7 +354,7 @@ class RequestQueue:
         return self._shares[self._priorities[0]].first() if self._priorities else None
 
     def _be_patient(self, request: QueuedRequest) -> None:
-        """Nobody can go on with it now. Raises `NoWorker` where it is not to wait for somebody."""
+        """No worker can serve the request now: let it wait for one. Raises `NoWorker` if it may not wait."""
         if not (request.has_begun and self._worker_wait_s):
             raise _nobody_for(request)
         self._leave_place(request)
@@ -353,17 +365,17 @@ class RequestQueue:
 
     def _give_up(self, request: QueuedRequest) -> None:
         if self._has_workers(request):
-            self.dispatch()  # which was due
+            self.dispatch()  # a dispatch was due anyway
         elif not request.planned.done():
             request.planned.set_exception(_nobody_for(request))
             self._wait_no_more(request)
 
     def _refuse_if_full(self, request: QueuedRequest, priority: int, fairness_id: str) -> None:
         num_tokens = request.num_tokens
-        # Without a worker they keep nobody from those that there are.
+        # Requests that no worker can serve compete with nobody for the workers that exist.
         num_waiting_tokens = self.num_tokens - self._num_patient_tokens - self._num_tokens_beside(request.needs.group)
         if num_waiting_tokens + num_tokens <= self._max_tokens:
-            return  # whatever goes before it
+            return  # it fits, even if all of these tokens go before it
         num_before = self.num_tokens_before(priority, fairness_id, lora_name=request.needs.lora_name)
         may_be_before = self._max_tokens
         if request.is_resumed:
@@ -379,8 +391,8 @@ class RequestQueue:
             )
 
     def _num_tokens_beside(self, group: Hashable) -> int:
-        """Of those that wait aside for other adapters: whoever asks for one may ask for any number of tokens, and the
-        others are not to be refused for that."""
+        """Tokens that wait aside for other adapters. They are left out, since many tokens that wait for one adapter
+        must not get requests for others refused."""
         lanes = (lane for lane in self._aside.lanes if lane != group and self._aside.any_of(lane).needs.kind is None)
         return sum(map(self._aside.num_tokens, lanes))
 
@@ -397,7 +409,7 @@ class RequestQueue:
         self.num_tokens -= request.num_own_tokens
 
     def _leave_place(self, request: QueuedRequest) -> None:
-        """In line, aside, or among those without a worker."""
+        """Take the request out of the line, the lane aside, or the patient requests, wherever it waits."""
         if request.patience is not None:
             request.patience.cancel()
             request.patience = None

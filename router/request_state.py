@@ -1,4 +1,4 @@
-"""The life of one request, as a pure state machine: events in, actions out. No I/O, no clock, no gRPC.
+"""The life cycle of one request as a pure state machine: events in, actions out. No I/O, no clock, no gRPC.
 
     QUEUED ──Planned, disaggregated──> RESERVING ──Granted──> PREFILLING ──HandedOver──> DECODING ──last token──> DONE
       │ ^                                  │                      │  └─last token─> SETTLING ─┼─HandedOver, or overdue─┘
@@ -7,10 +7,10 @@
     Stopped (client gone, abort, stop string, deadline), no attempts left, or no budget: from anywhere ──> DONE
 
 What keeps the promises:
-- Tokens reach the client only through `Emit`, whose positions are contiguous: an early token of the decode worker waits
-  for the first one, which comes from the prefill worker; a repeated one or a gap ends the attempt.
-- Every attempt has a number. Whatever an older attempt still says is ignored.
-- An attempt that fails is cancelled on each of its workers; the next one starts after the tokens already emitted.
+- Tokens reach the client only through `Emit`, whose positions are contiguous: tokens of the decode worker that come
+  early wait for the first token, which comes from the prefill worker; a repeated token or a gap ends the attempt.
+- Every attempt has a number. Events of older attempts are ignored.
+- A failed attempt is cancelled on each of its workers; the next one starts after the tokens already emitted.
 - All requests of a router share one budget for retries beyond their first (`retry_budget`).
 - DONE is reached once, with exactly one `End`.
 """
@@ -59,11 +59,13 @@ from rpc.errors import (
 )
 
 BETWEEN_WORKERS = (Unreachable, LeaseGone, Incompatible, CorruptKV)
-"""What a worker may fail with though it is well: its peer in a transfer is gone, has given the memory away or is of
-another kind, the network damages what is sent; or it leaves (UNAVAILABLE, too). Nobody can tell from here who is to
-blame, so neither is, but the two together. A peer that died loses its session, and that counts."""
+"""Errors that a healthy worker may report: its peer in a transfer is gone, has freed the memory or is of another kind,
+or the network damages what is sent; or the worker itself is leaving (UNAVAILABLE, too). The router cannot tell which
+of the two is to blame, so it blames the pair and neither worker. If a peer has died, its session is lost, which counts
+against it."""
 RETRY_AFTER_S = 1.0
-"""What a client is told whose request the budget does not let try again, or no worker has what it means any more."""
+"""When to retry, for a client whose request the budget does not allow another attempt, or that the worker finds
+incompatible, such as one for an adapter that the worker no longer has."""
 
 _ANSWERED = (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
 
@@ -74,14 +76,14 @@ class Phase(Enum):
     PREFILLING = auto()
     DECODING = auto()
     SETTLING = auto()
-    """All tokens are emitted; only the prefill worker's account of the transfer is still due."""
+    """All tokens are emitted; only the prefill worker's report on the transfer is outstanding."""
     DONE = auto()
 
 
 @dataclass(slots=True)
 class AttemptNumbers:
-    """Attempt numbers of one router, each given once, so that what workers still say to an earlier request of the same
-    id is not taken for the later one's."""
+    """Issues the attempt numbers of one router, each once, so that late events of an earlier request are not taken for
+    those of a later request with the same id."""
 
     last: int = 0
 
@@ -92,50 +94,50 @@ class AttemptNumbers:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request. `start` once, then `on` for every event, in order; do the returned actions in order."""
+    """One request. Call `start` once, then `on` for every event, in order; do the returned actions in order."""
 
     max_attempts: int
-    """In a row that bring the client nothing."""
+    """The request fails after this many attempts in a row that brought the client no token."""
     budget: RetryBudget
-    """That of the router."""
+    """Shared by all requests of the router."""
     numbers: AttemptNumbers = field(default_factory=AttemptNumbers)
-    """Those of the router."""
+    """Shared by all requests of the router."""
     wants_logprobs: bool = False
-    """Whether each token must come with its own."""
+    """Whether each token must come with its logprobs."""
     num_prompt_logprobs: int = 0
-    """How many must come with the answer's first token."""
+    """How many prompt logprobs must come with the answer's first token."""
     phase: Phase = Phase.QUEUED
     attempt: int = 0
     """Number of the running attempt; 0 before the first."""
     num_failures: int = 0
-    """Of attempts, in all."""
+    """Failed attempts, in all."""
     last_failure: str = ""
     """Why the last of them failed."""
     num_futile: int = 0
-    """Of them those since a token last reached the client."""
+    """Failed attempts since a token last reached the client, including the attempt that brought it."""
     plan: Plan | None = None
     token_ids: list[int] = field(default_factory=list)
-    """Those that the client has: emitted here, or by another router before."""
+    """The tokens that the client has: emitted here, or earlier by another router."""
     num_resumed: int = 0
-    """Of them those that came before this request."""
+    """How many of `token_ids` another router emitted before this request."""
     num_cached_tokens: int = 0
-    """Of the prompt, as the worker that prefilled it first said."""
+    """Tokens of the prompt that were cached, as the first worker that prefilled it said."""
     transfer: KVTransferStats | None = None
     _first_index: int = 0
-    """Where the running attempt's tokens begin."""
+    """Index of the running attempt's first token."""
     _early: list[Tokens] = field(default_factory=list)
-    """Of the decode worker, come before the prefill worker's first."""
+    """Tokens of the decode worker that came before the prefill worker's first token."""
     _finish_reason: FinishReason = FinishReason.FINISH_REASON_UNSPECIFIED
-    """While SETTLING."""
+    """Set while SETTLING."""
     _avoid: frozenset[WorkerKey] = frozenset()
     _has_left_stalled: bool = False
-    """Whether it has left a worker that stood still, and no token has reached the client since."""
+    """Whether the request has left a stalled worker and no token has reached the client since."""
 
     def start(self) -> list[Action]:
         return [EnterQueue(is_return=False)]
 
     def on(self, event: Event) -> list[Action]:
-        """Take in one event. Returns what is to be done now; nothing once DONE, and nothing for stale events."""
+        """Take in one event. Returns the actions to do now: none once DONE, and none for stale events."""
         if self.phase is Phase.DONE:
             return []
         match event:
@@ -167,7 +169,7 @@ class RequestState:
         return [SendReserve(plan.decode)]
 
     def _retry(self, error: TandemError, avoid: WorkerKey, *, at_fault: WorkerKey | WorkerPair | None) -> list[Action]:
-        """Give up this attempt, and start another if there may be one."""
+        """Give up this attempt and, if limits allow, start another one."""
         self.num_failures += 1
         self.num_futile = 1 if len(self.token_ids) > self._first_index else self.num_futile + 1
         self.last_failure = error.message
@@ -183,13 +185,13 @@ class RequestState:
         return [*notes, *cancels, EnterQueue(is_return=True, avoid=self._avoid)]
 
     def _with_last_failure(self, error: Exception | None) -> Exception | None:
-        """Where nobody is left to try, or had room in time: why the last one who tried did not succeed."""
+        """If no worker is left to try, or none had room in time, add to `error` why the last attempt failed."""
         if isinstance(error, NoWorker | Overloaded) and self.last_failure:
             return type(error)(f"{self.last_failure}; {error.message}", retry_after_s=error.retry_after_s)
         return error
 
     def _cancel_attempt(self) -> list[Action]:
-        """Cancelling what has ended already is harmless: a worker ignores it."""
+        """Cancel the attempt on its workers. This is harmless if it has ended there: a worker ignores it."""
         if self.plan is None:
             return []
         workers = [w for w in (self.plan.decode, self.plan.prefill) if w is not None]
@@ -197,7 +199,7 @@ class RequestState:
         return [SendCancel(worker, self.attempt) for worker in workers]
 
     def _end(self, finish_reason: FinishReason, error: Exception | None = None) -> list[Action]:
-        """The one way to DONE. What workers may still do for this request is cancelled."""
+        """The only way to DONE. Cancels what workers may still do for this request."""
         notes: list[Action] = []
         if error is None and finish_reason in _ANSWERED:
             self.budget.note_answer()
@@ -214,11 +216,12 @@ class RequestState:
         if self.phase is Phase.SETTLING:
             return self._end(self._finish_reason)
         if worker == self.plan.prefill and self.phase is Phase.DECODING:
-            return []  # its part was done
+            return []  # the prefill worker has done its part
         return self._retry(NoWorker(f"worker {worker.worker_id} {how}"), avoid=worker, at_fault=None)
 
     def _on_stalled(self, worker: WorkerKey) -> list[Action]:
-        """Leave it for another, once: where that one stands still, too, this request may be what takes so long."""
+        """Leave a stalled worker for another one, but only once: if the next one stalls too, this request itself may be
+        what takes so long."""
         if self._has_left_stalled:
             return []
         actions = self._on_lost(worker, "stands still")
@@ -249,12 +252,13 @@ class RequestState:
                 return self._on_nonsense(worker, f"said {other} to a request that is {self.phase.name}")
 
     def _may_be_busy(self, plan: Plan) -> bool:
-        """Whether the decode worker has not begun yet."""
+        """Whether the decode worker may still answer Busy: it has not begun."""
         has_begun = len(self.token_ids) > self._first_index
         return self.phase is Phase.RESERVING or (plan.prefill is None and not has_begun)
 
     def _on_busy(self) -> list[Action]:
-        """No memory there just now. Nothing was started, so nothing is cancelled and nothing has failed."""
+        """The worker has no memory now. It has started nothing, so nothing needs to be cancelled, and this is no
+        failure."""
         self.plan = None
         self.phase = Phase.QUEUED
         return [EnterQueue(is_return=True, avoid=self._avoid)]
@@ -263,7 +267,7 @@ class RequestState:
         next_index = len(self.token_ids)
         is_decode = worker == plan.decode
         if is_decode and plan.prefill is not None and next_index == self._first_index:
-            self._early.append(tokens)  # the first token comes from the prefill worker, on another stream
+            self._early.append(tokens)  # the first token comes from the prefill worker, over another session
             return []
         if tokens.index != next_index:
             return self._on_nonsense(worker, f"sent token {tokens.index} where {next_index} was due")
@@ -287,7 +291,8 @@ class RequestState:
         return actions
 
     def _on_last_token(self, finish_reason: FinishReason, *, is_transfer_open: bool) -> list[Action]:
-        """The answer is complete. The prefill worker may not have said yet that the transfer is: it is about to."""
+        """The answer is complete. If the prefill worker has not reported the end of the transfer yet, it is about
+        to."""
         if is_transfer_open and self.phase is Phase.PREFILLING:
             self._finish_reason = finish_reason
             self.phase = Phase.SETTLING
@@ -308,18 +313,18 @@ class RequestState:
         error = error_of_code(failed.code, f"worker {worker.worker_id}: {failed.message}")
         if failed.can_retry:
             at_fault = self._pair_of(worker) if isinstance(error, BETWEEN_WORKERS) else worker
-            if isinstance(error, InvalidRequest):  # what one worker asked of another, not what the client asked of us
-                error, at_fault = InternalError(error.message), plan.pair  # whichever of the two tells
-            elif isinstance(error, Incompatible):  # with this router's request, which may find another worker, or time
+            if isinstance(error, InvalidRequest):  # one worker's call to the other was invalid, not the client's
+                error, at_fault = InternalError(error.message), plan.pair  # whichever of the two reports it
+            elif isinstance(error, Incompatible):  # with this request: another worker, or a later try, may do
                 error = NoWorker(error.message, retry_after_s=RETRY_AFTER_S)
             return self._retry(error, avoid=worker, at_fault=at_fault)
         return self._end(FinishReason.FINISH_REASON_ERROR, error)
 
     def _pair_of(self, sender: WorkerKey) -> WorkerPair | None:
-        """That of the plan, where `sender` is the one that sends in it: it alone knows how a transfer went."""
+        """The plan's pair if `sender` is its prefill worker, which alone knows how the transfer went; else None."""
         pair = None if self.plan is None else self.plan.pair
         return pair if pair is not None and pair.prefill == sender else None
 
     def _on_nonsense(self, worker: WorkerKey, what: str) -> list[Action]:
-        """A worker that breaks the protocol is not believed: the attempt is given up."""
+        """A worker has broken the protocol: give up the attempt and blame the worker."""
         return self._retry(NoWorker(f"worker {worker.worker_id} {what}"), avoid=worker, at_fault=worker)

@@ -1,5 +1,6 @@
-"""Who takes new work, and whose kind is served, as of one moment. What is asked about all workers for each request is
-found out here, once for each change of them: there may be many more requests than changes, and many workers."""
+"""A snapshot of which workers take new work and which kind is served. Every request needs these facts about all workers,
+so `Roster` computes them once per change of the workers: there may be many workers, and many more requests than
+changes."""
 
 from __future__ import annotations
 
@@ -18,27 +19,27 @@ class Roster:
     """Not to be written to."""
 
     num_changes: int
-    """As `KnownWorkers` counted them then."""
+    """`KnownWorkers.num_changes` at the time of the snapshot."""
     compat_digest: str | None
-    """Of workers that new requests go to."""
+    """The compat digest of the workers that new requests go to. None: there has been no decode worker yet."""
     kinds_of_adapters: dict[str, Kind]
-    """Of those of them that new requests for an adapter go to, by its name."""
+    """By adapter name: the kind of the workers that new requests for this adapter go to."""
     adapters_of_all: frozenset[str]
-    """Those adapters that all of them have, the same one."""
+    """Adapters that all workers in `served_decode` have, with the same digest."""
     expected_decode: Sequence[WorkerHandle]
-    """Decode workers that take new work, or will in a moment; of any kind."""
+    """Decode workers of any kind that take new work, or will in a moment."""
     served_decode: Sequence[pb.WorkerRecord]
-    """Those whose compat digest is served."""
+    """Those of `expected_decode` whose compat digest is served."""
     usable: Sequence[WorkerHandle]
-    """That take new work."""
+    """Workers that take new work."""
     usable_by: dict[tuple[pb.Role, str | None], list[WorkerHandle]]
-    """The same by role and compat digest."""
+    """`usable` by role and compat digest."""
     usable_by_prefix: dict[tuple[bytes, int], list[WorkerKey]]
-    """The same by the key of their prefix hashes and the size of their blocks."""
+    """`usable` by the key of their prefix hashes and their block size."""
 
     @classmethod
     def of(cls, handles: Iterable[WorkerHandle], num_changes: int, served_kinds: ServedKinds) -> Roster:
-        """`served_kinds` chooses, by the decode workers that are expected."""
+        """`served_kinds` chooses the served kinds among the decode workers that are usable, or expected to be."""
         handles = list(handles)
         expected = [h for h in handles if h.is_expected and h.facts.role == pb.ROLE_DECODE]
         compat_digest = served_kinds.among(h.facts.compat_digest for h in expected)
@@ -70,7 +71,8 @@ class Roster:
         )
 
     def kind_for(self, lora_name: str) -> Kind | None:
-        """Of the workers that new requests for this adapter (empty: for none) go to. None: nobody has it."""
+        """The kind of the workers that new requests for this adapter (empty: for none) go to. None: no worker has
+        it."""
         if lora_name:
             return self.kinds_of_adapters.get(lora_name)
         return None if self.compat_digest is None else Kind(self.compat_digest)

@@ -1,16 +1,16 @@
-"""The workers as requests see them: who can serve which one, and who gets the next.
+"""The workers as requests see them: which workers can serve a request, and which one gets it.
 
     KnownWorkers ──> who is there, how busy ──┐
     ServedKinds ───> whose kind is served ────┼──choose──> TakenRoom, until the attempt ends
     WorkerFaults ──> whom to leave out ───────┤
     Costs ─────────> what each would take ────┘
 
-Load is what the worker said last, plus what was planned on it since (so that two requests of one moment do not take the
-same blocks).
+A worker's load is what it reported last plus what the router has planned on it since, so that two simultaneous requests
+do not take the same blocks.
 
-A worker that fails again and again is set aside, and probed before it is used again (`ejection`). It prefills nothing
-then, and decodes only where no other decode worker is there; that the others are full is no reason: it has room because
-it fails. Two workers between which transfers fail again and again are not paired, as long and as often.
+A worker that fails again and again is set aside, and probed before it is used again (`ejection`). Meanwhile it does not
+prefill, and it decodes only if there is no other decode worker. That the others are full is no reason to use it: it has
+room because it fails. Likewise, two workers between which transfers fail again and again are not paired.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NOTHING_CACHED: Mapping[WorkerKey, int] = MappingProxyType({})
 
 
 class WorkerPool:
-    """Of one router, which closes it."""
+    """One per router, which closes it."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class WorkerPool:
         tls: ClientTLS | None = None,
         is_registry_reachable: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`on_change`, `tls`: as `KnownWorkers` has them. `now_s`: the clock of ejections. `is_registry_reachable`:
-        whether Redis, where workers are found, answers."""
+        """`on_change`, `tls`: as in `KnownWorkers`. `now_s`: the clock of ejections and costs. `is_registry_reachable`:
+        whether Redis, where the router finds workers, answers."""
         self._policy = policy
         self._is_registry_reachable = is_registry_reachable
         self._now_s = now_s
         self.costs = Costs()
-        """What plans are chosen by."""
+        """What the router has learned about the workers' speed; plans are chosen by it."""
         self._faults = WorkerFaults(now_s)
         self._served_kinds = ServedKinds()
         self._last_roster: Roster | None = None
         self.rooms: set[TakenRoom] = set()
-        """Of the attempts that are under way."""
+        """The room taken by attempts that are under way."""
         self.workers = KnownWorkers(
             router_id=router_id,
             tls=tls,
@@ -74,7 +74,7 @@ class WorkerPool:
         )
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
-        """Take over what the registry says now of the workers that this router uses."""
+        """Take over the registry's current records of the workers that this router uses."""
         self.workers.set_records(records)
 
     async def close(self) -> None:
@@ -91,16 +91,16 @@ class WorkerPool:
         return sorted(self.workers.handles.values(), key=lambda h: (h.record.role, h.record.worker_id))
 
     def usable(self, role: pb.Role | None = None) -> list[WorkerHandle]:
-        """None: of both."""
+        """Workers that take new work. `role`: None for both."""
         return [h for h in self.roster.usable if role in (None, h.facts.role)]
 
     @property
     def has_decode_worker(self) -> bool:
-        """Whether waiting makes sense: one is usable, or expected to be in a moment."""
+        """Whether waiting makes sense: a decode worker is usable, or expected to be in a moment."""
         return bool(self.roster.served_decode)
 
     def require_decode_worker(self) -> None:
-        """Raise `NoWorker` at the door where nobody could serve a request."""
+        """Raise `NoWorker` if no decode worker could serve a request, before it is admitted."""
         if not self.has_decode_worker:
             what_to_do = (
                 "start one, or wait until one is ready"
@@ -110,26 +110,26 @@ class WorkerPool:
             raise NoWorker(f"no decode worker is available; {what_to_do}", retry_after_s=2.0)
 
     def decode_records(self) -> Sequence[pb.WorkerRecord]:
-        """Of the decode workers that new requests may wait for."""
+        """Records of the decode workers that new requests may wait for."""
         return self.roster.served_decode
 
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
-        """Whether waiting makes sense for `request`."""
+        """Whether waiting makes sense for `request`: a decode worker that can serve it is usable, or expected to be."""
         return any(self._of_kind_for(request.needs, self.roster.expected_decode))
 
     def is_apart(self, request: QueuedRequest) -> bool:
-        """Whether `request` cannot have all workers that new requests go to: it has begun on those of another kind, or
+        """Whether `request` cannot use all workers that new requests go to: it has begun on workers of another kind, or
         some lack its adapter."""
         needs, roster = request.needs, self.roster
         has_other_kind = needs.kind is not None and needs.kind != roster.kind_for(needs.lora_name)
         return has_other_kind or (bool(needs.lora_name) and needs.lora_name not in roster.adapters_of_all)
 
     def workers_for(self, request: QueuedRequest) -> list[WorkerKey]:
-        """That may decode it, full or not."""
+        """Workers that may decode `request`, full or not."""
         return [handle.key for handle in self._usable_decode_workers(request.needs)]
 
     def is_anybody_usable_for(self, needs: Needs) -> bool:
-        """Whether somebody takes such a request now, full or not."""
+        """Whether some decode worker takes such a request now, full or not."""
         return bool(self._usable_decode_workers(needs))
 
     def is_stalled(self, key: WorkerKey) -> bool:
@@ -138,7 +138,7 @@ class WorkerPool:
 
     @property
     def roster(self) -> Roster:
-        """Who takes new work now."""
+        """The workers that take new work now."""
         workers = self.workers
         if self._last_roster is None or self._last_roster.num_changes != workers.num_changes:
             self._last_roster = Roster.of(workers.handles.values(), workers.num_changes, self._served_kinds)
@@ -149,9 +149,9 @@ class WorkerPool:
     def num_tokens_to_compute(
         self, num_tokens: int, lora_name: str = "", num_cached_blocks: Mapping[WorkerKey, int] = NOTHING_CACHED
     ) -> float:
-        """How many tokens are computed until a new prompt of `num_tokens` for that adapter (empty: for none) is, where
-        that is soonest: those before it, and its own that are not cached there. That streams slow it down counts as
-        tokens, too."""
+        """How many tokens the soonest worker would have to compute until a new prompt of `num_tokens` for that adapter
+        (empty: for none) is done: the tokens queued before it, and those of the prompt that are not cached there. On a
+        decode worker, the slowdown by its streams counts as further tokens."""
         roster = self.roster
         served, kind = roster.compat_digest, roster.kind_for(lora_name)
         prefill, decode = (
@@ -167,10 +167,10 @@ class WorkerPool:
         return min(to_compute, default=float(num_tokens))
 
     def choose(self, request: QueuedRequest) -> TakenRoom | None:
-        """Plan `request` on the workers as they are now, and take the room for it. None: there is none now."""
+        """Plan `request` on the workers as they are now, and take the room for it. None: no worker has room now."""
         now_s = self._now_s()
         decode = self._usable_decode_workers(request.needs)
-        # What requests were admitted by. A prefill worker with a shorter context would end some of them early.
+        # The limit by which requests were admitted. A prefill worker with a shorter context would end some early.
         max_model_len = min((h.facts.max_model_len for h in decode), default=0)
         decode = [h for h in decode if h.key not in request.barred]
         if not decode:
@@ -225,7 +225,7 @@ class WorkerPool:
         return [*self._of_kind_for(needs, self.roster.usable_by.get((ROLE_DECODE, kind.compat_digest), []))]
 
     def _of_kind_for(self, needs: Needs, handles: Iterable[WorkerHandle]) -> Iterator[WorkerHandle]:
-        """Those of them that such a request is for."""
+        """Those of `handles` that can serve a request with these needs."""
         kind, lora_name = needs.kind or self.roster.kind_for(needs.lora_name), needs.lora_name
         return (
             h
@@ -240,8 +240,8 @@ class WorkerPool:
         self._faults.note_success(who, room.trials)
 
     def note_fault(self, who: WorkerKey | WorkerPair, room: TakenRoom) -> None:
-        """The attempt that `room` was taken for failed, and that is the fault of the worker, or of the pair. A worker
-        that is leaving may fail: that is not counted."""
+        """The attempt that `room` was taken for failed, by the fault of the worker or of the pair. Failures of a worker
+        that is leaving do not count."""
         handles = [self.get(key) for key in keys_of(who)]
         if all(handle is not None and not handle.is_going for handle in handles):
             self._faults.note_fault(who, room.trials)
@@ -250,24 +250,24 @@ class WorkerPool:
 
     @property
     def not_connected(self) -> list[str]:
-        """Ids of workers that get no requests, since no session to them is open: just found, or lost. Of one that was
-        started again under its id the newer counts."""
+        """Ids of workers that get no requests because no session to them is open: just found, or lost. Workers that
+        have left the registry do not count."""
         known = [h for h in self.workers.handles.values() if not h.is_leaving]
         return sorted({h.record.worker_id for h in known if h.session is None or not h.session.is_open})
 
     @property
     def of_another_kind(self) -> list[str]:
-        """Ids of workers that get no new requests, since most decode workers are of another kind."""
+        """Ids of workers that get no new requests because most decode workers are of another kind."""
         served = self.roster.compat_digest
         return sorted(h.record.worker_id for h in self.workers.handles.values() if h.facts.compat_digest != served)
 
     @property
     def ejected(self) -> list[str]:
-        """Ids of the workers here that are not in use, or on probation, because they failed again and again."""
+        """Ids of known workers that are set aside or on probation because they failed again and again."""
         return sorted({h.record.worker_id for h in self.handles if self._faults.is_ejected(h.key)})
 
     @property
     def apart(self) -> list[WorkerPair]:
-        """Pairs of workers here that are not used together, or only to try, because transfers between them failed."""
+        """Pairs of known workers that are kept apart or on probation because transfers between them failed."""
         known = [pair for pair in self._faults.ejected_pairs() if all(map(self.get, keys_of(pair)))]
         return sorted(known, key=keys_of)
