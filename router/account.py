@@ -1,4 +1,5 @@
-"""What is measured of one request, and who learns from it for those that come later. Decides nothing about the request.
+"""Measures one request, and passes the measurements on to the learners that later requests are planned by. Decides
+nothing about the request.
 
     queued ──> planned ──> asked ──> granted ──> sent ──> begun ──> first token ──> second token ──> ... ──> left
       ^                                   └─ the attempt failed ──┐
@@ -13,7 +14,7 @@
     arrived ──> first token, token ──> token      RouterMetrics  people
     (queued ──> planned: the queue's own, `QueuePace`)
 
-`Stamps` tell the client where its request's time went, `AttemptStamps` tell traces that of each attempt.
+`Stamps` tell the client where its request's time went; `AttemptStamps` tell traces the same about each attempt.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from router.worker_handle import WorkerHandle
 
 
 class _Decoding:
-    """What an attempt's decode worker took for its tokens. The first comes with the prompt, and the second, where KV
-    moved, after that: from the second on they show how it steps."""
+    """Measures how fast an attempt's decode worker steps, from the second token message on: the first message includes
+    the prompt's time and the second, if KV moved, the transfer's."""
 
     def __init__(self, worker: WorkerHandle) -> None:
         self._worker = worker
@@ -58,36 +59,37 @@ class _Decoding:
 
 
 class Account:
-    """Of one request, from its arrival on. Told what happens when it happens; looks at the clock by itself."""
+    """The account of one request, from its arrival on. Callers report each event as it happens; the account reads the
+    clock itself."""
 
     def __init__(self, forecast: Forecast, costs: Costs, metrics: RouterMetrics, arrived_s: float) -> None:
         self.stamps = Stamps(arrived_s)
         self.attempts: list[AttemptStamps] = []
-        """The last one is running."""
+        """The attempts so far; the last one is running."""
         self._forecast = forecast
         self._costs = costs
         self._metrics = metrics
         self._first_attempt = 0
-        """The attempt that gave the first token."""
+        """Number of the attempt that gave the first token."""
         self._has_second = False
         self._is_answering = False
         self._emitted_s: float | None = None
         self._said_s = 0.0
-        """When what a worker said last came."""
+        """When the last event of a worker came."""
         self._decoding: _Decoding | None = None
-        """Of the running attempt."""
+        """For the running attempt."""
 
     def entered(self) -> None:
-        """It begins to wait for workers; `left` ends that."""
+        """The request begins to wait for workers; it counts as running until `left`."""
         self._forecast.num_running += 1
 
     @property
     def is_waiting(self) -> bool:
-        """For workers."""
+        """Whether the request waits for workers."""
         return not self.attempts or self.attempts[-1].plan is None
 
     def queued(self, why: str = "") -> None:
-        """Another attempt begins. `why` the one before, if any, failed."""
+        """Another attempt begins. `why`: the reason why the previous one failed, if it did."""
         now_s = time.monotonic()
         self._end_attempt(now_s, why)
         if self._is_answering:
@@ -96,30 +98,30 @@ class Account:
         self.attempts.append(AttemptStamps(now_s))
 
     def planned(self, room: TakenRoom) -> None:
-        """There are workers for it."""
+        """The queue has found workers for the attempt."""
         self.attempts[-1].planned_s, self.attempts[-1].plan = time.monotonic(), room.plan
         self._decoding = _Decoding(room.decode)
 
     def room_asked(self) -> None:
-        """A decode worker was asked for room."""
+        """The decode worker was asked for room."""
         self.attempts[-1].asked_s = time.monotonic()
 
     def prompt_sent(self) -> None:
-        """The worker that computes the prompt was told."""
+        """The prompt was sent to the worker that computes it."""
         sent_s = self.attempts[-1].sent_s = time.monotonic()
         self.stamps.sent_s = self.stamps.sent_s or sent_s
 
     def note(self, said: WorkerSaid, plan: Plan, room: TakenRoom) -> None:
-        """What a worker of the running attempt says."""
+        """A worker of the running attempt has sent an event."""
         now_s, attempt = time.monotonic(), self.attempts[-1]
         self._said_s = said.at_s
         match said.event.WhichOneof("event"):
             case "granted":
                 attempt.granted_s = now_s
             case "busy":
-                self.stamps.sent_s = None  # nobody has begun: the request waits on
+                self.stamps.sent_s = None  # no worker has begun: the request waits on
                 attempt.is_busy = True
-            case "tokens" if attempt.sent_s is not None:  # else nobody was sent the prompt: the request will say so
+            case "tokens" if attempt.sent_s is not None:  # else no prompt was sent: `RequestState` rejects the tokens
                 self._note_tokens(said, plan, room, attempt, now_s)
             case "handed_over":
                 self.stamps.handed_over_s = self.stamps.handed_over_s or now_s
@@ -133,7 +135,7 @@ class Account:
                 self._note_first(said, room, attempt)
         elif not self._has_second:
             self._has_second = True
-            if said.event.attempt == self._first_attempt:  # else it overtook the first, or is of another attempt
+            if said.event.attempt == self._first_attempt:  # else it came before the first, or in another attempt
                 self._note_second(room, attempt, now_s)
 
     def _note_first_of_attempt(self, said: WorkerSaid, attempt: AttemptStamps, now_s: float) -> None:
@@ -150,8 +152,8 @@ class Account:
         assert attempt.first_token_s is not None
         self._first_attempt = said.event.attempt
         now_s = attempt.first_token_s
-        seconds = now_s - attempt.sent_s  # what a worker took that failed before is not held against this one
-        # What was thought to be cached there, and was not, has been computed, too; what was, and nobody knew, has not.
+        seconds = now_s - attempt.sent_s  # without the time of workers that failed in earlier attempts
+        # Correct for the difference between the tokens that the index said are cached and those that really were.
         num_unknown = room.num_cached_tokens - said.event.tokens.num_cached_tokens
         num_tokens = max(1, room.num_tokens_to_compute + num_unknown)
         self._forecast.computed(num_tokens, seconds)
@@ -160,7 +162,7 @@ class Account:
         self.stamps.first_token_s = now_s
 
     def _note_second(self, room: TakenRoom, attempt: AttemptStamps, now_s: float) -> None:
-        """The decode worker goes on. A gap as there is between any two tokens is not the handover's."""
+        """The decode worker has sent its first token. The gap that any two tokens have is not the handover's cost."""
         assert self.stamps.first_token_s is not None
         gap_s = now_s - self.stamps.first_token_s - self._forecast.seconds_per_answer_token
         granting_s = 0.0
@@ -169,7 +171,7 @@ class Account:
         self._costs.handed_over(room.num_tokens_to_move, granting_s + max(0.0, gap_s), now_s)
 
     def emitted(self, num_tokens: int, *, is_resumed: bool = False) -> None:
-        """Tokens are on their way to the client. `is_resumed`: it had some of another router."""
+        """Tokens are on their way to the client. `is_resumed`: another router had begun the answer."""
         now_s, before_s = time.monotonic(), self._emitted_s
         self._emitted_s = now_s
         self._forecast.emitted(num_tokens, now_s)
@@ -180,7 +182,7 @@ class Account:
         self._metrics.tokens(num_tokens, None if before_s is None else now_s - before_s)
 
     def left(self, num_answer_tokens: int, why: str = "") -> None:
-        """The request is over, well or not: `why` it failed."""
+        """The request is over. `why`: the reason why it failed; empty if it did not."""
         self._forecast.num_running -= 1
         self._end_attempt(time.monotonic(), why)
         if self._is_answering:

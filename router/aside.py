@@ -1,13 +1,14 @@
-"""Requests that have stepped out of the line, since others have workers that they cannot use. Pure.
+"""Requests that have stepped out of the line because they cannot use the workers that others can use. Pure.
 
-In lanes, one for those that wait for the same workers. A lane has the order of the line: by priority; of each those
-that return first, the last of them before the others; then of the client that was served the fewest tokens, what it has
-begun at another router before the rest; then first come, first served.
+The requests wait in lanes; all requests of a lane wait for the same workers. A lane has the order of the line: by
+priority; within a priority, returning requests first, the latest of them at the front; then by the client that was
+served the fewest tokens, where answers begun at another router go before that client's other requests; then first come,
+first served.
 
     push ──> in its lane, in turn ──first of a lane──> tried ──discard──> planned, in line again, or gone
 
-A turn only grows, as clients' counters do (`growing_heap`). So a request that comes, or a worker that frees something,
-costs as much beside ten thousand others.
+A turn only grows, as clients' counters do (`growing_heap`). So a request that arrives, or a worker that frees
+something, costs no more when ten thousand others wait.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from router.fair_shares import Share
 from router.growing_heap import GrowingHeap
 
 Item = TypeVar("Item")
-"""What waits. By identity."""
+"""What waits. Compared by identity."""
 
 
 class Place(NamedTuple):
-    """Of a request among all that wait, in line or aside. The smaller goes first."""
+    """The place of a request among all that wait, in line or aside. The smaller goes first."""
 
     priority: int
     is_first: int
-    """0: it waited its turn before. Else 1."""
+    """0: it has waited its turn before. 1: it has not."""
     counter: int
-    """What its client was served."""
+    """The counter of its client's share; 0 if it has waited its turn before."""
 
     @staticmethod
     def of(share: Share[Any], *, is_return: bool) -> Place:
@@ -40,12 +41,13 @@ class Place(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """In a lane. The smaller goes first."""
+    """The turn of a request in its lane. The smaller goes first."""
 
     place: Place
     is_new: bool
-    """It has not begun at another router."""
+    """False: the request has waited its turn before, or its answer began at another router."""
     number: int
+    """Order of arrival; negative for requests that have waited before, so that the latest of them goes first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,11 +87,11 @@ class _Lane(Generic[Item]):
 
 
 class Aside(Generic[Item]):
-    """All lanes."""
+    """The requests of all lanes."""
 
     def __init__(self) -> None:
         self._waiting: dict[Item, tuple[Hashable, _Waiting[Item]]] = {}
-        """With its lane."""
+        """Each waiting item, with its lane."""
         self._lanes: dict[Hashable, _Lane[Item]] = {}
         self._num_pushed = 0
 
@@ -109,7 +111,7 @@ class Aside(Generic[Item]):
     def push(
         self, lane: Hashable, share: Share[Item], item: Item, num_tokens: int, *, is_return: bool, is_ahead: bool
     ) -> None:
-        """As `FairShares.push`."""
+        """Let `item` wait in `lane`. The other arguments are those of `FairShares.push`."""
         self._num_pushed += 1
         waiting = _Waiting(item, share, num_tokens, is_return, is_ahead, self._num_pushed)
         self._waiting[item] = lane, waiting
@@ -118,7 +120,7 @@ class Aside(Generic[Item]):
         there.count(waiting, 1)
 
     def discard(self, item: Item) -> None:
-        """It waits here no more."""
+        """`item` no longer waits here."""
         lane, waiting = self._waiting.pop(item)
         waiting.is_gone = True
         there = self._lanes[lane]
@@ -129,8 +131,8 @@ class Aside(Generic[Item]):
             there.heap.trim(there.num_waiting)
 
     def due(self) -> GrowingHeap[Hashable]:
-        """All lanes as they are due, while whoever goes through them takes requests out of them, or leaves one whose
-        workers are full."""
+        """All lanes, ordered by the turn of their first request. The order stays right while the caller discards
+        requests, or pops a lane whose workers are full."""
         due: GrowingHeap[Hashable] = GrowingHeap(
             lambda lane: None if (first := self.first_of(lane)) is None else first[0]
         )
@@ -139,30 +141,31 @@ class Aside(Generic[Item]):
         return due
 
     def first_of(self, lane: Hashable) -> tuple[Turn, Item] | None:
-        """What goes first in it. None: nothing waits there."""
+        """The request that goes first in `lane`, with its turn. None: nothing waits there."""
         there = self._lanes.get(lane)
         waiting = None if there is None else there.heap.first()
         return None if waiting is None else (waiting.turn, waiting.item)
 
     def any_of(self, lane: Hashable) -> Item:
-        """One that waits in it."""
+        """Some request that waits in `lane`, which must not be empty."""
         waiting = self._lanes[lane].heap.first()
         assert waiting is not None
         return waiting.item
 
     def in_turn(self, lanes: Iterable[Hashable]) -> list[Item]:
-        """All of these lanes."""
+        """All requests of these lanes, in turn."""
         entries = [waiting for lane, waiting in self._waiting.values() if lane in lanes]
         return [waiting.item for waiting in sorted(entries, key=lambda waiting: waiting.turn)]
 
     def num_tokens(self, lane: Hashable) -> int:
-        """Of all that wait in it."""
+        """The tokens of all requests that wait in `lane`."""
         there = self._lanes.get(lane)
         return 0 if there is None else there.num_tokens
 
     def num_tokens_before(self, lane: Hashable, priority: int, client: str) -> int:
-        """Of those that wait in it, what a further request of `client` may expect to go before it: all that is more
-        urgent, all of the client's own, and of every other one as much, or a request."""
+        """The tokens waiting in `lane` that are expected to go before a further request of `client`: all of more urgent
+        priorities, all of the client's own at `priority`, and from every other client as many tokens as the client's
+        own, or at least one request's."""
         there = self._lanes.get(lane)
         if there is None:
             return 0

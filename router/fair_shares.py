@@ -1,19 +1,20 @@
-"""Whose turn it is among requests of one priority: of the client that was served the fewest tokens. Pure: integers.
+"""Orders requests of one priority fairly: next is the client that was served the fewest tokens. Pure: integers.
 
 Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A client is whatever name
-a request gives. Its own requests go first come, first served, those ahead before the others, and so do those of clients
-with equal counters.
+a request gives. Requests of one client, and of clients with equal counters, go first come, first served; within a
+client, requests pushed with `is_ahead` go before the others.
 
     enter ──> push ──> waits ──first, remove──> served, and charged as tokens come ──> leave
                 └─ the client had nothing waiting: its counter is lifted to the floor, so that idle time earns nothing
 
-The floor only grows: to the smallest counter of those that wait, and while nobody waits to the largest of all, since
-nobody goes short then. A client with nothing open whose counter is not above it is as one never seen, and is forgotten.
-Where more than `MAX_REMEMBERED` others are kept, the floor is raised to the middle one.
+The floor only grows: to the smallest counter of the waiting clients, or, while no client waits, to the largest counter
+of all, since nobody is kept waiting then. A client with nothing open whose counter is not above the floor is like a new
+one, and is forgotten. If more than `MAX_REMEMBERED` idle clients are kept, the floor is raised to their median counter.
 
-Counters of clients that wait differ by at most what one client is charged for a prompt, and for the answers that it has
-under way then: who was picked last had the smallest counter, and whoever came later began at that, or above. (Twice as
-much where the floor was raised.) What two that wait all the while are served differs by at most twice that.
+The counters of waiting clients differ by at most what one client is charged for a prompt and for the answers that it
+has under way: the client picked last had the smallest counter, and clients that came later began at that value or
+above. (Twice as much where the floor was raised to the median.) What two clients that wait all the time are served
+differs by at most twice that.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ from typing import Generic, TypeVar
 from router.growing_heap import GrowingHeap
 
 ANSWER_WEIGHT = 2
-"""What a token of an answer costs, in tokens of a prompt: as in the paper, and in what providers charge."""
+"""The cost of an answer's token in tokens of a prompt, as in the paper and in providers' prices."""
 MAX_REMEMBERED = 1024
-"""Clients with nothing open whose counters are above the floor."""
+"""How many clients with nothing open are kept, all with counters above the floor."""
 
 Item = TypeVar("Item")
-"""What waits. By identity."""
+"""What waits. Compared by identity."""
 
 
 @dataclass(slots=True, eq=False)
 class Share(Generic[Item]):
-    """One client that has something open."""
+    """One client that has requests open at this priority."""
 
     owner: FairShares[Item]
     client: str
     counter: int
-    """Tokens that it was served, weighted, and what it was lifted by."""
+    """Weighted tokens that the client was served, plus what its counter was lifted by."""
     num_open: int = 0
-    """Requests of its that have entered and not left."""
+    """Its requests that have entered and not left."""
     waiting: OrderedDict[Item, tuple[int, int]] = field(default_factory=OrderedDict)
-    """In turn: the turn, and tokens. Without those that return, and those ahead."""
+    """Its waiting requests in turn, each with (turn, tokens), without returning ones and those in `ahead`."""
     ahead: OrderedDict[Item, tuple[int, int]] = field(default_factory=OrderedDict)
-    """The same of those that go before them."""
+    """Likewise: its requests that go before those in `waiting`."""
     num_waiting_tokens: int = 0
     num_rest_tokens: int = 0
-    """Of these, behind the first."""
+    """The waiting tokens without those of its first request."""
 
     def charge_prompt(self, num_tokens: int) -> None:
-        """So many tokens of a prompt will be computed."""
+        """Charge `num_tokens` tokens of a prompt that will be computed."""
         self._charge(num_tokens)
 
     def charge_answer(self, num_tokens: int) -> None:
-        """So many tokens of an answer have come."""
+        """Charge `num_tokens` tokens of an answer that have come."""
         self._charge(ANSWER_WEIGHT * num_tokens)
 
     def _charge(self, num_tokens: int) -> None:
@@ -65,13 +66,13 @@ class Share(Generic[Item]):
 
     @property
     def key(self) -> tuple[int, int]:
-        """While it waits: of all shares the one with the smallest key goes first. A key only grows."""
+        """Only while the client waits: the share with the smallest key goes first. A key only grows."""
         turn, _ = next(iter(self._in_turn.values()))
         return self.counter, turn
 
     @property
     def first(self) -> Item:
-        """While it waits: what goes first of its own."""
+        """Only while the client waits: its own first request."""
         return next(iter(self._in_turn))
 
     @property
@@ -80,12 +81,13 @@ class Share(Generic[Item]):
 
     @property
     def _in_turn(self) -> OrderedDict[Item, tuple[int, int]]:
-        """That in which its first one is."""
+        """The dict that holds its first request."""
         return self.ahead or self.waiting
 
     def add(self, item: Item, turn: int, num_tokens: int, *, is_ahead: bool) -> None:
         if is_ahead:
-            # In the turn of the one before which it goes, or with which: else the key would shrink when it has gone.
+            # It takes the turn of the client's first request: with a turn of its own, a later removal would make the
+            # key shrink.
             turn, _ = next(iter(self._in_turn.values()), (turn, 0))
             self.ahead[item] = (turn, num_tokens)
         else:
@@ -93,7 +95,7 @@ class Share(Generic[Item]):
         self._count(num_tokens)
 
     def take(self, item: Item) -> int:
-        """Returns its tokens."""
+        """Remove `item`. Returns its number of tokens."""
         _, num_tokens = (self.ahead if item in self.ahead else self.waiting).pop(item)
         self._count(-num_tokens)
         return num_tokens
@@ -115,17 +117,17 @@ class FairShares(Generic[Item]):
         self.priority = priority
         self.num_waiting = 0
         self.num_tokens = 0
-        """Of all that wait."""
+        """Tokens of all waiting requests."""
         self.most = 0
-        """The largest counter."""
+        """The largest counter of any client."""
         self.with_rest: set[Share[Item]] = set()
         """Clients with more than one request waiting."""
         self._floor = 0
         self._open: dict[str, Share[Item]] = {}
         self._idle: dict[str, int] = {}
-        """Counters of clients with nothing open, above the floor (or a little while ago)."""
+        """Counters of clients with nothing open. Each was above the floor when the client became idle."""
         self._returned: OrderedDict[Item, int] = OrderedDict()
-        """Tokens of those that waited their turn before. The last goes first."""
+        """Requests that have waited their turn before, with their tokens. The last one goes first."""
         self._lines: GrowingHeap[Share[Item]] = GrowingHeap(lambda share: share.key if share.waits else None)
         self._num_lines = 0
         """Clients with something waiting."""
@@ -137,13 +139,13 @@ class FairShares(Generic[Item]):
 
     @property
     def num_known_clients(self) -> int:
-        """Whose counters are kept."""
+        """Clients whose counters are kept."""
         return len(self._open) + len(self._idle)
 
     # -- coming and going ---------------------------------------------------------------------------------------
 
     def enter(self, client: str) -> Share[Item]:
-        """A request of `client` begins. Its counter is kept until as many have left."""
+        """A request of `client` begins. The client's counter is kept at least until all its requests have left."""
         share = self._open.get(client)
         if share is None:
             share = self._open[client] = Share(self, client, self._idle.pop(client, 0))
@@ -151,7 +153,7 @@ class FairShares(Generic[Item]):
         return share
 
     def leave(self, share: Share[Item]) -> None:
-        """One of the requests that entered has ended. It waits no more."""
+        """One of the requests that entered has ended. It must not be waiting any more."""
         share.num_open -= 1
         if share.num_open:
             return
@@ -165,8 +167,8 @@ class FairShares(Generic[Item]):
     def push(
         self, share: Share[Item], item: Item, num_tokens: int, *, is_return: bool = False, is_ahead: bool = False
     ) -> None:
-        """`item`, with `num_tokens` tokens to compute, waits. `is_return`: in front of all, it waited before.
-        `is_ahead`: in front of the client's own, but for those ahead already."""
+        """Let `item`, with `num_tokens` tokens to compute, wait. `is_return`: in front of all requests, since it has
+        waited before. `is_ahead`: in front of the client's other requests, behind those already ahead."""
         self.num_waiting += 1
         self.num_tokens += num_tokens
         if is_return:
@@ -181,7 +183,7 @@ class FairShares(Generic[Item]):
         self._lines.push(share)
 
     def remove(self, share: Share[Item], item: Item) -> None:
-        """`item` waits no more: it is planned, or gone."""
+        """`item` no longer waits: it is planned, or gone."""
         if item in self._returned:
             num_tokens = self._returned.pop(item)
         else:
@@ -195,18 +197,20 @@ class FairShares(Generic[Item]):
     # -- whose turn it is ---------------------------------------------------------------------------------------
 
     def first(self) -> Item | None:
-        """Whose turn it is now. None: nobody waits."""
+        """The request whose turn it is now. None: none waits."""
         if self._returned:
             return next(reversed(self._returned))
         share = self._lines.first()
         return None if share is None else share.first
 
     def num_tokens_before(self, client: str) -> int:
-        """Of those that wait, what a further request of `client` may expect to go before it: what returns, all of the
-        client's own, and of every other one the first request, and behind that as much as the client's own.
+        """The waiting tokens that are expected to go before a further request of `client`: those of returning requests,
+        all of the client's own, and from every other client its first request and, behind that, as many tokens as the
+        client's own.
 
-        As if counters were equal, which they nearly are, and answers as long for their prompts: how long they become
-        nobody knows yet. With one client alone it is all that waits, and with one request of each.
+        The estimate takes counters as equal, which they nearly are, and answers as equally long for their prompts,
+        since nobody knows their lengths yet. If only one client waits, or each client has one request, all waiting
+        tokens count.
         """
         own = self._open.get(client)
         num_own = own.num_waiting_tokens if own is not None else 0
@@ -224,7 +228,8 @@ class FairShares(Generic[Item]):
             self._floor = max(self._floor, share.counter)
 
     def _forget_half(self) -> None:
-        """At least: those at the floor, and if they are too few, it is raised for all who come."""
+        """Raise the floor to the median counter of the idle clients, and forget those that are not above it: at least
+        half of them."""
         counters = sorted(self._idle.values())
         self._floor = max(self._floor, counters[len(counters) // 2])
         self._idle = {client: counter for client, counter in self._idle.items() if counter > self._floor}

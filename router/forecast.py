@@ -1,12 +1,12 @@
-"""How long a request would take now, whoever computes it, learned from those before it: what requests are refused by
-that could not meet their deadline (`deadline`). Pure: times are passed in, in seconds.
+"""Forecasts how long a request would take now on any worker, learned from earlier requests. The router refuses requests
+that could not meet their deadline by this forecast (`deadline`). Pure: times are passed in, in seconds.
 
     computing the prompt  computed ───────────────────> what a token takes at a worker, those before it there included
     answering             answering, emitted, ended ──> what a token takes, and how many answer meanwhile
 
-Every figure is a mean in which older parts count less. What nobody has seen yet counts as no time at all: nobody is
-refused on a guess, and where nothing runs, a request is always tried, so that a figure that has gone wrong corrects
-itself. (How long it waits for room before is the queue's to know: `queue_pace`. Which worker is the best: `costs`.)
+Every figure is a mean in which older measurements count less. What has not been measured yet counts as no time at all,
+so no request is refused on a guess. Where no request runs, a request is always tried, so that a wrong figure corrects
+itself. (`queue_pace` forecasts how long a request waits for room; `costs` says which worker is the best.)
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ from dataclasses import dataclass, field
 from router.fading import FADE, FadingRatio
 
 HALF_LIFE_S = 2.0
-"""Of what was learned from time that passed, in seconds in which something was going on."""
+"""Half-life of figures that are learned from elapsed time, in seconds during which some answer was under way."""
 PROMPT_OVERHEAD_TOKENS = 64
-"""A prompt costs as much as so many tokens before its first one: else what tiny ones take would be held against long
-ones."""
+"""The fixed cost of a prompt, in tokens. Without it, the cost per token of tiny prompts would be expected of long ones
+too."""
 PRIOR_TOKENS = 2048.0
-"""So many tokens are believed to have cost nothing, at first: one tiny prompt that met a pause is no measure of long
-ones, and what refuses them would never be corrected by them."""
+"""The mean starts with this many tokens that took no time. Otherwise one tiny prompt that met a pause would get long
+prompts refused, and refused prompts would never correct the figure."""
 FREE_BATCH = 8
-"""A step for so few answers takes hardly longer than for one; from there on it grows with their number."""
+"""A step for this many answers takes hardly longer than for one; beyond that, its time grows with their number."""
 
 
 @dataclass(slots=True)
 class Forecast:
-    """Of one router."""
+    """One per router."""
 
     num_running: int = 0
     """Requests that have entered and not ended."""
     num_answering: int = 0
-    """Of them those with a first token, and a worker."""
+    """Running requests that have had their first token and have a worker."""
     _looked_s: float = 0.0
-    """Up to when answers are counted."""
+    """The time up to which answers have been counted."""
     _seconds_per_prompt_token: FadingRatio = field(default_factory=lambda: FadingRatio(0.0, PRIOR_TOKENS))
     _seconds_per_answer_token: FadingRatio = field(default_factory=FadingRatio)
-    """Of one answer among others."""
+    """Seconds between two tokens of one answer, beside the others."""
     _answers_at_once: FadingRatio = field(default_factory=FadingRatio)
     _tokens_per_answer: FadingRatio = field(default_factory=FadingRatio)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A prompt's first token came so long after its worker was told. `num_tokens`: its own, and those before it."""
+        """A prompt's first token came `seconds` after the prompt was sent to its worker. `num_tokens`: the prompt's
+        own, and those queued before it there."""
         self._seconds_per_prompt_token.add(seconds, num_tokens + PROMPT_OVERHEAD_TOKENS, FADE)
 
     def answering(self, now_s: float) -> None:
-        """An answer has begun, or goes on."""
+        """An answer has begun, or goes on after `interrupted`."""
         self._look(now_s, 0)
         self.num_answering += 1
 
     def interrupted(self, now_s: float) -> None:
-        """An answer waits for another worker, which is no measure of how fast workers are. `answering`: it goes on."""
+        """An answer waits for another worker. This time says nothing about the workers' speed. `answering` ends it."""
         self._look(now_s, 0)
         self.num_answering -= 1
 
     def emitted(self, num_tokens: int, now_s: float) -> None:
-        """Tokens of answers that had begun."""
+        """Answers that had begun have got `num_tokens` more tokens."""
         self._look(now_s, num_tokens)
 
     def ended(self, num_tokens: int, now_s: float, *, is_complete: bool) -> None:
@@ -81,12 +82,12 @@ class Forecast:
 
     @property
     def seconds_per_answer_token(self) -> float:
-        """Of an answer, among those that there are."""
+        """Seconds between two tokens of one answer, beside as many others as lately."""
         return self._seconds_per_answer_token.value
 
     def answer_s(self, min_tokens: int, max_tokens: int, num_answers: int = 1) -> float:
-        """From the first token to the last of so many answers at once. Each is as long as answers are, within its
-        bounds."""
+        """Seconds from the first token to the last of `num_answers` answers that run at once. Each is expected to be as
+        long as the mean answer, within its bounds."""
         num_tokens = min(max(min_tokens, self._tokens_per_answer.value), max_tokens)
         crowd = (self.num_running + num_answers + FREE_BATCH) / (self._answers_at_once.value + FREE_BATCH)
         return num_tokens * self._seconds_per_answer_token.value * max(1.0, crowd)
@@ -99,9 +100,10 @@ class Forecast:
         max_tokens: int,
         num_answers: int = 1,
     ) -> float:
-        """From now to the last token of a request that would enter now; 0 where nothing runs.
+        """Seconds from now to the last token of a request that would enter now; 0 if no request runs.
 
-        queued_s: until it has room. num_tokens_to_compute: at its worker until its prompt is, those before it included.
+        queued_s: seconds until it has room. num_tokens_to_compute: tokens that its worker has to compute until the
+        prompt is done, those queued before it included.
         """
         if not self.num_running:
             return 0.0

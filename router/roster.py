@@ -1,6 +1,6 @@
-"""A snapshot of which workers take new work and which kind is served. Every request needs these facts about all workers,
-so `Roster` computes them once per change of the workers: there may be many workers, and many more requests than
-changes."""
+"""A snapshot of which workers take new work and which kind is served. Every request needs these facts about all
+workers, so `Roster` computes them once per change of the workers: there may be many workers, and many more requests
+than changes."""
 
 from __future__ import annotations
 

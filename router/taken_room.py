@@ -1,4 +1,4 @@
-"""What a plan counts as taken on its workers, until their own load tells of the request.
+"""The room that a plan counts as taken on its workers until their reported load includes the request.
 
     TAKEN ──settle_decode──> prompt still counted ──settle──> SETTLED ──end──> its trials end, too
             the decode worker                      the prompt is computed,
@@ -19,7 +19,7 @@ from router.worker_handle import WorkerHandle
 
 
 class TakenRoom:
-    """Of one attempt. Its `trials` tell how the workers did."""
+    """The room of one attempt. Its `trials` record how the workers did."""
 
     def __init__(
         self,
@@ -34,9 +34,14 @@ class TakenRoom:
         trials: Sequence[Trial] = (),
         on_end: Callable[[TakenRoom], None] = lambda _: None,
     ) -> None:
-        """`kind`: of the workers, for this request. `num_tokens`: of the prompt, of which whoever computes it has
-        `num_cached_tokens` already. `num_blocks_held`: how many blocks of it the decode worker has.
-        `num_blocks_shared`: those of them that another answer keeps in use, so that they take no room."""
+        """
+        kind: the workers' kind for this request.
+        num_tokens: tokens of the prompt.
+        num_cached_tokens: those that the worker which computes the prompt has cached.
+        num_blocks_held: blocks of the prompt that the decode worker has cached.
+        num_blocks_shared: those of them that another answer keeps in use, so that they take no room.
+        on_end: called when the attempt has ended.
+        """
         is_stay = decode.facts.role == pb.Role.ROLE_PREFILL
         self.plan = Plan(decode.key, prefill.key if prefill else None, is_stay=is_stay)
         self.num_tokens = num_tokens
@@ -47,19 +52,19 @@ class TakenRoom:
         self._is_decode_settled = False
         self._prefiller: WorkerHandle | None = prefill or decode
         self.num_tokens_to_prefill = max(1, num_tokens - num_cached_tokens)
-        """Of the prompt."""
+        """Tokens of the prompt that are not cached where it is computed."""
         self.num_cached_tokens = num_cached_tokens
         self._num_blocks = -(-num_tokens // decode.facts.block_size) - num_blocks_shared
         self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.facts.block_size)
-        """To the decode worker, where another computes the prompt."""
+        """Tokens whose KV moves to the decode worker if another worker computes the prompt."""
         decode.num_planned_blocks += self._num_blocks
         decode.num_planned_seqs += 1
         self._prefiller.num_prefill_tokens += self.num_tokens_to_prefill
         self.num_tokens_to_compute = self._prefiller.num_queued_tokens
-        """At the worker that computes the prompt, with what is before it there."""
+        """Tokens that the worker which computes the prompt has queued: the prompt's, and those before it."""
 
     def taken(self) -> list[tuple[WorkerHandle, str, int]]:
-        """What this plan still counts as taken: where, what of, and how many."""
+        """What this plan still counts as taken, as (worker, "blocks", "sequences" or "tokens", how many)."""
         taken = []
         if not self._is_decode_settled:
             taken += [(self.decode, "blocks", self._num_blocks), (self.decode, "sequences", 1)]

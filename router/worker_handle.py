@@ -1,4 +1,5 @@
-"""What the router keeps of one worker process: what it says of itself, and what was planned on it since."""
+"""What the router keeps about one worker process: what the worker reports about itself, and what was planned on it
+since."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ from router.served_kind import Kind
 from router.worker_session import WorkerSession
 
 NUM_QUICK_RECONNECTS = 4
-"""Requests wait for a worker whose session was lost until this many tries to open another have failed."""
+"""Requests wait for a worker whose session was lost until this many attempts to reopen it have failed."""
 ASK_AGAIN_S = 1.0
-"""A worker that said Busy is asked again after so long though nothing was seen to be freed: what another router's
-request takes and gives back within a step is in no load, and the worker would be full for ever."""
+"""A worker that said Busy is asked again after this time even if no load has shown that it freed something: what
+another router's request takes and frees within one step appears in no load, and the worker would count as full
+forever."""
 
 
 class WorkerFacts(NamedTuple):
-    """What a worker says of itself that plans are made by. It is asked for far more often than it changes, for each
-    request of each worker: hence no message, whose fields take as long to read as all the rest that is done with them.
-    """
+    """The facts about a worker that plans depend on. The router reads them for each request and each worker, far more
+    often than they change. Therefore they are no protobuf message: reading its fields would take as long as all the
+    rest of the planning."""
 
     role: pb.Role
     compat_digest: str
@@ -32,11 +34,12 @@ class WorkerFacts(NamedTuple):
     transport: str
     can_generate: bool
     lora_digests: dict[str, str]
-    """Of its adapters, by name; empty where its version does not say. Not to be written to."""
+    """Digests of its adapters by name; a digest is empty if the worker's version does not report it. Not to be written
+    to."""
     adapters: frozenset[tuple[str, str]]
-    """The same, to be counted: most workers have the same ones."""
+    """`lora_digests` in hashable form: most workers have the same adapters, so that the roster counts equal sets."""
     leaving_adapters: frozenset[tuple[str, str]]
-    """Likewise of those that only answers get which have begun with them."""
+    """Likewise: adapters that it keeps only for answers that have begun with them."""
 
     @classmethod
     def of(cls, record: pb.WorkerRecord) -> WorkerFacts:
@@ -54,8 +57,9 @@ class WorkerFacts(NamedTuple):
         )
 
     def kind_for(self, lora_name: str, begun_on: Kind | None = None) -> Kind | None:
-        """Of this worker, for requests for that adapter (empty: for none). None: it has no such adapter. `begun_on`:
-        the kind that an answer has begun on, which the worker is for it where it has that adapter yet."""
+        """This worker's kind for requests for that adapter (empty: for none). None: it has no such adapter. `begun_on`:
+        the kind on which an answer has begun; a worker that still keeps that adapter, though for begun answers only,
+        has this kind for it."""
         if not lora_name:
             return Kind(self.compat_digest)
         if begun_on is not None and (lora_name, begun_on.lora_digest) in self.leaving_adapters:
@@ -64,26 +68,26 @@ class WorkerFacts(NamedTuple):
         return None if lora_digest is None else Kind(self.compat_digest, lora_digest)
 
     def kinds_for(self, lora_name: str) -> list[Kind]:
-        """That answers for that adapter may have begun on, to go on here."""
+        """The kinds on which answers for that adapter may have begun so that this worker can continue them."""
         kind = self.kind_for(lora_name)
         leaving = [Kind(self.compat_digest, digest) for name, digest in self.leaving_adapters if name == lora_name]
         return leaving if kind is None else [kind, *leaving]
 
 
 class Load(NamedTuple):
-    """What a worker says of how busy it is; no message, as `WorkerFacts`."""
+    """How busy a worker reports to be. No protobuf message, for the same reason as `WorkerFacts`."""
 
     num_running: int
     num_active: int
-    """Running, or waiting there."""
+    """Requests that run or wait there."""
     num_waiting_tokens: int
     num_free_seqs: int | None
-    """How many more it takes. None: it does not say."""
+    """How many more sequences it takes. None: it does not say."""
     num_blocks: int
     num_available_blocks: int
-    """Free, or cached and not just being copied to the host."""
+    """Blocks that are free, or cached and not being copied to the host."""
     num_used_blocks: int
-    """Of sequences, and granted."""
+    """Blocks of sequences and of grants."""
     is_draining: bool
     is_stalled: bool
 
@@ -103,11 +107,12 @@ class Load(NamedTuple):
         )
 
     def has_freed_since(self, before: Load) -> bool:
-        """Whether it tells of memory, or of a place, that was not free before."""
+        """Whether the worker has freed memory or a place for a request since `before`."""
         return self.num_available_blocks > before.num_available_blocks or self.num_active < before.num_active
 
     def may_help_since(self, before: Load) -> bool:
-        """Whether somebody who found no room then may find some now, or may not wait for this worker any more."""
+        """Whether a request that found no room at the time of `before` may find some now, or must no longer wait for
+        this worker."""
         return (
             self.has_freed_since(before)
             or self.num_waiting_tokens < before.num_waiting_tokens
@@ -115,7 +120,7 @@ class Load(NamedTuple):
         )
 
     def stands_otherwise_since(self, before: Load) -> bool:
-        """Whether it takes new work now and did not then, or the other way round."""
+        """Whether the worker has begun or ended to drain, or to be stalled, since `before`."""
         return self.is_draining != before.is_draining or self.is_stalled != before.is_stalled
 
 
@@ -124,29 +129,29 @@ class WorkerHandle:
     """One worker process."""
 
     record: pb.WorkerRecord
-    """To change it, `take_record`."""
+    """Change it through `take_record` only."""
     channel: grpc.aio.Channel
     session: WorkerSession | None = None
     key: WorkerKey = field(init=False)
     facts: WorkerFacts = field(init=False)
     load: Load = field(init=False)
     num_planned_blocks: int = 0
-    """Of requests planned here whose Granted or Busy has not come yet."""
+    """Blocks of requests planned here that the worker has not answered yet (Granted, Busy or tokens)."""
     num_planned_seqs: int = 0
-    """These requests."""
+    """The number of these requests."""
     num_prefill_tokens: int = 0
-    """Of this router's requests that are being prefilled here."""
+    """Prompt tokens of this router's requests that are being prefilled here."""
     is_full: bool = False
-    """It said Busy, and has freed nothing since, for all that its loads show."""
+    """The worker said Busy, and none of its loads has shown since that it freed something."""
     refused_s: float = 0.0
-    """When it did."""
+    """When it last said Busy."""
     num_frees: int = 0
-    """How often its load has shown that it freed something."""
+    """How many of its loads have shown that it freed something."""
     is_leaving: bool = False
-    """Gone from the registry: no new work."""
+    """The registry no longer has it: it gets no new work."""
     is_forgotten: bool = False
-    """And nothing of ours is there: it will not come back. A client that reads slowly may yet make something of what it
-    has said, of which nobody learns for those that come later."""
+    """It is leaving and none of this router's requests is there: it will not come back. Events of it that a slow
+    client's request handles later teach the learners nothing."""
     num_lost: int = 0
     """Sessions lost in a row."""
 
@@ -157,22 +162,22 @@ class WorkerHandle:
 
     @property
     def is_usable(self) -> bool:
-        """It takes new work now."""
+        """Whether it takes new work now."""
         return self.session is not None and self.session.is_open and not self.is_going and not self.load.is_stalled
 
     @property
     def is_expected(self) -> bool:
-        """It takes new work now, or will in a moment unless it is dead: its session is being opened."""
+        """Whether it takes new work now, or will in a moment unless it is dead: its session is being opened."""
         return self.num_lost <= NUM_QUICK_RECONNECTS and not self.is_going
 
     @property
     def is_going(self) -> bool:
-        """It takes no new work any more."""
+        """Whether it takes no new work any more."""
         return self.is_leaving or self.record.is_draining or self.load.is_draining
 
     @property
     def num_queued_tokens(self) -> int:
-        """Still to be prefilled: as it says, or as this router has just planned."""
+        """Tokens still to be prefilled here: as reported, or as this router has planned, whichever is more."""
         return max(self.num_prefill_tokens, self.load.num_waiting_tokens)
 
     @property
@@ -181,17 +186,17 @@ class WorkerHandle:
 
     @property
     def has_free_seqs(self) -> bool:
-        """Whether it takes another sequence, as far as their number goes. One that is asked for more says Busy, and who
-        was planned there comes back to go before all that wait: nobody's share would be asked any more."""
+        """Whether the number of its sequences allows another one. A worker that is asked for more says Busy, and the
+        request returns to the front of the queue, before all fair shares: they would have no effect any more."""
         return self.load.num_free_seqs is None or self.load.num_free_seqs > self.num_planned_seqs
 
     def take_record(self, record: pb.WorkerRecord) -> None:
-        """Of the same process, as the registry has it now. Its load is older than what the session says."""
+        """Take over the registry's current record of the same process. Not its load: the session's is newer."""
         self.record = record
         self.facts = WorkerFacts.of(record)
 
     def set_load(self, load: pb.WorkerLoad) -> bool:
-        """Returns whether that is news to those who wait."""
+        """Take over the reported load. Returns whether waiting requests may profit from it."""
         before, self.load = self.load, Load.of(load)
         has_freed = self.load.has_freed_since(before)
         is_to_be_asked = self.is_full and time.monotonic() - self.refused_s >= ASK_AGAIN_S
@@ -201,10 +206,10 @@ class WorkerHandle:
         return is_to_be_asked or self.load.may_help_since(before)
 
     def note_busy(self, num_frees_when_asked: int) -> None:
-        """It refused a request that was sent when `num_frees` was `num_frees_when_asked`.
+        """The worker said Busy to a request that was sent when `num_frees` was `num_frees_when_asked`.
 
-        If it has freed something since, nobody knows whether the refusal came before or after: then it is asked again,
-        for if that was the last thing it had to free, no load would ever come to say that it is full no more.
+        If it has freed something since, the refusal may have come before or after. Then it does not count as full and
+        is asked again: if that was the last thing it had to free, no later load would end its being full.
         """
         if self.num_frees == num_frees_when_asked:
             self.is_full, self.refused_s = True, time.monotonic()

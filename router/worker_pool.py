@@ -250,8 +250,8 @@ class WorkerPool:
 
     @property
     def not_connected(self) -> list[str]:
-        """Ids of workers that get no requests because no session to them is open: just found, or lost. Workers that
-        have left the registry do not count."""
+        """Ids of workers that get no requests because no session to them is open: just found, or lost. Of a worker that
+        was restarted under its id, only the process that is now in the registry counts."""
         known = [h for h in self.workers.handles.values() if not h.is_leaving]
         return sorted({h.record.worker_id for h in known if h.session is None or not h.session.is_open})
 
