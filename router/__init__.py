@@ -1,7 +1,8 @@
-"""The front door: validates and tokenises a request, queues it, chooses workers, runs it, and streams its text.
+"""The router, the cluster's front door: validates and tokenises a request, queues it, chooses workers, runs it, and
+streams its text.
 
-Imports protos, rpc, registry and prefix_hash only; never torch, never a model's weights. A router needs nothing of a
-model but its folder's tokenizer, chat template and generation_config.
+Imports protos, rpc, registry and prefix_hash only; never torch, never a model's weights. Of a model it needs only the
+folder's tokenizer, chat template, config.json and generation_config.json.
 
     one request   servicer ──> validation, prepared ──> an asked_answer for each ──> sequences ──> a lifecycle for each
                   open_requests: by their names; deadline: refused at once; outcome: the log's line, metrics, traces

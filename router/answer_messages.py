@@ -1,4 +1,4 @@
-"""One answer as the client gets it: tokens in, messages with their text out. Decides nothing.
+"""Turns one answer's tokens into the messages that the client gets. Decides nothing.
 
 delta ── delta ── … ──> last
 """
@@ -15,7 +15,7 @@ from router.text.tool_calls import Told
 
 
 class AnswerMessages:
-    """Of one sequence of a request."""
+    """The messages of one sequence of a request."""
 
     def __init__(self, asked: AskedAnswer) -> None:
         self._request_id = asked.request_id
@@ -24,12 +24,12 @@ class AnswerMessages:
         self._detokenizer = asked.detokenizer
         self._reader = asked.reader
         self._tells_prompt = asked.sampling_params.HasField("prompt_logprobs")
-        """With the answer's first token, how likely the prompt's were."""
+        """Whether the message with the answer's first token carries the prompt's logprobs."""
         self._with_prompt_token_ids = asked.with_prompt_token_ids
         self._eos_token_id = asked.eos_token_id
         self._has_begun = False
         self.num_tokens = len(asked.resumption.token_ids)
-        """Of the answer, up to the last message."""
+        """Tokens of the answer in all messages so far."""
         self._last_token_id = asked.resumption.token_ids[-1] if asked.resumption.token_ids else None
 
     def delta(self, emit: Emit) -> tuple[pb.GenerateResponse, bool]:
@@ -46,7 +46,7 @@ class AnswerMessages:
             token_ids=token_ids,
             text=told.content,
             reasoning=told.reasoning,
-            tool_calls=told.calls or None,  # a third of the time that this takes, where there are none
+            tool_calls=told.calls or None,  # an empty list instead of None would take a third of the time here
             logprobs=emit.logprobs[: delta.num_tokens] or None,
         )
         if emit.logprobs:
@@ -65,8 +65,8 @@ class AnswerMessages:
         return response, delta.is_stopped
 
     def _name_prompt(self, prompt_logprobs: Iterable[pb.TokenLogprobs]) -> None:
-        """What the prompt's tokens stand for, and where that begins."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character counts once it is whole
+        """Set the bytes that the prompt's tokens stand for, and where their text begins."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # counts a character when it is complete
         num_chars = 0
         for logprobs in prompt_logprobs:
             logprobs.text_offset = num_chars
@@ -80,7 +80,7 @@ class AnswerMessages:
     def last(
         self, finish_reason: pb.FinishReason, *, num_cached_tokens: int, timings: pb.Timings
     ) -> pb.GenerateResponse:
-        """The message that ends the answer. `num_cached_tokens`: of the prompt."""
+        """The message that ends the answer. `num_cached_tokens`: tokens of the prompt that were cached."""
         usage = pb.Usage(
             prompt_tokens=len(self._prompt_token_ids),
             cached_tokens=num_cached_tokens,
@@ -104,10 +104,10 @@ class AnswerMessages:
         )
 
     def _stop_token_id(self, finish_reason: pb.FinishReason) -> int | None:
-        """The token that ended the answer. None: none did, or it is the model's own end."""
+        """The token that ended the answer. None: no token did, or it is the model's own end-of-sequence token."""
         is_stopped_by_token = finish_reason == pb.FINISH_REASON_STOP and not self._detokenizer.stop
         return self._last_token_id if is_stopped_by_token and self._last_token_id != self._eos_token_id else None
 
     def _told(self, text: str) -> Told:
-        """Of the answer's next text, what is its text, what it calls, and what was thought before."""
+        """Split the answer's next text into content, thoughts and tool calls."""
         return Told(text) if self._reader is None else self._reader.push(text)

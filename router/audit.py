@@ -1,8 +1,9 @@
-"""The router's own books: the room it counts as taken on workers, and the requests whose events it listens for.
+"""Audits the router's own books: the room that it counts as taken on workers, and the requests whose events it listens
+for.
 
-What belongs to no request that runs is a leak: it makes workers look busier than they are until the router ends. For a
-moment anything may be in nobody's hands, as a plan that its request is about to hear of. So a leak is what is found
-twice, with a wait between.
+An entry that belongs to no running request is a leak: it makes workers look busier than they are until the router ends.
+For a moment an entry may belong to no request, such as a plan that its request is about to receive. So only an entry
+that is found twice, with a wait in between, is a leak.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from router.worker_pool import WorkerPool
 
 
 def find_ownerless(pool: WorkerPool, queue: RequestQueue, running: Sequence[Lifecycle]) -> dict[Hashable, str]:
-    """What belongs to none of the `running` requests just now: what it is -> a sentence."""
+    """The entries that belong to none of the `running` requests now: from what identifies an entry to a sentence about
+    it."""
     found = {**_rooms(pool, running), **_names(pool, running), **_miscounted(pool)}
     if not len(queue) and queue.num_tokens:
         found["queue"] = f"the queue is empty and counts {queue.num_tokens} tokens"
@@ -45,7 +47,7 @@ def _names(pool: WorkerPool, running: Sequence[Lifecycle]) -> dict[Hashable, str
 
 
 def _miscounted(pool: WorkerPool) -> dict[Hashable, str]:
-    """Workers at which more or less is counted as planned than all rooms together have."""
+    """Workers whose counts of planned blocks, sequences or tokens differ from the sum over all rooms."""
     planned: defaultdict[WorkerHandle, Counter[str]] = defaultdict(Counter)
     for room in pool.rooms:
         for handle, what, num in room.taken():

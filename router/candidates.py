@@ -1,4 +1,4 @@
-"""What the policy is told of a worker, for one request: numbers of the load that it said last, and of what this router
+"""What the policy is told about a worker for one request: numbers from its last reported load and from what this router
 has planned on it since."""
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ def decode_candidate(handle: WorkerHandle, request: QueuedRequest, slowness: flo
 
 
 def num_cached_tokens(handle: WorkerHandle, request: QueuedRequest) -> int:
-    """Of its prompt, that the worker has, as the index said."""
+    """Tokens of the request's prompt that the worker has cached, according to the prefix index."""
     return request.num_cached_blocks.get(handle.key, 0) * handle.facts.block_size

@@ -1,4 +1,4 @@
-"""`tandem.v1.Cluster`: what operators ask. Every answer is gathered from the workers when asked, never from a cache."""
+"""`tandem.v1.Cluster`, for operators. It gathers every answer from the workers when asked, never from a cache."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WORKER_TIMEOUT_S = 5.0
 """A worker that does not answer within this time is listed as unreachable."""
 
 PROFILE_READ_S = 60.0
-"""What a worker may take to read what it saw."""
+"""The time that a worker may take, after profiling, to evaluate the profile."""
 MAX_ID_CHARS = 128
 
 TURNS_S = 0.01
-"""Between the two looks of an audit, where no worker is waited for: some turns of the event loop."""
+"""Wait between the two looks of an audit, in case no worker has to be waited for: some turns of the event loop."""
 
 
 class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
@@ -94,7 +94,8 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         return find_ownerless(self._parts.pool, self._parts.queue, self._open_requests.lifecycles)
 
     async def _ask_all(self, ask: Callable[[WorkerStub], Awaitable[_T]]) -> tuple[list[_T], list[str]]:
-        """What every known worker answers, and the ids of those that do not, with why."""
+        """The answers of all known workers, and for each worker that did not answer a text with its id and the
+        reason."""
 
         async def ask_one(handle: WorkerHandle) -> _T | str:
             who = f"{handle.record.worker_id} ({handle.record.address})"

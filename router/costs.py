@@ -1,15 +1,15 @@
-"""What prompts cost at each worker of this cluster, and moving them, in seconds, learned from those before, and how
-fast each decodes: what plans are chosen by (`policy`). Pure: times are passed in.
+"""Learns from earlier requests how many seconds a prompt takes at each worker, how many seconds moving KV takes, and
+how fast each worker decodes. Plans are chosen by these costs (`policy`). Pure: times are passed in.
 
     the first token came          computed ─────> prompt_s     at that worker, behind what waits there
-    the decode worker went on     handed_over ──> handover_s   the room asked for, and the gap before the second token:
-                                                               what a prompt computed where it decodes is spared
+    the decode worker went on     handed_over ──> handover_s   asking for room, and the gap before the second token:
+                                                               costs that a locally computed prompt does not have
     the answer has ended          paces.answered ──> paces.slowness
 
 Seconds are a straight line over tokens. Newer requests count more than older ones, and a line to which nothing was
-added for minutes is believed less: a worker that has computed nothing for long is thought to be as the others are, so
-that it is tried again, however slow it once was; and moving KV, if nobody has seen it for as long, to cost nothing.
-(Whom to refuse is another question, and another learner's: `forecast`.)
+added for minutes counts less: a worker that has computed nothing for long is assumed to be as fast as the others, so
+that it is tried again however slow it once was; and moving KV, if none has moved for as long, to cost nothing.
+(`forecast` learns which requests to refuse.)
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from router.paces import Paces
 from router.request_events import WorkerKey
 
 PRIOR_REQUESTS = 0.25
-"""What is thought of a worker before it has computed anything counts as so many requests. The mean of both is the
-geometric one: workers may be a hundred times faster than others."""
+"""The weight, in requests, of the assumption that a worker is as fast as the others. It is combined with the worker's
+own figures by the geometric mean, since workers may be a hundred times faster than others."""
 PROMPT_OVERHEAD_TOKENS = 64
-"""Where all prompts are of one length, one is thought to cost as much as so many tokens before its first."""
+"""The fixed cost of a prompt, in tokens, that is assumed while all prompts have one length."""
 UNSEEN_S_PER_TOKEN = 1e-3
-"""Before the first prompt. As it is for all workers alike, it decides by tokens between them."""
+"""Assumed before the first prompt. Since it is the same for all workers, tokens decide between them."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """Of one router."""
+    """The costs that one router has learned."""
 
     _by_worker: dict[WorkerKey, FadingLine] = field(default_factory=dict)
     _num: float = 0.0
     _log_rates: float = 0.0
-    """Of all workers' prompts, newer ones counting more: how many, and the logarithms of their seconds per token."""
+    """Over the prompts of all workers, newer ones counting more: their number, and the sum of the logarithms of their
+    seconds per token."""
     _handovers: FadingLine = field(default_factory=FadingLine)
     paces: Paces = field(default_factory=Paces)
 
     # -- what happens -------------------------------------------------------------------------------------------
 
     def computed(self, worker: WorkerKey, num_tokens: int, seconds: float, now_s: float) -> None:
-        """A prompt's first token came so long after `worker` was told. `num_tokens`: what it had to compute for that,
-        what was before it included."""
+        """A prompt's first token came `seconds` after the prompt was sent to `worker`. `num_tokens`: what the worker
+        had to compute for it, tokens queued before it included."""
         expected_s = self._others_s(num_tokens) if self._num else None
         line = self._by_worker.setdefault(worker, FadingLine(PROMPT_OVERHEAD_TOKENS))
         line.add(num_tokens, seconds, now_s, expected_s=expected_s)
@@ -54,18 +55,19 @@ class Costs:
         self._log_rates = self._log_rates * FADE + math.log(rate)
 
     def handed_over(self, num_tokens: int, seconds: float, now_s: float) -> None:
-        """A request waited so long for its KV to move, of `num_tokens` tokens."""
+        """A request waited `seconds` for the KV of `num_tokens` tokens to move."""
         self._handovers.add(num_tokens, seconds, now_s)
 
     def forget(self, worker: WorkerKey) -> None:
-        """It is gone."""
+        """The worker is gone."""
         self._by_worker.pop(worker, None)
         self.paces.forget(worker)
 
     # -- what is to be expected ---------------------------------------------------------------------------------
 
     def prompt_s(self, worker: WorkerKey, num_tokens: int, now_s: float) -> float:
-        """From telling `worker` to the first token, where it has so many tokens to compute for that."""
+        """Expected seconds from sending a prompt to `worker` until its first token, if the worker has to compute
+        `num_tokens` tokens for that."""
         others_s = self._others_s(num_tokens)
         own = self._by_worker.get(worker)
         if own is None:
@@ -75,11 +77,11 @@ class Costs:
         return mean
 
     def _others_s(self, num_tokens: int) -> float:
-        """What is thought of a worker that is not known."""
+        """The expectation for a worker about which nothing is known: the mean of all."""
         rate = math.exp(self._log_rates / self._num) if self._num else UNSEEN_S_PER_TOKEN
         return rate * (num_tokens + PROMPT_OVERHEAD_TOKENS)
 
     def handover_s(self, num_tokens: int, now_s: float) -> float:
-        """What moving the KV of so many tokens adds to a request's time."""
+        """Expected seconds that moving the KV of `num_tokens` tokens adds to a request."""
         weight = self._handovers.weight(now_s)
         return self._handovers.at(num_tokens) * weight / (weight + PRIOR_REQUESTS)

@@ -1,5 +1,5 @@
-"""A request's deadline, held against what its answer may take: refused at the door where it could not be kept, given up
-in the queue while there is still time to say so. Decides; does nothing.
+"""Compares a request's deadline with the time that its answer may take: a request that could not meet it is refused
+before it is queued, or given up in the queue while there is still time to tell the client. Decides; does nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from router.forecast import Forecast
 from rpc.errors import DeadlinePassed, Overloaded
 
 CAUTION = 1.25
-"""A request is let in that would be in time even if it took so many times longer than is to be expected. What is let in
-and comes too late has cost others their time."""
+"""A request is admitted only if it would be in time even when it took this many times longer than expected. A request
+that is admitted and comes too late has wasted other requests' time."""
 MIN_ANSWER_S = 0.1
-"""What a request that still waits for workers needs at least, so that it is refused before its time is up."""
+"""The least time that an answer is assumed to need, so that a waiting request is refused before its deadline."""
 
 
 class Deadline:
-    """Of one answer, and of those that begin with it."""
+    """The deadline of one answer, and of further answers that begin with it."""
 
     def __init__(self, asked: AskedAnswer, forecast: Forecast) -> None:
         self._deadline_s = asked.deadline_s
@@ -28,21 +28,20 @@ class Deadline:
         self._num_answers = asked.num_answers
 
     def refuse_if_passed(self) -> None:
-        """Raise `DeadlinePassed` before anything is done for an answer whose deadline has passed."""
+        """Raise `DeadlinePassed` if the deadline has passed, before anything is done for the answer."""
         assert self._deadline_s is not None
         if self._deadline_s <= time.monotonic():
             raise DeadlinePassed("the request's deadline passed before it was begun")
 
     def is_late(self, queued_s: float, num_tokens_to_compute: float) -> bool:
-        """Whether an answer with a deadline could not be complete in time: see `refuse_if_late`."""
+        """Whether the answer could not be complete in time. Arguments: as in `refuse_if_late`."""
         return self._needed_s(queued_s, num_tokens_to_compute) > self._left_s
 
     def refuse_if_late(self, queued_s: float, num_tokens_to_compute: float) -> None:
-        """Raise `Overloaded` where an answer with a deadline could not be complete in time, before anything is done for
-        it.
+        """Raise `Overloaded` if the answer could not be complete in time, before anything is done for it.
 
-        `queued_s`: until it has room. `num_tokens_to_compute`: at its worker until its prompt is, those before it
-        included.
+        `queued_s`: seconds until it has room. `num_tokens_to_compute`: tokens that its worker has to compute until the
+        prompt is done, those queued before it included.
         """
         needed_s, left_s = self._needed_s(queued_s, num_tokens_to_compute), self._left_s
         if needed_s > left_s:
@@ -63,16 +62,16 @@ class Deadline:
         )
 
     def give_up_s(self) -> float | None:
-        """Until when waiting for workers makes sense: what comes then still takes its time. None: for ever."""
+        """Until when waiting for workers makes sense, which leaves time for the answer itself. None: forever."""
         if self._deadline_s is None:
             return None
         return self._deadline_s - max(MIN_ANSWER_S, self.answer_s())
 
     def answer_s(self) -> float:
-        """What the answer may take from its first token on."""
+        """Seconds that the answer may take from its first token on."""
         return self._forecast.answer_s(_min_tokens(self._params), self._params.max_tokens, self._num_answers)
 
 
 def _min_tokens(params: pb.SamplingParams) -> int:
-    """The least that an answer can have."""
+    """The fewest tokens that the answer can have."""
     return params.max_tokens if params.ignore_eos and not (params.stop or params.stop_token_ids) else params.min_tokens

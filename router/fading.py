@@ -1,25 +1,25 @@
-"""What is learned from numbers that come one after the other, of which older ones count less. Pure."""
+"""Means and lines learned from a series of numbers in which older ones count less. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FADE = 0.5 ** (1 / 8)
-"""What each request leaves of the weight of those before it: a half, once eight have followed."""
+"""Each request multiplies the weight of those before it by this: after eight requests, half the weight is left."""
 HALF_LIFE_S = 60.0
-"""Of the weight of a line to which nothing is added."""
+"""Half-life of the weight of a line to which nothing is added."""
 OUTLIER = 4.0
-"""A request counts as at most so many times slower than expected: a process that was held up is no news of it."""
+"""A request counts as at most this many times slower than expected: that a process was held up once tells nothing."""
 MIN_KNOWN = 1.5
-"""So much must two requests weigh before a third is compared with them."""
+"""A line's earlier requests must weigh this much (that is: be two) before the next one is compared with them."""
 MIN_S = 1e-6
 SPREAD_TOKENS = 64.0
-"""Prompts whose lengths differ by less tell hardly what a token costs."""
+"""Prompts whose lengths differ by less than this hardly show what a token costs."""
 
 
 @dataclass(slots=True)
 class FadingRatio:
-    """A sum over another, in both of which older parts count less."""
+    """The ratio of two sums in which older parts count less."""
 
     above: float = 0.0
     below: float = 0.0
@@ -30,16 +30,17 @@ class FadingRatio:
 
     @property
     def value(self) -> float:
-        """0 while there is nothing."""
+        """The ratio; 0 while nothing was added."""
         return self.above / self.below if self.below else 0.0
 
 
 @dataclass(slots=True)
 class FadingLine:
-    """Seconds over tokens, by least squares in which older requests count less."""
+    """A line of seconds over tokens, fitted by least squares in which older requests count less."""
 
     overhead_tokens: float | None = None
-    """Of the slope that is assumed while lengths do not show it: through 0 s at minus so many tokens. None: flat."""
+    """The slope to assume while the lengths are too similar to show one: that of a line through 0 s at minus
+    `overhead_tokens` tokens. None: flat."""
     _num: float = 0.0
     _x: float = 0.0
     _y: float = 0.0
@@ -48,7 +49,8 @@ class FadingLine:
     _last_s: float = 0.0
 
     def add(self, num_tokens: float, seconds: float, now_s: float, *, expected_s: float | None = None) -> None:
-        """`expected_s`: what was expected, for as long as the line knows too little to say so itself. None: nothing."""
+        """Add one request. `expected_s`: the seconds to expect while the line knows too little to tell them itself, for
+        the bound on outliers. None: unknown."""
         if self._num >= MIN_KNOWN:
             expected_s = self.at(num_tokens)
         if expected_s is not None:
@@ -61,12 +63,12 @@ class FadingLine:
         self._last_s = now_s
 
     def weight(self, now_s: float) -> float:
-        """How many requests it stands for."""
+        """How many requests the line stands for now."""
         weight: float = self._num * 0.5 ** (max(0.0, now_s - self._last_s) / HALF_LIFE_S)
         return weight
 
     def at(self, num_tokens: float) -> float:
-        """Never negative, and never less for more tokens. 0 where nothing was added."""
+        """The seconds for `num_tokens` tokens: never negative, never less for more tokens. 0 if nothing was added."""
         if not self._num:
             return 0.0
         mean_x, mean_y = self._x / self._num, self._y / self._num

@@ -1,5 +1,5 @@
-"""What a router shows to Prometheus that it reads when somebody looks: its queue, who serves, what plans are chosen by.
-What it counts as it happens is in `metrics`."""
+"""The router's metrics that are read at scrape time: its queue, its workers, and the costs that plans are chosen by.
+`metrics` has those that are counted as things happen."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from router.lifecycle import RouterParts
 from router.open_requests import OpenRequests
 
 COST_TOKENS = 1024
-"""Of the prompt by which costs are shown."""
+"""Length of the prompt for which costs are shown."""
 
 
 class RouterGauges(Collector):
-    """What a router knows at the moment when somebody looks."""
+    """Reads the router's state at scrape time."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class RouterGauges(Collector):
         yield workers
 
     def _lora_requests(self) -> Iterable[Metric]:
-        """Which adapters are asked for, where there are some: vLLM's gauge, whose value is the time."""
+        """The adapters that requests ask for, if workers have any: vLLM's gauge, whose value is the time."""
         adapters = {name for record in self._pool.decode_records() for name in record.model.lora_names}
         if not adapters:
             return
@@ -72,7 +72,7 @@ class RouterGauges(Collector):
         yield gauge
 
     def _costs(self) -> Iterable[Metric]:
-        """What plans are chosen by."""
+        """The costs that plans are chosen by."""
         costs, now_s = self._pool.costs, time.monotonic()
         handover = GaugeMetricFamily(
             "tandem:expected_handover_seconds",
@@ -90,7 +90,7 @@ class RouterGauges(Collector):
             "How many times longer a worker's steps take than the others' under the same load, from 1.25 times on.",
             labels=["model_name", "worker"],
         )
-        # Of one that was started again the newer: a process may still finish what it has.
+        # Of a restarted worker, keep the newer process: the old one may still be finishing its requests.
         keys = {handle.record.worker_id: handle.key for handle in self._pool.handles}
         for worker_id, key in keys.items():
             prompts.add_metric([self._model, worker_id], costs.prompt_s(key, COST_TOKENS, now_s))

@@ -1,5 +1,5 @@
-"""What is sampled by where a request does not say: the model's generation_config.json, as vLLM reads it, another one or
-none, and what whoever starts the router says instead.
+"""Default sampling parameters for what a request does not give: from the model's generation_config.json, read as vLLM
+reads it, from another such file or none, and overridden by the router's flag.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from router.text.tokenizer import read_json
 
 AUTO, VLLM = "auto", "vllm"
-"""The model's own; none, so that the wire's defaults hold."""
+"""Sources of defaults. AUTO: the model's own file. VLLM: no file, so that the wire's defaults apply."""
 
 # Each is written so that NaN fails it.
 _BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -30,7 +30,7 @@ _BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
-    """None where nobody says. The fields that vLLM takes from generation_config.json."""
+    """The fields that vLLM takes from generation_config.json. None: not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -41,10 +41,10 @@ class GenerationDefaults:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> GenerationDefaults:
-        """Of generation_config.json, as parsed. Raises `ValueError` naming the field that is out of bounds.
+        """From the parsed generation_config.json. Raises `ValueError` naming the field that is out of bounds.
 
-        With `do_sample: false` the model's makers ask for greedy decoding, so what they say of sampling counts for
-        nothing; requests then get this project's defaults.
+        With `do_sample: false` the model's makers ask for greedy decoding, so their sampling fields are ignored;
+        requests then get this project's defaults.
         """
         names = ["repetition_penalty", "max_new_tokens"]
         if config.get("do_sample") is not False:
@@ -53,8 +53,8 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, folder: Path, source: str = AUTO, override: str = "{}") -> GenerationDefaults:
-        """For the model in `folder`. `source`: `AUTO`, `VLLM`, or another folder. `override`: JSON, as `check_override`
-        has it. Raises `ValueError`."""
+        """For the model in `folder`. `source`: `AUTO`, `VLLM`, or another folder. `override`: JSON, as for
+        `check_override`. Raises `ValueError` naming what is wrong."""
         path = (folder if source == AUTO else Path(source)) / "generation_config.json"
         if source not in (AUTO, VLLM) and not path.is_file():
             raise ValueError(
@@ -65,7 +65,7 @@ class GenerationDefaults:
 
 
 def check_override(override: str) -> dict[str, Any]:
-    """What it says. Raises `ValueError` naming the field."""
+    """The fields in the JSON object `override`. Raises `ValueError` naming the field that is wrong."""
     names = [field.name for field in fields(GenerationDefaults)]
     try:
         given = json.loads(override)
@@ -78,7 +78,8 @@ def check_override(override: str) -> dict[str, Any]:
 
 
 def _checked(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Of `given` what is not null, as numbers of the right kind."""
+    """The fields of `given` that are not null, as numbers of the right type. Raises `ValueError`, with `prefix`, naming
+    the field."""
     checked: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
@@ -97,7 +98,7 @@ def _checked(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _on_the_wire(value: float) -> float:
-    """As requests carry it, in 32 bits, where the smallest are 0."""
+    """`value` as requests carry it, in 32 bits, where the smallest numbers become 0."""
     try:
         number: float = struct.unpack("f", struct.pack("f", float(value)))[0]
     except OverflowError:

@@ -1,4 +1,4 @@
-"""A heap by keys that only grow: those out of date are looked at again at the top. Pure.
+"""A heap whose items' keys may grow. The heap updates an outdated key only when its item reaches the top. Pure.
 
 So an item whose key has grown, or that is gone, costs nothing until it would be the first.
 """
@@ -13,27 +13,27 @@ T = TypeVar("T", bound=Hashable)
 
 
 class GrowingHeap(Generic[T]):
-    """Each item is in it once."""
+    """A heap that contains each item once."""
 
     def __init__(self, key: Callable[[T], Any | None]) -> None:
-        """`key`: of no two items the same. None: it is gone."""
+        """`key`: the item's current key, unique among the items. None: the item is gone."""
         self._key = key
         self._heap: list[tuple[Any, T]] = []
         self._items: set[T] = set()
-        """Those in the heap."""
+        """The items in the heap."""
 
     def __len__(self) -> int:
-        """With those that are gone."""
+        """Includes items that are gone and not removed yet."""
         return len(self._heap)
 
     def push(self, item: T) -> None:
-        """One that is not gone, and may be there already."""
+        """Add `item`, which must not be gone. Does nothing if it is in the heap already."""
         if item not in self._items:
             self._items.add(item)
             heappush(self._heap, (self._key(item), item))
 
     def first(self) -> T | None:
-        """The one with the smallest key. None: all are gone."""
+        """The item with the smallest key. None: all are gone."""
         while self._heap:
             known, item = self._heap[0]
             key = self._key(item)
@@ -46,12 +46,12 @@ class GrowingHeap(Generic[T]):
         return None
 
     def pop(self) -> None:
-        """Leave out the first."""
+        """Remove the item at the top."""
         _, item = heappop(self._heap)
         self._items.discard(item)
 
     def trim(self, num_there: int) -> None:
-        """`num_there`: how many are not gone. Where they are less than half, the others are left out."""
+        """Remove the items that are gone if they are more than about half. `num_there`: how many are not gone."""
         if len(self._heap) > 2 * num_there + 64:
             self._heap = [entry for entry in self._heap if self._key(entry[1]) is not None]
             heapify(self._heap)

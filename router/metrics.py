@@ -1,8 +1,8 @@
-"""What a router counts for Prometheus as it happens: requests and their latencies as clients saw them. (What it reads
-when somebody looks: `gauges`.)
+"""The router's metrics that are counted as things happen: requests, and their latencies as clients see them. (`gauges`
+has those that are read at scrape time.)
 
 Names, meanings and histogram edges are vLLM's (vllm/v1/metrics, 0.32) where it has them, behind our prefix, so that
-dashboards need another prefix and no other thought. Observed on the event loop: a few microseconds a token.
+dashboards only need to change the prefix. Observed on the event loop: a few microseconds per token.
 
     Account, Lifecycle ──first_token, tokens, retried, resumed──┬──> histograms, counters ──┐
     Outcome ──answered, failed──────────────────────────────────┘                           ├──> registry
@@ -19,7 +19,7 @@ from protos import tandem_inference_pb2 as pb
 from rpc.errors import STATUS_CODES
 
 FINISHED_REASONS = ("stop", "length", "abort")
-"""Of requests that were answered."""
+"""Finish reasons of requests that were answered."""
 MODES = ("disaggregated", "local", "stay")
 FAILURE_REASONS = tuple(sorted({"cancelled", "internal", *(status.name.lower() for status in STATUS_CODES.values())}))
 # fmt: off
@@ -37,16 +37,16 @@ TRANSFER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 
 
 def token_edges(max_model_len: int) -> tuple[int, ...]:
-    """1, 2, 5, 10 … up to the context."""
+    """Histogram edges 1, 2, 5, 10 … up to the context length."""
     edges = (mantissa * 10**exponent for exponent in range(10) for mantissa in (1, 2, 5))
     return tuple(edge for edge in edges if edge <= max_model_len) or (1,)
 
 
 class RouterMetrics:
-    """One per router. `registry` is what to show."""
+    """One per router. `registry` is what the metrics endpoint serves."""
 
     def __init__(self, model: str, max_model_len: int, *, good_ttft_ms: float, good_tpot_ms: float) -> None:
-        """`good_…`: what an answer must keep to count as good."""
+        """`good_…`: the latencies up to which an answer counts as good."""
         self.registry = CollectorRegistry()
         self._model = model
         self._good_ttft_ms = good_ttft_ms
@@ -86,7 +86,7 @@ class RouterMetrics:
         self._ttft.observe(seconds)
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:
-        """New tokens of one answer, `gap_s` after those before them; None: they are the first."""
+        """New tokens of one answer came, `gap_s` after the previous ones; None: they are the first."""
         self._generation_tokens.inc(num_tokens)
         if gap_s is not None:
             self._itl.observe(gap_s)
@@ -98,14 +98,15 @@ class RouterMetrics:
             self._migrations.inc()
 
     def resumed(self) -> None:
-        """An answer is accepted that another router had begun, and lost."""
+        """This router accepted an answer that another router had begun and lost."""
         self._resumptions.inc()
 
     def answered(self, last: pb.GenerateResponse) -> None:
-        """A request has ended well, or one answer of several; `last` is its last message."""
+        """A request, or one of several answers to it, has ended without an error; `last` is its last message."""
         usage, timings = last.usage, last.timings
         is_served = timings.mode != pb.MODE_UNSPECIFIED
-        # One that nobody served was complete, and has been counted where its tokens were sent; or it was aborted.
+        # An answer that no worker served here was complete already, and the router that sent its tokens has counted it;
+        # or it was aborted.
         if is_served or last.finish_reason == pb.FINISH_REASON_ABORT:
             self._successes.labels(self._model, pb.FinishReason.Name(last.finish_reason)[14:].lower()).inc()
         if not is_served:
@@ -141,7 +142,8 @@ class RouterMetrics:
         return Counter(f"tandem:{name}", help_text, ["model_name"], registry=self.registry).labels(self._model)
 
     def _by(self, name: str, help_text: str, label: str, known: Iterable[str]) -> Counter:
-        """`known` values of `label` are 0 from the start: comparing with what is not there yet would alert nobody."""
+        """A counter by `label`, whose `known` values are 0 from the start: an alert on a series that does not exist yet
+        would never fire."""
         counter = Counter(f"tandem:{name}", help_text, ["model_name", label], registry=self.registry)
         for value in known:
             counter.labels(self._model, value)

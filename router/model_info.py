@@ -1,4 +1,4 @@
-"""What the router knows of the model it serves: read from the model's folder, completed by what workers say.
+"""What the router knows about the model it serves: read from the model's folder, completed by the workers' records.
 
 The folder gives vocabulary, end-of-sequence tokens, chat template and generation defaults; a worker's record gives what
 depends on how it was started: context length, block size, dtype.
@@ -28,56 +28,57 @@ class ModelInfo:
 
     served_model_name: str
     max_model_len: int
-    """Prompt and answer together, in tokens. 0 where config.json does not say and no worker has said it yet."""
+    """Maximum tokens of prompt and answer together. 0 while neither config.json nor a worker has told it."""
     vocab_size: int
-    """Of the model's embedding; the tokenizer may know fewer tokens."""
+    """Size of the model's embedding; the tokenizer may know fewer tokens."""
     eos_token_ids: frozenset[int]
     has_chat_template: bool = False
     between_parts: str = LINE_FEED
-    """What its chat template puts between the parts of a content."""
+    """What its chat template puts between the parts of a message's content."""
     tool_call_parser: str = ""
-    """How the model writes calls of tools (`router.text.tool_formats`). Empty: it is given none, `no_tools_because`."""
+    """The format in which the model writes tool calls (`router.text.tool_formats`). Empty: requests with tools are
+    refused, and `no_tools_because` says why."""
     no_tools_because: str = "it is not known how this model calls tools"
     shows_tools: bool = False
-    """Whether its chat template has a place for them, and for calls that were made."""
+    """Whether its chat template has a place for tools and for earlier tool calls."""
     reasoning_parser: str = ""
-    """How it tells what it thinks from what it answers (`router.text.reasoning`). Empty: it does not think."""
+    """The format in which it separates thoughts from the answer (`router.text.reasoning`). Empty: it does not think."""
     defaults: GenerationDefaults
     block_size: int = 0
-    """Tokens in one KV block. 0 until a worker has said it, like `dtype`."""
+    """Tokens in one KV block. 0 until a worker has told it; `dtype` likewise."""
     dtype: str = ""
     aliases: tuple[str, ...] = ()
-    """Further names that requests may call it by."""
+    """Further names of the model that requests may use."""
     lora_names: tuple[str, ...] = ()
-    """Adapters that workers have, which a request may ask for as its model."""
+    """Adapters that workers have; a request may name one as its model."""
     leaving_lora_names: tuple[str, ...] = ()
-    """Those that only answers may ask for which have begun with them."""
+    """Adapters that only requests whose answer has begun with them may name."""
     traits: ModelTraits = field(default_factory=ModelTraits)
-    """By what workers of this model are known."""
+    """Traits by which the router recognises workers of this model."""
 
     @property
     def knows_workers(self) -> bool:
-        """Whether any has said what it serves, and with which adapters."""
+        """Whether any worker has told what it serves, and with which adapters."""
         return self.block_size > 0
 
     def has_name(self, name: str, *, has_begun: bool = False) -> bool:
-        """Whether a request may call it, or one of its adapters, so. Empty: it calls it nothing. `has_begun`: and its
-        client says on which workers."""
+        """Whether a request may use `name` for the model or one of its adapters. An empty name is allowed. `has_begun`:
+        an answer of the request has begun, and its client says on which kind of workers."""
         return name in ("", self.served_model_name, *self.aliases) or self.is_lora(name, has_begun=has_begun)
 
     def is_lora(self, name: str, *, has_begun: bool = False) -> bool:
-        """Whether it is an adapter of that name which such a request asks for."""
+        """Whether `name` is an adapter that such a request may ask for."""
         return name in self.lora_names or (has_begun and name in self.leaving_lora_names)
 
     @classmethod
     def from_folder(
         cls, folder: str | Path, *, served_model_name: str = "", defaults: GenerationDefaults | None = None
     ) -> ModelInfo:
-        """Read `folder`'s config.json and generation_config.json. `served_model_name`: one, or several with commas;
-        empty: the folder's. The defaults are those of that file, unless given. Of chats nothing is known yet
-        (`with_chat`).
+        """Read `folder`'s config.json and generation_config.json. `served_model_name`: one name, or several separated
+        by commas; empty: the folder's name. `defaults`: None for those of generation_config.json. `with_chat` adds the
+        chat's facts.
 
-        Raises `ValueError` where config.json is missing or lacks what is needed, or a default is out of bounds.
+        Raises `ValueError` if config.json is missing or lacks a needed field, or if a default is out of bounds.
         """
         folder = Path(folder)
         config = read_json(folder / "config.json")
@@ -100,8 +101,9 @@ class ModelInfo:
         )
 
     def with_chat(self, template: ChatTemplate | None, parser: str, reasoning_parser: str = AUTO) -> ModelInfo:
-        """This model with that template. `parser`: how it writes calls of tools; "auto": as the template teaches it.
-        `reasoning_parser`: how it writes what it thinks; "auto": as the template knows it; "none": not at all."""
+        """This model with that chat template. `parser`: the format of tool calls; "auto": the one that the template
+        teaches. `reasoning_parser`: the format of thoughts; "auto": the one that the template uses; "none": thoughts
+        are not separated."""
         calls, because = "", ""
         problem = None if template is None else template.problem_with_tools()
         which = f"the chat template of model {self.served_model_name!r}"
@@ -134,8 +136,8 @@ class ModelInfo:
     def with_worker(
         self, model: pb.GetModelInfoResponse, lora_names: Iterable[str] = (), leaving_lora_names: Iterable[str] = ()
     ) -> ModelInfo:
-        """This model as a worker serves it, with the adapters of all. `ValueError` where the worker's model cannot be
-        the folder's."""
+        """This model as a worker serves it, with the adapters of all workers. Raises `ValueError` if the worker's model
+        cannot be the folder's."""
         if model.vocab_size != self.vocab_size:
             raise ValueError(
                 f"the worker's model {model.model!r} has a vocabulary of {model.vocab_size} tokens, "
@@ -179,7 +181,7 @@ class ModelInfo:
 
 
 def _reasoning_parser(template: ChatTemplate | None, parser: str, calls: str) -> str:
-    """`calls`: how the model writes those, which may tell it."""
+    """The format of thoughts. `calls`: the format of tool calls, which may determine it."""
     if template is None or parser == NONE:
         return ""
     if parser == AUTO and calls == OPENAI.name:
@@ -188,7 +190,7 @@ def _reasoning_parser(template: ChatTemplate | None, parser: str, calls: str) ->
 
 
 def _token_ids(value: Any) -> frozenset[int]:
-    """Of a config's field that may be absent, one id, or a list of them."""
+    """The ids in a field of a config, which may be absent, one id, or a list of ids."""
     if value is None:
         return frozenset()
     return frozenset(value) if isinstance(value, list) else frozenset({value})

@@ -1,4 +1,4 @@
-"""What a request asks of whoever computes it, and who has that. Pure."""
+"""What a request requires of the workers that compute it, and which workers meet that. Pure."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from router.served_kind import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """An older worker would leave out what it does not know, and answer all the same: it may not have the request."""
+    """The requirements of one request. An older worker would ignore fields that it does not know and answer anyway, so
+    it must not get a request that uses them."""
 
     kind: Kind | None = None
-    """Of the worker that its answer has begun on: another model must not go on with it. None: it has not begun."""
+    """Kind of the worker on which its answer has begun: no other model may continue it. None: it has not begun."""
     has_grammar: bool = False
-    """Only workers that know what a grammar is may have it."""
+    """Only workers that understand grammars may get it."""
     has_cache_salt: bool = False
-    """Only workers that keep its prefixes apart may have it."""
+    """Only workers that keep its prefixes apart from others may get it."""
     has_allowed_token_ids: bool = False
-    """Only workers that sample no others may have it."""
+    """Only workers that sample no other tokens may get it."""
     has_bad_words: bool = False
-    """Only workers that sample none of them may have it."""
+    """Only workers that sample none of these words may get it."""
     has_thinking_budget: bool = False
-    """Only workers that end its thoughts may have it."""
+    """Only workers that end its thinking in time may get it."""
     lora_name: str = ""
-    """Only workers that have this adapter may have it. Empty: it asks for none."""
+    """Only workers that have this adapter may get it. Empty: it asks for none."""
 
     @property
     def group(self) -> tuple[Kind | None, str]:
-        """What those have in common who wait for the same workers."""
+        """Requests with the same group wait for the same workers."""
         return self.kind, self.lora_name
 
     def are_met_by(self, record: pb.WorkerRecord) -> bool:
-        """Whether the worker understands all that is asked for. Of its kind, and of its adapters, nothing is said here:
-        of those that have not begun the pool chooses them."""
+        """Whether the worker understands all fields that the request uses. Does not check kind and adapter: the pool
+        does."""
         return (
             (not self.has_grammar or record.takes_grammars)
             and (not self.has_cache_salt or record.takes_cache_salts)
@@ -44,7 +45,7 @@ class Needs:
         )
 
     def __str__(self) -> str:
-        """For an error that says whom there is none of: "no decode worker{needs} is available"."""
+        """For an error message: "no decode worker{needs} is available"."""
         fields = [
             ("structured_outputs", self.has_grammar),
             ("cache_salt", self.has_cache_salt),

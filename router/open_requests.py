@@ -1,4 +1,4 @@
-"""The requests that are open at one router, by the names that clients and workers know them by. No name is there twice.
+"""The requests that are open at one router, by the names by which clients and workers know them. Names are unique.
 
 enter ──> being prepared ──begin──> its answers are made ──> leave
              └─ aborted: they are stopped as they begin
@@ -19,7 +19,7 @@ from rpc.errors import RequestExists
 @dataclass(slots=True)
 class _OpenRequest:
     names: Sequence[str]
-    """By which workers know its answers."""
+    """The names by which workers know its answers."""
     sequences: Sequences | None = None
     """None while it is being prepared."""
     is_aborted: bool = False
@@ -31,7 +31,7 @@ class OpenRequests:
     def __init__(self) -> None:
         self._by_id: dict[str, _OpenRequest] = {}
         self._names: set[str] = set()
-        """Those of all."""
+        """The names of all open requests."""
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
@@ -40,12 +40,12 @@ class OpenRequests:
 
     @property
     def lifecycles(self) -> list[Lifecycle]:
-        """Of the answers that are being made."""
+        """The life cycles of all answers that are being made."""
         begun = [each.sequences for each in self._by_id.values() if each.sequences is not None]
         return [lifecycle for sequences in begun for lifecycle in sequences.lifecycles]
 
     def enter(self, request_id: str, names: Sequence[str]) -> None:
-        """Raises `RequestExists` where another has one of its names. `leave` ends it."""
+        """Open a request, until `leave`. Raises `RequestExists` if an open request has its id or one of its names."""
         if request_id in self._by_id or not self._names.isdisjoint(names):
             raise RequestExists(f"request_id {request_id!r} is running; choose another, or leave it empty")
         self._by_id[request_id] = _OpenRequest(names)
@@ -53,14 +53,14 @@ class OpenRequests:
         self._is_empty.clear()
 
     def begin(self, request_id: str, sequences: Sequences) -> None:
-        """It is prepared."""
+        """The request is prepared; `sequences` are its answers."""
         request = self._by_id[request_id]
         request.sequences = sequences
         if request.is_aborted:
             sequences.stop(Stopped())
 
     def abort(self, request_id: str) -> bool:
-        """Whether there was such a request."""
+        """Stop a request. Returns whether it was open."""
         request = self._by_id.get(request_id)
         if request is None:
             return False
@@ -70,7 +70,7 @@ class OpenRequests:
         return True
 
     def leave(self, request_id: str) -> Sequences | None:
-        """Its names are free again. Returns its answers, if they were begun."""
+        """Close a request and free its names. Returns its answers, if they were begun."""
         request = self._by_id.pop(request_id)
         self._names.difference_update(request.names)
         if not self._by_id:

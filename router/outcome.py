@@ -1,4 +1,4 @@
-"""How a request ended, and what is said of it then: one line in the log, what metrics count, what traces tell."""
+"""How a request ended, and how this is reported: one line in the log, metrics, and the attributes of its trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one request, with all its answers."""
+    """The outcome of one request, with all its answers."""
 
     request: ValidatedRequest
     arrived_s: float
@@ -31,7 +31,7 @@ class Outcome:
     """The last message of each answer that has ended."""
     num_prompt_tokens: int = 0
     num_tokens: int = 0
-    """Of all answers, that the client was sent."""
+    """Tokens of all answers that were sent to the client."""
 
     @property
     def is_complete(self) -> bool:
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def _num_answers(self) -> int:
-        """That were to be made: those that the client did not have."""
+        """How many answers were to be made: those that the client did not have completely."""
         return len(self.request.open_sequences)
 
     @property
@@ -53,14 +53,14 @@ class Outcome:
             self.lasts.append(response)
 
     def log(self, attempts: Mapping[int, Sequence[AttemptStamps]]) -> None:
-        """`attempts`: at each answer, by its number."""
+        """`attempts`: by the answer's number, the attempts at it."""
         request = self.request
         facts: dict[str, object] = {"request_id": request.request_id}
         if request.lora_name:
             facts["lora_name"] = request.lora_name
         if request.sampling_params.priority:
             facts["priority"] = request.sampling_params.priority
-        if request.fairness_id:  # a person's name, maybe: told apart, and found by who knows it, but not read
+        if request.fairness_id:  # may be a person's name: the hash allows comparing and searching, not reading it
             facts["fairness_id_hash"] = blake2b(request.fairness_id.encode(), digest_size=8).hexdigest()
         if self.error is not None:
             code = STATUS_CODES[type(self.error)].name if isinstance(self.error, TandemError) else "bug"
@@ -100,7 +100,7 @@ class Outcome:
         }
 
     def trace_attributes(self, model: str) -> dict[str, Value]:
-        """Of the request's span: vLLM's names, where it has them. Seconds."""
+        """Attributes of the request's span, by vLLM's names where it has them. Times are in seconds."""
         attributes: dict[str, Value] = {
             "gen_ai.request.id": self.request.request_id,
             "gen_ai.response.model": self.request.lora_name or model,
@@ -120,7 +120,7 @@ class Outcome:
         return attributes
 
     def count(self, metrics: RouterMetrics) -> None:
-        """Each answer for itself, as vLLM does."""
+        """Count each answer separately, as vLLM does."""
         if self.error is not None:
             metrics.failed(reason_of(self.error))
         elif self.is_complete:
@@ -131,7 +131,7 @@ class Outcome:
 
 
 def reason_of(error: Exception) -> str:
-    """In metrics: the name of the error's status."""
+    """The `reason` in metrics: the name of the error's gRPC status, in lower case."""
     status = STATUS_CODES[type(error)] if isinstance(error, TandemError) else grpc.StatusCode.INTERNAL
     return str(status.name).lower()
 

@@ -1,12 +1,11 @@
-"""How fast decode workers step beside each other, learned from the answers that they have given. Pure: times are passed
-in.
+"""Compares how fast decode workers step, learned from the answers that they have given. Pure: times are passed in.
 
     answered ──> a line for each worker: seconds per token over KV in use ──> all at the same load ──> slowness:
                                                                               over the median worker's
 
-A step takes longer the more KV its streams have: hence the lines. So a GPU that is throttled, an older one, or one that
-shares its host with others is told from one that has more to do. Newer answers count more, and a worker that has given
-none for minutes is thought to be as the others are, so that it is tried again, however slow it once was.
+A step takes longer the more KV its streams have, hence a line over the KV in use. This tells a GPU that is throttled,
+older, or sharing its host from one that merely has more to do. Newer answers count more, and a worker that has given
+none for minutes counts as fast as the others, so that it is tried again however slow it once was.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from router.fading import FADE, MIN_S, FadingLine, FadingRatio
 from router.request_events import WorkerKey
 
 MIN_TOKENS = 8
-"""Of an answer that tells a pace: fewer say how a step went, not how steps go."""
+"""An answer with fewer tokens than this is not counted: it shows a few steps, not the worker's pace."""
 PRIOR_ANSWERS = 3.0
-"""What is thought of a worker before it has answered counts as so many answers."""
+"""The weight, in answers, of the assumption that a worker is as fast as the median."""
 NOISE = math.log(1.25)
-"""Who is nearer to the median, either way, is taken to be as fast."""
+"""Workers closer to the median than this, in either direction, count as equally fast."""
 LOOK_S = 0.05
-"""All are compared once in so long: with each of hundreds of workers, for each request, is too often."""
+"""Workers are compared at most once in this time: doing so for each request and hundreds of workers is too slow."""
 
 
 @dataclass(slots=True)
 class Paces:
-    """Of one router's decode workers."""
+    """The paces of one router's decode workers."""
 
     _lines: dict[WorkerKey, FadingLine] = field(default_factory=dict)
     _num_blocks: FadingRatio = field(default_factory=FadingRatio)
-    """That were in use, in the mean of all."""
+    """Mean number of KV blocks in use, over the answers of all workers."""
     _slowness: dict[WorkerKey, float] = field(default_factory=dict)
-    """Of those that are not as the others are, as of when they were compared last."""
+    """Slowness of the workers that are not as fast as the others, as of the last comparison."""
     _looked_s: float = -math.inf
 
     def answered(self, worker: WorkerKey, num_tokens: int, seconds: float, num_blocks: float, now_s: float) -> None:
-        """`worker` has decoded so many tokens of an answer in `seconds`, with `num_blocks` of its KV blocks in use."""
+        """`worker` has decoded `num_tokens` tokens of an answer in `seconds`, with `num_blocks` KV blocks in use."""
         if num_tokens < MIN_TOKENS:
             return
         line = self._lines.get(worker)
@@ -51,11 +50,11 @@ class Paces:
         self._num_blocks.add(num_blocks, 1, FADE)
 
     def forget(self, worker: WorkerKey) -> None:
-        """It is gone."""
+        """The worker is gone."""
         self._lines.pop(worker, None)
 
     def slowness(self, worker: WorkerKey, now_s: float) -> float:
-        """How many times longer its steps take than the others' under the same load: 1 as long, 2 twice as long."""
+        """How many times as long the worker's steps take as others' under the same load: 1 as long, 2 twice as long."""
         if now_s - self._looked_s >= LOOK_S:
             self._compare(now_s)
         return self._slowness.get(worker, 1.0)
@@ -74,6 +73,7 @@ class Paces:
                 self._slowness[worker] = math.exp(ratio)
 
     def _median_s(self, num_blocks: float) -> float | None:
-        """Per token, at that load. Of two the faster one's. None: nobody has answered."""
+        """The median worker's seconds per token with `num_blocks` KV blocks in use; of two workers, the faster one's.
+        None: no worker has answered yet."""
         seconds = sorted(line.at(num_blocks) for line in self._lines.values())
         return max(seconds[(len(seconds) - 1) // 2], MIN_S) if seconds else None

@@ -1,5 +1,6 @@
-"""Which workers this router uses and may pair. Its log says why not: once for each worker; of pairs, once for all of
-two kinds, and again when there are others of these."""
+"""Decides which workers this router uses and may pair. The log tells once for each unused worker why it is not used.
+For workers that cannot be paired, it tells once for all pairs of two kinds, and again when a worker joins one of
+them."""
 
 from __future__ import annotations
 
@@ -18,19 +19,20 @@ _log = logging.getLogger(__name__)
 
 
 class Peers:
-    """What the router checks of the registry's records. `policy` pairs only workers of equal compat digests and
-    transports, and `WorkerPool` gives new requests to one kind of them."""
+    """Checks the registry's records. (`policy` pairs only workers of equal kinds and transports, and `WorkerPool` gives
+    new requests to one kind of workers.)"""
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
         self._told: set[tuple[str, ...]] = set()
-        """Ids of workers, each with what the log has told of it, or of which process of that id."""
+        """What the log has told already: each key is a worker's id, followed by its process or by what was told about
+        it."""
         self.unused: list[str] = []
-        """Ids of workers that are none for this router, each with why."""
+        """Workers that this router cannot use, as "id: reason"."""
 
     def look_at(self, records: Collection[pb.WorkerRecord]) -> list[pb.WorkerRecord]:
-        """Those of `records` that are used. The log says which are not, or are not paired, where it has not said so
-        before."""
+        """The `records` of the workers that this router uses. Logs which ones are not used, or not paired, unless the
+        log has told so before."""
         told, self._told = self._told, set()
         used, self.unused = [], []
         for record in records:
@@ -42,23 +44,24 @@ class Peers:
             self.unused.append(f"{record.worker_id}: {why}")
             if self._is_news((record.worker_id, record.incarnation), told):
                 _log.warning("worker not used", extra={"worker": record.worker_id, "why": why})
-        if all(each.role == pb.Role.ROLE_DECODE for each in used):  # else pairs tell
+        if all(each.role == pb.Role.ROLE_DECODE for each in used):  # else `_compare_kinds` tells of differences
             self._compare_decode_workers(used, told)
         self._compare_kinds(used, told)
         rivals = {record.worker_id for record in records if record.rival_address}
-        self._told |= {key for key in told if key[0] in rivals}  # the other one's turn comes again in a moment
+        self._told |= {key for key in told if key[0] in rivals}  # the rival's record will soon come again
         return used
 
     def _tell_of_rival(self, record: pb.WorkerRecord, told: set[tuple[str, ...]]) -> None:
-        """In the same words whichever of the two has written last."""
+        """Log that two workers share one id, in the same words whichever of the two wrote the record last."""
         addresses = sorted((record.address, record.rival_address))
         if record.rival_address and self._is_news((record.worker_id, *addresses), told):
             what_to_do = {"addresses": " and ".join(addresses), "fix": "drain one, or give it another --worker-id"}
             _log.warning("two workers of one id", extra={"worker": record.worker_id, **what_to_do})
 
     def _compare_kinds(self, records: list[pb.WorkerRecord], told: set[tuple[str, ...]]) -> None:
-        """Of prefill workers with those of decode workers. Not worker by worker: of a thousand, half of another kind in
-        an upgrade, it would take seconds, in which nothing else is done, and a hundred thousand lines."""
+        """Compare the kinds of prefill workers with those of decode workers. Comparing worker by worker, with a
+        thousand workers of which half are of another kind during an upgrade, would block the router for seconds and log
+        a hundred thousand lines."""
         prefill, decode = (_by_kind(records, role) for role in (pb.Role.ROLE_PREFILL, pb.Role.ROLE_DECODE))
         for prefill_kind, senders in prefill.items():
             for decode_kind, receivers in decode.items():
@@ -78,12 +81,13 @@ class Peers:
     def _newest(
         self, records: Sequence[pb.WorkerRecord], unlike: tuple[str, str], told: set[tuple[str, ...]]
     ) -> pb.WorkerRecord | None:
-        """One of which the log has not said yet that it is unlike that kind. None: it has of all."""
+        """The last of `records` about which the log has not told yet that it differs from the kind `unlike`. None: it
+        has told so about all."""
         news = [r for r in records if self._is_news((r.worker_id, r.incarnation, *unlike), told)]
         return news[-1] if news else None
 
     def _compare_decode_workers(self, records: list[pb.WorkerRecord], told: set[tuple[str, ...]]) -> None:
-        """Of those that are unlike the first: requests do not move between them."""
+        """Log which decode workers differ from the first one: requests cannot move between them."""
         for record in records[1:]:
             why = compat_difference(record.compat_digest, records[0].compat_digest)
             if why and self._is_news((record.worker_id, record.incarnation, "unlike"), told):
@@ -96,7 +100,7 @@ class Peers:
 
 
 def _by_kind(records: Iterable[pb.WorkerRecord], role: pb.Role) -> dict[tuple[str, str], list[pb.WorkerRecord]]:
-    """Those of that role, by what decides whom they are paired with."""
+    """The records with that role, by (transport, compat digest), which decide about pairing."""
     by_kind: defaultdict[tuple[str, str], list[pb.WorkerRecord]] = defaultdict(list)
     for record in records:
         if record.role == role:
@@ -105,20 +109,20 @@ def _by_kind(records: Iterable[pb.WorkerRecord], role: pb.Role) -> dict[tuple[st
 
 
 def why_unpaired(prefill: pb.WorkerRecord, decode: pb.WorkerRecord) -> str:
-    """Why no KV goes from one to the other; empty if it does."""
+    """Why no KV can be sent from one to the other; empty if it can."""
     if prefill.transport != decode.transport:
         return f"transport {prefill.transport!r} != {decode.transport!r}"
     return compat_difference(prefill.compat_digest, decode.compat_digest)
 
 
 def why_unused(model: ModelInfo, record: pb.WorkerRecord) -> str:
-    """Why a worker is none for a router of `model`; empty if it is one."""
+    """Why a router of `model` cannot use a worker; empty if it can."""
     if record.protocol_version != PROTOCOL_VERSION:
         return f"protocol_version is {record.protocol_version}, ours {PROTOCOL_VERSION}"
     if record.model.vocab_size != model.vocab_size:
         return f"its vocabulary has {record.model.vocab_size} tokens, ours {model.vocab_size}"
     for what, number in (("blocks", record.model.block_size), ("context", record.model.max_model_len)):
-        if not number:  # each request would be divided by it, whoever else is there
+        if not number:  # planning divides by it, for every request
             return f"it does not say how many tokens its {what} may have"
     if len(record.prefix_key) > blake2b.MAX_KEY_SIZE:
         return f"its prefix_key has {len(record.prefix_key)} bytes, a key at most {blake2b.MAX_KEY_SIZE}"

@@ -1,4 +1,4 @@
-"""From a validated request to its answers, as a life cycle takes them. Asks no worker, queues nothing.
+"""Prepares a validated request: makes the `AskedAnswer`s that life cycles run. Asks no worker, queues nothing.
 
 ValidatedRequest ──> tokens ──> length checked ──> form compiled ──> PreparedRequest ──> AskedAnswer, one for each
                      (a thread, if long)           (another process)                     that is not complete
@@ -32,7 +32,8 @@ from rpc.errors import NoWorker
 async def prepare(
     validated: ValidatedRequest, model: ModelInfo, texts: Texts, grammars: GrammarChecker, pool: WorkerPool
 ) -> PreparedRequest:
-    """Raises `InvalidRequest` for what only tokens and grammars tell, and `NoWorker` where nobody could serve it."""
+    """Prepare a request. Raises `InvalidRequest` for what only its tokens or its grammar show to be wrong, and
+    `NoWorker` if no worker could serve it."""
     prompt = await tokenize_prompt(
         validated.prompt,
         texts.tokenizer,
@@ -48,8 +49,8 @@ async def prepare(
 
 
 async def _tokens_in(validated: ValidatedRequest, texts: Texts) -> dict[str, int]:
-    """Ids of the words that are tokens in what its answers are held to. In a thread: a tokenizer may have thousands to
-    look for, in all that a stranger sends."""
+    """Ids of the added tokens whose words occur in the request's structural tag. Runs in a thread: a tokenizer may have
+    thousands of them to look for, in a text of any client."""
     asked = validated.sampling_params.structured_outputs
     if asked.WhichOneof("kind") != "structural_tag":
         return {}
@@ -57,7 +58,7 @@ async def _tokens_in(validated: ValidatedRequest, texts: Texts) -> dict[str, int
 
 
 class PreparedRequest:
-    """What the answers to one prompt have in common, and each of them made of that."""
+    """What the answers to one prompt have in common, and the maker of each `AskedAnswer`."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class PreparedRequest:
         form: str = "",
         tokens: Iterable[str] = (),
     ) -> None:
-        """`form`: what answers are held to, or their calls of tools, as it was compiled. Empty: nothing. `tokens`:
-        words of it that the model has as tokens."""
+        """`form`: the compiled grammar of the answers, or of their tool calls. Empty: none. `tokens`: words in it that
+        are tokens of the model."""
         self._validated = validated
         self._names = names_at_workers(validated.request_id, validated.num_sequences)
         self._open = validated.open_sequences
@@ -86,7 +87,7 @@ class PreparedRequest:
         self.grammar = self._around(form)
         self._params = resolve_sampling(validated.sampling_params, model, len(prompt.token_ids))
         self._stop_token_ids = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else model.eos_token_ids)}
-        self._stops = StopStrings(self._params.stop)  # thousands of states: one for all answers
+        self._stops = StopStrings(self._params.stop)  # may have thousands of states: all answers share it
         self._call_ids = CallIds(prompt.token_ids, is_short=validated.asked_tools.has_short_ids)
         self._thinking_budget = thinking_budget_of(validated.sampling_params, self._reasoning, texts.tokenizer)
         self._bad_words = bad_words_token_ids(self._params.bad_words, texts.tokenizer.encode_plain)
@@ -94,7 +95,8 @@ class PreparedRequest:
     async def answer(
         self, index: int, pool: WorkerPool, *, arrived_s: float, deadline_s: float | None = None
     ) -> AskedAnswer:
-        """The one with that number. Raises `InvalidRequest` and `NoWorker` where it cannot go on as it has begun."""
+        """The answer with number `index`. Raises `InvalidRequest` or `NoWorker` if a begun answer cannot be
+        continued."""
         params = params_of_sequence(self._params, index)
         detokenizer, reader = self.detokenizer(), self.reader(params.seed)
         return AskedAnswer(
@@ -120,7 +122,7 @@ class PreparedRequest:
         )
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """Of one answer."""
+        """A detokenizer for one answer."""
         shown = (*self._validated.asked_tools.words, *self._reasoning.words, *self._tokens)
         return IncrementalDetokenizer(
             self._tokenizer,
@@ -134,20 +136,21 @@ class PreparedRequest:
         )
 
     def reader(self, seed: int) -> AnswerReader | None:
-        """Of one answer, with that seed. None: all that it says is content."""
+        """A reader for the answer with that seed. None: all text of the answer is content."""
         id_of = partial(self._call_ids.of, seed)
         return self._reasoning.reader(self._validated.asked_tools.reader(id_of, has_form=bool(self.grammar)))
 
     def _around(self, form: str) -> str:
-        """The grammar of all that an answer says whose calls, or content, `form` holds. Empty: no form. Calls were
-        checked as text: of tokens by number nothing is known there."""
+        """The grammar of a whole answer, thoughts included, whose content or tool calls follow `form`. Empty: no form.
+        For tool calls the grammar is made anew here: they were checked as text, without the ids of tokens."""
         asked, added_ids = self._validated.asked_tools, self._tokenizer.added_ids
         if asked.holds:
             form = asked.grammar(added_ids(asked.words)).text
         return self._reasoning.grammar(form, tokens=added_ids(self._reasoning.words), is_calls=asked.holds)
 
     def _kind_of_others(self, pool: WorkerPool) -> Kind | None:
-        """That answers have begun on which the client has something of, or all: this one is to be of it, too."""
+        """The kind on which other answers to this request have begun, partly or completely: this answer must be
+        computed on the same kind. None: none has begun."""
         named = (begun.worker_kind for begun in self._validated.begun.values() if begun.worker_kind)
         return _kind_of(next(named, ""), self._validated.lora_name, pool)
 
@@ -157,7 +160,7 @@ class PreparedRequest:
         begun = self._validated.begun.get(index)
         if begun is None or not begun.token_ids:
             return Resumption(kind=self._kind_of_others(pool))
-        return await asyncio.to_thread(  # milliseconds for every hundred tokens
+        return await asyncio.to_thread(  # takes milliseconds for every hundred tokens
             resumption_of,
             begun,
             _kind_of(begun.worker_kind, self._validated.lora_name, pool),
@@ -169,8 +172,8 @@ class PreparedRequest:
 
 
 def _kind_of(worker_kind: str, lora_name: str, pool: WorkerPool) -> Kind | None:
-    """Of the workers that a client knows by this name. None: it names none. Raises `NoWorker` where none of them is
-    here."""
+    """The kind of workers that clients know as `worker_kind`. None: the name is empty. Raises `NoWorker` if no known
+    worker has this kind."""
     if not worker_kind:
         return None
     for handle in pool.handles:

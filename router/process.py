@@ -50,9 +50,10 @@ INFERENCE_SERVICE = "tandem.v1.Inference"
 TOKENIZER_SERVICE = "tandem.v1.Tokenizer"
 CLUSTER_SERVICE = "tandem.v1.Cluster"
 DEFAULT_CONTEXT = 131_072
-"""For the edges of histograms, where the model's own is not known."""
+"""For the edges of histograms, if the model's own context length is not known."""
 TRANSPORT_MARGIN = 4
-"""gRPC itself cuts off messages of more than this many times `max_message_bytes`. Below, we say which field it is."""
+"""gRPC itself rejects messages of more than this many times `max_message_bytes`. Below that, the router's error names
+the field that is too large."""
 
 
 async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event) -> int:
@@ -68,14 +69,14 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
         await router.start()
         await stop.wait()
         await router.drain(args.drain_grace_s)
-    finally:  # where it cannot listen, too: it has called workers by then
+    finally:  # also if it cannot listen: by then it has opened sessions to workers
         await router.close()
     await asyncio.to_thread(tracing.close)
     return 0
 
 
 def load_texts(args: RouterArgs) -> Texts:
-    """Tokenizer, chat template and defaults of the model's folder. Raises `ValueError` saying what it lacks."""
+    """Load tokenizer, chat template and defaults from the model's folder. Raises `ValueError` naming what it lacks."""
     given = args.chat_template
     template = ChatTemplate.from_file(given, args.model) if given else ChatTemplate.from_folder(args.model)
     defaults = GenerationDefaults.of(Path(args.model), args.generation_config, args.override_generation_config)
@@ -88,7 +89,7 @@ def load_texts(args: RouterArgs) -> Texts:
 
 
 class Router:
-    """See the module. Made on the event loop."""
+    """The parts of the router process. Create it on the event loop."""
 
     def __init__(self, args: RouterArgs, policy: PolicyConfig, texts: Texts, tracing: Tracing) -> None:
         router_id = f"router-{secrets.token_hex(3)}"

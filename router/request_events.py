@@ -1,5 +1,5 @@
-"""What a request in the router hears, and what it asks to be done: the words between `RequestState`, which decides, and
-`Lifecycle`, which does.
+"""The events that a request in the router receives, and the actions that it asks for: the language between
+`RequestState`, which decides, and `Lifecycle`, which acts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from protos.tandem_worker_pb2 import WorkerEvent
 
 MAX_JOINED_TOKENS = 256
-"""A message grows no more once it has so many tokens: a client that reads nothing for minutes must not stop this router
-for seconds then, nor get a message larger than it takes, with the logprobs of each token (gRPC's clients: 4 MB)."""
+"""Once a message has this many tokens, no more are joined to it. Otherwise a client that has read nothing for minutes
+would then stop this router for seconds, or get a message that is too large for it, with the logprobs of each token
+(gRPC's clients accept 4 MB)."""
 
 
 class WorkerKey(NamedTuple):
-    """One process of a worker: a restarted one is another."""
+    """Identifies one process of a worker: a restarted worker has another key."""
 
     worker_id: str
     incarnation: str
@@ -27,7 +28,7 @@ class WorkerKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPair:
-    """Two workers, and the transfers from one to the other."""
+    """Two workers, where KV is transferred from the first to the second."""
 
     prefill: WorkerKey
     decode: WorkerKey
@@ -35,23 +36,23 @@ class WorkerPair:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who serves an attempt. Without a prefill worker the decode worker does it all."""
+    """The workers that serve an attempt. Without a prefill worker, the decode worker does everything."""
 
     decode: WorkerKey
     prefill: WorkerKey | None
     is_stay: bool = False
-    """`decode` is a prefill worker, which does it all: no decode worker had room."""
+    """`decode` is a prefill worker that does everything, since no decode worker had room."""
 
     @property
     def mode(self) -> Mode:
-        """What clients call it."""
+        """The plan's name for clients."""
         if self.prefill is not None:
             return Mode.MODE_DISAGGREGATED
         return Mode.MODE_STAY if self.is_stay else Mode.MODE_LOCAL
 
     @property
     def pair(self) -> WorkerPair | None:
-        """Between whom KV moves; None: none does."""
+        """The workers between which KV moves; None: no KV moves."""
         return None if self.prefill is None else WorkerPair(self.prefill, self.decode)
 
 
@@ -70,27 +71,28 @@ class WorkerSaid:
     worker: WorkerKey
     event: WorkerEvent
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """When it came, which may be long before the request gets to it: where a client reads slowly."""
+    """When the event came. If the client reads slowly, the request may handle it long after."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The session with a worker ended: what it was doing for us is gone."""
+    """The session with a worker ended: everything that it was doing for this request is gone."""
 
     worker: WorkerKey
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStalled:
-    """A worker's engine stands still, and there is another that can go on. What it still says may be believed until it
-    is cancelled there."""
+    """A worker's engine is stalled, and another worker can continue. The stalled worker's events stay valid until the
+    attempt is cancelled."""
 
     worker: WorkerKey
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The answer is not wanted any more, or is complete by a stop string (`finish_reason`), or failed (`error`)."""
+    """The answer is no longer wanted, or a stop string has completed it (`finish_reason`), or it has failed
+    (`error`)."""
 
     finish_reason: FinishReason = FinishReason.FINISH_REASON_ABORT
     error: Exception | None = None
@@ -98,7 +100,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class AccountOverdue:
-    """While SETTLING: the prefill worker did not say in time what the transfer took."""
+    """While SETTLING: the prefill worker did not report in time how long the transfer took."""
 
 
 Event: TypeAlias = Planned | WorkerSaid | WorkerLost | WorkerStalled | Stopped | AccountOverdue
@@ -109,7 +111,7 @@ Event: TypeAlias = Planned | WorkerSaid | WorkerLost | WorkerStalled | Stopped |
 
 @dataclass(frozen=True, slots=True)
 class EnterQueue:
-    """Ask for a plan. `is_return`: the request waited its turn before, and goes to the front."""
+    """Wait in the queue for a plan. `is_return`: the request has waited its turn before, and goes to the front."""
 
     is_return: bool
     avoid: frozenset[WorkerKey] = frozenset()
@@ -140,16 +142,16 @@ class SendCancel:
 
 @dataclass(frozen=True, slots=True)
 class NoteSuccess:
-    """The worker did its part of the running attempt: the prompt is computed and handed over, the answer complete. Or
-    the pair did: the transfer."""
+    """The worker did its part of the running attempt: it computed the prompt and handed it over, or completed the
+    answer. Or the pair did its part: the transfer."""
 
     who: WorkerKey | WorkerPair
 
 
 @dataclass(frozen=True, slots=True)
 class NoteFault:
-    """The running attempt failed, and that is the worker's own fault, or the pair's. Of lost sessions and stalled
-    engines the pool knows by itself."""
+    """The running attempt failed by the fault of the worker, or of the pair. The pool counts lost sessions and stalled
+    engines by itself."""
 
     who: WorkerKey | WorkerPair
 
@@ -161,14 +163,14 @@ class Emit:
     offset: int
     token_ids: list[int]
     logprobs: Sequence[TokenLogprobs] = ()
-    """One for each token, where the request asks."""
+    """One for each token, if requested."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """One for each token of the prompt but the first, where the request asks: with the answer's first."""
+    """If requested, with the answer's first token: one for each token of the prompt but the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The request is over, well (`error` is None) or not."""
+    """The request is over: successfully if `error` is None."""
 
     finish_reason: FinishReason
     error: Exception | None = None
@@ -180,7 +182,7 @@ Action: TypeAlias = (
 
 
 def may_grow(actions: list[Action]) -> bool:
-    """Whether they end with tokens that others may go with."""
+    """Whether `actions` end with tokens to which more may be joined."""
     match actions:
         case [*_, Emit(token_ids=token_ids)]:
             return len(token_ids) < MAX_JOINED_TOKENS
@@ -188,7 +190,7 @@ def may_grow(actions: list[Action]) -> bool:
 
 
 def joined(actions: list[Action], more: list[Action]) -> list[Action]:
-    """`actions` and then `more`; tokens with which one ends and the other begins are emitted together."""
+    """`actions`, then `more`. If `actions` end with tokens and `more` begin with tokens, one `Emit` carries both."""
     match actions, more:
         case [*before, Emit() as emit], [Emit() as after, *rest]:
             token_ids, logprobs = emit.token_ids + after.token_ids, [*emit.logprobs, *after.logprobs]

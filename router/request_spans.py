@@ -1,4 +1,4 @@
-"""A request's spans, from what its router saw of it: workers tell of no spans themselves. Pure.
+"""Makes a request's trace spans from what its router observed; workers report no spans themselves. Pure.
 
 llm_request ─┬─ prepare             template, tokenizer, grammar; once
              ├─ queue               until there are workers for it      ┐
@@ -21,7 +21,8 @@ WORKER = "tandem.worker"
 
 
 def request_spans(arrived_s: float, answers: Mapping[int, Sequence[AttemptStamps]]) -> list[Span]:
-    """`answers`: the attempts at each, by sequence. Those that have not ended are left out."""
+    """The spans of a request. `answers`: by sequence, the attempts at each answer. Leaves out attempts that have not
+    ended."""
     spans: list[Span] = []
     begun_s = [attempts[0].queued_s for attempts in answers.values() if attempts]
     if begun_s:
@@ -63,7 +64,7 @@ def _plan_attributes(plan: Plan) -> dict[str, Value]:
 
 
 def _steps(attempt: AttemptStamps, plan: Plan, ended_s: float) -> Iterator[Span]:
-    """What was begun. It ends with the attempt where it did not end before."""
+    """The steps that were begun. A step that did not end before ends with the attempt."""
     decode: dict[str, Value] = {WORKER: plan.decode.worker_id}
     if attempt.asked_s is not None:
         yield Span(name="reserve", start_s=attempt.asked_s, end_s=attempt.granted_s or ended_s, attributes=decode)

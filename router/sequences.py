@@ -1,12 +1,13 @@
-"""The answers to one prompt, each a sequence with a life cycle of its own, and their messages as one stream.
+"""Runs the answers to one prompt, each a sequence with a life cycle of its own, and merges their messages into one
+stream.
 
     first    queue ── prefill ── decodes ─────────────────────────────────────────> its last message
                                   │ the prompt's KV lies in its worker's cache
     others   wait ────────────────┴─> queue ──────── there, or elsewhere ─────────> their last messages
 
-So one prompt is prefilled once, and moved once. The others are no new requests: neither the queue's bound nor the
-deadline's forecast refuses them any more. But they wait their turn: a request for many answers keeps nobody out for
-longer than as many requests would. What ends one of them with an error ends them all.
+So the prompt is prefilled once and its KV moved once. The other answers do not count as new requests: neither the
+queue's bound nor the deadline's forecast refuses them. But they wait their turn, so that a request for many answers
+delays others no longer than as many requests would. An error that ends one answer ends them all.
 """
 
 from __future__ import annotations
@@ -25,26 +26,28 @@ Responses = AsyncGenerator[pb.GenerateResponse, None]
 
 
 class Sequences:
-    """All answers to one prompt. Iterate `run` once: whoever stops iterating cancels them all, on every worker."""
+    """All answers to one prompt. Iterate `run` once. A caller that stops iterating cancels them all, on every
+    worker."""
 
     def __init__(self, lifecycles: Sequence[Lifecycle], *, is_streaming: bool) -> None:
-        """`lifecycles`: the first, and those that follow it. Not streaming: one message for each."""
+        """`lifecycles`: the first answer's, then those that follow it. If not `is_streaming`, each answer is one
+        message."""
         self.lifecycles = lifecycles
         self._is_streaming = is_streaming
         self._is_prefilled = asyncio.Event()
 
     def stop(self, stopped: Stopped) -> None:
-        """End them from outside: Abort."""
+        """End all answers from outside: Abort."""
         for lifecycle in self.lifecycles:
             lifecycle.stop(stopped)
 
     @property
     def attempts(self) -> dict[int, list[AttemptStamps]]:
-        """At each, by its number."""
+        """By the answer's number: the attempts at it."""
         return {lifecycle.sequence: lifecycle.account.attempts for lifecycle in self.lifecycles}
 
     def run(self) -> Responses:
-        """The messages of all, as they come. Raises the first error that ends one of them."""
+        """The messages of all answers, as they come. Raises the first error that ends one of them."""
         first, *others = self.lifecycles
         if not others:
             return self._messages(first.run())
@@ -59,7 +62,7 @@ class Sequences:
         async with aclosing(lifecycle.run()) as responses:
             async for response in responses:
                 num_tokens += len(response.token_ids)
-                # The second token comes from who has the KV of the whole prompt, wherever the first came from.
+                # The second token comes from a worker that has the KV of the whole prompt; the first need not.
                 if num_tokens > 1 or response.finish_reason or lifecycle.has_one_worker:
                     self._is_prefilled.set()
                 yield response
@@ -78,7 +81,7 @@ async def _without_index(streams: Sequence[Responses]) -> Responses:
 
 
 async def _as_one(responses: Responses) -> Responses:
-    """All messages of an answer as one."""
+    """Join all messages of an answer into one."""
     whole = pb.GenerateResponse()
     texts: list[str] = []
     thoughts: list[str] = []
@@ -91,7 +94,7 @@ async def _as_one(responses: Responses) -> Responses:
             for piece in response.tool_calls:
                 calls.setdefault(piece.index, piece)
                 arguments.setdefault(piece.index, []).append(piece.arguments)
-            whole.MergeFrom(response)  # appends lists; of other fields, the last that was set counts
+            whole.MergeFrom(response)  # appends repeated fields; other fields take the last value set
     whole.offset -= len(whole.token_ids)
     whole.text = "".join(texts)
     whole.reasoning = "".join(thoughts)

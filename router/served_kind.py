@@ -1,10 +1,10 @@
-"""The kinds of workers that new requests go to: else equal requests would get unlike answers.
+"""Chooses the kind of workers that new requests go to. With several kinds, equal requests would get unlike answers.
 
-A worker's kind is its compat digest (weights, dtype, layout); for who asks for an adapter, with that adapter's digest:
-two workers may have the same model, and adapters of one name that are not the same.
+A worker's kind is its compat digest (weights, dtype, layout). For a request with an adapter, it includes the adapter's
+digest: two workers may have the same model but different adapters of the same name.
 
-What is served is what most decode workers have. Those of another kind finish what they have begun, and take over when
-they are more, as in an upgrade.
+The served kind is the one that most decode workers have. Workers of another kind finish what they have begun, and take
+over when they become more, as in an upgrade.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ _T = TypeVar("_T")
 
 
 class Kind(NamedTuple):
-    """Between workers of one kind an answer may move."""
+    """An answer may move between workers of one kind."""
 
     compat_digest: str
     lora_digest: str = ""
-    """Of the adapter that is asked for. Empty: none is, or the workers' version has adapters in `compat_digest`."""
+    """Digest of the requested adapter. Empty: no adapter is requested, or the workers' version includes its adapters in
+    `compat_digest`."""
 
 
 class ServedKinds:
-    """Of one router."""
+    """The served kinds of one router."""
 
     def __init__(self) -> None:
         self._last: str | None = None
         self._last_of: dict[str, Kind] = {}
-        """By adapter."""
+        """By adapter name."""
 
     def among(self, compat_digests: Iterable[str]) -> str | None:
-        """The most frequent one; of as many, that which it was before. None: there has been no worker yet."""
+        """The most frequent digest; on a tie, the one served before. None: there has been no worker yet."""
         counts = Counter(compat_digests)
         before, self._last = self._last, _most_frequent(counts, self._last)
         if before is not None and self._last is not None and self._last != before:
@@ -47,7 +48,8 @@ class ServedKinds:
         return self._last
 
     def of_adapters(self, counts: Mapping[str, Counter[Kind]]) -> dict[str, Kind]:
-        """The same for each adapter; `counts`: by its name, how many workers have each of that name."""
+        """The served kind for each adapter, chosen in the same way. `counts`: by adapter name, how many workers have
+        each kind."""
         before = self._last_of
         found = {name: _most_frequent(those, before.get(name)) for name, those in counts.items()}
         self._last_of = {name: kind for name, kind in found.items() if kind is not None}

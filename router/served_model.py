@@ -1,4 +1,4 @@
-"""The model that a router serves: its texts, as loaded, and what workers say of it, as they are now."""
+"""The model that a router serves: its tokenizer and template as loaded, and what the current workers say about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What turns text into tokens."""
+    """What the router needs to turn text into tokens."""
 
     model: ModelInfo
     tokenizer: Tokenizer
@@ -23,12 +23,12 @@ class Texts:
 
 
 KEPT_S = 60.0
-"""For so long an adapter is known whose last worker has gone, as while that one is started again: who asks for it hears
-that there is no worker now, and not that there is no such model."""
+"""For this time an adapter stays known after its last worker has gone, which may be restarting: requests for it hear
+that no worker is available now, and not that there is no such model."""
 
 
 class ServedModel:
-    """`ModelInfo` with the context length and the adapters of the decode workers that are there, or were last."""
+    """`ModelInfo` with the context length and the adapters of the current decode workers, or of the last ones."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class ServedModel:
         self._now_s = now_s
         self._known_of: Sequence[WorkerRecord] = ()
         self._there: dict[str, set[WorkerKey]] = {}
-        """Adapters of these workers, by name, with those that have it."""
+        """By adapter name: the workers in `_known_of` that have it."""
         self._gone_s: dict[str, float] = {}
-        """When others went, by their names."""
+        """By adapter name: when its last worker went. Only adapters that no worker has."""
 
     def now(self) -> ModelInfo:
         workers, now_s = self._decode_records(), self._now_s()
@@ -60,7 +60,7 @@ class ServedModel:
             for name in record.model.lora_names:
                 self._there.setdefault(name, set()).add(_key_of(record))
         living = set(map(_key_of, workers))
-        # Who lives and has it no more was told to let it go.
+        # If a worker that had the adapter still lives, the adapter was removed on purpose.
         lost = [name for name, keys in before.items() if not keys & living]
         gone_s = self._gone_s | dict.fromkeys(lost, now_s)
         self._gone_s = {

@@ -1,5 +1,4 @@
-"""`tandem.v1.Inference`: the front door. Admits a request, has it prepared, runs it, streams it, and reports how it
-ended.
+"""`tandem.v1.Inference`: admits a request, has it prepared, runs it, streams its answers, and reports how it ended.
 
 Decides nothing about workers, and does nothing with tokens except count them.
 """
@@ -80,7 +79,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             remaining_s = context.time_remaining()
             deadline_s = None if remaining_s is None else arrived_s + remaining_s
             answers = self._answers(validated, arrived_s, deadline_s)
-            # Closed here, before its id is free again.
+            # The stream is closed here, before the request's id is free again.
             async with aclosing(answers if remaining_s is None else _until_deadline(answers, remaining_s)) as responses:
                 async for response in responses:
                     outcome.note(response)
@@ -102,13 +101,13 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
     # -- one request --------------------------------------------------------------------------------------------
 
     def _admit(self, request: pb.GenerateRequest) -> ValidatedRequest:
-        """It is open then. Raises why it is refused at the door."""
+        """Check the request and open it (`open_requests`). Raises the error for which it is refused."""
         check_size(request, self._max_request_bytes)
         if self._is_draining:
             raise Draining("this router is leaving; ask another", retry_after_s=1.0)
         model = self._model.now()
         if not model.max_model_len or not (model.knows_workers or model.has_name(request.model)):
-            # Only a worker knows how long a prompt may be, and which adapters there are.
+            # Only workers know how long a prompt may be, and which adapters exist.
             self._parts.pool.require_decode_worker()
         validated = validate(request, model)
         if not self._takes_priorities:
@@ -154,8 +153,8 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
 async def _until_deadline(
     responses: AsyncGenerator[pb.GenerateResponse, None], remaining_s: float
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
-    """`responses`, or `DeadlinePassed` when the client's time is up. Closes them either way. A message that is on its
-    way to the client then is gRPC's to give up."""
+    """Yield `responses`. Raises `DeadlinePassed` when the client's time is up. Closes `responses` either way. gRPC
+    itself gives up a message that is on its way to the client at the deadline."""
     ends_s = asyncio.get_running_loop().time() + remaining_s
     async with aclosing(responses):
         while True:

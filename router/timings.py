@@ -1,4 +1,4 @@
-"""Where a request's time went, from the moments when things first happened to it."""
+"""Where a request's time went, computed from the moments when each step first happened."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from router.request_events import Plan
 
 @dataclass(slots=True)
 class Stamps:
-    """When things first happened to a request, on this process' monotonic clock, in seconds."""
+    """When each step of a request first happened, on this process' monotonic clock, in seconds."""
 
     arrived_s: float
     sent_s: float | None = None
-    """The worker that computes the prompt was told."""
+    """The prompt was sent to the worker that computes it."""
     begun_s: float | None = None
     """That worker began."""
     first_token_s: float | None = None
@@ -24,17 +24,17 @@ class Stamps:
 
 @dataclass(slots=True)
 class AttemptStamps:
-    """When what happened in one attempt at a request, on the same clock. None: it has not happened."""
+    """When each step of one attempt at a request happened, on the same clock. None: it has not happened."""
 
     queued_s: float
-    """It began to wait for workers."""
+    """The attempt began to wait for workers."""
     planned_s: float | None = None
     plan: Plan | None = None
     asked_s: float | None = None
     """The decode worker was asked for room."""
     granted_s: float | None = None
     sent_s: float | None = None
-    """The worker that computes the prompt was told."""
+    """The prompt was sent to the worker that computes it."""
     begun_s: float | None = None
     """That worker began."""
     first_token_s: float | None = None
@@ -42,9 +42,9 @@ class AttemptStamps:
     transfer: inference_pb.KVTransferStats | None = None
     ended_s: float | None = None
     why: str = ""
-    """Why it failed, if it did."""
+    """Why the attempt failed, if it did."""
     is_busy: bool = False
-    """A worker had no room, which is no failure."""
+    """A worker had no room, which does not count as a failure."""
 
 
 def timings_of(
@@ -55,7 +55,7 @@ def timings_of(
     plan: Plan | None,
     transfer: inference_pb.KVTransferStats | None,
 ) -> inference_pb.Timings:
-    """Of an answer of `num_tokens` tokens that has ended: four spans that sum up to the whole, where what never
+    """The timings of an ended answer of `num_tokens` tokens: four spans that sum up to the total; a step that never
     happened took no time. `plan` and `transfer` are the last attempt's."""
     assert stamps.ended_s is not None
     begun_s = stamps.begun_s or stamps.first_token_s or stamps.ended_s

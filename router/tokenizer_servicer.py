@@ -1,4 +1,4 @@
-"""`tandem.v1.Tokenizer`: what prompts are in tokens, and tokens in text. Asks no worker."""
+"""`tandem.v1.Tokenizer`: turns prompts into tokens, and tokens into text. Asks no worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from router.validation.tokens import check_num_bytes, check_num_tokens, prompt_t
 from router.worker_pool import WorkerPool
 
 NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
-"""For long texts: the longest take seconds, and prompts that are to be answered wait for no thread of theirs."""
+"""Threads for long texts, which may take seconds. Prompts of Generate use other threads, so they do not wait for
+these."""
 
 
 class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
@@ -41,7 +42,7 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         token_ids = (await tokenize_prompt(prompt, tokenizer, template, threads=self._threads)).token_ids
         check_num_tokens(request, len(token_ids))
         tokens: Sequence[str] = ()
-        if request.with_tokens:  # long lists take as long as their texts did
+        if request.with_tokens:  # a long list takes as long as tokenizing did
             tokens = await self._in_thread(tokenizer.tokens, token_ids)
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len, tokens=tokens)
 
@@ -55,7 +56,7 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         return pb.DetokenizeResponse(text=text)
 
     def close(self) -> None:
-        """What still waits for a thread is not read any more."""
+        """Drop the texts that still wait for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:

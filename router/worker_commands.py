@@ -1,7 +1,7 @@
-"""One request's commands to workers, and whom it listens to.
+"""Sends one request's commands to workers, and attaches its inbox to their sessions. Decides nothing.
 
-Says what is to be computed in the worker's own words; decides nothing. From the first command to a worker on, what it
-says of the request goes to the request's inbox, until it is cancelled there or `hang_up`.
+From the first command to a worker on, the worker's events for the request go to the request's inbox, until `cancel` or
+`hang_up`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _ROUTERS_OWN = (
     "is_thinking_token_budget_target",
     "is_max_tokens_target",
 )
-"""Sampling parameters that are no business of workers: texts and turns."""
+"""Sampling parameters that the router itself handles, and that workers do not get."""
 
 
 class WorkerCommands:
-    """Of one request. Attempts follow one another, each with a number and the tokens that exist before it."""
+    """The commands of one request. Attempts follow one another, each with a number and the tokens that exist before
+    it."""
 
     def __init__(self, pool: WorkerPool, inbox: Inbox, asked: AskedAnswer) -> None:
         self.name = asked.name
@@ -50,12 +51,12 @@ class WorkerCommands:
         for field in _ROUTERS_OWN:
             self._request.sampling_params.ClearField(field)
         self._told: set[WorkerKey] = set()
-        """Workers that were sent something."""
+        """Workers that were sent a command."""
         self._num_frees_when_asked = 0
-        """Of the decode worker, when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
+        """The decode worker's `num_frees` when the running attempt was sent to it (see `WorkerHandle.note_busy`)."""
 
     def needs(self, kind: Kind | None) -> Needs:
-        """`kind`: of the worker that the answer has begun on, if it has."""
+        """The request's needs. `kind`: the kind of the worker on which the answer has begun, if it has."""
         return Needs(
             kind=kind,
             has_grammar=bool(self._request.grammar),
@@ -67,21 +68,21 @@ class WorkerCommands:
         )
 
     def reserve(self, worker: WorkerKey, kind: Kind, attempt: int, output_token_ids: list[int]) -> None:
-        """Begin an attempt, which goes on after these tokens, with its memory, on workers of that kind."""
+        """Begin an attempt on workers of that kind, which continues after these tokens: reserve its memory."""
         self._begin(kind, attempt, output_token_ids)
         self._ask(worker, pb.DecodeCommand(reserve=self._request))
 
     def generate(self, worker: WorkerKey, kind: Kind, attempt: int, output_token_ids: list[int]) -> None:
-        """Begin an attempt that one worker computes all of."""
+        """Begin an attempt that one worker computes completely."""
         self._begin(kind, attempt, output_token_ids)
         self._ask(worker, self._in_words_of(worker, generate=self._request))
 
     def prefill(self, worker: WorkerKey, grant: Grant) -> None:
-        """Of the attempt that has begun: the memory is there."""
+        """Have the prompt of the begun attempt computed: `grant` is its memory on the decode worker."""
         self._send(worker, pb.PrefillCommand(prefill=pb.PrefillRequest(request=self._request, grant=grant)))
 
     def cancel(self, worker: WorkerKey, attempt: int) -> None:
-        """Nothing more is heard of the attempt."""
+        """Cancel the attempt, and stop listening to the worker."""
         handle = self._pool.get(worker)
         if handle is None or handle.session is None:
             return
@@ -90,12 +91,12 @@ class WorkerCommands:
         handle.session.send(self._in_words_of(worker, cancel=cancel))
 
     def note_busy(self, worker: WorkerKey) -> None:
-        """The worker has refused what it was asked for last."""
+        """The worker has said Busy to the last command."""
         if (handle := self._pool.get(worker)) is not None:
             handle.note_busy(self._num_frees_when_asked)
 
     def hang_up(self) -> None:
-        """The request is over: it listens to nobody any more."""
+        """The request is over: stop listening to all workers."""
         for key in self._told:
             if (handle := self._pool.get(key)) is not None and handle.session is not None:
                 handle.session.detach(self.name)
@@ -106,13 +107,13 @@ class WorkerCommands:
         self._request.output_token_ids[:] = output_token_ids
 
     def _in_words_of(self, key: WorkerKey, **command: Any) -> pb.PrefillCommand | pb.DecodeCommand:
-        """Of the worker's role. One that is gone hears none."""
+        """The command in the message type of the worker's role. (A worker that is gone gets no command anyway.)"""
         handle = self._pool.get(key)
         is_prefill = handle is not None and handle.facts.role == pb.Role.ROLE_PREFILL
         return pb.PrefillCommand(**command) if is_prefill else pb.DecodeCommand(**command)
 
     def _ask(self, key: WorkerKey, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
-        """Send what a worker may answer with Busy."""
+        """Send a command that the worker may answer with Busy."""
         if (handle := self._pool.get(key)) is not None:
             self._num_frees_when_asked = handle.num_frees
         self._send(key, command)

@@ -1,5 +1,5 @@
-"""What is held against workers, and against pairs of them between which transfers fail. `ejection` decides, by names;
-this gives them, and tells the log.
+"""Counts the faults of workers, and of pairs of workers between which transfers fail. `ejection` decides, by names;
+this module names workers and pairs, and writes the log.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ Who: TypeAlias = WorkerKey | WorkerPair
 
 
 class WorkerFaults:
-    """Of one router."""
+    """The faults that one router has counted."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self._ejections = Ejections()
         self._pairs: dict[str, WorkerPair] = {}
-        """By name, those that have failed."""
+        """By name: the pairs that have failed."""
 
     def is_ejected(self, who: Who) -> bool:
-        """Whether it is not in use, or only to try."""
+        """Whether the worker or pair is set aside or on probation."""
         return self._ejections.is_ejected(_name_of(who))
 
     def ejected_pairs(self) -> list[WorkerPair]:
-        """All that are not in use, or only to try. There are too many pairs to ask of each."""
+        """All pairs that are set aside or on probation. (There are too many pairs to ask for each.)"""
         self._pairs = {name: pair for name, pair in self._pairs.items() if name in self._ejections.troubles}
         return [pair for pair in self._pairs.values() if self.is_ejected(pair)]
 
     def is_set_aside(self, who: Who, now_s: float) -> bool:
-        """Whether requests are to go elsewhere now."""
+        """Whether requests must not use the worker or pair now."""
         return bool(self._ejections.troubles) and self._ejections.is_set_aside(_name_of(who), now_s)
 
     def begin(self, plan: Plan, now_s: float) -> list[Trial]:
-        """An attempt is planned: each of its workers is on trial, and the two together."""
+        """An attempt is planned: begin a trial of each of its workers, and of the pair."""
         on_trial = [who for who in (plan.decode, plan.prefill, plan.pair) if who is not None]
         return [self._ejections.begin(_name_of(who), now_s) for who in on_trial]
 
     def note_success(self, who: Who, trials: Sequence[Trial]) -> None:
-        """It did its part of the attempt whose `trials` these are."""
+        """The worker or pair did its part of the attempt to which `trials` belong."""
         for trial in _those_of(who, trials):
             if trial.succeed():
                 _log.info("worker readmitted" if isinstance(who, WorkerKey) else "pair readmitted", extra=_extra(who))
 
     def note_fault(self, who: Who, trials: Sequence[Trial]) -> None:
-        """The attempt whose `trials` these are failed, and that is its own fault."""
+        """The attempt to which `trials` belong failed by the fault of the worker or pair."""
         if isinstance(who, WorkerPair):
             self._pairs[_name_of(who)] = who
         for trial in _those_of(who, trials):
             self._log_ejection(who, trial.fail(self._now_s()))
 
     def count(self, worker: WorkerKey) -> None:
-        """A failure of the worker itself, whatever it was doing."""
+        """Count a failure of the worker that belongs to no single attempt."""
         self._log_ejection(worker, self._ejections.count_failure(_name_of(worker), self._now_s()))
 
     def _log_ejection(self, who: Who, pause_s: float | None) -> None:
@@ -71,7 +71,8 @@ def keys_of(who: Who) -> list[WorkerKey]:
 
 
 def _name_of(who: Who) -> str:
-    """A worker that is restarted is the same, a pair is another: it may be what the restart was for."""
+    """A restarted worker keeps its name. A pair with a restarted worker gets a new one: the restart may have repaired
+    the transfers."""
     if isinstance(who, WorkerKey):
         return who.worker_id
     return " to ".join(f"{key.worker_id}/{key.incarnation}" for key in keys_of(who))

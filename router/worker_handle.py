@@ -150,8 +150,8 @@ class WorkerHandle:
     is_leaving: bool = False
     """The registry no longer has it: it gets no new work."""
     is_forgotten: bool = False
-    """It is leaving and none of this router's requests is there: it will not come back. Events of it that a slow
-    client's request handles later teach the learners nothing."""
+    """It is leaving and none of this router's requests is there: it will not come back. A slow client's request may
+    still handle events of it later; `Account` then learns no pace from them, since no one would delete it again."""
     num_lost: int = 0
     """Sessions lost in a row."""
 

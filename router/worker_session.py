@@ -1,14 +1,16 @@
 """The router's end of one Session with one worker process.
 
-Owns the stream, the beats that keep the worker's leases alive, and the inboxes of the requests that use this worker.
+Owns the stream, the heartbeats that keep the worker's leases alive, and the inboxes of the requests that use this
+worker.
 
     CONNECTING ──first message from the worker──> OPEN ──stream ends, or a lease of silence──> LOST
                                                              every request here is told WorkerLost, once
 
-A lost session never comes back: what it had started on the worker has been freed there. A new one is opened instead.
+A lost session never comes back, since the worker frees everything that it had started. A new one is opened instead.
 
-The worker beats, too. Its silence is counted in this process' own beats, not by the clock: a router that was held up
-itself, and finds a lease gone and the worker's messages still unread, does not take that for the worker's death.
+The worker sends heartbeats, too. The session measures the worker's silence in its own beats and not by the clock: a
+router that was held up itself, with a lease's time gone and the worker's messages still unread, must not take the
+worker for dead.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
 _FINISH_REASONS = frozenset(FinishReason.values())
 
 Inbox: TypeAlias = Callable[[Event], None]
-"""Where the events of one request go."""
+"""Receives the events of one request."""
 
 
 class WorkerSession:
-    """One stream to one worker. Made and used on the event loop."""
+    """One stream to one worker. Create and use it on the event loop."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class WorkerSession:
         self._lease_ms = record.lease_ms
         self._beat_s = max(0.05, record.lease_ms / 1000 / BEATS_PER_LEASE)
         self._num_silent_beats = 0
-        """Since the worker's last message."""
+        """This router's beats since the worker's last message."""
         self._channel = channel
         self._on_load = on_load
         self._on_open = on_open
@@ -66,7 +68,7 @@ class WorkerSession:
         self.num_requests_lost = 0
         """How many requests used this session when it was lost."""
         self.is_our_fault = False
-        """The worker ended it since it had not heard of this router for a lease."""
+        """The worker ended the session because it had not heard from this router for a lease."""
         self._task = asyncio.create_task(self._run(), name=f"session {record.worker_id}")
 
     @property
@@ -75,24 +77,24 @@ class WorkerSession:
 
     @property
     def names(self) -> set[str]:
-        """Of the requests whose events are waited for."""
+        """Names of the requests that have an inbox here."""
         return set(self._inboxes)
 
     def attach(self, request_id: str, inbox: Inbox) -> None:
-        """From now on the worker's events of `request_id` go to `inbox`."""
+        """From now on, the worker's events for `request_id` go to `inbox`."""
         self._inboxes[request_id] = inbox
 
     def tell_stalled(self) -> None:
-        """All requests here, that the worker's engine stands still."""
+        """Tell all requests here that the worker's engine is stalled."""
         for inbox in list(self._inboxes.values()):
             inbox(WorkerStalled(self.key))
 
     def detach(self, request_id: str) -> None:
-        """The request has ended; what the worker still says of it is dropped."""
+        """The request has ended: drop further events for it."""
         self._inboxes.pop(request_id, None)
 
     def send(self, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
-        """Send after all that was sent before. On a lost session it is dropped: WorkerLost says so."""
+        """Send `command` after all earlier ones. A lost session drops it: its requests have been told WorkerLost."""
         if not self.is_lost:
             self._commands.put_nowait(command)
 
@@ -121,15 +123,15 @@ class WorkerSession:
         except grpc.aio.AioRpcError as error:
             self.lost_why = f"{error.code().name}: {from_rpc_error(error).message}"  # with what to do about it
             self.is_our_fault = error.code() is grpc.StatusCode.ABORTED
-        except Exception as error:  # of whoever takes in what it says: what was begun there is nobody's any more
+        except Exception as error:  # a bug in a handler of its messages: the requests here cannot go on
             self.lost_why = log_bug(error, f"the session with {self.key.worker_id}").message
         finally:
-            stream.cancel()  # without effect where it has ended
+            stream.cancel()  # has no effect if the stream has ended
             watch.cancel()
             self._lose()
 
     async def _watch(self, stream: grpc.aio.StreamStreamCall[Any, Any]) -> None:
-        """End the session of a worker that hangs, or that nothing comes through from: TCP may not notice for hours."""
+        """End the session if the worker hangs, or if nothing arrives from it: TCP may not notice for hours."""
         while self._num_silent_beats <= BEATS_PER_LEASE:
             await asyncio.sleep(self._beat_s)
             self._num_silent_beats += 1
@@ -152,8 +154,8 @@ class WorkerSession:
             yield command
 
     def _complaint(self, message: pb.WorkerEvents | None) -> str | None:
-        """What is wrong with a message whatever it answers; order and place are the business of `RequestState`."""
-        if message is None:  # gRPC's clients make that of bytes that do not parse
+        """What is wrong with a message in itself, if anything; `RequestState` checks whether it fits the request."""
+        if message is None:  # how gRPC's clients deliver bytes that do not parse
             return "bytes that are no message"
         for event in message.events:
             if event.HasField("tokens"):
@@ -164,7 +166,8 @@ class WorkerSession:
         return None
 
     def _take_in(self, message: pb.WorkerEvents) -> None:
-        """Events wait in inboxes; the load counts at once. So whoever acts on an event knows the load it came with."""
+        """Put the events into inboxes, where they wait, and take over the load at once. So a request that acts on an
+        event sees the load that came with it."""
         for event in message.events:
             inbox = self._inboxes.get(event.request_id)
             if inbox is not None:
