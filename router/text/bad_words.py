@@ -1,4 +1,4 @@
-"""Texts that an answer is not to have, as the tokens by which it would have them. Pure."""
+"""Texts that an answer must not contain, as the token sequences that would write them. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 
 
 def bad_words_token_ids(words: Iterable[str], encode: Callable[[str], list[int]]) -> list[tuple[int, ...]]:
-    """Of each word as it is written at the beginning of a text, or within a word; and as it is written behind a space,
-    where those tokens do not end with the former. `encode`: without special tokens.
+    """The token ids of each word as it is written at the beginning of a text or within a word; and as it is written
+    behind a space, unless these tokens end with the former. `encode`: adds no special tokens.
 
-    vLLM leaves out what is written behind a space with another number of tokens: " naive" may be one, "naive" two.
+    vLLM leaves out the tokens behind a space if their number differs: " naive" may be one token, "naive" two.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

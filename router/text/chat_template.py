@@ -1,7 +1,7 @@
-"""A model's chat template: messages, and tools, to the prompt text that the model was trained on.
+"""A model's chat template: turns messages and tools into the prompt text that the model was trained on.
 
-Owns finding the template, its sandbox, and the names that templates may use (transformers' names). Does not own
-tokenising: a template writes bos and role markers itself, so its text is encoded with add_special_tokens=False.
+Finds the template, runs it in a sandbox, and provides the names that templates may use (transformers' names). Does not
+tokenise: a template writes bos and role markers itself, so its text is encoded with add_special_tokens=False.
 
     from_folder -> compiled once -> render(messages) for each request
 """
@@ -27,18 +27,18 @@ from router.text.calls.call_format import Tool
 from router.text.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_tokens
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
-"""A template that writes more is stopped: some repeat what they are given, some loop."""
+"""A template that writes more is stopped: some repeat their input, some loop."""
 SYSTEM, DEVELOPER = "system", "developer"
-"""Roles of whoever says what all answers are to keep to."""
+"""Roles of messages whose instructions apply to all answers."""
 LINE_FEED = "\n"
-"""Between the parts of a content, for templates that know of one text alone."""
+"""Joins the parts of a content, for templates that accept only a single text."""
 GIVEN_NAMES = frozenset(
     {
         "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
         "strftime_now", *SPECIAL_TOKEN_NAMES,
     }
 )  # fmt: skip
-"""Variables that every template is given, or that a model's folder gives it; and what is a field of its own."""
+"""Variables that every template gets, that the model's folder sets, or that requests set by fields of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,26 +46,26 @@ class ChatMessage:
     role: str
     content: str
     tool_calls: tuple[Mapping[str, Any], ...] = ()
-    """That it made: {"id", "type": "function", "function": {"name", "arguments": {…}}}."""
+    """Calls that the message made: {"id", "type": "function", "function": {"name", "arguments": {…}}}."""
     tool_call_id: str = ""
     name: str = ""
     reasoning: str = ""
-    """What an assistant thought before."""
+    """What an assistant thought before its content."""
 
     def to_template(self) -> dict[str, Any]:
-        """What was not said is not there: templates ask for that."""
+        """The message as templates take it. Empty fields are absent, since templates test for that."""
         said = {"tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id, "name": self.name}
-        said |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}  # by either name templates know it
-        if self.tool_calls and not self.content:  # gpt-oss' shows it nowhere else, and refuses it beside content
+        said |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}  # templates use either name
+        if self.tool_calls and not self.content:  # gpt-oss' template shows it only here, and refuses it beside content
             said["thinking"] = self.reasoning
         return {"role": self.role, "content": self.content, **{key: value for key, value in said.items() if value}}
 
 
 class ChatTemplate:
-    """One compiled template. `variables` are what it may use besides the messages: the named special tokens.
-    `tool_source`: another one, for chats with tools.
+    """One compiled template. `variables`: what it may use besides the messages, the named special tokens.
+    `tool_source`: another template, for chats with tools.
 
-    Raises `ValueError` where `source` is not a Jinja template.
+    Raises `ValueError` if `source` is not a Jinja template.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.tool_source = source if tool_source is None else tool_source
-        """Of what chats with tools are put through."""
+        """Source of the template for chats with tools."""
         self._template = _compiled(source)
         self._tool_template = self._template if tool_source is None else _compiled(tool_source)
         self._variables = dict(variables or {})
@@ -86,15 +86,15 @@ class ChatTemplate:
         self._takes_text_arguments: dict[jinja2.Template, bool] = {}
         self._shows_developers: dict[jinja2.Template, bool] = {}
         self._wants_descriptions: bool | None = None
-        """None: nobody has asked yet."""
+        """None: not determined yet."""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
-        """The template of a model folder, or None where it has none.
+        """The template of a model folder; None if it has none.
 
-        chat_template.jinja, else `chat_template` of tokenizer_config.json: a string, or a list of named templates of
-        which "default" counts, and with tools "tool_use", which may lie in additional_chat_templates, too. Raises
-        `ValueError` for a list without a default, and for a broken template.
+        Read from chat_template.jinja, else from `chat_template` in tokenizer_config.json: a string, or a list of named
+        templates, of which "default" is used, and "tool_use" for chats with tools. The latter may also be a file in
+        additional_chat_templates. Raises `ValueError` for a list without a default, and for a broken template.
         """
         folder = Path(folder)
         file = folder / "chat_template.jinja"
@@ -128,19 +128,19 @@ class ChatTemplate:
             raise ValueError(f"chat_template: {path}: {error}") from error
 
     def between_parts(self) -> str:
-        """What stands between the parts of a content that was said in several: what the template puts there, or a line
-        feed where it knows of one text alone."""
+        """What stands between the parts of a content that has several: what the template puts there, or a line feed if
+        the template accepts only a single text."""
         said = [{"type": "text", "text": each} for each in _PARTS]
         try:
             prompt = self._rendered(self._template, [{"role": "user", "content": said}])
         except ValueError:
             return LINE_FEED
         between, found, _ = prompt.partition(_PARTS[0])[2].partition(_PARTS[1])
-        # Python or JSON, where it wrote the list as it is.
+        # With "type" in between, the template wrote the list itself, as Python or JSON.
         return between if found and "type" not in between else LINE_FEED
 
     def problem_with_tools(self) -> str | None:
-        """Why the prompt does not tell the model of tools that it is given; None: it does."""
+        """Why the template does not tell the model about the tools that it gets; None: it does."""
         tool = Tool(name="tool_that_is_looked_for", description="One.")
         try:
             prompt = self.render([ChatMessage(role="user", content="Hi")], [tool.to_template()])
@@ -158,12 +158,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
     ) -> str:
         """The prompt of `messages`. `tools` in OpenAI's shape. `variables`: further ones for the template, none of
-        `GIVEN_NAMES`. It ends where an assistant's answer begins, unless `add_generation_prompt` is False; or, with
-        `continue_final_message`, where the last message's content does, whatever the other says.
+        `GIVEN_NAMES`. The prompt ends where an assistant's answer begins, unless `add_generation_prompt` is False. With
+        `continue_final_message`, it ends with the last message's content, whatever `add_generation_prompt` is.
 
-        Raises `ValueError` naming `chat` where the template refuses the messages (roles in an order that the model
-        does not know, say), fails on them, does not show a content that is to be continued as it is, or writes more
-        than `max_output_chars`.
+        Raises `ValueError` naming `chat` if the template refuses the messages (for example, roles in an order that the
+        model does not know), fails on them, alters a content that is to be continued, or writes more than
+        `max_output_chars`.
         """
         template = self._tool_template if tools else self._template
         shown = [message.to_template() for message in messages]
@@ -184,7 +184,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt up to the end of the last message's content, which is found by a mark behind it."""
+        """The prompt up to the end of the last message's content, which is found by a mark appended to it."""
         *before, final = messages
         content, mark = final["content"], f"END-OF-{secrets.token_hex(8)} "
         marked = [*before, {**final, "content": content + mark}]
@@ -192,12 +192,12 @@ class ChatTemplate:
         end = prompt.rfind(mark.rstrip())
         if end < 0 or content.strip() not in prompt:
             raise ValueError("chat: continue_final_message: the model's template does not show this content as it is")
-        # A template that strips contents would have stripped this one, too.
+        # A template that strips contents would have stripped this one without the mark, too.
         return prompt[:end] if prompt.startswith(mark, end) else prompt[:end].rstrip()
 
     def _takes_text(self, template: jinja2.Template) -> bool:
-        """Whether it takes the arguments of calls that were made as JSON, in a text, and not as objects: it fails on
-        those, or shows them as Python does. DeepSeek's do."""
+        """Whether the template takes the arguments of earlier calls as JSON text and not as objects, on which it fails
+        or which it writes as Python does. DeepSeek's templates do."""
         if template not in self._takes_text_arguments:
             self._takes_text_arguments[template] = not self._shows(template, _MADE) and self._shows(
                 template, [_with_text_arguments(message) for message in _MADE]
@@ -205,7 +205,7 @@ class ChatTemplate:
         return self._takes_text_arguments[template]
 
     def _takes_descriptions_for_granted(self) -> bool:
-        """Whether it fails on a tool that has none: Hermes' and gpt-oss' write it between other words."""
+        """Whether the template fails on a tool without a description: Hermes' and gpt-oss' templates do."""
         if self._wants_descriptions is None:
             tool = Tool(name="f").to_template()
             self._wants_descriptions = not self._takes(tool) and self._takes(_with_description(tool))
@@ -219,9 +219,9 @@ class ChatTemplate:
         return True
 
     def _knows_developers(self, template: jinja2.Template) -> bool:
-        """Whether it shows what a developer says, OpenAI's later word for the system, behind what that says. Most know
-        the earlier one alone: they leave the other's messages out, fail on them, or write any role, which the model has
-        never seen. gpt-oss' shows one of both, the first message, and leaves out what follows it."""
+        """Whether the template shows a developer message (OpenAI's later name for the system role) behind a system
+        message. Most templates know only "system": they leave out developer messages, fail on them, or write the role
+        as it is, which the model has never seen. gpt-oss' template shows only the first message of the two roles."""
         if template not in self._shows_developers:
             source = self.tool_source if template is self._tool_template else self.source
             try:
@@ -232,7 +232,7 @@ class ChatTemplate:
         return self._shows_developers[template]
 
     def _shows(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> bool:
-        """Whether arguments are in the prompt, not in Python's words."""
+        """Whether the prompt shows the arguments, and not in Python's notation."""
         try:
             prompt = self._rendered(template, messages)
         except ValueError:
@@ -361,7 +361,7 @@ def _tojson(
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates are written against: the settings and names of transformers' apply_chat_template."""
+    """The environment that templates expect: the settings and names of transformers' apply_chat_template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

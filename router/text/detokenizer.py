@@ -1,13 +1,13 @@
-"""One answer's tokens to its text, as they come: whole characters only, and cut at the first stop string.
+"""Turns one answer's tokens into its text as they come: whole characters only, and cut at the first stop string.
 
-Owns what of the text is not said yet. Does not own stop tokens (the engine ends at those) nor the request's end.
+Owns the text that is not emitted yet. Does not own stop tokens (the engine ends at those) nor the request's end.
 
     token -> _TextWindow: text that no later token can change -> StopStrings: text that cannot be part of a stop -> out
              |                                                   |
              keeps bytes of a character in the making            keeps what may be the beginning of a stop string
 
-Both keep a bounded number of tokens and characters, so a token costs the same however long the answer is, and
-whatever the model says.
+Both keep a bounded number of tokens and characters, so a token costs the same however long the answer is and whatever
+the model writes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import NamedTuple
 from router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-"""What decoding makes of bytes that are no UTF-8. At the end of a text it may yet become a character."""
+"""The character that decoding makes of invalid UTF-8. At the end of a text, further bytes may still complete it."""
 
 PROMPT_TAIL_TOKENS = (6, 12, 24, 48)
 """How many of the prompt's last tokens give the answer its context, tried until they begin with a whole character."""
 MAX_PENDING_TOKENS = 32
-"""A window that has not come to the end of a character for so many tokens is cut down to KEPT_TOKENS."""
+"""A window that has not reached the end of a character for this many tokens is cut down to KEPT_TOKENS."""
 KEPT_TOKENS = 8
 """Holds any character: UTF-8 has at most 4 bytes, and no token that shows has fewer than one."""
 
@@ -37,9 +37,10 @@ class TextDelta(NamedTuple):
     stop: str | None
     """The stop string that ended the answer here, if one did."""
     num_tokens: int
-    """How many of the pushed tokens belong to the answer: all, or those up to the one that completed the stop."""
+    """How many of the pushed tokens belong to the answer: all, or those up to the one that completed the stop
+    string."""
     offsets: list[int]
-    """Where the text of each of these begins in the answer's, in characters."""
+    """Where the text of each of these tokens begins in the answer's text, in characters."""
 
     @property
     def is_stopped(self) -> bool:
@@ -49,19 +50,18 @@ class TextDelta(NamedTuple):
 class IncrementalDetokenizer:
     """Detokenises one answer. The sum of all `push(...).text` and `finish()` is
 
-        decode(prompt + answer) after the prompt's own text, without a character that its end cuts off,
+        decode(prompt + answer) after the prompt's own text, without an incomplete character at its end,
         cut before the first stop string (after it with `include_stop_str_in_output`),
 
     however the tokens are spread over the pushes. The first stop string is the one that is complete first; of several
-    complete at the same character, the longest. A stop string counts where its last character comes from a token after
-    the first `min_tokens`, as in vLLM.
+    complete at the same character, the longest. A stop string counts only if its last character comes from a token
+    after the first `min_tokens`, as in vLLM.
 
-    The engine also ends answers at stop tokens. Their text is no part of the answer either, unless
-    `include_stop_str_in_output`, so `stop_token_ids` should be all of them: the request's and, unless ignore_eos, the
-    model's.
+    The engine also ends answers at stop tokens. Unless `include_stop_str_in_output`, their text is not part of the
+    answer either, so `stop_token_ids` should contain all of them: the request's and, unless ignore_eos, the model's.
 
-    `shown_token_ids` are text also where special tokens are skipped. `stop` must not hold empty strings (`ValueError`).
-    Several answers may share one `StopStrings`.
+    The text of `shown_token_ids` appears even if special tokens are skipped. `stop` must not hold empty strings
+    (`ValueError`). Several answers may share one `StopStrings`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class IncrementalDetokenizer:
     ) -> None:
         unsaid = () if include_stop_str_in_output else stop_token_ids
         self.token_bytes = tokenizer.token_bytes
-        """What a token stands for by itself, whatever the answer makes of it."""
+        """Function from a token id to the bytes that the token stands for by itself."""
         self._window = _TextWindow(tokenizer, prompt_token_ids, skip_special_tokens, shown_token_ids, unsaid)
         if not isinstance(stop, StopStrings):
             stop = StopStrings(stop)
@@ -87,9 +87,9 @@ class IncrementalDetokenizer:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._num_chars = 0
-        """Of all text so far, said or held."""
+        """Characters of all text so far, emitted or held."""
         self._state = 0
-        """Where `_stops` stands."""
+        """State of the automaton `_stops`."""
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self.stop: str | None = None
@@ -114,13 +114,13 @@ class IncrementalDetokenizer:
         return TextDelta("".join(texts), None, len(token_ids), offsets)
 
     def finish(self) -> str:
-        """The rest of the text: what looked like the beginning of a stop string, and bytes that are no characters, as
-        U+FFFD each. The last of those is dropped: it may be a character that is cut off."""
+        """The rest of the text: what looked like the beginning of a stop string, and invalid bytes, as U+FFFD each. The
+        last U+FFFD is dropped: it may be a character that is cut off."""
         rest, self._held = self._held, ""
         return rest if self.stop is not None else rest + self._window.finish()
 
     def _cut(self, text: str, stops: StopStrings) -> tuple[str, str | None]:
-        """What may be said after `text` came, and the stop string that is complete in it."""
+        """The text that may be emitted after `text` came, and the stop string that is complete in it, if any."""
         if self._state == 0 and stops.first_chars.isdisjoint(text):
             return text, None
         may_stop = self._num_tokens > self._min_tokens
@@ -133,7 +133,7 @@ class IncrementalDetokenizer:
                 self._held = ""
                 return (said if self._includes_stop else said[: len(said) - len(stop)]), stop
         self._state = state
-        if self._includes_stop:  # all text up to the end of a stop is said anyway
+        if self._includes_stop:  # all text up to the end of a stop string is emitted anyway
             return text, None
         text = self._held + text
         num_said = len(text) - stops.num_held[state]
@@ -142,7 +142,7 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Finds any of several strings in a text that comes in pieces; each character is looked at once.
+    """Finds any of several strings in a text that comes in pieces, looking at each character once.
 
     An Aho-Corasick automaton (Aho and Corasick, "Efficient string matching", CACM 18(6), 1975). State 0 is the start;
     a state stands for the longest suffix of the text that begins some stop string.
@@ -157,7 +157,7 @@ class StopStrings:
         self.complete: list[str | None] = [None]
         """Per state, the longest stop string that ends here."""
         self.num_held: list[int] = [0]
-        """Per state, length of the longest suffix that a longer stop string may go on from."""
+        """Per state, length of the longest suffix of the text that may be the beginning of a longer stop string."""
         self.first_chars = frozenset(string[0] for string in stop)
         for string in stop:
             self._add(string)
@@ -182,7 +182,7 @@ class StopStrings:
         self.complete[state] = string
 
     def _link(self) -> None:
-        """Breadth first, so that shorter suffixes are done before longer ones."""
+        """Link the states breadth first, so that shorter suffixes are done before longer ones."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
@@ -197,12 +197,12 @@ class StopStrings:
 
 
 class _TextWindow:
-    """The last few tokens of prompt and answer, decoded together: [prefix: already said][pending].
+    """The last few tokens of prompt and answer, decoded together: [prefix: already emitted][pending].
 
     Text depends on neighbours (a character over several tokens, sentencepiece's space before a word), so a token is
-    decoded behind a prefix and the prefix's own text is taken off again. As soon as the text ends in a whole character,
-    pending becomes the prefix. The idea is that of text-generation-inference and of tokenizers' DecodeStream. The
-    latter is not used: it prints the end of a prompt that breaks off inside a character, raises "Invalid prefix" where
+    decoded behind a prefix and the prefix's own text is removed again. As soon as the text ends in a whole character,
+    the pending tokens become the prefix. The idea is that of text-generation-inference and of tokenizers' DecodeStream.
+    The latter is not used: it emits the end of a prompt that breaks off inside a character, raises "Invalid prefix" if
     a byte token makes the bytes before it invalid, and gets slower with each token that ends in no whole character.
     """
 
@@ -229,12 +229,14 @@ class _TextWindow:
         self._skip = skip_special_tokens and not shown_token_ids
         self._skipped = tokenizer.special_token_ids.difference(shown_token_ids) if skip_special_tokens else frozenset()
         self._num_owed = 0
-        """U+FFFD that left the window unsaid. They are said before the next text, or at the answer's end."""
+        """Number of U+FFFD that left the window without being emitted. They are emitted before the next text, or at the
+        answer's end."""
         self._ids, self._shown = self._prompt_tail(prompt_token_ids)
-        """The window's tokens, and its text that was said already."""
+        """The window's tokens, and the part of its text that was emitted already."""
         self._num_prefix = len(self._ids)
         self._open: str | None = None
-        """A prompt's text without the character it breaks off in, which the answer may complete."""
+        """If the prompt breaks off inside a character: its text without this character, which the answer may
+        complete."""
         if self._shown.endswith(REPLACEMENT):
             self._open = self._shown.rstrip(REPLACEMENT)
         self._skipped = self._skipped.union(unsaid_token_ids)
@@ -264,7 +266,7 @@ class _TextWindow:
         return new
 
     def finish(self) -> str:
-        """What is left unsaid, but for one U+FFFD at its end."""
+        """The text that is not emitted yet, without one U+FFFD at its end."""
         text = self._decode(self._ids, self._skip)
         rest = text[len(self._shown) :] if text.startswith(self._shown) else ""
         return (REPLACEMENT * self._num_owed + rest).removesuffix(REPLACEMENT)
@@ -281,14 +283,14 @@ class _TextWindow:
         return tail, text
 
     def _start_prefix(self) -> None:
-        """All pending tokens are said: they become the prefix."""
+        """All pending tokens are emitted: they become the prefix."""
         del self._ids[: self._num_prefix]
         self._num_prefix = len(self._ids)
         self._shown = self._decode(self._ids, self._skip)
         self._open = None
 
     def _drop_prefix(self) -> tuple[str, str]:
-        """The prefix reads differently now, but was said: go on without it. Returns text and its stable part.
+        """The prefix decodes differently now, but was emitted: go on without it. Returns text and its stable part.
 
         With byte tokens (sentencepiece's byte fallback), a run of them is decoded as a whole: <0xE4><0xBD><0xA0> is one
         character, and one more <0xE4> makes the whole run invalid, until more bytes make it valid again.
@@ -300,8 +302,8 @@ class _TextWindow:
         return text, text.rstrip(REPLACEMENT)
 
     def _shrink(self, text: str) -> None:
-        """Bounds a window in which no text has ended in a whole character for long: tokens without text, or a model
-        that says bytes that are no UTF-8."""
+        """Bound a window in which no text has ended in a whole character for long: tokens without text, or a model that
+        writes invalid UTF-8."""
         if len(text) == len(self._shown):  # the prefix is still the context of what comes
             del self._ids[self._num_prefix :]
             return

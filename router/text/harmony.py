@@ -1,13 +1,13 @@
-"""An answer in OpenAI's "harmony" format, of gpt-oss: messages, each in a channel, that come one after the other.
+"""Reads answers in OpenAI's "harmony" format, of gpt-oss: messages, each in a channel, that come one after the other.
 
     HEAD ── <|message|> ──> BODY ── <|end|> ──> GAP ── <|start|> ──> HEAD
-      └─ is none: content     └─> analysis: what is thought; a function that was given: a call; anything else: content
+      └─ is none: content     └─> analysis: a thought; a function that was given: a call; anything else: content
 
-The prompt ends with the START of the first message, or with more of it. What is thought and what is called may take
-turns: so this reads all of an answer, and gives what is content, and calls, to what reads calls. What is told depends
-on the text so far alone, however it is cut into pieces. The words themselves are never told, nor a part of one at the
-answer's end; what stands where a header should, and is none, is content without them. Messages of one kind that follow
-each other are paragraphs. Pure.
+The prompt ends with the START of the first message, or with more of it. Thoughts and calls may take turns, so this
+parser reads the whole answer, and passes content and calls on to the tool call parser. Its output depends only on the
+text so far, however it is cut into pieces. It never emits the format's words, nor a part of one at the answer's end.
+Text in the place of a header that is no header is content, without these words. Consecutive messages of one kind become
+paragraphs. Pure.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from router.text.tool_calls import Told, ToolCallParser
 from router.text.words import first_of, num_held
 
 MIN_PART_CHARS = 3
-"""Of a word, at an answer's end: fewer may be meant as they are, `<` and `<|` are operators."""
+"""At an answer's end, a part of a word with fewer characters counts as text: `<` and `<|` are operators."""
 MAX_PIECE_CHARS = 4096
-"""That are looked through at once: what follows a word is looked through again."""
+"""Text is searched in pieces of at most this length, since the text behind each word found is searched again."""
 BETWEEN = "\n\n"
-"""Messages of one kind."""
+"""Separates messages of one kind."""
 _OPENED = re.compile(
     f"{re.escape(START)}{ROLE}({re.escape(CHANNEL)}(?:{ANALYSIS}|{COMMENTARY}|{FINAL}){re.escape(MESSAGE)})"
 )
 
 
 def header_at_end_of(prompt: str) -> str:
-    """What the prompt has said of its last message, behind the role: a channel, which some templates choose. Empty:
-    nothing, or nothing that is known here."""
+    """The header of the prompt's last message behind the role, if the message is open: a channel, which some templates
+    choose. Empty: none, or an unknown one."""
     begin = prompt.rfind(START)
     match = _OPENED.fullmatch(prompt.rstrip(), begin) if begin >= 0 else None
     return match[1] if match is not None else ""
@@ -64,15 +64,15 @@ def header_at_end_of(prompt: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Harmony:
-    """Of the answers to one prompt."""
+    """How to constrain and read the answers to one prompt."""
 
     opened: str = ""
-    """As `header_at_end_of` finds it."""
+    """The header that the prompt ends with (`header_at_end_of`)."""
 
     def grammar(self, form: str, *, tokens: Mapping[str, int] = MappingProxyType({}), is_calls: bool = False) -> str:
-        """Of answers that think, for as many messages as they like, and then are calls, as `form` has them, or have a
-        final message that `form` holds. `tokens`: ids of those of `words` that are tokens by themselves. As llguidance
-        reads it."""
+        """The grammar, for llguidance, of answers that think in any number of messages and then make the calls that
+        `form` describes, or write a final message that follows `form`. `tokens`: ids of those of `words` that are
+        single tokens."""
         if not form:
             return form
         lines = GrammarLines(tokens)
@@ -92,18 +92,18 @@ class Harmony:
 
     @property
     def thoughts(self) -> Thoughts:
-        """How they begin and end."""
+        """How thoughts begin and end."""
         has_begun = bool(self.opened) and header_of(self.opened).channel == ANALYSIS
         others = tuple(word for word in WORDS if word not in (END, MESSAGE, CONSTRAIN))  # as `_read_body` has it
         return Thoughts(CHANNEL + ANALYSIS + MESSAGE, END, has_begun=has_begun, may_repeat=True, other_ends=others)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """That tell messages apart."""
+        """Words that delimit messages."""
         return WORDS
 
     def reader(self, calls: ToolCallParser | None) -> HarmonyParser:
-        """Of one answer, which makes those `calls`."""
+        """A parser for one answer, whose tool calls `calls` reads."""
         return HarmonyParser(opened=self.opened, calls=calls)
 
 
@@ -120,22 +120,22 @@ class _Kind(enum.Enum):
 
 
 class HarmonyParser:
-    """Of one answer. `opened`: what the prompt has said of its first message. `calls`: reads what is content, and
-    calls, which are given to it one way, however they were written."""
+    """Reads one answer. `opened`: the header of its first message that the prompt contains. `calls`: reads content and
+    tool calls; it gets all calls in one notation, however the model wrote them."""
 
     def __init__(self, *, opened: str = "", calls: ToolCallParser | None = None) -> None:
         self._calls = calls
         self._state = _State.HEAD
         self._is_first = True
-        """HEAD: the answer's beginning, whose START is not in the text."""
+        """In HEAD: this is the answer's beginning, whose START is in the prompt."""
         self._kind = _Kind.CONTENT
-        """Of the message in BODY."""
+        """Kind of the message in BODY."""
         self._is_new = True
-        """Nothing of it has been told."""
+        """Nothing of this message has been emitted."""
         self._has_told: set[_Kind] = set()
-        """Kinds of messages that there were."""
+        """Kinds of messages of which text has been emitted."""
         self._text = opened
-        """Not told yet."""
+        """Text that has not been emitted yet."""
         self._said = Said(calls)
 
     def push(self, text: str) -> Told:
@@ -149,7 +149,7 @@ class HarmonyParser:
         return told
 
     def finish(self) -> Told:
-        """The answer is over: a header that it breaks off in is nothing, nor is a part of a word."""
+        """The answer is over: drops an unfinished header, or a part of a word, at its end."""
         held = num_held(self._text, WORDS)
         rest = self._text[: len(self._text) - held] if held >= MIN_PART_CHARS else self._text
         self._text = ""
@@ -159,7 +159,7 @@ class HarmonyParser:
         return self._said.take_last()
 
     def _step(self) -> bool:
-        """Whether there may be more to do."""
+        """Read on. Returns whether another step may find more."""
         match self._state:
             case _State.HEAD:
                 return self._read_head()
@@ -222,7 +222,7 @@ class HarmonyParser:
         return True
 
     def _read_gap(self) -> bool:
-        """Between messages. White space there is nothing; any other text is content."""
+        """Read the text between messages: drop white space; any other text is content."""
         self._text = self._text.lstrip()
         if not self._text or any(word.startswith(self._text) and word != self._text for word in WORDS):
             return False
@@ -241,7 +241,8 @@ class HarmonyParser:
 
 
 def _may_be_first(text: str, *, is_whole: bool = False) -> bool:
-    """Whether an answer that begins so may begin with the rest of a header. `is_whole`: there is no more of it."""
+    """Whether an answer that begins with `text` may begin with the rest of a header. `is_whole`: `text` is all of
+    it."""
     found = first_of(text, WORDS)
     position = len(text) - num_held(text, WORDS) if found is None else found[0]
     lead = text[:position].lstrip()

@@ -1,12 +1,12 @@
-"""What a model thinks before it answers, told apart from the answer as it comes: `<think>…</think>answer`. Pure.
+"""Separates a model's thoughts from its answer, as the text comes: `<think>…</think>answer`. Pure.
 
     text ──> START ── <think> ──> THOUGHT ── </think> ──> GAP ── text ──> ANSWER ──> calls of tools, and content
                └─ anything else ─────────────────────────────────────────────^
 
-Where the prompt's text ends with an opened `<think>`, as some chat templates have it, an answer begins in THOUGHT. What
-is told depends on the text so far alone, however it is cut into pieces: an answer that goes on at another router goes
-on here, too. White space at the edges of what is thought, and before what follows it, is neither. Only the first block
-counts; an answer that ends within it is all thought.
+If the prompt ends with an opened `<think>`, as with some chat templates, an answer begins in THOUGHT. The output
+depends only on the text so far, however it is cut into pieces, so that an answer can continue at another router. White
+space at the edges of a thought, and before the text behind it, is dropped. Only the first block counts; an answer that
+ends within it consists of thought only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.text.words import first_of, num_held
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Words that what is thought stands between, one of each. All ends begin with the same character, which is nowhere
+    """Words before and behind a thought, one of each. All `ends` begin with the same character, which occurs nowhere
     else in them."""
 
     begins: tuple[str, ...]
@@ -45,15 +45,16 @@ MARKS = {
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
 }
-"""By vLLM's names. Two are read alike: how an answer begins is seen, not known by the name."""
+"""By vLLM's names of the parsers. Two have the same marks: whether an answer begins within a thought is seen from the
+prompt, not known by the name."""
 HARMONY = "openai_gptoss"
-"""Answers of messages: what is thought stands between others (`router.text.harmony`)."""
+"""Answers that consist of messages, in which thoughts stand between others (`router.text.harmony`)."""
 PARSERS = (*MARKS, HARMONY)
 NONE = "none"
 
 
 def parser_of_template(source: str) -> str:
-    """The one of the models that a chat template is for. Empty: it knows nothing of thoughts."""
+    """The name of the parser for the models that use this chat template. Empty: the template knows no thoughts."""
     plain = without_comments(source)
     if CHANNEL in plain:
         return HARMONY
@@ -64,9 +65,8 @@ def parser_of_template(source: str) -> str:
 
 
 def opened_by(prompt: str, continued: str = "") -> str:
-    """The word at the prompt's end with which it has begun what the model thinks; of messages, with what it has begun
-    one. Empty: it has not. `continued`: the content that the prompt ends with, which the answer goes on with: it may
-    have begun, or ended, a thought itself."""
+    """The word at the prompt's end that begins a thought; with harmony, the open header. Empty: none. `continued`: the
+    content that the prompt ends with and that the answer continues; it may itself begin or end a thought."""
     begin = prompt.rfind(continued.strip())
     said, before = prompt[begin:], prompt[:begin].rstrip()
     begun = max((said.rfind(word), word) for marks in MARKS.values() for word in marks.begins)
@@ -79,22 +79,23 @@ def opened_by(prompt: str, continued: str = "") -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reasoning:
-    """Of the answers to one prompt."""
+    """How to constrain and read the answers to one prompt."""
 
     marks: Marks | None = None
-    """What is thought is told apart by these. None: all is content."""
+    """The words around a thought. None: all text is content."""
     is_open: bool = False
-    """The prompt has begun it."""
+    """The prompt has begun a thought."""
     is_within: bool = False
-    """And has some of it: white space at its beginning is the thought's."""
+    """The prompt also contains some of it: white space at the answer's beginning belongs to the thought."""
 
     def grammar(self, form: str, *, tokens: Mapping[str, int] = MappingProxyType({}), is_calls: bool = False) -> str:
-        """Of answers whose content `form` holds to one (as workers go by it), and which may think before, where the
-        prompt has begun that. `tokens`: ids of those of `words` that are tokens by themselves. `is_calls`: it is calls
-        that the form holds. As llguidance reads it.
+        """The grammar, for llguidance, of answers whose content follows `form`, and which think first if the prompt has
+        begun a thought. `tokens`: ids of those of `words` that are single tokens. `is_calls`: the form describes tool
+        calls.
 
-        A token that was added to a vocabulary it knows by its number alone. Spelled in other tokens the word would end
-        the thought for whoever reads the text, and not for the grammar: so it may not be."""
+        llguidance knows a token that was added to a vocabulary only by its number. If the model spelled the word with
+        other tokens, the thought would end for readers of the text but not for the grammar. So the grammar forbids
+        spelling it."""
         if not form or not self.is_open or self.marks is None:
             return form
         ends = self.marks.ends
@@ -106,18 +107,18 @@ class Reasoning:
 
     @property
     def thoughts(self) -> Thoughts | None:
-        """How they begin and end. None: it has none."""
+        """How thoughts begin and end. None: the answers have no thoughts."""
         if self.marks is None:
             return None
         return Thoughts(self.marks.begins[0], self.marks.ends[0], has_begun=self.is_open, may_repeat=False)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """That tell it from other text."""
+        """Words that delimit thoughts."""
         return () if self.marks is None else (*self.marks.begins, *self.marks.ends)
 
     def reader(self, calls: ToolCallParser | None) -> AnswerReader | None:
-        """Of one answer, which `calls` are read in. None: there is nothing to be read in it."""
+        """A reader for one answer, in which `calls` reads tool calls. None: all text is content."""
         if self.marks is None:
             return calls
         return ReasoningParser(self.marks, is_open=self.is_open, is_within=self.is_within, calls=calls)
@@ -127,9 +128,10 @@ NO_REASONING = Reasoning()
 
 
 def reasoning_of(parser: str, opened: str, *, has_form: bool, is_within: bool = False) -> Reasoning | Harmony:
-    """Of a model's `parser`, empty for none, and the word with which the prompt has begun a thought, if it has, with
-    some of that, if `is_within`. `has_form`: the answers are held to one, which is all that they say, unless the prompt
-    has begun a thought, or answers are messages."""
+    """How to read thoughts. `parser`: the model's, empty for none. `opened`: the word with which the prompt has begun a
+    thought, if it has (`opened_by`). `is_within`: the prompt contains some of the thought, too. `has_form`: a form
+    constrains the answers; then they have no thoughts, unless the prompt has begun one, or answers are harmony's
+    messages."""
     if parser == HARMONY:
         return Harmony(opened=opened if opened.startswith(CHANNEL) else "")
     marks = MARKS.get(parser)
@@ -147,8 +149,8 @@ class _State(enum.Enum):
 
 
 class ReasoningParser:
-    """Of one answer. `is_open`: it begins with what is thought, `is_within`: in its middle. `calls`: reads what
-    follows."""
+    """Reads one answer. `is_open`: it begins within a thought; `is_within`: behind some text of the thought. `calls`:
+    reads what follows the thought."""
 
     def __init__(
         self, marks: Marks, *, is_open: bool, is_within: bool = False, calls: ToolCallParser | None = None
@@ -156,9 +158,9 @@ class ReasoningParser:
         self._marks = marks
         self._state = _State.THOUGHT if is_open else _State.START
         self._space: list[str] = []
-        """White space before `_text`: told, if text follows that is of the same kind."""
+        """White space before `_text`: emitted if text of the same kind follows."""
         self._text = ""
-        """Not told yet."""
+        """Text that has not been emitted yet."""
         self._has_thought = is_within
         self._said = Said(calls)
 
@@ -170,7 +172,7 @@ class ReasoningParser:
         return self._said.take()
 
     def finish(self) -> Told:
-        """The answer is over: what looked like the beginning of a word was none."""
+        """The answer is over: emit what looked like the beginning of a word."""
         rest = "".join((*self._space, self._text))
         if self._state is _State.START:
             self._said.answer.append(rest)
@@ -180,7 +182,7 @@ class ReasoningParser:
         return self._said.take_last()
 
     def _step(self) -> bool:
-        """Whether there may be more to do."""
+        """Read on. Returns whether another step may find more."""
         match self._state:
             case _State.START:
                 return self._read_start()
@@ -225,7 +227,7 @@ class ReasoningParser:
         return True
 
     def _think(self, text: str) -> None:
-        """All but the white space at its end, which is held, and at the very beginning."""
+        """Emit `text` as thought, except for white space at its end, which is held, and at the thought's beginning."""
         if not self._has_thought:
             text = text.lstrip()
         said = text.rstrip()
@@ -244,4 +246,4 @@ class ReasoningParser:
 
 
 AnswerReader = ToolCallParser | ReasoningParser | HarmonyParser
-"""Takes an answer's text; tells what of it is of which kind."""
+"""Reads an answer's text, and splits it into thoughts, content and tool calls."""

@@ -1,4 +1,4 @@
-"""What a reader of thoughts has found in an answer and not told yet. Pure."""
+"""The thoughts and other text that a parser has found in an answer and not emitted yet. Pure."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from router.text.tool_calls import Told, ToolCallParser
 
 
 class Said:
-    """Of one answer. Readers append to `reasoning` and `answer`; the latter goes through what reads its calls."""
+    """For one answer. Parsers append to `reasoning` and `answer`; the latter passes through the tool call parser."""
 
     def __init__(self, calls: ToolCallParser | None) -> None:
-        """`calls`: None, where the answer has none."""
+        """`calls`: the tool call parser; None: the answer has no calls."""
         self._calls = calls
         self.reasoning: list[str] = []
         self.answer: list[str] = []
 
     def take(self) -> Told:
-        """All of it, as it is told."""
+        """Take everything found since the last time, as it is emitted."""
         reasoning, answer = "".join(self.reasoning), "".join(self.answer)
         self.reasoning, self.answer = [], []
         told = Told(answer) if self._calls is None else self._calls.push(answer)
@@ -23,7 +23,7 @@ class Said:
         return told
 
     def take_last(self) -> Told:
-        """The same, and what was held back in case that more comes."""
+        """The same, and what the tool call parser held back for the case that more text comes."""
         told = self.take()
         if self._calls is not None:
             told.add(self._calls.finish())

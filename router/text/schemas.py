@@ -1,4 +1,4 @@
-"""JSON schemas that answers are held to. Pure."""
+"""JSON schemas that constrain answers. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 ON_ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-"""As Python's json writes. Free to choose, small models wander about in line breaks and indents, sometimes for ever. A
-schema may say otherwise in its "x-guidance"."""
+"""JSON as Python's json module writes it. If white space is free, small models get lost in line breaks and indents,
+sometimes forever. A schema may override this in its "x-guidance"."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
-"""Of grammars whose regexes strangers write: llguidance follows what alone may come, and where a lexeme takes for ever
-what was to follow it, as /(ab)*/ before "ab" does, it would never come back."""
+"""For grammars with regexes written by clients. llguidance follows text that is the only continuation; if a lexeme
+forever takes the text that should follow it, as /(ab)*/ before "ab" does, llguidance would never return."""
 OPTIONS = ("whitespace_flexible", "coerce_one_of", "lenient")
-"""That a schema may have in its "x-guidance", true or false. Separators and white space are regexes there, which could
-take for ever what JSON has behind them, as those do that NO_FORCING is for."""
+"""What a schema may set in its "x-guidance", to true or false. Separators and white space would be regexes there, which
+could take text forever, as described at NO_FORCING."""
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 
 def schema_of(text: str) -> dict[str, Any]:
-    """A JSON schema. Raises `ValueError`."""
+    """Parse a JSON schema. Raises `ValueError` saying what is wrong with it."""
     try:
         schema = json.loads(text, parse_constant=no_number)
     except (ValueError, RecursionError) as error:
@@ -39,7 +39,7 @@ def schema_of(text: str) -> dict[str, Any]:
 
 
 def guided(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema that says what is ours to choose. Raises `ValueError`."""
+    """The schema with our defaults in its "x-guidance". Raises `ValueError` if its own is wrong."""
     own = schema.get("x-guidance", {})
     if not isinstance(own, dict):
         raise ValueError(f"x-guidance must be an object, is a {type(own).__name__}")
@@ -52,7 +52,8 @@ def guided(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_bounds(schema: Any) -> None:
-    """Of integers beyond 64 bits, which would be taken for the nearest within. Raises `ValueError`."""
+    """Raise `ValueError` if a bound is an integer beyond 64 bits: llguidance would take it for the nearest one
+    within."""
     stack = [schema]
     while stack:
         item = stack.pop()

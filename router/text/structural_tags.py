@@ -1,14 +1,14 @@
-"""Structural tags, vLLM's and XGrammar's: free text in which certain words begin what is held to a form, as a grammar.
+"""Structural tags (vLLM's and XGrammar's) as a grammar: free text in which certain words begin constrained parts.
 
     {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [
         {"begin": "<f=now>", "content": {"type": "json_schema", "json_schema": {...}}, "end": "</f>"}]}}
 
     text ── a trigger ──> the rest of a tag's begin ──> its content ──> its end ──> text …
 
-and of old, where all contents are JSON: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
+and the old form, in which all contents are JSON: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
 
-Text ends with the first of the words that may follow it, so whoever reads the answer sees the same. What is given is
-told by its place in the JSON. Pure.
+Free text ends at the first of the words that may follow it, so that a reader of the answer sees the same structure.
+Errors name a field by its place in the JSON. Pure.
 """
 
 from __future__ import annotations
@@ -27,44 +27,46 @@ from router.text.calls.text_values import no_number
 from router.text.schemas import NO_FORCING, check_bounds, guided
 
 MAX_WORDS = 6
-"""That free text ends at, or is without. Each is a lexeme with all of the text before it: llguidance follows the text
-once more for each. With eight to twelve of them it would be out of fuel for one token, of 49 thousand."""
+"""Maximum number of words at which free text ends, or which it must not contain. Each is a lexeme together with the
+text before it, and llguidance follows the text once for each. With eight to twelve, one token (of 49 thousand) would
+exceed its fuel."""
 MAX_TAGS = 128
-"""Of one format, as of other things that formats are made of."""
+"""Maximum number of tags, or of other elements, in one format."""
 MAX_WORD_BYTES = 4096
-"""Of a text that has to come as it is. What free text ends at is bounded further (`calls.free_text`)."""
+"""Maximum size of a literal text. Words that end free text have a smaller bound (`calls.free_text`)."""
 MAX_DEPTH = 16
-"""Of formats within each other."""
+"""Maximum nesting depth of formats."""
 MAX_GRAMMAR_CHARS = 262_144
-"""It goes to a worker with each answer."""
+"""Maximum size of the grammar, which is sent to a worker with each answer."""
 MAX_SHOWN_CHARS = 80
 _OWN = {"json_schema", "schema", "pattern"}
-"""Fields of which nothing stands in the answer as it is."""
+"""Fields whose texts do not appear literally in the answer."""
 
 Behind = tuple[str, ...] | None
-"""What follows a format: one of these texts. None of them: nothing does. None: what is not known here."""
+"""What follows a format: one of these texts. Empty: nothing follows. None: unknown here."""
 OVER: Behind = ()
 _AT = re.compile(r"at (\d+)\(\d+\): (.*)", re.DOTALL)
 
 
 class _Free(NamedTuple):
-    """A text up to one of some words, in the grammar."""
+    """Free text up to one of some words, in the grammar."""
 
     text: FreeText
     said: str
-    """The rule of what comes before."""
+    """The rule of the text before the word."""
 
 
 class StructuralTag:
-    """What one says. Raises `ValueError` naming the field, and saying why no answer can be held to it.
+    """The grammar of one structural tag. Raises `ValueError` naming the field, and saying why it cannot constrain an
+    answer.
 
-    `tokens`: ids of the words within its `texts_of` that are tokens by themselves (`GrammarLines`).
+    `tokens`: ids of the words within `texts_of(text)` that are single tokens (`GrammarLines`).
     """
 
     def __init__(self, text: str, tokens: Mapping[str, int] = MappingProxyType({})) -> None:
         self._lines = GrammarLines(tokens)
         self._fields: list[str] = []
-        """Of the schemas and regexes, by their places in the grammar."""
+        """Fields of the schemas and regexes, by their places in the grammar."""
         self._num_rules = 0
         self._has_regex = False
         self._is_old, asked = _read(text)
@@ -81,17 +83,17 @@ class StructuralTag:
             "any_text": self._any_text,
         }
         self._lines.begin_with(self._format(asked, "" if self._is_old else "format", OVER, 0))
-        # With tokens there are a few more: it was found right without.
+        # With tokens the grammar is a little longer, but it has passed this check without them.
         if (num_chars := len(self._lines.text)) > MAX_GRAMMAR_CHARS and not tokens:
             raise ValueError(f"makes a grammar of {num_chars} characters, may make one of {MAX_GRAMMAR_CHARS}")
 
     @property
     def grammar(self) -> str:
-        """As llguidance reads it."""
+        """The grammar for llguidance."""
         return grammar_from("lark", self._lines.text + (f"{NO_FORCING}\n" if self._has_regex else ""))
 
     def problem(self, reason: str) -> str:
-        """Of what llguidance says of the grammar, with the field that it is about."""
+        """llguidance's complaint about the grammar, with the name of the field that it is about."""
         match = _AT.search(reason)
         place = self._lines.place_of(int(match[1])) if match is not None else None
         if match is None or place is None:
@@ -99,7 +101,7 @@ class StructuralTag:
         said = match[2].removeprefix("failed to compile JSON schema: ").partition("\n   1 |")[0]
         return f"{self._fields[place]}: {said}"
 
-    # -- formats: each gives what may come, with what is behind it -------------------------------------------------
+    # -- formats: each method returns the rule of a format, including what is behind it ----------------------------
 
     def _format(self, value: Any, at: str, behind: Behind, depth: int) -> str:
         asked = _object(value, at)
@@ -167,7 +169,8 @@ class StructuralTag:
         for number, tag in enumerate(tags):
             begin, body = self._parts(tag, f"{at}.tags[{number}]", depth)
             first.append(f"{self._lines.literal(begin)} {body}")
-            # One text: else what the separator shares with what is behind would be taken for that.
+            # One literal: otherwise a common beginning of the separator and the text behind would be taken for the
+            # latter.
             later.append(f"{self._lines.literal(separator + begin)} {body}")
         said = _one_of(first) if is_one else f"({_one_of(first)} {_one_of(later)}*)"
         return self._closed(said if is_at_least_one else f"{said}?", behind)
@@ -219,7 +222,7 @@ class StructuralTag:
         text = self._lines.terminal(f"/{said}/", place=self._place(field))
         rules = []
         for end in behind or ("",):
-            # One lexeme: else what the regex and the end share would be the regex's.
+            # One lexeme: otherwise the regex would take text that belongs to the end.
             plain, rest = self._lines.split(end)
             lexeme = self._lines.terminal(f"{text} /{pattern(plain)}/") if plain else text
             rules.append(f"{lexeme} {self._lines.literal(rest)}")
@@ -236,17 +239,17 @@ class StructuralTag:
         return self._text_over((*behind, *self._excluded(asked, at)), behind, at)
 
     def _excluded(self, asked: dict[str, Any], at: str) -> list[str]:
-        """Words that free text has not."""
+        """Words that free text must not contain."""
         given, field = asked.get("excludes") or [], _within(at, "excludes")
         if not given:
             return []
         many = _list(given, field, MAX_WORDS)
         return [_text(word, f"{field}[{number}]", MAX_WORD_BYTES) for number, word in enumerate(many)]
 
-    # -- what they are made of -------------------------------------------------------------------------------------
+    # -- parts of formats ------------------------------------------------------------------------------------------
 
     def _parts(self, value: Any, at: str, depth: int, behind: Behind = None) -> tuple[str, str]:
-        """A tag's begin, and the rule of the rest of it, with what is `behind`."""
+        """A tag's begin, and the rule of the rest of the tag, including what is `behind` it."""
         tag = _object(value, at)
         content = {"type": "json_schema", "json_schema": tag.get("schema")} if self._is_old else tag.get("content")
         _check_names(tag, at, ("begin", "schema" if self._is_old else "content", "end"))
@@ -262,7 +265,7 @@ class StructuralTag:
         return begin, self._rule(self._closed(said, behind))
 
     def _rule(self, said: str, field: str | None = None) -> str:
-        """The name of a rule of its own. `field`: what is said of it is said of that."""
+        """Add a rule, and return its name. `field`: the field that complaints about this rule name."""
         self._num_rules += 1
         place = None if field is None else self._place(field)
         return self._lines.add(f"rule_{self._num_rules}", said or '""', place=place)
@@ -275,11 +278,11 @@ class StructuralTag:
         return f"{said} {_one_of([self._lines.literal(end) for end in behind])}" if behind else said
 
     def _text_over(self, words: tuple[str, ...], behind: tuple[str, ...], at: str) -> str:
-        """Text with none of `words`, and what is behind it, of which these are some."""
+        """Text without any of `words`, followed by one of `behind`, which are among `words`."""
         return _one_of([self._up_to(words, end, at) for end in behind] or [self._ending_with(words, "", at)])
 
     def _up_to(self, words: tuple[str, ...], word: str, at: str) -> str:
-        """Text with none of `words`, and one of them."""
+        """Text without any of `words`, followed by `word`, which is one of them."""
         plain, rest = self._lines.split(word)
         if rest:
             return f"{self._ending_with(words, plain, at)} {self._lines.literal(rest)}"
@@ -306,8 +309,8 @@ class StructuralTag:
 
 
 def texts_of(text: str) -> list[str]:
-    """Of a structural tag: what stands in its answers as it is, or must not. Raises `ValueError` and `RecursionError`
-    where it is no JSON."""
+    """The texts of a structural tag that must appear literally in answers, or must not. Raises `ValueError` or
+    `RecursionError` if it is not JSON."""
     texts, stack = [], [json.loads(text)]
     while stack:
         item = stack.pop()
@@ -324,7 +327,7 @@ _NO_END = "{} must be the content of a tag, or the last there is: nothing says w
 
 
 def _read(text: str) -> tuple[bool, Any]:
-    """Whether it is of the old form, and the format that it asks for."""
+    """Whether the tag has the old form, and its format."""
     try:
         asked = json.loads(text, parse_constant=no_number)
     except (ValueError, RecursionError) as error:
@@ -355,7 +358,7 @@ def _shown(value: Any) -> str:
 
 
 def _sent(text: str) -> str:
-    """`text` as it may be told: JSON may have half of a character, which no message can carry."""
+    """`text` with half characters escaped: JSON may contain them, but no message can carry them."""
     return text.encode(errors="backslashreplace").decode()
 
 

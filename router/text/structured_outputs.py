@@ -1,9 +1,9 @@
-"""What a request asks of its answer's form, as the grammar that workers go by: llguidance's own text.
+"""Turns a request's structured outputs into the grammar that workers follow: llguidance's own text.
 
     StructuredOutputs ──grammar_of──> "{"grammars": [...]}" ──EngineRequest.grammar──> a worker masks tokens
 
-Compiles each grammar once, to know that it can be: against bytes instead of a model's tokens, which takes no vocabulary
-and less time. Owns nothing.
+Compiles each grammar once, to check that it compiles: against bytes instead of a model's tokens, which needs no
+vocabulary and takes less time. Owns nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from router.text.schemas import NO_FORCING, guided, schema_of
 from router.text.structural_tags import StructuralTag, texts_of
 
 MAX_BYTES = 65_536
-"""Of a schema, a regex, a grammar, or all choices together."""
+"""Maximum size of a schema, a regex, a grammar, or all choices together."""
 MAX_BYTES_OF_ALL = 4 * MAX_BYTES
-"""Of all answers to a prompt: each worker compiles the grammar once for each."""
+"""The same, times the number of answers to a prompt: workers compile the grammar once for each answer."""
 MAX_CHOICES = 1024
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, verbose_errors=False)
-"""As the engine's: what cannot begin there is refused here."""
+"""The engine's limits: a grammar that cannot start there is refused here."""
 MAX_REASON_CHARS = 400
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
-"""Where one begins: no line of Lark's does so."""
+"""The beginning of a rule in EBNF; no line in Lark's syntax begins like this."""
 KINDS = "json, json_object, regex, choice, grammar and structural_tag"
 
 
 class _Bytes:
-    """A vocabulary of all bytes, and an end."""
+    """A vocabulary of all bytes and an end-of-sequence token."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -48,7 +48,7 @@ class _Bytes:
 
 
 def problem_of(asked: pb.StructuredOutputs, n: int = 1) -> str | None:
-    """What is wrong with it at first sight, for `n` answers; None: nothing."""
+    """What is wrong with the structured outputs of `n` answers, without compiling them; None: nothing."""
     kind = asked.WhichOneof("kind")
     if kind is None:
         return f"must be one of {KINDS}, is none"
@@ -68,11 +68,11 @@ def problem_of(asked: pb.StructuredOutputs, n: int = 1) -> str | None:
 
 
 def grammar_of(asked: pb.StructuredOutputs, tokens: Mapping[str, int] = MappingProxyType({})) -> str:
-    """Raises `ValueError` saying why no answer can be held to it. What comes from strangers may take for ever, or end
-    the process: see router/validation/grammar_checker.py.
+    """The grammar. Raises `ValueError` saying why it cannot constrain an answer. A client's grammar may take forever or
+    end the process: see router/validation/grammar_checker.py.
 
-    `tokens`: ids of the words within its `texts_in` that are tokens by themselves, which llguidance would have a model
-    spell. It is checked as text, and then said with them.
+    `tokens`: ids of the words within `texts_in(asked)` that are single tokens, which llguidance would otherwise make
+    the model spell. The grammar is checked as text, and then returned with these tokens.
     """
     if (problem := problem_of(asked)) is not None:
         raise ValueError(problem)
@@ -81,7 +81,7 @@ def grammar_of(asked: pb.StructuredOutputs, tokens: Mapping[str, int] = MappingP
     grammar = _grammar_text(asked) if tag is None else tag.grammar
     matcher = LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # that nothing at all fits is found here, not before
+        matcher.compute_bitmask()  # only this finds that no text at all fits
     if matcher.is_error():
         reason = matcher.get_error()
         raise ValueError(f"{kind}: {_in_words(reason if tag is None else tag.problem(reason))}")
@@ -89,8 +89,8 @@ def grammar_of(asked: pb.StructuredOutputs, tokens: Mapping[str, int] = MappingP
 
 
 def texts_in(asked: pb.StructuredOutputs) -> list[str]:
-    """What stands in its answers as it is, where words in that may be tokens. It need not be right: `grammar_of` says
-    so."""
+    """Texts that appear literally in the answers, in which words may be tokens. `asked` may be wrong: `grammar_of`
+    reports that."""
     if asked.WhichOneof("kind") != "structural_tag":
         return []
     try:
@@ -137,21 +137,22 @@ def _lark_grammar(text: str) -> str:
     outside = re.sub(r'"(\\.|[^"\\])*"|//.*|/(\\.|[^/\\])+/', "", text)
     if re.search(r"<\[[^\]]*\]>", outside):
         raise ValueError("grammar: token numbers (<[...]>) are not supported: they differ from model to model")
-    return grammar_from("lark", f"{text}\n{NO_FORCING}\n")  # behind what it says of that itself
+    return grammar_from("lark", f"{text}\n{NO_FORCING}\n")  # behind the text's own options
 
 
 def _lark_of(ebnf: str) -> str:
-    """Of a grammar as llama.cpp and XGrammar have it, and vLLM's users write it: `root ::= "yes" | "no"`."""
+    """Convert a grammar in the notation of llama.cpp and XGrammar, which vLLM's users write, to Lark's:
+    `root ::= "yes" | "no"`."""
     try:
         return gbnf_to_lark(ebnf)
-    except IndexError as error:  # it looks for the next character where there is none
+    except IndexError as error:  # the converter reads past the end of the text
         raise ValueError("grammar: ends within a text") from error
-    except Exception as error:  # of no class of its own, for a rule that there is not
+    except Exception as error:  # a bare Exception, for example for an undefined rule
         raise ValueError(f"grammar: {str(error)[:MAX_REASON_CHARS]}") from error
 
 
 def _in_words(reason: str) -> str:
-    """llguidance's reason, and what its one bare word means."""
+    """llguidance's reason in plain words: it says "NoExtension" if no text fits."""
     if reason.startswith("NoExtension"):
         return "no text fits it"
     return reason.removesuffix("<non-verbose/>").strip()[:MAX_REASON_CHARS]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """Of the answers to one prompt."""
+    """The thoughts in the answers to one prompt."""
 
     begin: str
     end: str
@@ -16,4 +16,4 @@ class Thoughts:
     may_repeat: bool
     """An answer may have several."""
     other_ends: tuple[str, ...] = ()
-    """A thought has ended, too, where one of these words comes."""
+    """Further words that end a thought."""

@@ -1,7 +1,7 @@
-"""The bytes that single tokens stand for, as whoever shows the likeliest tokens needs them.
+"""The bytes that single tokens stand for, for logprobs that show the likeliest tokens.
 
-Decoding one token by itself would not do: it makes U+FFFD of a part of a character, and of sentencepiece's word " the"
-just "the". A vocabulary writes bytes in one of two ways:
+Decoding a single token would not do: it turns a part of a character into U+FFFD, and sentencepiece's word " the" into
+"the". A vocabulary writes bytes in one of two ways:
 
 - byte-level BPE (GPT-2, and with it Llama 3, Qwen, DeepSeek, SmolLM): each byte as one printable character;
 - sentencepiece (Llama 2, Mistral): as text, a space as "▁", and bytes that are no text as "<0xE4>".
@@ -32,7 +32,7 @@ def byte_of_char() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Of one vocabulary."""
+    """The bytes of one vocabulary's tokens."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._piece_of = backend.id_to_token
@@ -43,7 +43,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token_id: int) -> bytes:
-        """Nothing for an id that the vocabulary lacks."""
+        """The bytes of a token; empty for an id that the vocabulary lacks."""
         if token_id not in self._known:
             if (piece := self._piece_of(token_id)) is None:
                 return b""
@@ -51,7 +51,7 @@ class TokenBytes:
         return self._known[token_id]
 
     def all_of_space(self, vocabulary: Mapping[str, int]) -> list[int]:
-        """Ids of those that are ASCII's white space alone. They are read without being kept."""
+        """Ids of the tokens that consist of ASCII white space only. Does not fill the cache."""
         of_byte = {SPACE: ord(" ")} if self._byte_of_char is None else self._byte_of_char
         chars = whitespace + "".join(char for char, byte in of_byte.items() if chr(byte) in whitespace)
         of_text = (token_id for piece, token_id in vocabulary.items() if piece and not piece.strip(chars))
@@ -67,7 +67,7 @@ class TokenBytes:
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    """Names of the steps in which it decodes."""
+    """Names of the steps of the tokenizer's decoder."""
     if backend.decoder is None:
         return set()
     state = json.loads(backend.decoder.__getstate__())

@@ -1,6 +1,6 @@
-"""A model's tokenizer: text to token ids and back, with what transformers' AutoTokenizer does around it.
+"""A model's tokenizer: text to token ids and back, including what transformers' AutoTokenizer adds.
 
-Owns reading tokenizer.json and tokenizer_config.json. Does not own chat templates (`chat_template`) nor decoding a
+Reads tokenizer.json and tokenizer_config.json. Does not handle chat templates (`chat_template`), nor the decoding of a
 stream (`detokenizer`). Immutable once loaded, so one object serves all requests and threads.
 """
 
@@ -22,21 +22,22 @@ ASYNC_ENCODE_CHARS = 2048
 """Texts longer than this are encoded in a thread: at about 0.5 µs a character that is 1 ms of the event loop."""
 
 USUAL_CHARS = 8
-"""Of a token, at most: no language's texts and hardly any code have so many on average. A token may have a hundred."""
+"""Upper bound for the average number of characters per token: no language's texts and hardly any code reach it. A
+single token may have a hundred."""
 CUT_TOKENS = 1024
-"""What a text cut short may have beyond what it has of the whole: whatever is cut in two falls apart, be it a word or a
-token of its own."""
+"""How many extra tokens a text may have because it was cut: a word, or an added token, that is cut in two falls apart
+into more tokens."""
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The named special tokens of tokenizer_config.json, all of which chat templates may use as variables."""
 
 
 class TooManyTokens(ValueError):  # noqa: N818 - said of the text
-    """A text has more of them than are taken."""
+    """A text has more tokens than are accepted."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty where there is no such file. `ValueError` where it is not a JSON object."""
+    """The JSON object in `path`; empty if there is no such file. Raises `ValueError` if it is not a JSON object."""
     if not path.is_file():
         return {}
     try:
@@ -62,12 +63,12 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 class Tokenizer:
-    """Encodes and decodes with a `tokenizers.Tokenizer`, which it takes over: truncation and padding are switched off.
+    """Encodes and decodes with a `tokenizers.Tokenizer`, which it takes over: it switches off truncation and padding.
 
     special_token_ids: ids that `skip_special_tokens` leaves out of text.
-    special_tokens: the named ones, as text, for chat templates.
-    eos_token_id: that of the one that is named so; None: none is.
-    space_token_ids: of those that are white space alone, in order.
+    special_tokens: the named special tokens, as text, for chat templates.
+    eos_token_id: id of the token named eos_token; None: there is none.
+    space_token_ids: ids of tokens that consist of white space only, in order.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -94,10 +95,10 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Load `folder`'s tokenizer.json, with the special tokens that its tokenizer_config.json names.
 
-        Whether bos is added is up to tokenizer.json's post-processor; add_bos_token and add_eos_token in
+        tokenizer.json's post-processor decides whether bos is added; add_bos_token and add_eos_token in
         tokenizer_config.json are for folders without a tokenizer.json, as in transformers 5.
 
-        Raises `ValueError` where there is no tokenizer.json, or it cannot be read.
+        Raises `ValueError` if tokenizer.json is missing or cannot be read.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -111,29 +112,30 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for whatever it cannot parse
             raise ValueError(f"{path} cannot be read by tokenizers {tokenizers.__version__}: {error}") from error
         special_tokens = read_special_tokens(folder)
-        # transformers makes these special even where tokenizer.json says otherwise. One that the vocabulary lacks is
+        # transformers makes these special even if tokenizer.json says otherwise. A token that the vocabulary lacks is
         # left out: the model has no embedding for it.
         backend.add_special_tokens([t for t in special_tokens.values() if backend.token_to_id(t) is not None])
         return cls(backend, special_tokens=special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
         """Token ids of `text`. `add_special_tokens`: let the post-processor add bos (and what else the model wants).
-        `num_kept`: of more tokens the last ones, among them those that were added."""
+        `num_kept`: if there are more tokens than this, return the last ones, added special tokens included."""
         if num_kept is not None:
             return self._encode_end(text, add_special_tokens, num_kept)
         ids: list[int] = self._encoding(text, add_special_tokens).ids
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text`, and nothing added."""
+        """Token ids of `text`, without special tokens added."""
         return self.encode(text, add_special_tokens=False)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        # encode_batch_fast leaves out character offsets, which nobody here reads, and so takes half the time of encode.
+        # encode_batch_fast computes no character offsets, which are not needed here, and takes half the time of encode.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _encode_end(self, text: str, add_special_tokens: bool, num_kept: int) -> list[int]:
-        """As `encode`. Of a text of megabytes no more is read than has these tokens, however it is cut."""
+        """As `encode` with `num_kept`. Of a text of megabytes, encodes only as much of its end as surely has these
+        tokens."""
         most = num_kept + CUT_TOKENS
         num_chars = USUAL_CHARS * most
         while num_chars < len(text) and len(self._encoding(text[-num_chars:], False).ids) <= most:
@@ -149,10 +151,10 @@ class Tokenizer:
         return kept
 
     def encode_up_to(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        """`encode`, for whoever takes at most `max_tokens`. Raises `TooManyTokens` where the text has far more: its
-        beginning shows that, and nobody reads a text of megabytes for seconds to refuse it.
+        """`encode`, for a caller that accepts at most `max_tokens`. Raises `TooManyTokens` if the text has far more:
+        its beginning shows that, so that no text of megabytes is encoded for seconds only to be refused.
 
-        Nothing is guessed from characters: how many a token may stand for has no bound where normalisation drops some.
+        Does not estimate by characters: one token may stand for any number of them if normalisation drops some.
         """
         most = max_tokens + CUT_TOKENS
         num_chars = USUAL_CHARS * most
@@ -172,8 +174,8 @@ class Tokenizer:
         num_kept: int | None = None,
         threads: Executor | None = None,
     ) -> list[int]:
-        """`encode`, in one of `threads` (None: of the event loop's own) where the text is long (the library lets go of
-        the GIL while it works). `max_tokens`: as `encode_up_to`, where nothing is cut; None: however long it is."""
+        """`encode`, in one of `threads` (None: the event loop's own) if the text is long; the library releases the GIL
+        while it works. `max_tokens`: as in `encode_up_to`, unless `num_kept` is given; None: no bound."""
         if len(text) <= ASYNC_ENCODE_CHARS:
             return self.encode(text, add_special_tokens, num_kept)
         loop = asyncio.get_running_loop()
@@ -182,29 +184,30 @@ class Tokenizer:
         return await loop.run_in_executor(threads, self.encode_up_to, text, max_tokens, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids that the vocabulary lacks become nothing."""
+        """Text of `token_ids`. Invalid UTF-8 becomes U+FFFD; ids that the vocabulary lacks are left out."""
         text: str = self._backend.decode(token_ids, skip_special_tokens)
         return text
 
     def tokens(self, token_ids: Iterable[int]) -> list[str]:
-        """Each as the vocabulary writes it; empty for an id that it lacks."""
+        """Each token as the vocabulary writes it; empty for an id that it lacks."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def added_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Ids of those of `texts` that are one token, added to those that other texts are cut into, special or not."""
+        """Ids of those of `texts` that are added tokens, special or not."""
         return {text: self._added[text] for text in texts if text in self._added}
 
     def added_in(self, texts: Iterable[str]) -> dict[str, int]:
-        """Ids of those tokens within `texts` that are no text for llguidance: special ones, and all `<...>`. Others
-        come in any text, as two line breaks do. Searches for each: milliseconds for long texts."""
+        """Ids of the tokens occurring in `texts` that llguidance does not treat as text: special ones, and all `<...>`.
+        (Other added tokens, such as two line breaks, occur in any text.) Searches for each: milliseconds for long
+        texts."""
         joined = "\0".join(texts)
         return {word: token_id for word, token_id in self._marks.items() if word in joined}
 
     def hidden_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Of those of `texts` that are tokens which `skip_special_tokens` leaves out."""
+        """Ids of those of `texts` that are special tokens, which `skip_special_tokens` leaves out."""
         return self.special_token_ids.intersection(map(self._backend.token_to_id, texts))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for by itself, in UTF-8: a part of a character, maybe. Nothing for an id that the
-        vocabulary lacks."""
+        """The UTF-8 bytes that a token stands for by itself, perhaps only a part of a character. Empty for an id that
+        the vocabulary lacks."""
         return self._token_bytes(token_id)

@@ -1,13 +1,13 @@
-"""Calls of tools in an answer's text, told from what is said: as it comes, a call's arguments, too. Pure.
+"""Separates tool calls from content in an answer's text, as it comes, and streams the calls' arguments. Pure.
 
     text ──> TEXT ── a call begins ──> HEAD ── its name is known ──> BODY ──> END ──> TEXT
               │                          │                            └─> pieces of its arguments
               └─> content                └─ is no call: it was content
 
-How a call is written is its format's (`calls`). What is told depends on the text so far alone, however it is cut into
-pieces: an answer that goes on at another router goes on here, too. What begins like a call and is none, or calls no
-tool that was given, becomes content, as it is; an answer that ends within arguments leaves them as they are, as
-OpenAI's do. White space beside a call is no content, unless text follows it.
+The formats (`calls`) know how calls are written. The output depends only on the text so far, however it is cut into
+pieces, so that an answer can continue at another router. Text that begins like a call and is none, or that calls an
+unknown tool, becomes content as it is. An answer that ends within arguments leaves them incomplete, as OpenAI's do.
+White space beside a call is dropped, unless text follows it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from router.text.calls.text_values import Schema
 from router.text.words import first_of, num_held
 
 PYTHON_TAG = "<|python_tag|>"
-"""What Llama may say before a call, where special tokens are shown."""
+"""What Llama may write before a call; visible if special tokens are shown."""
 _ALPHANUMERIC = string.digits + string.ascii_letters
 
 
 class CallIds:
-    """Of the calls that answers to one prompt make: the same wherever an answer goes on, others in each turn."""
+    """Ids of the calls in the answers to one prompt: the same on whichever router an answer continues, different in
+    each turn of a chat."""
 
     def __init__(self, prompt_token_ids: Sequence[int], *, is_short: bool = False) -> None:
         self._prompt_token_ids = prompt_token_ids
@@ -39,11 +40,11 @@ class CallIds:
 
     @cached_property
     def _prompt(self) -> bytes:
-        """Of a long one it takes milliseconds: once, and not for each call."""
+        """The prompt's digest. It takes milliseconds for a long prompt, so it is computed once, not for each call."""
         return blake2b(array("I", self._prompt_token_ids).tobytes(), digest_size=16).digest()
 
     def of(self, seed: int, index: int) -> str:
-        """Of call `index` of the answer with that seed."""
+        """The id of call `index` in the answer with that seed."""
         digest = blake2b(f"{seed} {index}".encode(), digest_size=12, key=self._prompt).digest()
         if not self._is_short:
             return f"call_{digest.hex()}"
@@ -53,14 +54,14 @@ class CallIds:
 
 @dataclass(slots=True)
 class Told:
-    """New of an answer."""
+    """New parts of an answer."""
 
     content: str = ""
     calls: list[pb.ToolCallDelta] = field(default_factory=list)
     reasoning: str = ""
 
     def add(self, more: Told) -> None:
-        """What was told after it."""
+        """Append `more`, which came later."""
         self.content += more.content
         self.reasoning += more.reasoning
         self.calls += more.calls
@@ -74,9 +75,9 @@ class _State(enum.Enum):
 
 
 class ToolCallParser:
-    """Of one answer. `schemas`: of the arguments of the tools that it may call, by name. `id_of`: a call's id by its
-    number. `is_one`: what it calls after its first call is left out. `is_held`: it is calls and nothing else: a
-    beginning of one that an end has cut off is no content."""
+    """Reads one answer. `schemas`: schemas of the arguments, by the name of each tool that it may call. `id_of`: from a
+    call's number to its id. `is_one`: calls after the first one are dropped. `is_held`: the answer consists of calls
+    only, so a call that is cut off by the answer's end is not content."""
 
     def __init__(
         self,
@@ -96,20 +97,20 @@ class ToolCallParser:
         self._space: list[str] = []
         """White space before `_begin` and `_text`: content, if text follows."""
         self._begin = ""
-        """What began the call that HEAD reads."""
+        """The text that began the call that HEAD reads."""
         self._text = ""
-        """Not told yet. From HEAD on, a call's."""
+        """Text that has not been emitted yet. From HEAD on, it belongs to a call."""
         self._may_begin = True
-        """A call that needs no word to begin could, here."""
+        """Whether a call in a format without begin words may begin here."""
         self._call: CallReader | None = None
         """Reads the call that has begun."""
         self._num_ends = 0
-        """Of the words behind a call, that could have been said by now."""
+        """How many of the words behind the call are done: read, or left out by the model."""
         self._num_calls = 0
         self._told = Told()
 
     def may_call(self, name: str) -> bool:
-        """Whether there is such a tool."""
+        """Whether the answer may call a tool of that name."""
         return name in self._schemas
 
     def push(self, text: str) -> Told:
@@ -121,8 +122,8 @@ class ToolCallParser:
         return told
 
     def finish(self) -> Told:
-        """The answer is over: what is left is content, but for the end of a call that has begun, and what stands
-        between calls."""
+        """The answer is over: the rest is content, unless it belongs to a call, or is only what stands between
+        calls."""
         rest = self._begin + self._text if self._state in (_State.TEXT, _State.HEAD) else ""
         is_nothing = self._is_held or (self._num_calls and rest.strip() in ("", self._format.between.strip()))
         content = "" if is_nothing else "".join(self._space) + rest
@@ -130,7 +131,7 @@ class ToolCallParser:
         return Told(content)
 
     def _step(self) -> bool:
-        """Whether there may be more to do."""
+        """Read on. Returns whether another step may find more."""
         match self._state:
             case _State.TEXT:
                 return self._read_text()
@@ -147,7 +148,7 @@ class ToolCallParser:
         return self._find_word() if self._format.begins else self._find_object()
 
     def _find_word(self) -> bool:
-        """Where each call has a word to begin with: whether one is there."""
+        """For formats in which a word begins each call: look for one. Returns whether it is there."""
         words = self._format.begins
         found = first_of(self._text, words)
         if found is None:
@@ -162,7 +163,8 @@ class ToolCallParser:
         return True
 
     def _find_object(self) -> bool:
-        """Where a call is an object at an answer's beginning, or after another call: whether one is there."""
+        """For formats in which a call is an object at the answer's beginning, or after another call: look for one.
+        Returns whether it is there."""
         if not self._may_begin:
             self._tell(self._text)
             self._text = ""
@@ -187,7 +189,7 @@ class ToolCallParser:
             self._text = stripped
 
     def _tell(self, content: str) -> None:
-        """All but the white space at its end, which is held."""
+        """Emit `content`, except for white space at its end, which is held."""
         said = content.rstrip()
         if said:
             self._told.content += "".join(self._space) + said
@@ -221,7 +223,7 @@ class ToolCallParser:
         return True
 
     def _give_up(self, num_chars: int) -> bool:
-        """It was no call: what began it is content, and so much of what followed."""
+        """It was no call: its beginning, and `num_chars` characters behind it, are content."""
         self._tell(self._begin + self._text[:num_chars])
         self._text = self._text[num_chars:]
         self._begin = ""
@@ -239,7 +241,7 @@ class ToolCallParser:
         return body.is_over
 
     def _read_end(self) -> bool:
-        """The words that end a call, unless the model left them out."""
+        """Read the words that end a call. The model may leave them out."""
         assert self._call is not None
         if self._num_ends == 0 and self._call.joint and (may_go_on := self._find_joint(self._call.joint)) is not None:
             return may_go_on
@@ -258,7 +260,7 @@ class ToolCallParser:
         return True
 
     def _find_joint(self, joint: str) -> bool | None:
-        """Whether another call of a list begins. None: none does. False: it is too early to tell."""
+        """Whether another call of a list begins. True: it does. None: it does not. False: it is too early to tell."""
         self._hold_space()
         if not self._text.startswith(joint):
             return None if self._text else False

@@ -1,7 +1,7 @@
-"""How models write calls of tools in their answers: the formats, under vLLM's names for its parsers of them.
+"""The formats in which models write tool calls, under vLLM's names for its parsers of them.
 
-Owns telling from a chat template which of them it is, and the grammar of an answer that must be calls. Does not own
-the formats themselves (`calls`) nor reading an answer (`tool_calls`). Pure.
+Finds a model's format from its chat template, and makes the grammar of an answer that must consist of calls. The
+formats themselves are in `calls`; `tool_calls` reads answers. Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def format_of_template(source: str) -> ToolFormat | None:
 
 
 def without_comments(source: str) -> str:
-    """A chat template without what it says to people."""
+    """A chat template without its comments."""
     return _COMMENT.sub("", source)
 
 
@@ -45,8 +45,9 @@ def calls_grammar(
     or_form: Mapping[str, Any] | None = None,
     tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> GrammarLines:
-    """Of an answer that is calls of some of `tools`, one or more, or JSON that fits the schema `or_form`, and nothing
-    else. `tokens`: ids of those of the format's words that are tokens by themselves. Raises `CannotBeHeld`."""
+    """The grammar of an answer that consists of one or more calls of some of `tools` (`is_one`: of one call), or of
+    JSON that fits the schema `or_form`, and of nothing else. `tokens`: ids of those of the format's words that are
+    single tokens. Raises `CannotBeHeld` if a tool's arguments cannot be constrained."""
     lines = GrammarLines(tokens)
     calls = tool_format.answer(lines, tools, is_one=is_one)
     if or_form is not None:

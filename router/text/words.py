@@ -1,4 +1,4 @@
-"""Words that are looked for in a text that comes in pieces. Pure."""
+"""Finds words in a text that comes in pieces. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 
 def first_of(text: str, words: Iterable[str], start: int = 0) -> tuple[int, str] | None:
-    """Where the first of `words` in `text` is, and which it is; of several there, the longest. None: none is there."""
+    """Position of the first of `words` in `text`, and the word; of several at one position, the longest. None: `text`
+    has none of them."""
     found = [(position, -len(word), word) for word in words if (position := text.find(word, start)) >= 0]
     if not found:
         return None

@@ -1,9 +1,9 @@
-"""Whether a request can be served, before anything is spent on it: every violation, each by the name of its field.
+"""Checks whether a request can be served, before anything is spent on it, and reports all violations by field name.
 
     request          all of it: sizes, names, the prompt          sampling      its parameters
-    tools            messages, tools, the form they ask for       resumption    answers that it goes on with
-    grammar_checker  forms, compiled where a bad one harms nobody
-    violations       what is wrong, by field, as all of these tell it
+    tools            messages, tools, and their grammar           resumption    answers that it continues
+    grammar_checker  compiles grammars in a separate process, where a bad one does no harm
+    violations       the violations, by field, that all of these report
 
-Pure, but for the grammar checker, which owns a process. Nothing here knows workers.
+Pure, except for the grammar checker, which owns a process. Nothing here knows workers.
 """

@@ -1,17 +1,18 @@
-"""Compiles the grammars that requests bring, in a process of its own, which may be lost: llguidance bounds the work for
-a token, but not what reading a grammar may take, and one that nests deeply enough ends the process that reads it.
+"""Compiles the grammars of requests in a separate process that may die: llguidance bounds the work per token but not
+the work of reading a grammar, and a grammar that nests deeply enough crashes the process that reads it.
 
     Router                                     child: python -m router.validation.grammar_checker
     (first) <──────────────────────────ready──┐
     check(asked) ──StructuredOutputs, tokens──> compile, on a stack half as large as a worker's thread has
           <──────────{"grammar" | "error", "cpu_s"}──┘  └─ too long, too large, too deep: ended, and begun anew
 
-Owns the child, which is started with the first grammar and ends with the router: its input ends then, and while it
-computes, its own limit of processor time ends it. One grammar at a time, so many may wait; the next is refused. What
-has been asked is heard to its end though its client has left: the next one would have to wait for another child.
+Owns the child, which starts with the first grammar and ends with the router: its input ends then, and if it is
+computing, its own limit of processor time ends it. It compiles one grammar at a time; up to `MAX_WAITING` wait, and
+further ones are refused. A grammar that has been sent is awaited even if its client has left: otherwise the next one
+would have to wait for a new child.
 
-A grammar is to blame for what its own limits end (processor time, memory, stack), and for nothing else: a child that
-the system kills, or that a busy machine holds up, leaves a request that may be sent again.
+A grammar is to blame only if its own limits end the child (processor time, memory, stack). If the system kills the
+child, or a busy machine delays it, the request may be sent again.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ COMMAND = (sys.executable, "-P", "-m", "router.validation.grammar_checker")
 START_S = 30.0
 
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-"""Why a process is not started: no open file, no process, no memory is left."""
+"""Errors of starting a process for lack of open files, processes or memory."""
 MAX_CPU_S = 0.25
-"""For one grammar: schemas as people write them take milliseconds. A worker compiles them one after the other."""
+"""For one grammar: usual schemas take milliseconds. A worker compiles grammars one after the other."""
 MAX_CPU_S_OF_ALL = 2.0
-"""For one request: each of its answers compiles the grammar again, at its worker."""
+"""For one request: a worker compiles the grammar again for each of its answers."""
 MAX_WALL_S = 10.0
-"""On a machine that is busy with other things. No grammar's fault: its own time is that of the processor."""
+"""Reached only on a machine that is busy with other work. Not the grammar's fault: its own limit is processor time."""
 MAX_MEMORY_BYTES = 2 << 30
 MAX_WAITING = 64
 STACK_BYTES = 4 << 20
@@ -55,11 +56,10 @@ TOO_MUCH_OF = {
     -signal.SIGABRT: f"takes more than {MAX_MEMORY_BYTES >> 30} GiB of memory to compile; make it simpler",
     -signal.SIGSEGV: "is nested too deeply to compile; make it simpler",
 }
-"""What the child's end says of its grammar: the timer's signal, Rust where it is given no memory, a stack that is full.
-"""
+"""What the child's exit code says about its grammar: the timer's signal, Rust's abort without memory, a full stack."""
 ENDED_BY_OTHERS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
-"""The child's end where no limit of ours ends it. The system kills where a machine, or a container, has no memory left.
-"""
+"""Exit codes of a child that none of our limits has ended. The system kills it if a machine or a container has no
+memory left."""
 
 
 class GrammarChecker:
@@ -69,13 +69,14 @@ class GrammarChecker:
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[dict[str, Any]] | None = None
-        """The last grammar's, of whose answer half may have come: its own, and nobody cancels it but `close`."""
+        """The task of the last grammar. Only `close` cancels it, since half of its answer may have come."""
         self._num_waiting = 0
         self._is_closed = False
 
     async def check(self, asked: pb.StructuredOutputs, n: int, tokens: Mapping[str, int] = MappingProxyType({})) -> str:
-        """The grammar that workers go by, for `n` answers. `tokens`: as `grammar_of` has them. Raises `ValueError`
-        saying why there is none, `Overloaded` where too many wait, and `Draining` once closed."""
+        """The grammar that workers follow, for `n` answers. `tokens`: as in `grammar_of`. Raises `ValueError` saying
+        what is wrong with the grammar, `Overloaded` if too many wait or the machine is too busy, and `Draining` once
+        closed."""
         if self._num_waiting >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled; retry later", retry_after_s=1.0)
         self._num_waiting += 1
@@ -100,7 +101,7 @@ class GrammarChecker:
         return str(answer["grammar"])
 
     async def close(self) -> None:
-        """End the child, whatever it does."""
+        """End the child, whatever it is doing."""
         self._is_closed = True
         if self._asking is not None:
             self._asking.cancel()
@@ -139,14 +140,14 @@ class GrammarChecker:
             return {"error": TOO_MUCH_OF.get(exit_code, TOO_MUCH)}
 
     async def _exit_code_of(self, child: asyncio.subprocess.Process) -> int:
-        """Of the child, which is ending. Not by `_end_child`: what is killed then says nothing of why it ended."""
+        """The exit code of the child, which is ending by itself. (`_end_child` would kill it and hide the reason.)"""
         exit_code = await child.wait()
         self._child = None
         return exit_code
 
     async def _running_child(self) -> asyncio.subprocess.Process:
-        """Raises `InternalError` where there can be none, and `Overloaded` where there is no room for one: that is no
-        grammar's fault."""
+        """The running child, started if necessary. Raises `InternalError` if it does not start, and `Overloaded` if
+        the system has no resources for it, or killed it."""
         if self._child is not None and self._child.returncode is None:
             return self._child
         try:
@@ -176,7 +177,7 @@ def _killed() -> Overloaded:
 
 
 def _note_end(asking: asyncio.Task[dict[str, Any]]) -> None:
-    """Else asyncio tells of an error that nobody asks for: whoever would have may have left."""
+    """Retrieve the task's error, since its client may have left: otherwise asyncio would log it as never retrieved."""
     if not asking.cancelled():
         asking.exception()
 
@@ -196,7 +197,7 @@ def _framed(data: bytes) -> bytes:
 
 
 def main() -> None:
-    """The child: answers until its input ends."""
+    """The child process: answers until its input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
@@ -207,18 +208,18 @@ def main() -> None:
 
 def _answer_all() -> None:
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    grammar_of(pb.StructuredOutputs(json_object=True))  # what is made once is not the first grammar's
+    grammar_of(pb.StructuredOutputs(json_object=True))  # one-time set-up must not count against the first grammar
     stdout.write(_framed(b"ready"))
     stdout.flush()
     while header := stdin.read(4):
         asked = pb.StructuredOutputs.FromString(stdin.read(int.from_bytes(header, "big")))
         tokens = json.loads(stdin.read(int.from_bytes(stdin.read(4), "big")))
         began_s = time.process_time(), time.perf_counter()
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # so much processor time later the kernel ends this process
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # after this processor time, the kernel ends this process
         answer: dict[str, Any]
         try:
             grammar = grammar_of(asked, tokens)
-            # The lesser: one counts other processes, too, the other is coarse on some machines.
+            # The lesser of both: wall time includes other processes, and processor time is coarse on some machines.
             cpu_s = min(time.process_time() - began_s[0], time.perf_counter() - began_s[1])
             answer = {"grammar": grammar, "cpu_s": cpu_s}
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The prompt of a request: what may be one, and what it is in tokens.
+"""The prompt of a request: checks it, and turns it into tokens.
 
     check_prompt ──> TextPrompt | TokenIdsPrompt | ChatPrompt ──tokenize_prompt──> TokenizedPrompt
 
@@ -46,13 +46,13 @@ class ChatPrompt:
     messages: tuple[ChatMessage, ...]
     asked: AskedTools = NO_TOOLS
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """For the template."""
+    """Further variables for the chat template."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
     @property
     def continued(self) -> str:
-        """The content that the answer goes on with. Empty: it begins."""
+        """The content that the answer continues. Empty: the answer begins a new message."""
         return self.messages[-1].content if self.continue_final_message else ""
 
 
@@ -60,9 +60,9 @@ class ChatPrompt:
 class TokenizedPrompt:
     token_ids: list[int]
     thought_opened_by: str = ""
-    """The word with which a chat's template has begun what the model thinks, if it has."""
+    """The word with which the chat template has begun a thought, if it has."""
     is_within_thought: bool = False
-    """More of the thought than that word is in the prompt."""
+    """The prompt contains more of the thought than that word."""
 
 
 Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt

@@ -3,9 +3,9 @@
     validate ──> ValidatedRequest ──> tokenize_prompt ──> check_prompt_length ──> compile_grammar ──> resolve_sampling
                                       (prompt.py)         `router.prepared` calls these              (sampling.py)
 
-Every check runs: the client learns of all wrong fields at once. Each description states the bound and what was given;
-prompts are never quoted. Bounds are those of protos/tandem_inference.proto; those of prompts and of sampling parameters
-are in files of their own.
+All checks run, so that the client learns about all wrong fields at once. Each description states the bound and the
+given value, but never quotes a prompt. The bounds are those of protos/tandem_inference.proto; other modules check
+prompts and sampling parameters.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from rpc.errors import InvalidRequest
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_PROMPT_LOGPROBS = 131_072
-"""In one answer: 2 MB from a worker to a router, 3 MB to the client."""
+"""Numbers in one answer: 2 MB from a worker to a router, 3 MB to the client."""
 MAX_CACHE_SALT_CHARS = 128
 MAX_NAMES_TOLD = 8
-"""Of adapters, in an error."""
+"""How many names of adapters or aliases an error lists."""
 MAX_FAIRNESS_ID_BYTES = 256
 ROOM = -1
-"""For truncate_prompt_tokens: what the context has room for."""
+"""Value of truncate_prompt_tokens: keep what the context has room for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,15 +46,15 @@ class ValidatedRequest:
     """A request whose fields are each within bounds. The prompt's length in tokens is not known yet."""
 
     request_id: str
-    """The client's, or one made up."""
+    """The client's, or a generated one."""
     prompt: Prompt
     sampling_params: pb.SamplingParams
-    """As given: absent fields are still absent. With the form that tools ask for."""
+    """As given, with absent fields still absent, plus the structured outputs that tools require."""
     begun: Mapping[int, BegunAnswer]
-    """By sequence: those that the client has something of already."""
+    """By sequence: answers of which the client has a part already, or all."""
     cache_salt: str
     lora_name: str
-    """The adapter that is asked for. Empty: the model by itself."""
+    """The requested adapter. Empty: the model itself."""
     fairness_id: str
     is_streaming: bool
     truncate_prompt_tokens: int | None
@@ -62,12 +62,12 @@ class ValidatedRequest:
 
     @property
     def num_sequences(self) -> int:
-        """How many answers are asked for."""
+        """How many answers are requested."""
         return self.sampling_params.n if self.sampling_params.HasField("n") else 1
 
     @property
     def open_sequences(self) -> list[int]:
-        """Of them those whose end the client does not have."""
+        """The sequences whose answers the client does not have completely."""
         return [i for i in range(self.num_sequences) if i not in self.begun or not self.begun[i].is_complete]
 
     @property
@@ -79,11 +79,12 @@ class ValidatedRequest:
         return isinstance(self.prompt, ChatPrompt)
 
     def num_kept_tokens(self, model: ModelInfo) -> int | None:
-        """Of the prompt, at most. None: it is not cut. With -1 it leaves the answer what that may, or must, have."""
+        """How many tokens of the prompt to keep at most. None: the prompt is not cut. With truncate_prompt_tokens=-1,
+        the prompt leaves room in the context for max_tokens or min_tokens."""
         if self.truncate_prompt_tokens != ROOM:
             return self.truncate_prompt_tokens
         asked = self.sampling_params.max_tokens
-        if asked >= model.max_model_len:  # a target that no prompt leaves room for
+        if asked >= model.max_model_len:  # a target that leaves no room for any prompt
             asked = 1
         return model.max_model_len - max(1, asked, self.sampling_params.min_tokens)
 
@@ -104,7 +105,7 @@ def check_size(request: Message, max_bytes: int) -> None:
 
 
 def _num_bytes(value: Any) -> int:
-    """Of a field's value on the wire, nearly."""
+    """Approximate size of a field's value on the wire."""
     if isinstance(value, str):
         return len(value.encode())
     if isinstance(value, Message):
@@ -113,7 +114,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
-    """Check all that can be checked before tokenising. Raises `InvalidRequest` with every violation."""
+    """Check everything that can be checked before tokenising. Raises `InvalidRequest` with all violations."""
     violations: Violations = []
     _check_request_id(request.request_id, violations)
     has_begun = bool(request.worker_kind) or any(each.worker_kind for each in request.answers_so_far)
@@ -130,7 +131,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         prompt, params = _with_form(prompt, asked, violations)
     wrongs: Violations = []
     check_sampling(params, model, wrongs)
-    if params is not asked:  # whoever brought tools has not heard of structured_outputs
+    if params is not asked:  # a client that gave tools does not know about structured_outputs
         wrongs = [(field, said.replace("structured_outputs", "tools that hold the answer")) for field, said in wrongs]
     violations += wrongs
     if has_thinking_budget(params) and not isinstance(prompt, ChatPrompt):
@@ -166,10 +167,11 @@ async def compile_grammar(
     asked: AskedTools = NO_TOOLS,
     tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
-    """What workers go by for structured_outputs; empty where none are asked for. `tokens`: as `grammar_of` has them.
-    Leaves this process.
+    """The grammar that workers follow for structured_outputs; empty if none are requested. `tokens`: as in
+    `grammar_of`. The compilation runs in another process.
 
-    Raises `InvalidRequest` with the reason that no answer can be held to it: also to what `asked` tools make of it.
+    Raises `InvalidRequest` saying why the grammar cannot constrain an answer; if `asked` tools made the grammar, it
+    names the tool.
     """
     if not params.HasField("structured_outputs"):
         return ""
@@ -182,10 +184,10 @@ async def compile_grammar(
 
 
 def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, model: ModelInfo) -> None:
-    """Check what depends on the prompt's length in tokens. Raises `InvalidRequest` with every violation.
+    """Check what depends on the prompt's length in tokens. Raises `InvalidRequest` with all violations.
 
-    Prompt and answer share the context: a max_tokens that cannot be had is refused, as Anthropic does it, unless it is
-    a target, as it is to vLLM.
+    Prompt and answer share the context: a max_tokens for which there is no room is refused, as by Anthropic, unless it
+    is only a target, as in vLLM.
     """
     violations: Violations = []
     num_left = model.max_model_len - num_prompt_tokens
@@ -202,7 +204,7 @@ def check_prompt_length(validated: ValidatedRequest, num_prompt_tokens: int, mod
 def _check_beside_prompt(
     validated: ValidatedRequest, num_prompt_tokens: int, model: ModelInfo, violations: Violations
 ) -> None:
-    """What has to have room in the context beside it, or comes with each of its tokens."""
+    """Check what needs room in the context beside the prompt, and what comes with each token of the prompt."""
     params, num_left = validated.sampling_params, model.max_model_len - num_prompt_tokens
     for begun in validated.begun.values():
         if len(begun.token_ids) > num_left:
@@ -224,7 +226,7 @@ def _check_beside_prompt(
 def _check_request_id(request_id: str, violations: Violations) -> None:
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         violations.append(("request_id", f"must be at most {MAX_REQUEST_ID_CHARS} characters, has {len(request_id)}"))
-    # The id stands in log lines: line breaks and direction marks would forge them.
+    # The id appears in log lines: line breaks and direction marks could forge them.
     position = next((i for i, char in enumerate(request_id) if not char.isprintable()), None)
     if position is not None:
         code = ord(request_id[position])
@@ -232,7 +234,8 @@ def _check_request_id(request_id: str, violations: Violations) -> None:
 
 
 def check_model(name: str, model: ModelInfo, violations: Violations, *, has_begun: bool = False) -> None:
-    """Whether a request may ask for `name`; `has_begun`: one whose client says on which workers."""
+    """Check whether a request may name `name` as its model. `has_begun`: an answer of it has begun, and its client says
+    on which kind of workers."""
     if not model.has_name(name, has_begun=has_begun):
         aliases = f", by another name {_some(model.aliases)}" if model.aliases else ""
         adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
@@ -247,7 +250,8 @@ def _some(names: Sequence[str]) -> str:
 def _with_form(
     prompt: ChatPrompt, params: pb.SamplingParams, violations: Violations
 ) -> tuple[ChatPrompt, pb.SamplingParams]:
-    """`prompt`, which knows what its tools hold answers to, and `params`: others with that form, if they do."""
+    """`prompt`, whose tools know the requested structured outputs, and `params`; if the tools constrain the answer, new
+    params with the tools' grammar as structured outputs."""
     try:
         prompt = replace(prompt, asked=prompt.asked.with_form(params))
     except ValueError as error:

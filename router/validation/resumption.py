@@ -1,8 +1,8 @@
-"""Answers that another router began, or this one before it lost the stream: what there is of them. Pure.
+"""Resumes answers that another router began, or this one before the stream was lost. Pure.
 
-    begun_answers ──> a BegunAnswer for each that the client has something of, within bounds
+    begun_answers ──> a BegunAnswer for each answer of which the client has a part, within bounds
 
-its tokens ──> detokenizer and reader take them in, unsaid ──> goes on after them, or ends at once: it was complete
+its tokens ──> detokenizer and reader read them, without output ──> continues after them, or ends at once: was complete
 """
 
 from __future__ import annotations
@@ -28,37 +28,39 @@ class BegunAnswer:
 
     token_ids: tuple[int, ...]
     worker_kind: str = ""
-    """Of those that began it, as clients know it. Empty: any may go on with it."""
+    """The kind of the workers that began it, by its name for clients. Empty: any worker may continue it."""
     is_complete: bool = False
     """The client has its last message, too."""
     field: str = "output_token_ids"
-    """Where the request has its tokens, for violations."""
+    """The request's field with its tokens, for violations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """Where an answer goes on."""
+    """Where an answer continues."""
 
     token_ids: Sequence[int] = ()
-    """Of the answer, that the client has, with their text."""
+    """The answer's tokens that the client has, with their text."""
     kind: Kind | None = None
-    """Of the workers that computed them, or other answers to the prompt. None: any may go on."""
+    """Kind of the workers that computed them, or that computed other answers to the prompt. None: any worker may
+    continue."""
     finish_reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
-    """Why nothing follows, where nothing does: only the last message was lost."""
+    """Set if the answer's tokens are complete, so that only its last message was lost."""
 
 
 NOTHING = Resumption()
-"""An answer that begins here."""
+"""The resumption of an answer that begins here."""
 
 
 def kind_name(kind: Kind) -> str:
-    """What clients hear of a kind of workers: enough to ask for it again, and nothing of what it is."""
+    """The name of a kind of workers for clients: they can ask for the kind again, but learn nothing about it."""
     text = "\0".join(filter(None, kind))
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def begun_answers(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> dict[int, BegunAnswer]:
-    """By sequence. Adds to `violations` what is wrong with them: what follows must be what would have followed."""
+    """The begun answers by sequence. Adds to `violations` what is wrong with them: their continuation must be the one
+    that would have followed."""
     params, n = request.sampling_params, max(1, request.sampling_params.n)
     begun: dict[int, BegunAnswer] = {}
     if request.output_token_ids or request.worker_kind:
@@ -130,10 +132,10 @@ def resumption_of(
     max_tokens: int,
     stop_token_ids: Collection[int],
 ) -> Resumption:
-    """Of the answer that has `begun`; `detokenizer` and `reader` go on after its text.
+    """The resumption of the answer that has `begun`. `detokenizer` and `reader` read its text, to continue after it.
 
-    `max_tokens`: what fits the context, at most. `stop_token_ids`: all that end the answer. Raises `InvalidRequest`
-    for tokens that go on after a stop.
+    `max_tokens`: the answer's bound, at most what fits the context. `stop_token_ids`: all tokens that end the answer.
+    Raises `InvalidRequest` for tokens that continue after a stop.
     """
     token_ids = begun.token_ids
     stop_position = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: the bounds of each, and what takes the place of those that it leaves open.
+"""Sampling parameters of a request: the bounds of each, and the defaults for those that it does not give.
 
 Bounds are those of protos/tandem_inference.proto and the engine's SamplingParams.
 """
@@ -25,7 +25,7 @@ MAX_N = 128
 
 
 def check_sampling(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
-    """Add what is wrong with them to `violations`."""
+    """Add what is wrong with the parameters to `violations`."""
     _check_numbers(params, violations)
     _check_lengths(params, model, violations)
     _check_stops(params, model, violations)
@@ -36,12 +36,12 @@ def check_sampling(params: pb.SamplingParams, model: ModelInfo, violations: Viol
 
 
 def has_thinking_budget(params: pb.SamplingParams) -> bool:
-    """Whether they bound what is thought. -1 does not."""
+    """Whether the parameters bound the tokens of a thought. -1 does not."""
     return params.HasField("thinking_token_budget") and params.thinking_token_budget >= 0
 
 
 def bounded_by_room(params: pb.SamplingParams) -> list[str]:
-    """Names of those that may be no more than the context has room for, of those that are given."""
+    """Names of the given parameters that must not exceed the room in the context."""
     names = ["min_tokens"] if params.is_max_tokens_target else ["max_tokens", "min_tokens"]
     return [name for name in names if params.HasField(name)]
 
@@ -50,7 +50,7 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
     """`params` with every field set: by the request, else the model's generation_config, else the proto's default.
 
     An absent max_tokens becomes what is left of the context (at most the model's max_new_tokens, at least min_tokens);
-    an absent seed is drawn, so that any worker can go on with the same random stream; absent logprobs, of answer or
+    an absent seed is drawn, so that any worker can continue the same random stream; absent logprobs, of answer or
     prompt, stay absent.
     `stop` is kept: the router applies it, workers need not see it.
     """

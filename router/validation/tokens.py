@@ -28,7 +28,7 @@ def prompt_to_tokenize(request: pb.TokenizeRequest, model: ModelInfo) -> Prompt:
 
 
 def check_num_tokens(request: pb.TokenizeRequest, num_tokens: int) -> None:
-    """Raises `InvalidRequest` where `num_tokens` are more than can be told."""
+    """Raise `InvalidRequest` if `num_tokens` tokens are too many for an answer of Tokenize."""
     most = MAX_NAMED_TOKENS if request.with_tokens else MAX_TOKENS
     if num_tokens > most:
         field = request.WhichOneof("prompt")
@@ -37,13 +37,13 @@ def check_num_tokens(request: pb.TokenizeRequest, num_tokens: int) -> None:
 
 
 def check_num_bytes(text: str) -> None:
-    """Raises `InvalidRequest` where `text` is more than can be told."""
+    """Raise `InvalidRequest` if `text` is too long for an answer of Detokenize."""
     if (num_bytes := len(text.encode())) > MAX_TEXT_BYTES:
         raise InvalidRequest([("token_ids", f"must be at most {MAX_TEXT_BYTES} bytes of text, are {num_bytes}")])
 
 
 def token_ids_to_read(request: pb.DetokenizeRequest, model: ModelInfo) -> list[int]:
-    """Raises `InvalidRequest` with every violation."""
+    """The token ids of a Detokenize request. Raises `InvalidRequest` with all violations."""
     violations: Violations = []
     check_model(request.model, model, violations)
     token_ids = list(request.token_ids)

@@ -1,4 +1,5 @@
-"""What a chat says of tools: checked, and as the template, the answer's reader and its grammar need it. Pure."""
+"""Checks a chat's tools and tool calls, and prepares them for the template, the answer's reader and its grammar.
+Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from router.validation.violations import Violations
 
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 262_144
-"""Of all tools: names, descriptions and schemas. Coding agents bring 80 KB, and more with what is plugged in."""
+"""Of all tools: names, descriptions and schemas. Coding agents send 80 KB, and more with plug-ins."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 AUTO, NONE, REQUIRED = pb.TOOL_CHOICE_AUTO, pb.TOOL_CHOICE_NONE, pb.TOOL_CHOICE_REQUIRED
 _KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a truth value", type(None): "null"}
@@ -30,43 +31,43 @@ _KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", boo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedTools:
-    """Of one request."""
+    """The tools of one request."""
 
     tools: tuple[Tool, ...] = ()
     parser: str = ""
-    """How the model writes calls. Empty: nothing is taken for one."""
+    """The format in which the model writes calls. Empty: no text is read as a call."""
     is_one: bool = False
-    """An answer makes one call at most."""
+    """An answer makes at most one call."""
     callable: tuple[int, ...] = ()
-    """Which of the tools."""
+    """Positions of the tools that may be called."""
     is_required: bool = False
-    """The answer is calls, and nothing else."""
+    """The answer consists of calls only."""
     or_form: Mapping[str, Any] | None = None
-    """The answer is calls, or JSON that fits this schema."""
+    """The answer consists of calls, or of JSON that fits this schema."""
 
     def reader(self, id_of: Callable[[int], str], *, has_form: bool = False) -> ToolCallParser | None:
-        """Of one answer, which `form` may have given one. None: there are no calls in it."""
+        """A reader for one answer. `has_form`: a grammar constrains the answer. None: no text is read as a call."""
         if not self.parser:
             return None
         schemas = {self.tools[position].name: Schema(self.tools[position].parameters) for position in self.callable}
         known = FORMATS[self.parser]
-        # Where an object may be meant as a call or as the answer, what is cut off is the answer's.
+        # If an object may be a call or the answer itself, an object that is cut off belongs to the answer.
         is_held = self.is_required or (has_form and bool(known.begins))
         return ToolCallParser(known, schemas, id_of, is_one=self.is_one, is_held=is_held)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """That tell calls from other text."""
+        """Words that delimit calls."""
         return FORMATS[self.parser].words if self.parser else ()
 
     @property
     def has_short_ids(self) -> bool:
-        """The model's template takes ids of calls of nine letters and digits alone."""
+        """Whether the model's template accepts only call ids of nine letters and digits."""
         return bool(self.parser) and FORMATS[self.parser].has_short_ids
 
     def with_form(self, params: pb.SamplingParams) -> AskedTools:
-        """With the form that `params` ask for, which an answer may have instead of calls. Raises `ValueError` where
-        there is none that is both."""
+        """These tools with the structured outputs of `params`, which an answer may follow instead of making calls.
+        Raises `ValueError` if the two cannot be combined."""
         asked = params.structured_outputs.WhichOneof("kind")
         if not self.parser or asked is None:
             return self
@@ -80,18 +81,18 @@ class AskedTools:
 
     @property
     def holds(self) -> bool:
-        """Whether answers have a form for tools: they must be calls, or one of two things: calls, or JSON."""
+        """Whether the tools constrain the answer: it must consist of calls, or of either calls or JSON."""
         return bool(self.parser) and (self.is_required or self.or_form is not None)
 
     def grammar(self, tokens: Mapping[str, int] = MappingProxyType({})) -> GrammarLines:
-        """Of answers that have a form. `tokens`: ids of those of `words` that are tokens by themselves. Raises
-        `CannotBeHeld`."""
+        """The grammar of answers that the tools constrain. `tokens`: ids of those of `words` that are single tokens.
+        Raises `CannotBeHeld`."""
         tools = [self.tools[position] for position in self.callable]
         known = FORMATS[self.parser]
         return calls_grammar(known, tools, is_one=self.is_one, or_form=self.or_form, tokens=tokens)
 
     def problem_of_form(self, reason: str) -> tuple[str, str]:
-        """The field, and what is wrong with it, of what is said of the grammar: its lines are the tools'."""
+        """The field that llguidance's complaint about the grammar concerns, and what is wrong with it."""
         match = re.search(r"at (\d+)\(\d+\): (.*)", reason)
         place = self.grammar().place_of(int(match[1])) if match is not None else None
         if match is None or place is None:
@@ -102,7 +103,7 @@ class AskedTools:
         return self.field_of(place), why
 
     def field_of(self, number: int) -> str:
-        """Of a schema: of the tool with that number among those that may be called."""
+        """The field of a schema: that of tool `number` among those that may be called."""
         return f"chat.tools[{self.callable[number]}].parameters"
 
 
@@ -110,7 +111,7 @@ NO_TOOLS = AskedTools()
 
 
 def check_tools(chat: pb.Chat, model: ModelInfo, violations: Violations) -> AskedTools:
-    """What `chat` says of tools."""
+    """Check the tools of `chat`, and the choice among them. Adds to `violations`."""
     num_before = len(violations)
     choice = chat.tool_choice or AUTO
     if choice not in pb.ToolChoice.values():
@@ -145,7 +146,7 @@ def _is_given(chat: pb.Chat, field: str) -> bool:
 
 
 def tools_of(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
-    """Those that `chat` brings."""
+    """Check and return the tools of `chat`. Adds to `violations`."""
     if len(chat.tools) > MAX_TOOLS:
         violations.append(("chat.tools", f"may hold {MAX_TOOLS} tools, has {len(chat.tools)}"))
         return ()
@@ -194,7 +195,7 @@ def _check_name(chat: pb.Chat, choice: int, violations: Violations) -> None:
 def check_messages(
     messages: Sequence[pb.ChatMessage], model: ModelInfo, violations: Violations
 ) -> tuple[ChatMessage, ...]:
-    """As chat templates know them. What came of a call has the name of what was called."""
+    """The messages as chat templates take them. A tool's result gets the name of the tool that was called."""
     name_of: dict[str, str] = {}
     checked = []
     for position, message in enumerate(messages):
@@ -218,7 +219,8 @@ def check_messages(
 
 
 def _of_parts(message: pb.ChatMessage, model: ModelInfo) -> str:
-    """Its content, put together. What tools say is a text to most templates, also to those that know of parts."""
+    """The message's content parts, joined. To most templates a tool's result is a single text, even to those that
+    accept parts elsewhere."""
     between = LINE_FEED if message.role == "tool" else model.between_parts
     return between.join(filter(None, message.parts))
 
@@ -243,7 +245,8 @@ def _check_calls(
 
 
 def object_of(text: str, field: str, violations: Violations, *, of_a_model: bool = False) -> dict[str, Any] | None:
-    """Of a JSON text. `of_a_model`: which may say NaN, null and line breaks within texts, and may have been cut off."""
+    """The JSON object in `text`. `of_a_model`: a model wrote it, so it may contain NaN and line breaks within texts, be
+    null, or be cut off. Adds to `violations`, and returns None, if it is no object."""
     try:
         value = json.loads(text, strict=not of_a_model, parse_constant=None if of_a_model else no_number)
         value = {} if value is None and of_a_model else value
@@ -265,6 +268,6 @@ def object_of(text: str, field: str, violations: Violations, *, of_a_model: bool
     except RecursionError:
         violations.append((field, "must be a JSON object, nests too deeply"))
         return None
-    if any("\ud800" <= char <= "\udfff" for char in plain):  # half a character, which no token stands for
+    if any("\ud800" <= char <= "\udfff" for char in plain):  # half a character, which no token can encode
         value = json.loads(plain.encode(errors="replace").decode())
     return dict(value)

@@ -1,4 +1,4 @@
-"""What is wrong with a request, field by field; and the check that all fields of token ids share."""
+"""What is wrong with a request, field by field, and the check that all fields with token ids share."""
 
 from __future__ import annotations
 
