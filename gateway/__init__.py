@@ -1,2 +1,1 @@
-"""OpenAI's HTTP API, and Anthropic's, in front of a router. Stateless: every request is one RPC, or one for each of its
-prompts."""
+"""OpenAI's and Anthropic's HTTP APIs in front of a router. Stateless: each request is one RPC, or one per prompt."""

@@ -1,6 +1,6 @@
-"""The answers, in OpenAI's words. Pure: the router's messages in, JSON objects out.
+"""The answers of completions and chats in OpenAI's format. Pure: the router's messages in, JSON objects out.
 
-Beside what OpenAI defines, the last object of an answer carries `timings`: who served it and where the time went.
+Beyond OpenAI's fields, the last object of an answer has `timings`: which workers served it and where the time went.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from tandem.answer import Answer, message_to_dict, short_name, stop_token_id_of
 
 
 class Style(ABC):
-    """How the choices of one request look, as one object and as a stream's events: what completions and chats share."""
+    """Formats the choices of one request, as one object and as a stream's events: what completions and chats share."""
 
     whole_name: ClassVar[str]
-    """`object` of the whole."""
+    """Value of `object` in the whole answer."""
     event_name: ClassVar[str]
-    """`object` of an event."""
+    """Value of `object` in an event."""
 
     def __init__(self, body: AskedForChoices, head: dict[str, Any]) -> None:
-        """`head`: what all objects begin with, whose they are."""
+        """`head`: the fields that all objects begin with (id, created, model)."""
         self._n = body.num_answers
         self._num_prompt_top = body.prompt_logprobs
         self._tells_token_ids = bool(body.return_token_ids)
         self._names_by_id = bool(body.return_tokens_as_token_ids)
         self._thought_tokens: dict[int, ThoughtTokens] = {}
-        """Of each choice that has messages."""
+        """By choice, once it has messages."""
         self._prompt_token_ids: dict[int, Sequence[int]] = {}
-        """By prompt, where a stream tells them."""
+        """By prompt number, if a stream reports them."""
         self._head = head
 
     def note(self, choice: int, message: GenerateResponse) -> None:
-        """The next one of `choice` has come, and is about to be told, if it tells anything."""
+        """The next message of `choice` has come. Call this before the message is formatted."""
         self._thought_tokens.setdefault(choice, ThoughtTokens()).accept(message)
 
     def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
-        """Those that are told with `message`, the next one of `choice`."""
+        """The logprobs to report with `message`, the next one of `choice`."""
         return message.logprobs
 
     def usage_of(self, usages: list[Usage], choices: Sequence[int], n: int = 1) -> dict[str, Any]:
-        """Of these choices together, `n` to each prompt: this is counted once, as it was for the first of them."""
+        """The usage of these choices together, `n` per prompt. Each prompt counts once, by its first choice."""
         num_prompt = sum(usage.prompt_tokens for usage in usages[::n])
         num_completion = sum(usage.completion_tokens for usage in usages)
         return {
@@ -67,7 +67,7 @@ class Style(ABC):
     # -- a whole answer -----------------------------------------------------------------------------------------
 
     def whole(self, answers: list[Answer], logprobs: list[list[TokenLogprobs]]) -> dict[str, Any]:
-        """All choices at once. `logprobs`: what is told of each one's."""
+        """All choices as one object. `logprobs`: those to report for each choice."""
         choices = [
             self._whole_choice(choice, answer, told)
             for choice, (answer, told) in enumerate(zip(answers, logprobs, strict=True))
@@ -89,7 +89,7 @@ class Style(ABC):
         return {"index": choice, **said, **end, **ids}
 
     def _prompt_of(self, first: Answer) -> dict[str, Any]:
-        """What is told of a prompt, by the first answer to it: vLLM's."""
+        """What vLLM's fields report about a prompt, from the first answer to it."""
         told: dict[str, Any] = {"prompt_token_ids": first.prompt_token_ids} if self._tells_token_ids else {}
         if self._num_prompt_top is not None:
             told["prompt_logprobs"] = of_prompt(first.prompt_logprobs, self._num_prompt_top)
@@ -97,7 +97,7 @@ class Style(ABC):
 
     @abstractmethod
     def _tell_prompts(self, whole: dict[str, Any], prompts: Sequence[dict[str, Any]]) -> None:
-        """Put what is told of each prompt in its place."""
+        """Put the fields about each prompt in their place."""
 
     @abstractmethod
     def _said(self, choice: int, answer: Answer, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -106,20 +106,20 @@ class Style(ABC):
     # -- a stream's events --------------------------------------------------------------------------------------
 
     def note_prompt(self, choice: int, message: GenerateResponse) -> None:
-        """What `message` tells of the prompt that `choice` answers."""
+        """Keep what `message` reports about the prompt that `choice` answers."""
         if message.prompt_token_ids:
             self._prompt_token_ids[choice // self._n] = list(message.prompt_token_ids)
 
     def opening(self, choice: int) -> dict[str, Any] | None:
-        """The event before the first piece of a choice; None: there is none."""
+        """The event before a choice's first piece; None: there is none."""
         return None
 
     def first_piece(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """As `piece`, the first one."""
+        """As `piece`, for a choice's first one."""
         return self.piece(choice, message, logprobs)
 
     def piece(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """New text, or the end of one choice. `logprobs`: what is told of them with it."""
+        """An event with new text of a choice, or its end. `logprobs`: those to report with it."""
         said = self._newly_said(choice, message, logprobs)
         end: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
         if message.finish_reason:
@@ -132,7 +132,7 @@ class Style(ABC):
         return event
 
     def usage(self, usages: list[Usage]) -> dict[str, Any]:
-        """The last event where usage was asked for."""
+        """The last event, if usage was requested."""
         return {**self._event([]), "usage": self.usage_of(usages, range(len(usages)), self._n)}
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Style(ABC):
     # -- both ---------------------------------------------------------------------------------------------------
 
     def _end(self, choice: int, finish_reason: str, stop: str | int | None) -> dict[str, Any]:
-        """Why it ended. `stop`: the stop string, or the stop token, that ended it; vLLM's `stop_reason`."""
+        """Why a choice ended. `stop`: the stop string or stop token that ended it; vLLM's `stop_reason`."""
         return {"finish_reason": self._finish_reason(choice, finish_reason), "stop_reason": stop}
 
     def _finish_reason(self, choice: int, reason: str) -> str:
@@ -168,7 +168,7 @@ class CompletionStyle(Style):
         return event
 
     def _tell_prompts(self, whole: dict[str, Any], prompts: Sequence[dict[str, Any]]) -> None:
-        """With each choice."""
+        """In each choice."""
         for index, choice in enumerate(whole["choices"]):
             choice.update(prompts[index // self._n])
 
@@ -213,7 +213,7 @@ class ChatStyle(Style):
         return self._contents.setdefault(choice, OfContent()).accept(message) if self._has_logprobs else ()
 
     def opening(self, choice: int) -> dict[str, Any]:
-        """Who speaks, and the prompt that is answered."""
+        """The event with the role, and the prompt's token ids if requested."""
         delta = {"role": self._role, "content": ""}
         event = self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
         if (prompt := self._prompt_token_ids.get(0)) is not None:
@@ -221,7 +221,7 @@ class ChatStyle(Style):
         return event
 
     def _tell_prompts(self, whole: dict[str, Any], prompts: Sequence[dict[str, Any]]) -> None:
-        """There is one."""
+        """A chat has one prompt."""
         whole.update(prompts[0])
 
     def _said(self, choice: int, answer: Answer, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -230,9 +230,9 @@ class ChatStyle(Style):
             self._calling.add(choice)
             message["content"] = answer.text or None
             message["tool_calls"] = [call.to_dict() for call in answer.tool_calls]
-        # Always there: who reads it of an answer without a thought finds none, not an error.
+        # Always present: a client that reads it from an answer without a thought gets null, not an error.
         message["reasoning"] = (answer.reasoning or None) if self._tells_reasoning else None
-        # Where all that there are is left out, as of a thought, there is a list without any.
+        # If all logprobs are left out, such as those of a thought, there is an empty list.
         has_any = bool(logprobs or answer.logprobs)
         return {"message": message, "logprobs": of_chat(logprobs, by_id=self._names_by_id) if has_any else None}
 
@@ -247,12 +247,13 @@ class ChatStyle(Style):
         return {"delta": delta, "logprobs": of_chat(logprobs, by_id=self._names_by_id) if logprobs else None}
 
     def _finish_reason(self, choice: int, reason: str) -> str:
-        """An answer that stops at its calls was no answer yet; one that had to be that call is one: as OpenAI says."""
+        """As OpenAI: "tool_calls" for an answer that stops after calling tools, but not if the request named the
+        tool."""
         return "tool_calls" if reason == "stop" and choice in self._calling and not self._names_tool else reason
 
 
 def _piece_of_call(piece: ToolCallDelta) -> dict[str, Any]:
-    """The first of a call says which it is."""
+    """A piece of a call; the first piece has its id and name."""
     if not piece.id:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}
@@ -260,13 +261,13 @@ def _piece_of_call(piece: ToolCallDelta) -> dict[str, Any]:
 
 
 def timings_of(timings: list[Timings]) -> dict[str, Any] | list[dict[str, Any]]:
-    """One object, or one for each choice."""
+    """One object for one choice, else a list with one for each choice."""
     plain = [message_to_dict(each) for each in timings]
     return plain[0] if len(plain) == 1 else plain
 
 
 def models_of(infos: Sequence[GetModelInfoResponse], created_s: int) -> dict[str, Any]:
-    """The models by all their names, and their adapters. Of two of one name, the first."""
+    """The models under all their names, and their adapters. If two have the same name, the first is listed."""
     known: dict[str, dict[str, Any]] = {}
     for info in infos:
         for name in (info.model, *info.aliases, *info.lora_names):

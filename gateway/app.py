@@ -1,11 +1,11 @@
-"""The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's format, or in Anthropic's.
+"""The HTTP routes. Each reads its body (bounded), asks the router, and answers in OpenAI's or Anthropic's format.
 
     body ──requests──> prompts, sampling ──Run──> one stream for each prompt ──Rendering──> JSON, or server-sent events
            └──Models──> whose routers are asked
 
-A stream's status is sent with its first token, so that a client that is refused (429, 503 …) is told as for any other
-request. But if the first token takes longer than proxies keep silent connections, the status is sent with a sign of
-life. A later failure is the stream's last event, in its route's format.
+The gateway sends a stream's status with its first token, so that a refusal (429, 503 …) has a status of its own as with
+any other request. If the first token takes longer than proxies keep silent connections, it sends the status with a
+keep-alive. A later failure is the stream's last event, in its route's format.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ _REF = "#/components/schemas/{model}"
 
 
 class Rendering(Protocol):
-    """How a request's answer looks."""
+    """Renders the answer to one request in its route's format."""
 
     keep_alive: bytes
-    """What a stream of it says where there is nothing to say."""
+    """What an event stream sends to keep a silent connection open."""
 
     async def whole(self) -> bytes:
-        """The answer as one object, in JSON."""
+        """The answer as one JSON object."""
 
     def events(self, messages: Begun[tuple[int, GenerateResponse]]) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events, as the run's `messages` come, which it closes."""
+        """The answer as server-sent events, as the run's `messages` come. Closes `messages`."""
 
 
 def create_app(
@@ -91,11 +91,16 @@ def create_app(
     metrics: Metrics | None = None,
     is_alone: bool = True,
 ) -> FastAPI:
-    """The gateway's ASGI application over `models`, which its caller closes, as `tracing`. `api_keys`: one of which is
-    asked for, if there are any. `allowed_origins`: whose pages may read the answers in a browser.
-    `sse_keep_alive_s`: for how long a stream may be silent; 0: for ever. `leaving`: set when answers that still run
-    are to end, and say why. `metrics`: what is counted into. `is_alone`: nobody else answers at its port, so that what
-    it counts may be asked for there."""
+    """The gateway's ASGI application.
+
+    models, tracing: the caller closes them.
+    api_keys: a request must bring one of them, if there are any.
+    allowed_origins: origins of the pages that may read answers in a browser.
+    sse_keep_alive_s: for how long a stream may be silent; 0: forever.
+    leaving: set it to end the answers that still run; their clients are told why.
+    metrics: counts the requests.
+    is_alone: no other process listens on the same port, so that this process' counts may be served there.
+    """
     gateway = Gateway(
         models,
         api_keys=api_keys,
@@ -151,13 +156,13 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _takes(body: type[Body]) -> dict[str, Any]:
-    """In /openapi.json, of a route."""
+    """A route's request body in /openapi.json."""
     schema = {"$ref": _REF.format(model=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _describe(app: FastAPI, bodies: Sequence[type[Body]]) -> None:
-    """What /openapi.json says of `bodies`, which handlers read by themselves."""
+    """Describe `bodies` in /openapi.json: FastAPI does not know them, since the handlers read them themselves."""
     schemas = _schemas_of(tuple(bodies))
 
     def openapi() -> dict[str, Any]:
@@ -170,16 +175,16 @@ def _describe(app: FastAPI, bodies: Sequence[type[Body]]) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-@cache  # a tenth of a second
+@cache  # takes a tenth of a second
 def _schemas_of(bodies: tuple[type[Body], ...]) -> dict[str, Any]:
-    """Of `bodies` and all that they consist of, by name."""
+    """The JSON schemas of `bodies` and all their parts, by name."""
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     named: dict[str, Any] = schemas["$defs"]
     return named
 
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:
-    """No such route, or not with this method."""
+    """Refuse a request to an unknown route, or with the wrong method."""
     kind = Kind(error.status_code, NO_ROUTE.type, NO_ROUTE.code)
     refusal = Refusal(kind, f"{error.detail}: {request.method} {request.url.path:.200}")
     return _refuse(request, refusal, error.headers)
@@ -208,7 +213,7 @@ class Gateway:
         self._metrics = metrics
         self._is_alone = is_alone
         self._running: set[Run] = set()
-        """That wait for their answers, or whose streams have not ended."""
+        """Runs that wait for their answers, or whose streams have not ended."""
 
     # -- generating ---------------------------------------------------------------------------------------------
 
@@ -227,13 +232,13 @@ class Gateway:
     async def _generate(
         self, request: Request, route: str, body_type: type[_Body], rendering_of: Callable[[Run, _Body, str], Rendering]
     ) -> Any:
-        """`rendering_of` a run, its body and the model's name: how the answer looks."""
+        """Answer one request. `rendering_of`: makes the rendering from the run, its body and the model's name."""
         return await self._answer(request, route, lambda: self._begin(request, route, body_type, rendering_of))
 
     async def _begin(
         self, request: Request, route: str, body_type: type[_Body], rendering_of: Callable[[Run, _Body, str], Rendering]
     ) -> Response:
-        """The whole answer, or a stream that has begun."""
+        """The whole answer; or a stream, as soon as its first message is there or a keep-alive is due."""
         body = body_type.read(await self._read(request))
         if body.request_id:
             name_request(request, body.request_id)
@@ -306,7 +311,7 @@ class Gateway:
         answer = await self._ask(
             request, body.model, lambda client: self._in_time(request, partial(body.answer, client))
         )
-        content = await asyncio.to_thread(to_json, answer)  # a million numbers, maybe
+        content = await asyncio.to_thread(to_json, answer)  # may be a million numbers
         return Response(content, headers=headers_of(request_id_of(request)), media_type="application/json")
 
     # -- asking -------------------------------------------------------------------------------------------------
@@ -355,7 +360,7 @@ class Gateway:
         return FileResponse(PAGE, media_type="text/html; charset=utf-8")
 
     def _of_this_process(self, request: Request) -> Response | None:
-        """Why it is not said what it alone knows; None: it may be."""
+        """The refusal for a path that shows the counts of this process, if others share the port; None: none does."""
         if self._is_alone:
             return None
         why = (
@@ -419,7 +424,7 @@ class Gateway:
 
 
 def _refuse(request: Request, refusal: Refusal, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """In the words of its route."""
+    """The refusal in the format of its route."""
     request_id = request_id_of(request)
     body = error_of(refusal, request_id) if is_of_messages(request.url.path) else refusal.body
     told = {**headers_of(request_id), **refusal.headers, **(headers or {})}

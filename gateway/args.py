@@ -112,13 +112,13 @@ class GatewayArgs(SslArgs):
 
     @property
     def origins(self) -> list[str]:
-        """Of `allowed_origins`."""
+        """`allowed_origins` as a list."""
         origins: list[str] = json.loads(self.allowed_origins)
         return origins
 
 
 def _is_list_of_origins(text: str) -> bool:
-    """As browsers send them: other spellings would never be met, and nobody would know why."""
+    """Whether all origins are spelled as browsers send them: other spellings would never match, without any error."""
     try:
         origins = json.loads(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""What all requests share: bodies that are read, and what may be asked of any answer. Pure.
+"""What all requests share: reading bodies, and the fields that apply to any answer. Pure.
 
-A field that we know and cannot serve (best_of, audio …) is refused unless it says "no"; one that nobody knows is
-refused, too: whoever asks for something and does not get it must hear of it. An optional field that is null is absent.
-Bounds of the values are the router's.
+A known field that cannot be served (best_of, audio …) is refused unless its value asks for nothing. An unknown field is
+refused, too: a client that asks for something and does not get it must learn so. An optional field that is null is
+absent. The router checks the bounds of values.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
 MAX_FAIRNESS_ID_BYTES = 256
-"""Of the name of whoever asks."""
+"""Maximum size of a client's name."""
 AT_START = "use the router's flag --chat-template"
-"""What to do instead of saying it in a body."""
+"""What to do instead of giving chat_template in a body."""
 
 
 def only(*neutral: Any, instead: str = "") -> Any:
-    """The type of a field that may be given, but ask for nothing that is not done anyway. `instead`: what to do."""
+    """The type of a field that may only be null or have one of the `neutral` values, which ask for nothing special.
+    `instead`: what the error tells the client to do."""
 
     def check(value: Any) -> Any:
-        # 0 and False are equal, and ask for different things.
+        # 0 and False are equal, but ask for different things.
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             may_be = f"; it may be {json.dumps(neutral[0])}" if neutral else ""
             raise ValueError("is not supported" + may_be + (f"; {instead}" if instead else ""))
@@ -54,20 +55,20 @@ def only(*neutral: Any, instead: str = "") -> Any:
 
 
 def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
-    """vLLM's words for the form of an answer."""
+    """vLLM's structured_outputs."""
     return None if value is None else StructuredOutputsParams.of(value)
 
 
 def check_is_one_form(info: ValidationInfo, name: str = "") -> None:
-    """For the validator of a field with another server's words for the form of an answer, declared after
-    `structured_outputs`; `name`: of the part that says it. Raises `ValueError` where it is given in both words."""
+    """For the validator of a field that is another server's way to constrain an answer, declared after
+    `structured_outputs`. `name`: the part of the field that does so. Raises `ValueError` if both are given."""
     if info.data.get("structured_outputs") is not None:
         text = "cannot be combined with structured_outputs, which says the same in other words"
         raise ValueError(f"{name} {text}".lstrip())
 
 
 def check_fairness_id(value: str) -> str:
-    """Raises `ValueError` for a name that no router takes."""
+    """Raise `ValueError` for a client's name that no router accepts."""
     num_bytes = len(value.encode())
     if num_bytes > MAX_FAIRNESS_ID_BYTES:
         raise ValueError(f"must have at most {MAX_FAIRNESS_ID_BYTES} bytes, has {num_bytes}")
@@ -78,16 +79,16 @@ FairnessId = Annotated[str, AfterValidator(check_fairness_id)]
 _T = TypeVar("_T")
 _K = TypeVar("_K")
 Listed = Annotated[list[_T], Field(fail_fast=True)]
-"""Read until something in it is wrong, which is what is said: of a million wrong things, all would take minutes."""
+"""A list that is read up to its first wrong entry, which is reported: reporting a million would take minutes."""
 MAX_MESSAGES, MAX_TOOLS = 8192, 128
-"""As many as a router takes. Of more none is looked at: a body has room for a hundred thousand, which take seconds."""
+"""The router's bounds. A longer list is not validated: a body has room for a hundred thousand, which take seconds."""
 MAX_ITEMS = 4 * MAX_MESSAGES
-"""Of a response's input: an answer has several, and is one message."""
+"""Of a response's input: an answer consists of several items, but is one message."""
 UNKNOWN = "unknown_name"
-"""Type of the error of a name that nobody knows. Its context's "close": what it may have been meant to be."""
+"""Type of the error for an unknown name. Its context has "close": known names that are similar."""
 MAX_CHARS_OF_TYPO = 40
 NUM_AT_ONCE = 100
-"""Of an object's values: as many wrong ones are looked at."""
+"""An object's values are validated in pieces of this many, so that at most this many wrong ones are looked at."""
 
 
 def _by_pieces(value: Any, read: Callable[[Any], dict[Any, Any]]) -> dict[Any, Any]:
@@ -101,20 +102,20 @@ def _by_pieces(value: Any, read: Callable[[Any], dict[Any, Any]]) -> dict[Any, A
 
 
 Mapped = Annotated[dict[_K, _T], WrapValidator(_by_pieces)]
-"""An object of any names. Read as `Listed` is, until a piece of it has something wrong."""
+"""An object with any names. Like `Listed`, it is read up to the first piece that has something wrong."""
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 TokenIdAsName = Annotated[int, Field(strict=False, ge=0, lt=1 << 32)]
-"""In an object: a text, as all names are."""
+"""As a name in an object, where it is a text."""
 NumAlternatives = Annotated[int, Field(strict=True, ge=0, le=20)]
-"""How many of the likeliest tokens come with each one of the answer."""
+"""How many of the likeliest tokens to report with each token."""
 
 
 class Known(BaseModel):
-    """An object without fields that nobody knows. Of these the first is said, whatever their number: as of `Listed`."""
+    """An object that may not have unknown fields. Only the first of them is reported, as with `Listed`."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
     MAY_BE_NULL: ClassVar[bool] = False
-    """A field that nobody knows: then it asks for nothing."""
+    """Whether an unknown field may be given if it is null: then it asks for nothing."""
 
     @model_validator(mode="after")
     def _check_known(self) -> Self:
@@ -125,7 +126,7 @@ class Known(BaseModel):
 
     @classmethod
     def _unknown(cls, name: str, value: Any) -> InitErrorDetails:
-        """With the names that it may have been meant to be."""
+        """The error for an unknown name, with similar known names."""
         known = [field.alias or its_name for its_name, field in cls.model_fields.items()]
         close = get_close_matches(name, known, n=2, cutoff=0.75) if len(name) <= MAX_CHARS_OF_TYPO else []
         error = PydanticCustomError(UNKNOWN, "is not a parameter that this server knows", {"close": close})
@@ -133,7 +134,7 @@ class Known(BaseModel):
 
 
 class WithoutNulls(Known):
-    """An object whose fields of value null are absent."""
+    """An object in which a field that is null counts as absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -143,8 +144,8 @@ class WithoutNulls(Known):
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's collector of cycles. JSON has none, and a body of a million lists has the collector look through
-    them again and again: more than half of what such a body takes, for which all streams wait."""
+    """Switches off Python's collector of reference cycles. JSON makes no cycles, and with a body of a million lists the
+    collector would search them again and again: more than half of such a body's time, for which all streams wait."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -155,20 +156,20 @@ def _uncollected() -> Iterator[None]:
 
 
 class Body(Known):
-    """Of a request, in JSON."""
+    """The JSON body of a request."""
 
     model_config = ConfigDict(protected_namespaces=())
     MAY_BE_NULL = True
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """Raises `ValidationError`."""
-        with _uncollected():  # and without the mark that editors of some systems put before UTF-8
+        """Parse and validate `body`. Raises `ValidationError`."""
+        with _uncollected():  # some editors put a byte order mark before UTF-8: it is removed
             return cls.model_validate_json(body.removeprefix(BOM_UTF8))
 
 
 class Asked(Body, ABC):
-    """What all kinds of request for an answer share."""
+    """What all requests for an answer share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -196,18 +197,18 @@ class Asked(Body, ABC):
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] | None = None
     structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
 
-    # whose request it is: OpenAI's word of today, and the one before
+    # the client, for fair shares: OpenAI's present name of the field, and its former one
     safety_identifier: FairnessId | None = None
     user: FairnessId | None = None
 
-    # vLLM's that are known, and refused unless they ask for what is done anyway
+    # vLLM's known fields that are refused unless they ask for nothing special
     detokenize: only(True) = None  # type: ignore[valid-type]
     length_penalty: only(1.0, 1) = None  # type: ignore[valid-type]
     logits_processors: only([]) = None  # type: ignore[valid-type]
     spaces_between_special_tokens: only(True) = None  # type: ignore[valid-type]
     use_beam_search: only(False) = None  # type: ignore[valid-type]
 
-    # of no effect here, whatever they say
+    # without effect here, whatever their values
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
@@ -221,33 +222,33 @@ class Asked(Body, ABC):
     )  # fmt: skip
 
     def sampling(self) -> Sampling:
-        """By the names of the wire; what was not given takes the model's default."""
+        """The sampling parameters by their names on the wire. What was not given takes the model's default."""
         given = {name: getattr(self, name) for name in self.DIRECT}
         return cast(Sampling, {name: value for name, value in given.items() if value is not None})
 
     @property
     def fairness_id(self) -> str:
-        """Whose request it is; empty: it does not say."""
+        """The client's name, for fair shares; empty: the body gives none."""
         return self.safety_identifier or self.user or ""
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
-        """Each of which `num_answers` answer."""
+        """The prompts; each gets `num_answers` answers."""
 
     def in_its_words(self, error: InvalidRequest) -> InvalidRequest:
-        """What a router says of this request, by the names that its fields have in this body."""
+        """The router's `error` about this request, with the names that the fields have in this body."""
         return renamed(named(error, self._name_of), self._words)
 
     @abstractmethod
     def _name_of(self, field: str) -> str:
-        """In this body, of a field of the wire. Empty: of none."""
+        """This body's name of a field of the wire. Empty: it has no such field."""
 
     @property
     def _words(self) -> dict[str, str]:
-        """Of the wire, and what this body says instead."""
+        """From words of the wire to this body's words for them."""
         return {}
 
     @property
     def num_answers(self) -> int:
-        """To each prompt."""
+        """Answers to each prompt."""
         return 1

@@ -1,6 +1,6 @@
-"""Completions and chats on their way out: a run's messages as one object of choices, or as server-sent events.
+"""Renders the answers of completions and chats: a run's messages as one object of choices, or as server-sent events.
 
-What fails after the first event is an event {"error": …}, and no [DONE] follows.
+A failure after the first event is an event {"error": …}, and no [DONE] follows.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tandem.answer import AnswersStream
 
 
 class Choices:
-    """Of one request."""
+    """Renders the choices of one request."""
 
     keep_alive = COMMENT
 
     def __init__(self, run: Run, body: AskedForChoices, model: str) -> None:
-        """`model`: its name in what is answered."""
+        """`model`: the model's name in the answer."""
         self._run = run
         self._body = body
         self._style = _style_of(body, run.request_id, model)
 
     async def whole(self) -> bytes:
-        """All answers as one object, in JSON."""
+        """All answers as one JSON object."""
         streams = [AnswersStream(self._run.n) for _ in self._run.prompts]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(len(streams) * self._run.n)]
         async with aclosing(self._run.messages()) as messages:
@@ -45,13 +45,13 @@ class Choices:
         def render() -> bytes:
             return to_json(self._style.whole(answers, logprobs))
 
-        # Logprobs take milliseconds for every hundred tokens: others go on meanwhile.
+        # Rendering logprobs takes milliseconds for every hundred tokens: in a thread, other requests go on meanwhile.
         if any(answer.logprobs or answer.prompt_logprobs or answer.prompt_token_ids for answer in answers):
             return await asyncio.to_thread(render)
         return render()
 
     async def events(self, messages: Begun[tuple[int, GenerateResponse]]) -> AsyncGenerator[bytes, None]:
-        """Of the run's `messages`, which it closes."""
+        """The events of the run's `messages`, which it closes."""
         usages = [Usage() for _ in range(len(self._run.prompts) * self._run.n)]
         opened: set[int] = set()
         tells_prompt = self._body.return_token_ids or "prompt_logprobs" in self._run.sampling
@@ -60,7 +60,7 @@ class Choices:
                 is_first = choice not in opened
                 opened.add(choice)
                 render = partial(self._events_of, choice, message, usages[choice], is_first=is_first)
-                # A prompt's numbers, in front of each choice, may take long.
+                # A prompt's token ids and logprobs, which come first in each choice, may take long to render.
                 if told := await asyncio.to_thread(render) if is_first and tells_prompt else render():
                     yield told
         except Exception as error:
@@ -73,7 +73,7 @@ class Choices:
         yield DONE
 
     def _events_of(self, choice: int, message: GenerateResponse, usage: Usage, *, is_first: bool) -> bytes:
-        """Those of `message`; empty where it tells nothing. `usage`: the choice's so far, which is kept up to date."""
+        """The events of `message`; empty if it has nothing to report. Updates `usage`, the choice's usage so far."""
         told = b""
         if is_first:
             usage.prompt_tokens = message.prompt_tokens or message.usage.prompt_tokens

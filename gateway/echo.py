@@ -1,10 +1,10 @@
-"""What a completion begins with where it is asked to repeat its prompt (OpenAI's `echo`): the prompt's text, and how
-likely its tokens were.
+"""The prompt at the beginning of a completion that must repeat it (OpenAI's `echo`): the prompt's text, and the
+logprobs of its tokens.
 
-    the router's first message to a prompt ── takes its prompt_logprobs
-        ──> each choice's first text and logprobs have it in front, all later offsets are behind it
+    the router's first message to a prompt ── has its prompt_logprobs
+        ──> put before each choice's first text and logprobs; all later offsets are moved behind it
 
-Owns what is known of each prompt, for its other choices: their messages come later than the first of the first.
+Keeps text and logprobs of each prompt for its other choices, whose messages come after the first choice's first one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _Echoed:
 
 
 class Echo:
-    """Of one HTTP request. `n` choices to each prompt; those to the first come first."""
+    """Echoes the prompts of one HTTP request. `n` choices per prompt; those of the first prompt come first."""
 
     def __init__(self, prompts: Sequence[Prompt], n: int, num_top: int | None, *, is_known: bool) -> None:
-        """`num_top`: alternatives to each token. None: no logprobs are asked for, only text. `is_known`: all prompts
-        are texts, used as they are."""
+        """`num_top`: alternatives for each token. None: only the text is requested, no logprobs. `is_known`: all
+        prompts are texts, used as they are."""
         self._prompts = prompts
         self._n = n
         self._num_top = num_top
@@ -47,13 +47,13 @@ class Echo:
         logprobs: Sequence[TokenLogprobs],
         prompt_logprobs: Sequence[TokenLogprobs],
     ) -> tuple[str, list[TokenLogprobs]]:
-        """The next `text` and `logprobs` of a choice, as they are after its prompt, and the first time with it.
-        `prompt_logprobs`: what came with them."""
+        """The next `text` and `logprobs` of a choice, with offsets moved behind its prompt; the first time, with the
+        prompt in front. `prompt_logprobs`: those in the same message."""
         number = choice // self._n
         if prompt_logprobs and number not in self._echoed:
             self._echoed[number] = self._echo(self._prompts[number], prompt_logprobs)
         echoed = self._echoed.get(number)
-        if echoed is None:  # it has ended before anything was computed
+        if echoed is None:  # the answer ended before anything was computed
             return text, list(logprobs)
         told = [_moved(each, len(echoed.text)) for each in logprobs]
         if choice in self._begun:
@@ -62,12 +62,12 @@ class Echo:
         return echoed.text + text, echoed.logprobs + told
 
     def _echo(self, prompt: Prompt, prompt_logprobs: Sequence[TokenLogprobs]) -> _Echoed:
-        # Without a character that its end cuts off, which the answer begins with.
+        # An incomplete character at the end is left out: the answer begins with it.
         data = b"".join(each.sampled.token for each in prompt_logprobs)
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
         num_hidden = 0
         if self._is_known and isinstance(prompt, str):
-            # Before it may be what no text says: a token for its beginning, a space of the tokenizer's own.
+            # The tokens may begin with text that the prompt does not have: a bos token, or a space of the tokenizer.
             num_hidden = max(0, len(text) - len(prompt)) if text.endswith(prompt) else 0
             text = prompt
         if self._num_top is None:
@@ -86,7 +86,8 @@ def _moved(logprobs: TokenLogprobs, num_chars: int) -> TokenLogprobs:
 
 
 def without_answer(message: GenerateResponse) -> GenerateResponse:
-    """A message of an answer of one token, as if none had been asked for: what is left is about the prompt."""
+    """Remove the one token of an answer from `message`, as if none had been requested: only the parts about the prompt
+    are left."""
     message.offset = 0
     del message.token_ids[:]
     del message.logprobs[:]

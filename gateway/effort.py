@@ -1,7 +1,7 @@
-"""How much a model is to think, as clients say it: in tokens, and in variables of its chat template. Pure.
+"""How much a model should think, as clients give it: in tokens, and as variables for its chat template. Pure.
 
-vLLM's way of it (vllm-project/vllm#43401): the word itself, for templates that know such words (gpt-oss', Qwen's), and
-whether it thinks at all, for those that know that alone. What a template does not know it leaves alone.
+As in vLLM (vllm-project/vllm#43401): the word itself, for templates that know such words (gpt-oss', Qwen's), and
+whether to think at all, for templates that know only that. Templates ignore variables that they do not know.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pydantic import Field
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Budget = Annotated[int, Field(ge=-1, lt=1 << 31)]
-"""Tokens that may be thought, in vLLM's words. -1: as many as the model likes."""
+"""vLLM's thinking_token_budget: how many tokens a thought may have. -1: as many as the model likes."""
 
 
 def thinking_variables(is_thinking: bool) -> dict[str, Any]:
-    """By either of the names that chat templates have for it."""
+    """Under both names that chat templates use for it."""
     return dict.fromkeys(("enable_thinking", "thinking"), is_thinking)
 
 
 def effort_variables(effort: Effort | None) -> dict[str, Any]:
-    """None: nobody says."""
+    """The template's variables for `effort`. None: not given, so no variables."""
     return {} if effort is None else {"reasoning_effort": effort, **thinking_variables(effort != "none")}

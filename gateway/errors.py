@@ -1,7 +1,7 @@
-"""What goes wrong, as OpenAI's clients know it: an HTTP status and a body {"error": {message, type, param, code}}.
+"""Errors in OpenAI's format: an HTTP status and a body {"error": {message, type, param, code}}.
 
 Owns the one table from our errors to HTTP, and nothing else. A client that may try again is told when (Retry-After);
-OpenAI's own does so by itself for 409, 429 and 5xx. What is no client's business, a bug, is logged.
+OpenAI's own clients do so by themselves for 409, 429 and 5xx. Details of bugs are logged and not told to clients.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _IS_HERE = {
     "stop_sequences": "stop",
     "structural_tag": 'structured_outputs: {"structural_tag": ...}',
 }
-"""Words of vLLM's of old and of other servers, and what says the same."""
+"""Former fields of vLLM and fields of other servers, each with what to use here."""
 _TELLS_NO_VALUE = (
     "bool_type", "dict_type", "float_type", "greater_than", "greater_than_equal", "int_from_float", "int_type",
     "less_than", "less_than_equal", "list_type", "model_type", "string_type",
 )  # fmt: skip
-"""Types of pydantic's errors that say what is wanted, and not what is there."""
+"""Types of pydantic's errors that name the wanted type or bound but not the given value."""
 MAX_NAME_CHARS = 80
-"""Of a name that the client has chosen, where it is told what is wrong with it."""
+"""Names chosen by the client are cut to this length in errors."""
 RETRY_AFTER_S = 1.0
-"""Where nobody is there to say when: as for a router that is being restarted."""
+"""For errors without a time to retry, such as those of a router that is restarting."""
 UNAVAILABLE = Kind(503, "server_error", "unavailable")
 KINDS: dict[type[TandemError], Kind] = {
     InvalidRequest: Kind(400, "invalid_request_error", None),
@@ -88,7 +88,7 @@ KINDS: dict[type[TandemError], Kind] = {
 }
 CONTEXT_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
 _OUT_OF_CONTEXT = re.compile(r"\((?:a|the) context of (\d+)")
-"""In what a router says of a prompt, or of a prompt and its answer, that are too long."""
+"""Occurs in the router's error about a prompt, or a prompt and its answer, that is too long."""
 BUG = Kind(500, "server_error", "internal_error")
 MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
 NO_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
@@ -98,7 +98,7 @@ NO_ROUTE = Kind(404, "invalid_request_error", "unknown_url")
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer
-    """What the client gets instead of an answer."""
+    """The error response that the client gets instead of an answer."""
 
     def __init__(
         self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -122,14 +122,15 @@ class Refusal(Exception):  # noqa: N818 - it is an answer
 
 
 def refusal_of_any(error: Exception, request_id: str) -> Refusal:
-    """What the client is told. A bug is logged, and named by the request alone."""
+    """The refusal for `error`. A bug is logged; the client only gets the request's id, by which to find it in the
+    log."""
     match error:
         case Refusal():
             return error
         case Unauthenticated():
             _log.error("the router asks for another key than --router-api-key", extra={"request_id": request_id})
             return Refusal(KINDS[Unauthenticated], "the router does not take this gateway's key")
-        case Unreachable():  # in gRPC's words, with the addresses that it tried
+        case Unreachable():  # its message is gRPC's, with the addresses that it tried
             _log.warning("no router answers", extra={"request_id": request_id, "why": error.message})
             return refusal_of(Unreachable("the service cannot be reached now", retry_after_s=error.retry_after_s))
         case TandemError():
@@ -138,7 +139,7 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
             return refusal_of(Draining("this gateway is leaving and can wait no longer for the answer"))
         case ValidationError():
             return refusal_of_body(error)
-        case ValueError():  # by the client, of what the wire cannot carry: "name: what is wrong with it"
+        case ValueError():  # from our gRPC client, for what the wire cannot carry: "name: what is wrong with it"
             return Refusal(KINDS[InvalidRequest], str(error), param=str(error).partition(":")[0])
         case StreamBroken():
             _log.error("the router's stream is not exact", extra={"request_id": request_id, "why": str(error)})
@@ -148,15 +149,15 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
 
 
 def refusal_in_stream(error: Exception, request_id: str) -> Refusal:
-    """What a stream that has begun ends with. Its status says nothing of it: hence the log does, and a counter
-    (`Run.failed`)."""
+    """The refusal with which a stream that has begun ends. Its status was 200, so the log, and a counter
+    (`Run.failed`), record the failure."""
     refusal = refusal_of_any(error, request_id)
     _log.info("stream failed", extra={"status": refusal.kind.status, "request_id": request_id, "why": refusal.message})
     return refusal
 
 
 def refusal_of(error: TandemError) -> Refusal:
-    """As the table says. A wrong field has the name that it has in the body (`Asked.in_its_words`)."""
+    """The refusal by the table. Wrong fields already have their names in the body (`Asked.in_its_words`)."""
     kind, param = KINDS[type(error)], None
     message = error.message
     if isinstance(error, InvalidRequest) and error.violations:
@@ -165,8 +166,8 @@ def refusal_of(error: TandemError) -> Refusal:
             kind = MODEL_NOT_FOUND
         named = [(wrong.field, wrong.description) for wrong in error.violations]
         message = "; ".join(f"{name}: {description}" if name else description for name, description in named)
-        if param != "model" and (found := _OUT_OF_CONTEXT.search(message)):  # whose name is the client's own words
-            # Clients that shorten a chat by themselves look for this code, or for these words of OpenAI's.
+        if param != "model" and (found := _OUT_OF_CONTEXT.search(message)):  # a model's name may contain any text
+            # Clients that shorten a chat by themselves look for this code, or for this sentence of OpenAI's.
             kind = CONTEXT_EXCEEDED
             message = f"This model's maximum context length is {found[1]} tokens. {message}"
     retry_after_s = error.retry_after_s
@@ -180,7 +181,7 @@ def refusal_of_body(error: ValidationError) -> Refusal:
     first, *others = error.errors()
     is_unknown = first["type"] == UNKNOWN
     param = _param_of(first)
-    # Of a field that may be of several types, what each of them wants.
+    # If the field may have several types, say what each of them wants.
     wanted = [first["msg"], *(each["msg"] for each in others if _param_of(each) == param and not is_unknown)]
     message = ", or ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in wanted))
     if is_unknown:
@@ -191,11 +192,11 @@ def refusal_of_body(error: ValidationError) -> Refusal:
 
 
 def _param_of(wrong: ErrorDetails) -> str:
-    """Where it is in the body."""
-    # A name that nobody knows may read like a type.
+    """Where in the body the wrong field is."""
+    # An unknown name may read like a type, so it is not filtered below.
     unknown = wrong["loc"][-1:] if wrong["type"] == UNKNOWN else ()
     known = wrong["loc"][: len(wrong["loc"]) - len(unknown)]
-    # Of a field that may be of several types: where in the body, not which of the types was tried.
+    # For a field that may have several types, pydantic's location also names the type that was tried: leave it out.
     place = [part for part in known if not (isinstance(part, str) and (part == "str" or "[" in part))]
     place += unknown
     names = [part if isinstance(part, int) else part[:MAX_NAME_CHARS] for part in place]
@@ -203,14 +204,14 @@ def _param_of(wrong: ErrorDetails) -> str:
 
 
 def _instead_of(param: str, close: Sequence[str]) -> str:
-    """What to say instead of a name that nobody knows."""
+    """A hint what to use instead of an unknown name."""
     if param in _IS_HERE:
         return f"; here it is {_IS_HERE[param]}"
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _kind_of(value: Any) -> str:
-    """What was given: never a text, which may be of a prompt."""
+    """A description of the given value. Never quotes a text, which may be part of a prompt."""
     for kind, name in ((str, "a text"), (list, "an array"), (dict, "an object")):
         if isinstance(value, kind):
             return name

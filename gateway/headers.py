@@ -1,4 +1,4 @@
-"""What a request's headers say: its name, its deadline, whose it is."""
+"""Reads a request's headers: its id, its deadline, its client."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rpc.tracing import trace_headers_of
 
 REQUEST_ID_HEADER = "x-request-id"
 ANSWERED_ID_HEADER = "request-id"
-"""The same in an answer, as Anthropic's clients read it."""
+"""The request's id in an answer, as Anthropic's clients read it."""
 TIMEOUT_HEADER = "x-request-timeout-ms"
-"""The request's deadline, which OpenAI's API has no word for."""
+"""The request's deadline; OpenAI's API has no field for it."""
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
-"""Whose request it is, as the Kubernetes Gateway API Inference Extension names it: before what the body says, since a
-proxy that knows who asks can set it, and leaves bodies alone."""
+"""The request's client, under the name that the Kubernetes Gateway API Inference Extension gives it. It takes
+precedence over the body: a proxy that knows the client can set it without changing bodies."""
 
 
 def name_request(request: Request, name: str) -> None:
-    """By its body, whatever a header says: from here on."""
+    """Set the request's id from its body, which takes precedence over the header."""
     request.state.request_id = name
 
 
 def request_id_of(request: Request) -> str:
-    """As the client named it, or a new name, the same for one request."""
+    """The id that the client gave, or a new one, which stays the same for this request."""
     if not hasattr(request.state, "request_id"):
         given = request.headers.get(REQUEST_ID_HEADER, "")
         request.state.request_id = given if re.fullmatch(r"[\x21-\x7e]{1,100}", given) else secrets.token_hex(12)
@@ -37,12 +37,12 @@ def request_id_of(request: Request) -> str:
 
 
 def headers_of(request_id: str) -> dict[str, str]:
-    """Of an answer."""
+    """The headers of an answer."""
     return {REQUEST_ID_HEADER: request_id, ANSWERED_ID_HEADER: request_id}
 
 
 def _timeout_of(request: Request) -> float | None:
-    """In seconds; None: the request has no deadline. Raises `InvalidRequest`."""
+    """The request's timeout in seconds; None: it has no deadline. Raises `InvalidRequest`."""
     given = request.headers.get(TIMEOUT_HEADER)
     if given is None:
         return None
@@ -54,7 +54,8 @@ def _timeout_of(request: Request) -> float | None:
 
 
 def left_s_of(request: Request) -> float | None:
-    """Until its deadline, which counts from when this is asked first; None: it has none. Raises `InvalidRequest`."""
+    """Seconds until the request's deadline, which counts from the first call of this function; None: it has none.
+    Raises `InvalidRequest`."""
     if not hasattr(request.state, "deadline_s"):
         timeout_s = _timeout_of(request)
         request.state.deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -63,8 +64,8 @@ def left_s_of(request: Request) -> float | None:
 
 
 def fairness_id_of(request: Request) -> str:
-    """Whose request it is; empty: no header says. Raises `InvalidRequest`."""
-    try:  # the bytes of a header are read as Latin-1
+    """The client's name; empty: there is no such header. Raises `InvalidRequest`."""
+    try:  # Starlette decodes the bytes of a header as Latin-1
         return check_fairness_id(request.headers.get(FAIRNESS_HEADER, "").encode("latin-1").decode())
     except UnicodeDecodeError as error:
         raise InvalidRequest([(FAIRNESS_HEADER, "must be UTF-8")]) from error
@@ -73,11 +74,12 @@ def fairness_id_of(request: Request) -> str:
 
 
 def note_failed_stream(request: Request, status: int) -> None:
-    """For the request's span (`gateway.traced`): what its status would have been."""
+    """Keep the status that a failed stream would have had, for the request's span (`gateway.traced`)."""
     request.state.failed_stream_status = status
 
 
 def trace_headers_of_request(request: Request) -> Mapping[str, str]:
-    """The trace that it is a part of: that of this gateway's span of it, where there is one (`gateway.traced`)."""
+    """The headers of the trace that the request belongs to: those of this gateway's own span, if there is one
+    (`gateway.traced`), else the client's."""
     given: Mapping[str, str] | None = getattr(request.state, "trace_headers", None)
     return trace_headers_of(request.headers.items()) if given is None else given

@@ -1,8 +1,8 @@
-"""How likely tokens were, in OpenAI's two ways of saying it, and in vLLM's for a prompt's. Pure.
+"""Logprobs in OpenAI's two formats, and a prompt's in vLLM's. Pure.
 
-A token's text is what it stands for by itself, also where the answer leaves it out (special tokens, a stop string). Of
-a part of a character it is U+FFFD in chats, whose `bytes` have it exactly, and "bytes:\\xe4\\xbd" in completions. Named
-`by_id` it is "token_id:504".
+A token's text is what it stands for by itself, even if the answer leaves it out (special tokens, a stop string). The
+text of a part of a character is U+FFFD in chats, where `bytes` has it exactly, and "bytes:\\xe4\\xbd" in completions.
+With `by_id`, the text of a token is "token_id:504".
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any
 from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Logprob, TokenLogprobs
 
 LEAST = -9999.0
-"""In place of minus infinity, which JSON has no word for: OpenAI's."""
+"""As OpenAI, in place of minus infinity, which JSON cannot represent."""
 PARAGRAPH = b"\n\n"
-"""That a router tells between messages of gpt-oss, and no token says."""
+"""A router puts this between messages of gpt-oss; no token stands for it."""
 
 
 class OfContent:
-    """Of one answer: which tokens its content is made of. Others are left out: those of a thought or of a call, and of
-    the words that tell it apart.
+    """Finds the tokens that make up the content of one answer. Leaves out the tokens of thoughts and calls, and of the
+    words that delimit them.
 
-        token ──> waits ── content is told ──> from where that begins on, they are its
-                     └─ a thought or a call is told ──> left out
+        token ──> waits ── content comes ──> the waiting tokens from its beginning on belong to it
+                     └─ a thought or a call comes ──> left out
 
-    Those that follow content and tell nothing, as one that ends the answer, are the content's as well.
+    Tokens behind content that have no text, such as the one that ends the answer, belong to the content, too.
     """
 
     def __init__(self) -> None:
         self._waiting: list[TokenLogprobs] = []
         self._is_apart = False
-        """What was told last is no content."""
+        """The last text was no content."""
         self._has_begun = False
 
     def accept(self, message: GenerateResponse) -> list[TokenLogprobs]:
-        """Those that are told with `message`, the answer's next one. Of what one has at once, the call that is open
-        comes first, then the thought, the text, and new calls."""
+        """The logprobs to report with `message`, the answer's next one. In a message that has several parts, the open
+        call comes first, then the thought, the text, and new calls."""
         self._waiting += message.logprobs
         told: list[TokenLogprobs] = []
         is_other = bool(message.reasoning or message.tool_calls)
@@ -49,9 +49,9 @@ class OfContent:
         if message.text:
             self._has_begun = True
             self._is_apart = is_other = any(call.id for call in message.tool_calls)
-        if is_other:  # what tells nothing may be content that waits, as the beginning of a stop string does
+        if is_other:  # tokens of a message without text may wait for content, as the beginning of a stop string does
             self._waiting = []
-        # Of an answer that was cut off before there was content, they are none of it.
+        # If the answer was cut off before there was content, the waiting tokens are not content.
         may_end = self._has_begun or message.finish_reason == FinishReason.FINISH_REASON_STOP
         if message.finish_reason and may_end and not self._is_apart:
             told += self._waiting
@@ -59,27 +59,29 @@ class OfContent:
 
 
 def _place(logprobs: Sequence[TokenLogprobs], text: str, *, is_apart: bool, is_first: bool) -> tuple[int, int]:
-    """Of the tokens that say `text`: the first, and the one behind them. They are the first of all, unless others may
-    be before them: where something else was told last, or nothing yet, or `text` is a message of its own. Then they are
-    the last that say it, unless it is said again and again, and nothing else: of that, the last ones are kept back."""
+    """The range [first, end) of the tokens that write `text`. They are the first tokens, unless others may precede
+    them: if something else than content came last, or nothing yet, or if `text` begins a new message. Then they are the
+    last tokens that write it; except that if all tokens repeat `text` and nothing else, they are the first ones, and
+    the others are kept back."""
     said, data = b"".join(each.sampled.token for each in logprobs), text.encode()
     is_message = data.startswith(PARAGRAPH) and not said.startswith(data)
     may_follow = is_apart or is_message or (is_first and not _repeats(said, data))
     are_first = said.startswith(data) and not may_follow
     begin, end = (0, len(data)) if are_first else _last_that_say(data, said, is_message=is_message)
     ends = list(accumulate(len(each.sampled.token) for each in logprobs))
-    # What is before it in an answer that goes on says nothing, as special tokens and parts of characters do.
+    # In continuing content, tokens before it have no text of their own: special tokens, parts of characters.
     first = bisect_right(ends, begin) if may_follow else 0
     return first, min(len(ends), bisect_left(ends, end) + 1)
 
 
 def _last_that_say(data: bytes, said: bytes, *, is_message: bool) -> tuple[int, int]:
-    """Where the last of `said` that is `data` begins and ends. Before a message is a paragraph that no token says."""
+    """Begin and end of the last occurrence of `data` in `said`. A message begins with a paragraph break that no token
+    writes."""
     spoken = data.removeprefix(PARAGRAPH) if is_message and data != PARAGRAPH else data
     for each in (data, spoken):
         if (begin := said.rfind(each)) >= 0:
             return begin, begin + len(each)
-    begin = max(0, len(said) - len(spoken))  # bytes that are no characters are others in a text, and fewer
+    begin = max(0, len(said) - len(spoken))  # invalid bytes became other bytes in the text, so it is not found
     return begin, begin + len(spoken)
 
 
@@ -93,14 +95,14 @@ def of_chat(logprobs: Sequence[TokenLogprobs], *, by_id: bool = False) -> dict[s
 
 
 def entries_of(logprobs: Sequence[TokenLogprobs], *, by_id: bool = False) -> list[dict[str, Any]]:
-    """One for each token, as chats and responses have them."""
+    """One entry for each token, in the format of chats and responses."""
     return [
         {**_entry(each.sampled, by_id), "top_logprobs": [_entry(top, by_id) for top in each.top]} for each in logprobs
     ]
 
 
 def of_completion(logprobs: Sequence[TokenLogprobs], *, by_id: bool = False) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion. A prompt's first token, where it is echoed, has no numbers."""
+    """`choices[].logprobs` of a completion. The first token of an echoed prompt has no numbers."""
     name = _id_as_text if by_id else _text_or_bytes
     return {
         "tokens": [name(each.sampled) for each in logprobs],
@@ -111,8 +113,8 @@ def of_completion(logprobs: Sequence[TokenLogprobs], *, by_id: bool = False) -> 
 
 
 def of_prompt(prompt_logprobs: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt what stands there, and the `num_top` likeliest, by id.
-    None for the first."""
+    """vLLM's `prompt_logprobs`: for each token of the prompt, by id, the token itself and the `num_top` likeliest. None
+    for the first token."""
     return [
         {str(each.token_id): _with_rank(each) for each in (told.sampled, *told.top[:num_top])}
         if told.sampled.rank
@@ -127,7 +129,8 @@ def _with_rank(logprob: Logprob) -> dict[str, Any]:
 
 
 def _alternatives(logprobs: TokenLogprobs, name: Callable[[Logprob], str]) -> dict[str, float]:
-    """By text, the likeliest first. The sampled token is among them; of others that read the same, the likeliest is."""
+    """Logprobs by text, the likeliest first, with the sampled token. Of other tokens with equal text, the likeliest
+    counts."""
     numbers: dict[str, float] = {}
     for each in (*logprobs.top, logprobs.sampled):
         numbers.setdefault(name(each), _number(each))

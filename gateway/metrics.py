@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus. The router and the workers count what happens behind it."""
+"""The gateway's Prometheus metrics. The router and the workers have metrics of their own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from prometheus_client import (
 from rpc.http import tell_of_process
 
 STREAMING = ("completions", "chat", "responses", "messages")
-"""Routes."""
+"""Routes that can stream."""
 SERVER_ERRORS = (500, 503, 504)
-"""That a stream can end with: there from the start, as their requests are, so that the first one is a rise."""
+"""Errors with which a stream can end. Their counters exist from the start, so that the first error shows as a rise."""
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -31,7 +31,7 @@ class Outcome:
 
 
 class Metrics:
-    """One per process. `registry` is what to show."""
+    """One per process. `registry` is what the metrics endpoint serves."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -64,7 +64,7 @@ class Metrics:
 
     @contextmanager
     def counted(self, route: str) -> Iterator[Outcome]:
-        """One request. Whoever handles it sets the outcome."""
+        """Count one request. Its handler sets the outcome's status."""
         outcome, before_s = Outcome(), time.monotonic()
         with self._in_flight.labels(route).track_inprogress():
             yield outcome
@@ -72,9 +72,9 @@ class Metrics:
         self._seconds.labels(route).observe(time.monotonic() - before_s)
 
     def stream_failed(self, route: str, status: int) -> None:
-        """`status`: what the client would have got before the stream began."""
+        """`status`: what the client would have got if the stream had not begun."""
         self._stream_errors.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,9 +1,9 @@
-"""Which routers serve the model that a request names. Each model has routers of its own.
+"""Finds the routers that serve the model that a request names. Each model has routers of its own.
 
-    name ──known──> one of those told last: its routers' client ──> has it gone elsewhere, as those routers say?
-             └─ of none ──> client_of: all are asked ──> its client, or which names there are <──┘
+    name ──known──> in the routers' last answers: the client for its routers ──> do they say that they no longer have it?
+             └─ unknown ──> client_of: all are asked ──> its client, or a refusal with the known names <──┘
 
-What routers have told grows old: they are asked again meanwhile. Those that do not answer keep the names they had.
+Answers of routers expire, and they are asked again in the background. Routers that do not answer keep their last names.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from tandem.client import AsyncClient
 _log = logging.getLogger(__name__)
 
 MAX_AGE_S = 1.0
-"""Of what routers have told, before they are asked again: adapters come and go."""
+"""Routers are asked again when their answer is older than this, since adapters come and go."""
 MAX_NAME_CHARS = 128
-"""Of a name that is told back."""
+"""A client's name is cut to this length in an error."""
 MAX_WAIT_S = 1.0
-"""For routers that do not answer, where others do."""
+"""How long to wait for routers that do not answer while others do."""
 
 
 class _Served:
-    """What one client's routers serve, as far as they have told."""
+    """What one client's routers serve, as far as they have answered."""
 
     def __init__(self, client: AsyncClient, address: str) -> None:
         self.client = client
         self.names: tuple[str, ...] = ()
-        """That the model and its adapters may be called by."""
+        """Names of the model and its adapters."""
         self.info: GetModelInfoResponse | None = None
-        """What they said when they were asked last."""
+        """The routers' last answer."""
         self.error: TandemError | None = None
         """Why they did not answer when they were asked last."""
         self._address = address
         self._asking: asyncio.Task[None] | None = None
         self._answered_s: float | None = None
-        """When they were asked last, by the loop's clock."""
+        """When they answered, or failed, last, by the loop's clock."""
 
     @property
     def is_old(self) -> bool:
         return self._answered_s is None or self._answered_s + MAX_AGE_S < asyncio.get_running_loop().time()
 
     def ask(self) -> asyncio.Task[None]:
-        """What they serve: the task that finds it out. One at a time."""
+        """The task that asks what the routers serve. Only one runs at a time."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         return self._asking
@@ -74,7 +74,7 @@ class _Served:
 
 
 class Models:
-    """Those of the routers behind each address of `clients`, which the caller closes after this."""
+    """The models of the routers behind each address of `clients`, which the caller closes after this object."""
 
     def __init__(self, clients: Mapping[str, AsyncClient]) -> None:
         self._all = [_Served(client, address) for address, client in clients.items()]
@@ -84,18 +84,19 @@ class Models:
         return len(self._all) > 1
 
     def known(self, name: str) -> AsyncClient | None:
-        """Whom to ask for the model of that name, as was told last; of two that serve it, the one that was listed
-        first. Of one model alone nobody is asked for its names: its router knows them."""
+        """The client for the model of that name, by the routers' last answers; of two that serve it, the one listed
+        first. If there is only one client, it is returned whatever the name: its router checks names."""
         if not self.are_several:
             return self._all[0].client
         self._ask_again()
         return self._of(name)
 
     async def client_of(self, name: str, *, but: AsyncClient | None = None) -> AsyncClient:
-        """As `known`, once that is known. `but`: whose routers say that they do not have it, whatever they told.
+        """As `known`, but asks the routers if necessary. `but`: a client to leave out, whose routers say that they do
+        not have the model, whatever their last answer was.
 
-        Raises `Refusal` for a name that none has, or that is empty; and what those raise that do not say whether they
-        have it.
+        Raises `Refusal` for an unknown or empty name; and, if some routers did not answer, their error, since they
+        might serve it.
         """
         asking = self._ask_again(at_once=but is not None)
         if not name:
@@ -121,12 +122,12 @@ class Models:
         return next((served.client for served in self._all if name in served.names and served.client is not but), None)
 
     def _ask_again(self, *, at_once: bool = False) -> set[asyncio.Task[None]]:
-        """Those whose last answer is old, or all `at_once`."""
+        """Ask the routers whose last answer is old, or all if `at_once`. Returns the tasks that ask."""
         return {served.ask() for served in self._all if at_once or served.is_old}
 
     async def infos(self) -> list[GetModelInfoResponse]:
-        """Of all whose routers answer. Those that hang are not waited for, where others answer: what they said last
-        counts. Raises what the first raises if none answers."""
+        """The infos of all models whose routers have answered. If some answer, waits for the others at most
+        `MAX_WAIT_S`, and uses their last answers. If none has ever answered, raises the first one's error."""
         asked = [served.ask() for served in self._all]
         _, asking = await asyncio.wait(asked, timeout=MAX_WAIT_S)
         while not (infos := [served.info for served in self._all if served.info is not None]) and asking:
@@ -138,7 +139,8 @@ class Models:
         return infos
 
     async def is_serving(self) -> bool:
-        """Whether any can be asked for answers: as soon as one can. Raises what one raises where none can."""
+        """Whether any model can be served; returns as soon as one can. If none can, raises an error if there was
+        one."""
         asking = [asyncio.create_task(_is_serving(served.client)) for served in self._all]
         errors: list[TandemError] = []
         try:
@@ -157,13 +159,13 @@ class Models:
         return False
 
     async def aclose(self) -> None:
-        """Nobody is asked any more."""
+        """Stop asking routers."""
         for served in self._all:
             await served.aclose()
 
 
 def no_such_model(name: str, names: Sequence[str]) -> Refusal:
-    """Nobody serves it, but `names`. Where it is empty, it is not said which of them is meant."""
+    """The refusal of an unknown or empty `name`; it lists the known `names`."""
     kind, wrong = MODEL_NOT_FOUND, f"there is no model {name[:MAX_NAME_CHARS]!r}"
     if not name:
         kind, wrong = KINDS[InvalidRequest], "must be given"
@@ -176,11 +178,11 @@ def _names_of(info: GetModelInfoResponse) -> tuple[str, ...]:
 
 
 async def _is_serving(client: AsyncClient) -> bool:
-    """The router is there, with a decode worker, and takes our key."""
+    """Whether the router is there, has a decode worker, and accepts our key."""
     try:
         is_serving = await client.is_serving()
         if is_serving:
-            await client.model_info()  # for its health the router asks nobody for a key
-    except NotFound:  # no router: whatever answers there has another health
+            await client.model_info()  # checks the key, which the health check does not need
+    except NotFound:  # another kind of server answers there, without the router's health service
         return False
     return is_serving

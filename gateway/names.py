@@ -1,4 +1,5 @@
-"""Names of a request's fields: the wire's, by which a router complains, and those that the client's body has. Pure."""
+"""Translates names of a request's fields from the wire's, which a router's errors use, to those of the client's body.
+Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from rpc.errors import InvalidRequest
 
 _IN_BODY = {"tool_name": "tool_choice", "template_kwargs": "chat_template_kwargs"}
 _QUOTED = r"""(?<!\w)(["'])(?:\\.|(?!\1)[^\\])*\1"""
-"""As Python and JSON write a text. An apostrophe does not begin one."""
+"""A text as Python and JSON quote it. An apostrophe within a word does not begin one."""
 
 
 def name_in_body(field: str) -> str:
-    """Of chats and completions. Empty: of no field."""
+    """The name of a field of the wire in chats and completions. Empty if `field` is."""
     name = field.removeprefix("sampling_params.")
     if name in ("text", "token_ids"):
         return "prompt"
@@ -25,14 +26,14 @@ def name_in_body(field: str) -> str:
 
 
 def named(error: InvalidRequest, name_of: Callable[[str], str]) -> InvalidRequest:
-    """The same complaint, of fields by other names."""
+    """The same error, with the field names translated by `name_of`."""
     if not error.violations:
         return error
     return InvalidRequest([(name_of(wrong.field), wrong.description) for wrong in error.violations])
 
 
 def renamed(error: InvalidRequest, theirs: Mapping[str, str]) -> InvalidRequest:
-    """Words by others, in what is said of the fields, too, but for what the client has written there itself."""
+    """The same error with words replaced, in the descriptions, too, except in quoted texts, which are the client's."""
     if not error.violations or not theirs:
         return error
     words = "|".join(map(re.escape, theirs))
@@ -43,7 +44,7 @@ def renamed(error: InvalidRequest, theirs: Mapping[str, str]) -> InvalidRequest:
 
     return InvalidRequest(
         [
-            # Why a form cannot be had is said in the words of the form.
+            # The description of a wrong structured output quotes the client's schema or grammar: leave it.
             (field.sub(other, name), why if "structured_outputs" in name else said.sub(other, why))
             for name, why in error.violations
         ]

@@ -25,7 +25,7 @@ from tandem.client import AsyncClient
 _log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2.0
-"""For telling clients that their answers end here."""
+"""Time to tell clients, after the grace period, that their answers end here."""
 
 
 async def run_gateway(
@@ -34,7 +34,8 @@ async def run_gateway(
     *,
     announce: Callable[[str], object] = lambda address: entrypoint.announce(address, way="http"),
 ) -> int:
-    """Serve until `stop` is set. `announce` is told where it listens. Returns the exit code. Raises `CannotListen`."""
+    """Serve until `stop` is set. `announce` gets the address on which it listens. Returns the exit code. Raises
+    `CannotListen`."""
     try:
         tracing = create_tracing(args.otlp_traces_endpoint, "tandem-gateway")
     except ValueError as error:

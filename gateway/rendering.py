@@ -1,7 +1,7 @@
-"""Answers of /v1/responses and /v1/messages on their way out: a run's messages as one object, or as server-sent events
-whose names their `type` says.
+"""Renders the answers of /v1/responses and /v1/messages: a run's messages as one object, or as server-sent events that
+are named by their `type`.
 
-What fails after the first event is an event, too, in the route's words. No [DONE] follows.
+A failure after the first event is an event in the route's format. No [DONE] follows.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from protos.tandem_inference_pb2 import GenerateResponse
 
 
 class RouteAnswer(Protocol):
-    """The answer to one request in its route's words: both forms of it, made of the same messages."""
+    """The answer to one request in its route's format, made from the router's messages."""
 
     def opening(self) -> list[Event]:
-        """Before any message has come."""
+        """The events before the first message."""
 
     def accept(self, message: GenerateResponse) -> list[Event]:
-        """What is new with `message`; with the last one, the end. Raises `StreamBroken`."""
+        """The events for `message`; for the last one, with those of the end. Raises `StreamBroken`."""
 
     def failed(self, refusal: Refusal) -> Event:
-        """The last event where there is no end."""
+        """The last event of an answer that fails."""
 
     def whole(self) -> dict[str, Any]:
-        """After the last message."""
+        """The whole answer, after the last message."""
 
 
 class NamedEvents:
-    """Of one request."""
+    """Renders the answer to one request."""
 
     keep_alive = COMMENT
 
     def __init__(self, run: Run, answer: RouteAnswer, *, has_logprobs: bool = False) -> None:
-        """`has_logprobs`: their JSON takes milliseconds for every hundred tokens: others go on meanwhile."""
+        """`has_logprobs`: render in a thread, since JSON of logprobs takes milliseconds for every hundred tokens."""
         self._run = run
         self._answer = answer
         self._has_logprobs = has_logprobs
 
     async def whole(self) -> bytes:
-        """The answer as one object, in JSON."""
+        """The answer as one JSON object."""
         async with aclosing(self._run.messages()) as messages:
             async for _, message in messages:
                 self._answer.accept(message)
@@ -54,13 +54,13 @@ class NamedEvents:
         return await asyncio.to_thread(to_json, whole) if self._has_logprobs else to_json(whole)
 
     async def events(self, messages: Begun[tuple[int, GenerateResponse]]) -> AsyncGenerator[bytes, None]:
-        """Of the run's `messages`, which it closes."""
+        """The events of the run's `messages`, which it closes."""
         try:
             if events := self._answer.opening():
                 yield _sent(events)
             async for _, message in messages:
                 events = self._answer.accept(message)
-                if self._has_logprobs and message.HasField("usage"):  # the end tells all of them, four times
+                if self._has_logprobs and message.HasField("usage"):  # the last events repeat all logprobs four times
                     yield await asyncio.to_thread(_sent, events)
                 elif events:
                     yield _sent(events)

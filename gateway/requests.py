@@ -1,5 +1,5 @@
-"""Completions and chats that clients ask for, in OpenAI's words and vLLM's further ones. Pure: a body in, prompts and
-sampling out."""
+"""Request bodies of completions and chats, with OpenAI's fields and vLLM's further ones. Pure: a body in, prompts and
+sampling parameters out."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPTS = 256
-"""In one request."""
+"""Prompts in one request."""
 MAX_N = 128
 MAX_CHOICES = 256
-"""In one request: of all prompts together."""
+"""Choices in one request, for all prompts together."""
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's, for /v1/completions. A chat's answer may fill the context."""
+"""OpenAI's default for /v1/completions. A chat's answer may fill the context."""
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Of a text, token ids, or a list of either."""
+    """The prompts in a text, token ids, or a list of either."""
     wanted = "must be a text, token ids, or a list of either"
     if not isinstance(value, str | list):
         raise ValueError(f"{wanted}, is {json.dumps(value):.40}")
@@ -63,7 +63,8 @@ def _is_token_ids(value: list[Any]) -> bool:
 
 
 def _response_format(value: Any) -> StructuredOutputsParams | None:
-    """OpenAI's words for it, and vLLM's one more type. A schema is kept to, strict or not."""
+    """OpenAI's response_format, with vLLM's further type "structural_tag". A schema is enforced, whatever `strict`
+    says."""
     if value is None:
         return None
     if isinstance(value, dict) and value.get("type") == "structural_tag":
@@ -91,11 +92,11 @@ class StreamOptions(Known):
     model_config = ConfigDict(strict=False)
 
     include_obfuscation: bool | None = None
-    """OpenAI's padding against those who watch lengths: there is none."""
+    """OpenAI's padding against observers of lengths. It has no effect here."""
     include_usage: bool | None = None
-    """A last event without choices and with the usage of the whole request."""
+    """Send a last event with the usage of the whole request and without choices."""
     continuous_usage_stats: bool | None = None
-    """The usage so far in every event."""
+    """Send the usage so far in every event."""
 
 
 class JsonSchema(Known):
@@ -116,16 +117,16 @@ class AskedForChoices(Asked):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    """Choices to each prompt."""
+    """Choices per prompt."""
     prompt_logprobs: NumAlternatives | None = None
     thinking_token_budget: Budget | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Those of logprobs, as token_id:NUMBER."""
-    # After structured_outputs: the form of the answer in OpenAI's words, of which there is no second one.
+    """Name tokens in logprobs as token_id:NUMBER."""
+    # OpenAI's form of structured_outputs; declared after it, so that its validator can refuse both together.
     response_format: Annotated[Any, AfterValidator(_response_format)] = None
-    # known, and refused unless they ask for nothing
+    # known fields that are refused unless they ask for nothing special
     best_of: only(1) = None  # type: ignore[valid-type]
     ec_transfer_params: only() = None  # type: ignore[valid-type]
     kv_transfer_params: only() = None  # type: ignore[valid-type]
@@ -139,7 +140,7 @@ class AskedForChoices(Asked):
     truncation_side: only("left") = None  # type: ignore[valid-type]
     vllm_xargs: only({}) = None  # type: ignore[valid-type]
     watermarking: only(False) = None  # type: ignore[valid-type]
-    # of no effect here: prefixes are found by what they say
+    # no effect here: the prefix cache finds prefixes by their content
     session_id: Any = None
 
     def sampling(self) -> Sampling:
@@ -162,7 +163,7 @@ class AskedForChoices(Asked):
 
     @property
     def _words(self) -> dict[str, str]:
-        """Who gave a response_format has not heard of structured_outputs."""
+        """A client that gave a response_format does not know about structured_outputs."""
         return {} if self.response_format is None else {"structured_outputs": "response_format"}
 
     @property
@@ -199,7 +200,7 @@ class CompletionRequest(AskedForChoices):
     prompt: Annotated[list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[Any])]
     logprobs: NumAlternativesOrNo = None
     echo: bool | None = None
-    """The prompt stands before each choice, in its text and in its logprobs."""
+    """Put the prompt before each choice, in its text and in its logprobs."""
     suffix: only("") = None  # type: ignore[valid-type]
     add_special_tokens: bool | None = None
     prompt_embeds: only() = None  # type: ignore[valid-type]
@@ -212,7 +213,7 @@ class CompletionRequest(AskedForChoices):
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
         sampling["add_special_tokens"] = self.add_special_tokens
-        # What token ids stand for comes with their numbers; a text is known.
+        # The text of prompts that are token ids comes with their logprobs; the text of others is known.
         if self.echo and (self.logprobs is not None or not self.knows_its_texts):
             sampling["prompt_logprobs"] = max(self.prompt_logprobs or 0, self.logprobs or 0)
         if self.is_echo_alone:
@@ -225,12 +226,12 @@ class CompletionRequest(AskedForChoices):
 
     @property
     def knows_its_texts(self) -> bool:
-        """What prompts are in text: without the router, which cuts some."""
+        """Whether the text of all prompts is known here: they are texts, and the router does not cut them."""
         return self.truncate_prompt_tokens is None and all(isinstance(prompt, str) for prompt in self.prompt)
 
     @property
     def is_echo_alone(self) -> bool:
-        """No answer is asked for. One token is computed, as of any prompt, and left out."""
+        """Whether only the prompt is requested, without an answer. One token is computed all the same and left out."""
         return bool(self.echo) and self.max_tokens == 0
 
 
@@ -242,12 +243,12 @@ class Message(Known):
     name: str | None = None
     tool_calls: Listed[Call] | None = None
     tool_call_id: str | None = None
-    # an assistant's: what it thought before, where that is a text
+    # an assistant's thoughts before its content, if they are a text
     reasoning: Any = None
     reasoning_content: Any = None
     function_call: only() = None  # type: ignore[valid-type]
     audio: only() = None  # type: ignore[valid-type]
-    # what answers have beside, and clients send back with them
+    # further fields of answers that clients send back
     refusal: Any = None
     annotations: Any = None
     parsed: Any = None
@@ -257,14 +258,14 @@ class Message(Known):
     id: Any = None
     status: Any = None
     is_error: Any = None
-    # a client's hint to others: prefixes are cached anyway
+    # a hint for other servers: prefixes are cached anyway
     cache_control: Any = None
 
     @field_validator("content")
     @classmethod
     def _check_content(cls, value: Any, info: ValidationInfo) -> Any:
         role = info.data.get("role")
-        # An assistant may have called tools, and said nothing; what they return may be nothing.
+        # An assistant may have called tools without content, and a tool may return nothing.
         if value is None and role in ("system", "developer", "user"):
             raise ValueError(f"must be given with role {role!r}: a text, or a list of parts of type 'text'")
         return value
@@ -295,7 +296,7 @@ class ChatRequest(AskedForChoices):
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
-    """False: what is thought is not told."""
+    """False: leave thoughts out of the answer."""
     functions: only([]) = None  # type: ignore[valid-type]
     function_call: only("none", "auto") = None  # type: ignore[valid-type]
     modalities: only(["text"]) = None  # type: ignore[valid-type]
@@ -303,7 +304,7 @@ class ChatRequest(AskedForChoices):
     prediction: only() = None  # type: ignore[valid-type]
     web_search_options: only() = None  # type: ignore[valid-type]
     verbosity: only("medium") = None  # type: ignore[valid-type]
-    # vLLM's: the template writes all that is special
+    # vLLM's: the template writes all special tokens
     add_special_tokens: only(False) = None  # type: ignore[valid-type]
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
     documents: only([]) = None  # type: ignore[valid-type]
@@ -334,7 +335,7 @@ class ChatRequest(AskedForChoices):
 
     @property
     def role(self) -> str:
-        """Whose the answer is: where no message is begun for it, who spoke last."""
+        """The role of the answer: assistant, or that of the last message if the answer begins no new one."""
         begins = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         return "assistant" if begins else str(self.messages[-1].role)
 
@@ -344,7 +345,7 @@ class ChatRequest(AskedForChoices):
 
     @property
     def names_tool(self) -> bool:
-        """The one that is to be called."""
+        """Whether the request names the tool that must be called."""
         return isinstance(self.tool_choice, ChosenTool)
 
     @field_validator("top_logprobs")

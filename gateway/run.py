@@ -1,4 +1,4 @@
-"""One HTTP request at the router: its prompts asked, and what comes of them, as the router says it.
+"""Runs one HTTP request at the router: sends its prompts, and merges the router's messages.
 
 body, headers ──> Run ── messages() ──> of all prompts, as they come ── until the gateway leaves
 """
@@ -31,13 +31,13 @@ from rpc.merge import merged
 from tandem.client import AsyncClient
 
 MAX_PROMPT_NUMBERS = 262_144
-"""How likely tokens of prompts were, in all choices of a request: as JSON 16 MB, half a second of a thread."""
+"""Maximum number of prompt logprobs in all choices of a request: 16 MB of JSON, half a second of a thread."""
 MAX_PROMPT_TOKEN_IDS = 2_097_152
-"""The same of their ids: as JSON 14 MB."""
+"""Likewise for token ids of prompts: 14 MB of JSON."""
 
 
 class Run:
-    """One HTTP request's prompts at the router. Raises what the client raises."""
+    """One HTTP request's prompts at the router. Raises what `AsyncClient` raises."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Run:
         running: set[Run],
         on_failed: Callable[[int], None],
     ) -> None:
-        """`running`: it is among them while its messages are read. `on_failed` is told the status that a stream has
-        missed. Raises `InvalidRequest` for a useless header, and for too many choices."""
+        """`running`: contains this run while its messages are read. `on_failed`: gets the status that a failed stream
+        would have had. Raises `InvalidRequest` for a wrong header, and for too many choices."""
         self._client = client
         self._leaving = leaving
         self._running = running
@@ -58,11 +58,11 @@ class Run:
         self.request_id = request_id_of(request)
         self.prompts = body.prompts()
         self.n = body.num_answers
-        """Answers to each prompt. Those to the first come first."""
+        """Answers per prompt. Those to the first prompt come first."""
         self.sampling = body.sampling()
         self.sampling["fairness_id"] = fairness_id_of(request) or body.fairness_id
         self._num_told = 0
-        """Numbers of prompts' tokens, in all choices."""
+        """Prompt logprobs so far, in all choices."""
         self._num_ids_told = 0
         self._is_echo_alone = isinstance(body, CompletionRequest) and body.is_echo_alone
         if len(self.prompts) * self.n > MAX_CHOICES:
@@ -73,7 +73,8 @@ class Run:
         self.headers = headers_of(self.request_id)
 
     def messages(self) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
-        """Of all choices, by number, as they come. Checked by the client: contiguous, and ended once."""
+        """The messages of all choices, each with its choice's number, as they come. `AsyncClient` checks that each
+        choice is contiguous and ends once."""
         ids = [self.request_id]
         if len(self.prompts) > 1:
             ids = [f"{self.request_id}-{index}" for index in range(len(self.prompts))]
@@ -93,7 +94,7 @@ class Run:
         return until_leaving(self._by_choice(streams), self._leaving)
 
     def failed(self, error: Exception) -> Refusal:
-        """What its stream, which has begun, ends with."""
+        """Record the failure of a stream that has begun. Returns the refusal that ends it."""
         refusal = refusal_in_stream(error, self.request_id)
         self._on_failed(refusal.kind.status)
         return refusal
@@ -101,7 +102,7 @@ class Run:
     async def _by_choice(
         self, streams: list[AsyncGenerator[GenerateResponse, None]]
     ) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
-        """Of one stream for each prompt."""
+        """Merge the streams, one for each prompt, and number their messages by choice."""
         self._running.add(self)
         try:
             async with aclosing(merged(streams)) as messages:
@@ -116,8 +117,8 @@ class Run:
             self._running.discard(self)
 
     def _count(self, message: GenerateResponse) -> None:
-        """What it tells of a prompt. Raises `InvalidRequest` where an object, or its events, would be larger than
-        anybody wants to wait for."""
+        """Count the prompt's logprobs and token ids in `message`. Raises `InvalidRequest` if the answer becomes too
+        large."""
         self._num_told += self.n * sum(1 + len(each.top) for each in message.prompt_logprobs)
         if self._num_told > MAX_PROMPT_NUMBERS:
             bound = f"may be {MAX_PROMPT_NUMBERS} numbers of prompts' tokens in all choices, is more: ask for fewer"
@@ -131,8 +132,8 @@ class Run:
 async def _under_free_name(
     stream: AsyncGenerator[GenerateResponse, None], again: Callable[[], AsyncGenerator[GenerateResponse, None]]
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """`stream`, or what `again` asks under another name, where a request of its name is under way. HTTP's clients give
-    one to all that they ask for one purpose, and to what they ask again; a router needs one for each."""
+    """Yield from `stream`, or, if its request id is in use, from `again()`, which uses another id. HTTP clients use one
+    id for all requests of one purpose, and for repeated ones; a router needs unique ids."""
     has_begun = False
     try:
         async with aclosing(stream):

@@ -1,7 +1,6 @@
-"""What an answer says, in the order in which it says it: thoughts, texts and calls, one of them open at a time. Pure.
+"""Splits an answer into its pieces in order: thoughts, texts and calls, one of them open at a time. Pure.
 
-Of what one message of the router has at once, the call that is open comes first, then the thought, the text, and new
-calls.
+If a message of the router has several parts, the open call comes first, then the thought, the text, and new calls.
 """
 
 from __future__ import annotations
@@ -12,25 +11,25 @@ from protos.tandem_inference_pb2 import GenerateResponse, ToolCallDelta
 from tandem.answer import StreamBroken
 
 Event = dict[str, Any]
-"""Of a stream, before it is JSON."""
+"""An event of a stream, before it is encoded as JSON."""
 Kind = Literal["thought", "text", "call"]
 
 
 class Piece(NamedTuple):
-    """More of what is open, or the beginning of something else."""
+    """More of the open part, or the beginning of the next one."""
 
     kind: Kind
     text: str
-    """Of a call, of its arguments."""
+    """For a call: a piece of its arguments."""
     is_first: bool
-    """Whatever was open is whole."""
+    """This piece begins a new part: the part that was open is complete."""
     call: ToolCallDelta | None = None
-    """With the first piece of one: which it is."""
+    """Set with the first piece of a call."""
 
 
 class ThoughtTokens:
-    """How many tokens of one answer are of what it thought: those of messages that told a thought, and those before
-    them that told nothing."""
+    """Counts the tokens of one answer's thoughts: those of messages with a thought, and of messages without any text
+    before them."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -45,12 +44,12 @@ class ThoughtTokens:
 
 
 class Spoken:
-    """Of one answer."""
+    """The pieces of one answer."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._open: tuple[Kind, int] | None = None
-        """Of a call, which one."""
+        """Kind of the open part, and the index of a call (else 0)."""
         self._thought_tokens = ThoughtTokens()
 
     @property
@@ -58,7 +57,7 @@ class Spoken:
         return self._thought_tokens.num_tokens
 
     def accept(self, message: GenerateResponse) -> list[Piece]:
-        """What is new with `message`. Raises `StreamBroken` where it tells more of a call that is over."""
+        """The new pieces in `message`. Raises `StreamBroken` if it continues a call that is over."""
         self._thought_tokens.accept(message)
         calls = list(message.tool_calls)
         pieces: list[Piece] = []

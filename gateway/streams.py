@@ -1,11 +1,11 @@
-"""Answers on their way to an HTTP client: server-sent events, signs of life between them, clients that leave.
+"""Sends answers to HTTP clients: server-sent events, keep-alives between them, and clients that disconnect.
 
-A client that disconnects cancels what is done for it: whoever waits here for the router is cancelled, which drops the
-streams, which cancels their requests on every worker.
+If a client disconnects, the task that waits here for the router is cancelled. This drops the gRPC streams, which
+cancels their requests on every worker.
 
     request ──> while_connected(the first message, or the whole answer) ──> EventStream(events) ──> data: … data: [DONE]
                     ├─ disconnected: cancelled                                  ├─ disconnected: events are closed
-                    └─ none for a while: the stream begins without it           └─ no event for a while: a sign of life
+                    └─ none for a while: the stream begins without it           └─ no event for a while: a keep-alive
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
-"""Which clients pass over."""
+"""A keep-alive that clients ignore."""
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""`json.dumps` with these makes an encoder each time."""
+"""`json.dumps` with these options would make a new encoder each time."""
 
 
 class Leaving(Exception):  # noqa: N818 - nothing is wrong
-    """This process ends and has waited long enough."""
+    """This process is ending and has waited for the answer long enough."""
 
 
 class ClientGone(Exception):  # noqa: N818 - nothing is wrong
@@ -37,9 +37,9 @@ class ClientGone(Exception):  # noqa: N818 - nothing is wrong
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises. When the client leaves before, it is cancelled: raises `ClientGone`.
+    """What `work` returns or raises. If the client disconnects first, cancels `work` and raises `ClientGone`.
 
-    The request's body must have been read: what is received here is only its client's leaving.
+    The request's body must have been read: this function only listens for the disconnect.
     """
     return await _unless(_wait_disconnected(receive), ClientGone, work)
 
@@ -74,7 +74,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 def named_event(value: dict[str, Any]) -> bytes:
-    """One whose name its `type` says."""
+    """One server-sent event that is named by its `type`."""
     name: str = value["type"]
     return f"event: {name}\n".encode() + event(value)
 
@@ -84,7 +84,7 @@ def to_json(value: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `events` as they come, and closes them however it ends. nginx would else pass them on by the kilobyte."""
+    """Sends `events` as they come, and closes them in any case. A header keeps nginx from buffering them."""
 
     media_type = "text/event-stream"
 
@@ -96,19 +96,19 @@ class EventStream(Response):
         keep_alive: bytes = COMMENT,
         keep_alive_s: float | None = None,
     ) -> None:
-        """`keep_alive`: what is sent whenever nothing was for `keep_alive_s` seconds, unless that is None."""
+        """`keep_alive`: sent whenever nothing was sent for `keep_alive_s` seconds; None: never."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive = keep_alive
         self._keep_alive_s = keep_alive_s
         self._sent_s = 0.0
-        """When something was sent last, by the loop's clock."""
+        """When something was last sent, by the loop's clock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._send_all(send))
-        except (ClientGone, OSError):  # OSError: how a server may say so to whoever writes
+        except (ClientGone, OSError):  # a server may raise OSError from `send` if the client is gone
             pass
 
     async def _send_all(self, send: Send) -> None:
@@ -129,7 +129,7 @@ class EventStream(Response):
 
     async def _live(self, send: Send, every_s: float) -> None:
         clock = asyncio.get_running_loop().time
-        with suppress(OSError):  # the client has gone, of which others hear
+        with suppress(OSError):  # the client is gone, which `while_connected` handles
             while True:
                 await asyncio.sleep(self._sent_s + every_s - clock())
                 if self._sent_s + every_s <= clock():
@@ -138,7 +138,7 @@ class EventStream(Response):
 
 
 async def until_leaving(items: AsyncGenerator[T, None], leaving: asyncio.Event) -> AsyncGenerator[T, None]:
-    """`items`, which it closes. Raises `Leaving` as soon as `leaving` is set, whatever they wait for."""
+    """Yield `items`, and close them. Raises `Leaving` as soon as `leaving` is set, even while waiting for an item."""
     waiting: asyncio.Timeout | None = None
 
     async def give_up() -> None:
@@ -146,7 +146,7 @@ async def until_leaving(items: AsyncGenerator[T, None], leaving: asyncio.Event) 
         if waiting is not None:
             waiting.reschedule(0.0)
 
-    # One task for all items: another for each would be a third of what a token costs here.
+    # One task for all items: a task for each would be a third of a token's cost here.
     watch = asyncio.create_task(give_up())
     try:
         while not leaving.is_set():
@@ -169,14 +169,16 @@ async def until_leaving(items: AsyncGenerator[T, None], leaving: asyncio.Event) 
 
 
 class Begun(AsyncIterator[T], Generic[T]):
-    """`items`, the first of which is asked for already. Whoever has it closes it, which closes `items`."""
+    """Iterates over `items`, of which it has requested the first one already. The holder must call `aclose`, which also
+    closes `items`."""
 
     def __init__(self, items: AsyncGenerator[T, None]) -> None:
         self._items = items
         self._first: asyncio.Task[T] | None = asyncio.create_task(anext(items))
 
     async def wait_first(self, timeout_s: float | None) -> None:
-        """Until the first item is there, for at most `timeout_s`. Raises what came instead of it."""
+        """Wait for the first item, at most `timeout_s` seconds (None: no limit). Raises the error that came instead of
+        it."""
         assert self._first is not None
         done, _ = await asyncio.wait({self._first}, timeout=timeout_s)
         for first in done:

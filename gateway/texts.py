@@ -1,4 +1,4 @@
-"""Texts in bodies, whose they are, and lists that may stand in place of one: what all routes share. Pure."""
+"""Texts in bodies, their roles, and lists of parts that may replace a text: what all routes share. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Kind = TypeVar("_Kind")
 
 
 class Part(BaseModel, Generic[_Kind]):
-    """Of a text, with what answers have beside it."""
+    """A part of a text. Further fields, which answers contain, are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -25,8 +25,8 @@ class Part(BaseModel, Generic[_Kind]):
 
 
 def text_or_parts(kind: Any) -> Any:
-    """The type of a text, or of a list of parts of that `kind`, a Literal. It is said here, where it is known which of
-    the two was meant, what is wrong with it, and of a part, what is wrong with that part."""
+    """The type of a text, or of a list of parts of that `kind`, a Literal. Errors are made here, where it is known
+    which of the two was meant: they name what is wrong with the value or with one part."""
     types = get_args(kind)
     names = " or ".join(f"'{each}'" for each in types)
 
@@ -49,8 +49,8 @@ def text_or_objects(
     min_length: int | None = None,
     max_length: int | None = None,
 ) -> Any:
-    """The type of a text, or of a list of objects, each of one of the `kinds`, by its `type`. `one`: what a refusal
-    calls such an object. `untyped`: the kind of one that has a role, and no type."""
+    """The type of a text, or of a list of objects, each of one of the `kinds`, chosen by its `type`. `one`: the name of
+    such an object in errors. `untyped`: the kind of an object that has a role but no type."""
 
     def tag_of(value: Any) -> str:
         kind = None
@@ -92,12 +92,12 @@ def texts_of(content: str | Sequence[Part[Any]]) -> list[str]:
 
 
 def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """A message's, as the client takes it."""
+    """A message's content, as `AsyncClient` takes it."""
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 def role_of(*roles: str) -> Any:
-    """The type of a role: one of these."""
+    """The type of a role that must be one of `roles`."""
 
     def check(value: str) -> str:
         if value not in roles:

@@ -1,5 +1,5 @@
-"""What prompts are in tokens, and tokens in text, as the router says: vLLM's POST /tokenize and /detokenize, OpenAI's
-/v1/responses/input_tokens, and Anthropic's /v1/messages/count_tokens."""
+"""Requests to tokenize, detokenize and count tokens, which the router does: vLLM's POST /tokenize and /detokenize,
+OpenAI's /v1/responses/input_tokens, and Anthropic's /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    """Each token as the vocabulary writes it, too."""
+    """Also return each token as the vocabulary writes it."""
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -78,7 +78,7 @@ class DetokenizeRequest(Body):
 
 
 class CountRequest(ResponseRequest):
-    """POST /v1/responses/input_tokens: how many tokens a response's input would be."""
+    """POST /v1/responses/input_tokens: how many tokens a response's input has."""
 
     async def answer(self, client: AsyncClient) -> dict[str, Any]:
         """Raises what `client` raises."""
@@ -86,7 +86,7 @@ class CountRequest(ResponseRequest):
 
 
 class CountMessagesRequest(AskedOfMessages):
-    """POST /v1/messages/count_tokens: how many tokens they would be."""
+    """POST /v1/messages/count_tokens: how many tokens the messages have."""
 
     async def answer(self, client: AsyncClient) -> dict[str, Any]:
         """Raises what `client` raises."""
@@ -94,7 +94,7 @@ class CountMessagesRequest(AskedOfMessages):
 
 
 async def _num_tokens(client: AsyncClient, body: Asked) -> int:
-    """Of its one prompt, a chat."""
+    """The number of tokens of the body's one prompt, a chat."""
     [messages], sampling = body.prompts(), body.sampling()
     try:
         told = await client.tokenize(

@@ -1,6 +1,6 @@
-"""Tools in OpenAI's words: what a chat's body says of those that may be called, and of calls that were. Pure.
+"""Tools in a chat's body, in OpenAI's format: those that may be called, and earlier calls. Pure.
 
-Their bounds are the router's.
+The router checks their bounds.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from gateway.asked import Known
 
 
 class CalledFunction(BaseModel):
-    """With what clients have beside, and send back: what they made of the arguments."""
+    """Further fields are ignored: some clients send back what they parsed from the arguments."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     name: str
     arguments: str | dict[str, Any] | None = None
-    """A JSON object, as text, or what it says."""
+    """A JSON object, as text or as an object."""
 
 
 class Call(BaseModel):
-    """Of a tool, in an assistant's message."""
+    """A tool call in an assistant's message."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -37,7 +37,7 @@ class Function(Known):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """For the chat template: arguments of calls that must be made are held to their schema, strict or not."""
+    """Only for the chat template: if calls are required, the schema of their arguments is enforced in any case."""
 
 
 class ToolParam(Known):
@@ -55,8 +55,8 @@ class ChosenTool(Known):
 
 
 def tool_choice_of(chosen: type[BaseModel], shape: str) -> Any:
-    """The type of a word, or of which tool is `chosen`, as a body of `shape` says it. Refused here, where it is known
-    which of the two was meant. It comes after `tools`."""
+    """The type of a tool choice: a word, or a `chosen` tool, which has the given `shape` in errors. Errors are made
+    here, where it is known which of the two was meant. The field must be declared after `tools`."""
     wanted = f'must be "none", "auto", "required" or {shape}'
 
     def read(value: Any) -> Any:

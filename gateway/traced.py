@@ -1,4 +1,4 @@
-"""Around the routes: a span for each request that asks for an answer, until the last byte of it is sent."""
+"""A middleware that records a trace span for each request for an answer, until its last byte is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messa
 
 
 class Traced:
-    """An ASGI application around another."""
+    """An ASGI application that wraps another one."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing) -> None:
         self._app = app
@@ -38,5 +38,5 @@ class Traced:
             status = attributes.get("http.response.status_code", 500)
             if failed := scope["state"].get("failed_stream_status"):
                 attributes["tandem.stream.failed_status_code"] = status = failed
-            # A server's span failed where the server did (OpenTelemetry's conventions for HTTP).
+            # A server's span counts as failed only for errors of the server (OpenTelemetry's conventions for HTTP).
             span.end(attributes, error=f"status {status}" if int(status) >= 500 else "")

@@ -1,9 +1,9 @@
-"""The answer of /v1/messages in Anthropic's words: the object, whole, and a stream's events. Pure.
+"""The answer of /v1/messages in Anthropic's format: the whole object, and a stream's events. Pure.
 
     message_start ── of each block: start ── delta ── … ── stop ──> message_delta (why, how many tokens) ── message_stop
 
-Both are made of the same messages, in the order in which `gateway.spoken` has what they say. The last object carries
-`timings`, as those of other routes do.
+Both are made from the same messages, in the order of `gateway.spoken`'s pieces. The last object has `timings`, as on
+other routes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _DELTAS = {
 
 
 class MessageAnswer:
-    """To one request."""
+    """The answer to one request."""
 
     def __init__(self, *, request_id: str, model: str) -> None:
         self._request_id = request_id
         self._spoken = Spoken(request_id)
         self._told = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []
-        """Of which the last one is open. What one says is in `_texts`."""
+        """The content blocks; the last one is open. Their texts are in `_texts`."""
         self._texts: list[list[str]] = []
         self._end: dict[str, Any] = {}
         self._has_begun = False
 
     def opening(self) -> list[Event]:
-        """None: `message_start` says how long the prompt is, which comes with the first message."""
+        """No events: `message_start` contains the prompt's length, which comes with the first message."""
         return []
 
     def accept(self, message: GenerateResponse) -> list[Event]:
-        """What is new with `message`; with the last one, the end. Raises `StreamBroken`."""
+        """The events for `message`; for the last one, with those of the end. Raises `StreamBroken`."""
         events: list[Event] = [] if self._has_begun else [self._start(message)]
         self._has_begun = True
         for piece in self._spoken.accept(message):
@@ -59,16 +59,16 @@ class MessageAnswer:
         return events
 
     def failed(self, refusal: Refusal) -> Event:
-        """The last event where there is no end."""
+        """The last event of an answer that fails."""
         return error_of(refusal, self._request_id)
 
     def whole(self) -> dict[str, Any]:
-        """After the last message."""
+        """The whole answer, after the last message."""
         content = [_with_text(*each) for each in zip(self._blocks, map("".join, self._texts), strict=True)]
         return {**self._told, "content": content, **self._end}
 
     def _start(self, first: GenerateResponse) -> Event:
-        """That there will be one. How many tokens of the prompt were found in a cache is said at its end."""
+        """The event that begins the answer. Only the last events report how many tokens of the prompt were cached."""
         usage = _usage(Usage(prompt_tokens=first.prompt_tokens), 0)
         why = {"stop_reason": None, "stop_sequence": None}
         return {"type": "message_start", "message": {**self._told, "content": [], **why, "usage": usage}}
@@ -85,8 +85,8 @@ class MessageAnswer:
         return self._event("start", content_block=dict(block))
 
     def _close(self) -> list[Event]:
-        """Of the block that is open, if one is. Of a thought it is said whose it is: it signs nothing, but some clients
-        send no thought back that is not signed."""
+        """The events that close the open block, if there is one. A thought gets the message's id as its signature: it
+        proves nothing, but some clients do not send back a thought that is not signed."""
         if not self._blocks:
             return []
         events = [self._event("stop")]
@@ -112,20 +112,20 @@ class MessageAnswer:
 
 
 def _with_text(block: dict[str, Any], text: str) -> dict[str, Any]:
-    """A call that was cut off has what there is of its input, as Anthropic's clients read one that is streamed; what is
-    no JSON has none."""
+    """The block with its text. The input of a call that was cut off is what can be parsed of it, as Anthropic's clients
+    parse a streamed one; if it is not JSON, the input is empty."""
     if block["type"] != "tool_use":
         return {**block, block["type"]: text}
     try:
         value = from_json(text, allow_partial=True, allow_inf_nan=False)
-        json.dumps(value, allow_nan=False)  # 1e999 is read, and cannot be written
+        json.dumps(value, allow_nan=False)  # 1e999 can be parsed but not written
     except ValueError:
         value = None
     return {**block, "input": value if isinstance(value, dict) else {}}
 
 
 def _why(message: GenerateResponse, has_calls: bool) -> str | None:
-    """Anthropic has no word for an answer that somebody has aborted."""
+    """The `stop_reason`. None for an aborted answer, for which Anthropic has no word."""
     if message.finish_reason == FinishReason.FINISH_REASON_LENGTH:
         return "max_tokens"
     if message.finish_reason != FinishReason.FINISH_REASON_STOP:
@@ -136,8 +136,8 @@ def _why(message: GenerateResponse, has_calls: bool) -> str | None:
 
 
 def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
-    """Tokens that were found in a cache are counted apart. `cache_creation_input_tokens`: what is paid for to be kept,
-    which nothing is."""
+    """The usage. Cached tokens are counted separately. `cache_creation_input_tokens` counts tokens that clients pay to
+    have cached, which do not exist here."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

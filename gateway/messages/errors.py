@@ -1,4 +1,4 @@
-"""What goes wrong on /v1/messages, in Anthropic's words. Pure: statuses are those of all routes."""
+"""Errors on /v1/messages, in Anthropic's format. Pure: the statuses are the same as on other routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from gateway.errors import CONTEXT_EXCEEDED, Refusal
 
 PATH = "/v1/messages"
-"""And what is below it."""
+"""This path, and those below it, have Anthropic's errors."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -21,13 +21,13 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By status; of all others "api_error"."""
+"""Error types by status; "api_error" for all others."""
 
 
 _TOO_LONG = "(a context of "
-"""In what a router says of a prompt that is too long by itself."""
+"""Occurs in the router's error about a prompt that is too long by itself."""
 _BESIDE = re.compile(r"\(the context of (\d+) tokens minus the prompt of (\d+)\), is (\d+)")
-"""In what a router says of an answer that there is no room for beside its prompt."""
+"""Occurs in the router's error about an answer for which there is no room beside its prompt."""
 
 
 def is_of_messages(path: str) -> bool:
@@ -35,14 +35,14 @@ def is_of_messages(path: str) -> bool:
 
 
 def error_of(refusal: Refusal, request_id: str) -> dict[str, Any]:
-    """A body, and a stream's last event."""
+    """The error as a body, which is also a stream's last event."""
     message = refusal.message if refusal.kind != CONTEXT_EXCEEDED else _out_of_context(refusal.message)
     error = {"type": _TYPES.get(refusal.kind.status, "api_error"), "message": message}
     return {"type": "error", "error": error, "request_id": request_id}
 
 
 def _out_of_context(message: str) -> str:
-    """In the words by which Anthropic's clients know it: they ask again for a shorter answer, or shorten the chat."""
+    """The message in the wording that Anthropic's clients look for, to ask for a shorter answer or shorten the chat."""
     if found := _BESIDE.search(message):
         context, prompt, answer = found.groups()
         return f"input length and `max_tokens` exceed context limit: {prompt} + {answer} > {context}. {message}"

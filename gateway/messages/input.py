@@ -1,11 +1,11 @@
-"""What a request to /v1/messages says as `system` and `messages`, and the messages of a chat that they are. Pure.
+"""Turns `system` and `messages` of a request to /v1/messages into chat messages. Pure.
 
     system ────────────────────────────────────> the first message
     text of a user ────────────────────────────> a message
     tool_result of a user ─────────────────────> a message of a tool
     thinking, text, tool_use of an assistant ──> one message
 
-Blocks may be those that answers have in their `content`. `cache_control` has no effect: prefixes are cached anyway.
+Blocks may be those of earlier answers' `content`. `cache_control` has no effect: prefixes are cached anyway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str
     signature: Any = None
-    """Nobody checks it."""
+    """Not checked."""
 
 
 class ToolUseBlock(Block):
@@ -80,7 +80,7 @@ class MessageParam(Known):
 
 
 def messages_of(system: Any, said: Sequence[MessageParam]) -> list[PlacedMessage]:
-    """The chat that they are. An empty `system` is none."""
+    """The chat messages. An empty `system` makes none."""
     text = text_of(system or "")
     messages = [PlacedMessage("system", "system", [text])] if text else []
     for number, message in enumerate(said):
@@ -93,7 +93,7 @@ def messages_of(system: Any, said: Sequence[MessageParam]) -> list[PlacedMessage
 
 
 def _of_blocks(place: str, role: str, blocks: Sequence[Block]) -> list[PlacedMessage]:
-    """One message, but for a user's, in which tools speak, too."""
+    """One message; several for a user's, since its tool results are messages of their own."""
     messages: list[PlacedMessage] = []
     for number, block in enumerate(blocks):
         place_of_block = f"{place}.content[{number}]"

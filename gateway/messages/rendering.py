@@ -1,4 +1,4 @@
-"""Answers of /v1/messages on their way out."""
+"""Renders the answers of /v1/messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gateway.streams import named_event
 
 
 class MessageRendering(NamedEvents):
-    """Of one request."""
+    """Renders the answer to one request."""
 
     keep_alive = named_event({"type": "ping"})
 
     def __init__(self, run: Run, body: MessageRequest, model: str) -> None:
-        """`model`: its name in what is answered."""
+        """`model`: the model's name in the answer."""
         super().__init__(run, MessageAnswer(request_id=run.request_id, model=model))

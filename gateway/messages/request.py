@@ -1,4 +1,4 @@
-"""What clients may ask of /v1/messages, in Anthropic's words and vLLM's further ones. Pure: as `gateway.requests`."""
+"""Request bodies of /v1/messages, with Anthropic's fields and vLLM's further ones. Pure, as `gateway.requests`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Tool(WithoutNulls):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    """For the chat template: arguments of calls that must be made are held to their schema, strict or not."""
+    """Only for the chat template: if calls are required, the schema of their arguments is enforced in any case."""
     cache_control: Any = None
     eager_input_streaming: Any = None
-    """Arguments are told as they come."""
+    """No effect: arguments are always streamed as they come."""
     defer_loading: only(False) = None  # type: ignore[valid-type]
     input_examples: only([]) = None  # type: ignore[valid-type]
     allowed_callers: only(["direct"]) = None  # type: ignore[valid-type]
@@ -48,7 +48,7 @@ class Tool(WithoutNulls):
         return value
 
     def to_chat(self) -> dict[str, Any]:
-        """As a chat has it."""
+        """The tool in the format of chats."""
         function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
@@ -65,7 +65,7 @@ class ToolChoice(WithoutNulls):
         return self
 
     def to_chat(self) -> Any:
-        """As a chat has it."""
+        """The choice in the format of chats."""
         if self.name is not None:
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
@@ -74,12 +74,12 @@ class ToolChoice(WithoutNulls):
 class Thinking(WithoutNulls):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    """Anthropic's clients must say it, and it is a target of theirs: kept where that can be."""
+    """Anthropic requires it from clients, so it is only a target: enforced if possible."""
     display: only("summarized") = None  # type: ignore[valid-type]
-    """Thoughts are told as they are."""
+    """Thoughts are returned as they are."""
 
     def template_kwargs(self) -> dict[str, Any]:
-        """For the chat template. Adaptive: as the model's own does it."""
+        """Variables for the chat template. "adaptive": none, so that the template decides."""
         return {} if self.type == "adaptive" else thinking_variables(self.type == "enabled")
 
 
@@ -91,11 +91,11 @@ class JsonFormat(WithoutNulls):
 class OutputConfig(WithoutNulls):
     format: JsonFormat | None = None
     effort: Effort | None = None
-    """Whether it thinks at all `thinking` says."""
+    """`thinking` decides whether the model thinks at all."""
 
 
 class ContextEdit(WithoutNulls):
-    """Every thought is kept, if nobody says otherwise: the model's template decides which ones it shows."""
+    """Only `keep: "all"` is accepted, which is the default: the model's template decides which thoughts it shows."""
 
     type: Literal["clear_thinking_20251015"]
     keep: only("all")  # type: ignore[valid-type]
@@ -114,7 +114,7 @@ _TOOL = re.compile(r"chat\.(tools\[\d+\])(?:\.(.*))?")
 
 
 class AskedOfMessages(Asked):
-    """What an answer, and how many tokens it would be asked with, have in common."""
+    """What requests for an answer and for a token count share."""
 
     messages: Annotated[Listed[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: System | None = None
@@ -123,13 +123,13 @@ class AskedOfMessages(Asked):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    """After structured_outputs, which says the same in vLLM's words."""
+    """Declared after structured_outputs, vLLM's field for the same, so that its validator can refuse both together."""
     metadata: Metadata | None = None
     context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Any = None
 
-    # known, and refused unless they ask for what is done anyway
+    # known fields that are refused unless they ask for nothing special
     service_tier: only("auto", "standard_only") = None  # type: ignore[valid-type]
     speed: only("standard") = None  # type: ignore[valid-type]
     container: only() = None  # type: ignore[valid-type]
@@ -138,7 +138,7 @@ class AskedOfMessages(Asked):
     mcp_servers: only([]) = None  # type: ignore[valid-type]
     user_profile_id: only() = None  # type: ignore[valid-type]
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
-    # other routes' words
+    # fields of other routes
     n: only(1) = None  # type: ignore[valid-type]
     stop: only(instead="use stop_sequences") = None  # type: ignore[valid-type]
     response_format: only(instead="use output_config.format") = None  # type: ignore[valid-type]

@@ -1,9 +1,9 @@
-"""The answer of /v1/responses in OpenAI's words: the object, whole, and a stream's events. Pure.
+"""The answer of /v1/responses in OpenAI's format: the whole object, and a stream's events. Pure.
 
-    created ── in_progress ── what the items tell ── … ──> completed, incomplete or failed
+    created ── in_progress ── events of the items ── … ──> completed, incomplete or failed
 
-Both are made of the same messages by the same `Output`, so that they agree. The last object carries `timings`, as those
-of other routes do.
+Both are made from the same messages by the same `Output`, so that they agree. The last object has `timings`, as on
+other routes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from protos.tandem_inference_pb2 import FinishReason, GenerateResponse, Usage
 from rpc.errors import InvalidRequest, Overloaded
 
 _CODES = {KINDS[Overloaded].type: "rate_limit_exceeded", KINDS[InvalidRequest].type: "invalid_prompt"}
-"""Of errors, by their type on other routes; of all others "server_error"."""
+"""Error codes, by the error's type on other routes; "server_error" for all others."""
 
 
 class ResponseAnswer:
-    """To one request."""
+    """The answer to one request."""
 
     def __init__(self, body: ResponseRequest, *, request_id: str, created_s: int, model: str) -> None:
         self._output = Output(request_id, has_logprobs=body.wants_logprobs)
@@ -33,28 +33,28 @@ class ResponseAnswer:
         self._whole: dict[str, Any] | None = None
 
     def opening(self) -> list[Event]:
-        """That there will be one."""
+        """The events that begin the answer."""
         response = self._response("in_progress")
         return self._numbered(
             [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
         )
 
     def accept(self, message: GenerateResponse) -> list[Event]:
-        """What is new with `message`; with the last one, the end. Raises `StreamBroken`."""
+        """The events for `message`; for the last one, with those of the end. Raises `StreamBroken`."""
         events = self._output.accept(message)
         if message.HasField("usage"):
             events += self._end(message)
         return self._numbered(events)
 
     def failed(self, refusal: Refusal) -> Event:
-        """The last event where there is no end."""
+        """The last event of an answer that fails."""
         self._output.cut()
         response = {**self._response("failed"), "error": _error_of(refusal)}
         (event,) = self._numbered([{"type": "response.failed", "response": response}])
         return event
 
     def whole(self) -> dict[str, Any]:
-        """After the last message."""
+        """The whole answer, after the last message."""
         assert self._whole is not None
         return self._whole
 
@@ -88,7 +88,7 @@ class ResponseAnswer:
 
 
 def _asked_of(body: ResponseRequest) -> dict[str, Any]:
-    """What an answer repeats of its request. Null: the model's default."""
+    """The fields of the request that an answer repeats. Null: the model's default applied."""
     chosen = body.tool_choice
     form = body.text.format if body.text is not None else None
     return {
@@ -111,13 +111,13 @@ def _asked_of(body: ResponseRequest) -> dict[str, Any]:
 
 
 def _why(finish_reason: int) -> dict[str, Any]:
-    """An answer ended. OpenAI has no word for one that somebody has aborted."""
+    """Why an answer is incomplete. Null for an aborted one, for which OpenAI has no word."""
     is_length = finish_reason == FinishReason.FINISH_REASON_LENGTH
     return {"reason": "max_output_tokens" if is_length else None}
 
 
 def _usage_of(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
-    """`cache_write_tokens`: what is paid for to be kept, which nothing is."""
+    """The usage. `cache_write_tokens` counts tokens that clients pay to have cached, which do not exist here."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -128,5 +128,5 @@ def _usage_of(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
 
 
 def _error_of(refusal: Refusal) -> dict[str, Any]:
-    """By one of the few codes that OpenAI's type has."""
+    """The error, with one of the few codes that OpenAI's type allows."""
     return {"code": _CODES.get(refusal.kind.type, "server_error"), "message": refusal.message}

@@ -1,11 +1,11 @@
-"""What a request to /v1/responses says as `input`: a text, or items, and the messages of a chat that they are. Pure.
+"""Turns `input` of a request to /v1/responses, a text or items, into chat messages. Pure.
 
     message of a user, system, developer ──────────────> a message
-    reasoning, message of an assistant, function_call ──> one assistant's message, for all that one answer said
+    reasoning, message of an assistant, function_call ──> one assistant's message, for all items of one answer
     function_call_output ───────────────────────────────> a message of a tool
 
-Items may be those that answers have in their `output`: what those say of themselves (id, status, annotations …) is left
-out. A field that is null is absent.
+Items may be those of earlier answers' `output`: their further fields (id, status, annotations …) are ignored. A field
+that is null is absent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_READ = "it cannot be read here; reasoning is in content"
 
 
 class Item(WithoutNulls):
-    """What answers say of their items, and clients send back with them."""
+    """Fields of an answer's items that clients send back."""
 
     id: Any = None
     status: Any = None
@@ -40,7 +40,7 @@ class ReasoningItem(Item):
     type: Literal["reasoning"]
     content: text_or_parts(Literal["reasoning_text"]) = ""  # type: ignore[valid-type]
     summary: Any = None
-    """Is not what was thought."""
+    """Ignored: it is not the thought itself."""
     encrypted_content: only(instead=_NOT_READ) = None  # type: ignore[valid-type]
 
 
@@ -73,8 +73,8 @@ Input = text_or_objects("an item", _KINDS, untyped="message", min_length=1, max_
 
 
 def _takes(message: PlacedMessage, item: Item) -> bool:
-    """Whether `item` is of the answer that the message is made of: an answer that calls goes on until it hears what
-    came of it."""
+    """Whether `item` belongs to the same answer as the message: an answer that has called tools continues until the
+    tools' results."""
     return message.role == "assistant" and (
         isinstance(item, CallItem) or bool(message.tool_calls) or (_is_answer(item) and not message.is_spoken)
     )
@@ -92,7 +92,7 @@ def _take(message: PlacedMessage, item: Item, place: str) -> None:
 
 
 def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[PlacedMessage]:
-    """The chat that they are. Empty `instructions` are none; what is not told of `said` is left out."""
+    """The chat messages. Empty `instructions` make none; thoughts without content are left out."""
     messages = [PlacedMessage("instructions", "system", [instructions])] if instructions else []
     if isinstance(said, str):
         return [*messages, PlacedMessage("input", "user", [said])]
@@ -111,12 +111,12 @@ def messages_of(instructions: str | None, said: str | Sequence[Item]) -> list[Pl
 
 
 def says_something(said: str | Sequence[Item]) -> bool:
-    """Whether it has more than thoughts that are not told."""
+    """Whether `said` has more than thoughts without content."""
     return isinstance(said, str) or any(map(_is_told, said))
 
 
 def _is_told(item: Item) -> bool:
-    """Of a thought that others have kept nothing is known."""
+    """Whether the item has content here: a thought may be stored elsewhere."""
     return not isinstance(item, ReasoningItem) or bool(item.content)
 
 

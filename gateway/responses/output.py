@@ -1,9 +1,9 @@
-"""What an answer is made of, as it comes: its items, and the events that tell of each. Pure.
+"""The items of an answer as they come, and the events of each. Pure.
 
-    ── added ──> OPEN ── delta ── delta ── … ── something else is said, or the end ──> done
+    ── added ──> OPEN ── delta ── delta ── … ── another item begins, or the end ──> done
 
-Items stand in the order in which they were said, one open at a time: thought, message, call, and again where a model
-thinks or speaks after a call (`gateway.spoken`).
+Items are in the order in which the model wrote them, one open at a time: thought, message, call, and again if a model
+thinks or writes after a call (`gateway.spoken`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item(ABC):
-    """One of an answer's items. `index`: its place among them."""
+    """One item of an answer. `index`: its position."""
 
     prefix: str
-    """Of its id."""
+    """Prefix of its id."""
 
     def __init__(self, request_id: str, index: int) -> None:
         self.id = f"{self.prefix}_{request_id}_{index}"
@@ -33,25 +33,25 @@ class _Item(ABC):
 
     @abstractmethod
     def told(self) -> dict[str, Any]:
-        """As it is now."""
+        """The item as it is now."""
 
     @abstractmethod
     def say(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
-        """More of it. `logprobs`: of a message's tokens."""
+        """Append text. Returns its event. `logprobs`: those of a message's tokens."""
 
     def begin(self) -> list[Event]:
-        """That it is there."""
+        """The events that begin the item."""
         return [{"type": "response.output_item.added", "output_index": self.index, "item": self.told()}]
 
     def end(self, status: Status) -> list[Event]:
-        """That there is no more of it."""
+        """End the item. Returns its last events."""
         events = self._ends()
         self.status = status
         return [*events, {"type": "response.output_item.done", "output_index": self.index, "item": self.told()}]
 
     @abstractmethod
     def _ends(self) -> list[Event]:
-        """What is said of its content when it is whole."""
+        """The events about its complete content."""
 
     def _event(self, name: str, **fields: Any) -> Event:
         return {"type": f"response.{name}", "item_id": self.id, "output_index": self.index, **fields}
@@ -65,7 +65,7 @@ class _OfOnePart(_Item):
     """An item whose content is one text."""
 
     kind: str
-    """Of the events that tell of the text."""
+    """Name of the text's events."""
 
     @abstractmethod
     def _part(self) -> dict[str, Any]: ...
@@ -84,7 +84,7 @@ class _OfOnePart(_Item):
 
     @property
     def _content(self) -> list[dict[str, Any]]:
-        """Nothing, before its part was added."""
+        """The content; empty before its part was added."""
         return [] if self.status == "in_progress" and not self._pieces else [self._part()]
 
 
@@ -146,24 +146,24 @@ class _Call(_Item):
 
 
 class Output:
-    """Of one answer. `accept` each message, then `end`."""
+    """The items of one answer. Call `accept` for each message, then `end`."""
 
     def __init__(self, request_id: str, *, has_logprobs: bool) -> None:
         self._request_id = request_id
         self._has_logprobs = has_logprobs
         self._spoken = Spoken(request_id)
         self._items: list[_Item] = []
-        """Of which the last one is open."""
+        """The items; the last one is open."""
         self._content = OfContent()
         self._last_logprobs: list[dict[str, Any]] = []
-        """Of what ends the answer."""
+        """Logprobs of the last message without text: those of the tokens that end the answer."""
 
     @property
     def num_thought_tokens(self) -> int:
         return self._spoken.num_thought_tokens
 
     def accept(self, message: GenerateResponse) -> list[Event]:
-        """What is new with `message`. Raises `StreamBroken` where it tells more of a call that is over."""
+        """The events for `message`. Raises `StreamBroken` if it continues a call that is over."""
         events: list[Event] = []
         logprobs = entries_of(self._content.accept(message)) if self._has_logprobs else []
         if not message.text:
@@ -176,7 +176,7 @@ class Output:
         return events
 
     def end(self, status: Status) -> list[Event]:
-        """There is no more. `status`: of the item that is open; an answer without any is an empty message."""
+        """The answer has ended. `status`: for the open item; an answer without items gets an empty message."""
         events = [] if self._items else self._begin(Piece("text", "", True))
         item = self._items[-1]
         if isinstance(item, _Message) and self._last_logprobs:
@@ -184,16 +184,16 @@ class Output:
         return [*events, *item.end(status)]
 
     def cut(self) -> None:
-        """There is no more, and no end."""
+        """The answer breaks off without an end."""
         if self._items:
             self._items[-1].status = "incomplete"
 
     def items(self) -> list[dict[str, Any]]:
-        """As they are now."""
+        """The items as they are now."""
         return [item.told() for item in self._items]
 
     def _begin(self, piece: Piece) -> list[Event]:
-        """Whatever was open is whole."""
+        """Complete the open item and begin the next one."""
         before: Sequence[Event] = self._items[-1].end("completed") if self._items else ()
         index = len(self._items)
         if piece.call is not None:

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses on their way out."""
+"""Renders the answers of /v1/responses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gateway.run import Run
 
 
 class ResponseRendering(NamedEvents):
-    """Of one request."""
+    """Renders the answer to one request."""
 
     def __init__(self, run: Run, body: ResponseRequest, model: str) -> None:
-        """`model`: its name in what is answered."""
+        """`model`: the model's name in the answer."""
         answer = ResponseAnswer(body, request_id=run.request_id, created_s=int(time.time()), model=model)
         super().__init__(run, answer, has_logprobs=body.wants_logprobs)

@@ -1,4 +1,4 @@
-"""What clients may ask of /v1/responses, in OpenAI's words and vLLM's further ones. Pure: as `gateway.requests`."""
+"""Request bodies of /v1/responses, with OpenAI's fields and vLLM's further ones. Pure, as `gateway.requests`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tandem.structured_outputs import StructuredOutputsParams
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""The second is how others keep a thought for whoever keeps nothing else: here all of it is in the answer's reasoning
-item, and is taken from there where it is sent back."""
+"""With the second, stateless clients of other servers carry thoughts along, encrypted. Here the answer's reasoning item
+contains the whole thought, and is read from there if it is sent back."""
 _NOTHING_KEPT = "nothing is stored"
 _SAY_AGAIN = "nothing is stored: repeat the conversation in input"
 
@@ -47,7 +47,7 @@ class FunctionTool(WithoutNulls):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """For the chat template: arguments of calls that must be made are held to their schema, strict or not."""
+    """Only for the chat template: if calls are required, the schema of their arguments is enforced in any case."""
     defer_loading: only(False) = None  # type: ignore[valid-type]
 
     @field_validator("type")
@@ -58,12 +58,12 @@ class FunctionTool(WithoutNulls):
         return value
 
     def to_chat(self) -> dict[str, Any]:
-        """As a chat has it."""
+        """The tool in the format of chats."""
         function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
         return {"type": "function", "function": function}
 
     def to_response(self) -> dict[str, Any]:
-        """As the answer repeats it."""
+        """The tool as the answer repeats it."""
         return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
 
 
@@ -73,7 +73,7 @@ class ChosenTool(Known):
 
 
 class TextFormat(WithoutNulls):
-    """The form of the answer. A schema is kept to, strict or not."""
+    """The format of the answer. A schema is enforced, whatever `strict` says."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -101,13 +101,13 @@ class TextConfig(WithoutNulls):
 
 class StreamOptions(WithoutNulls):
     include_obfuscation: bool | None = None
-    """OpenAI's padding against those who watch lengths: there is none."""
+    """OpenAI's padding against observers of lengths. It has no effect here."""
 
 
 class Reasoning(WithoutNulls):
     effort: Effort | None = None
     summary: only("auto") = None  # type: ignore[valid-type]
-    """The most that there is: none. Thoughts are told as they are."""
+    """Accepted without effect: thoughts are returned as they are, without a summary."""
     generate_summary: only("auto") = None  # type: ignore[valid-type]
 
 
@@ -128,7 +128,7 @@ class ResponseRequest(Asked):
     max_output_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     stream_options: StreamOptions | None = None
     text: TextConfig | None = None
-    """After structured_outputs, which says the same in vLLM's words."""
+    """Declared after structured_outputs, vLLM's field for the same, so that its validator can refuse both together."""
     tools: Annotated[Listed[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: tool_choice_of(ChosenTool, '{"type": "function", "name": …}') = None  # type: ignore[valid-type]
     parallel_tool_calls: bool | None = None
@@ -137,11 +137,11 @@ class ResponseRequest(Asked):
     metadata: Mapped[str, str] | None = None
     reasoning: Reasoning | None = None
     client_metadata: Any = None
-    """What Codex tells OpenAI of itself: of no effect here."""
+    """What Codex tells OpenAI about itself. No effect here."""
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Budget | None = None
 
-    # known, and refused unless they ask for what is done anyway
+    # known fields that are refused unless they ask for nothing special
     store: only(False, instead=_NOTHING_KEPT) = None  # type: ignore[valid-type]
     previous_response_id: only(instead=_SAY_AGAIN) = None  # type: ignore[valid-type]
     conversation: only(instead=_SAY_AGAIN) = None  # type: ignore[valid-type]
@@ -158,7 +158,7 @@ class ResponseRequest(Asked):
     prompt_cache_retention: only("in_memory") = None  # type: ignore[valid-type]
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
     include_reasoning: only(True) = None  # type: ignore[valid-type]
-    # other routes' words
+    # fields of other routes
     n: only(1) = None  # type: ignore[valid-type]
     messages: only(instead="use input") = None  # type: ignore[valid-type]
     max_tokens: only(instead="use max_output_tokens") = None  # type: ignore[valid-type]
@@ -205,7 +205,7 @@ class ResponseRequest(Asked):
         return {"max_tokens": "max_output_tokens", **of_form}
 
     def _name_of(self, field: str) -> str:
-        """Of a message, the item that it comes from."""
+        """As `place_of`: a message's name is that of the item that it comes from."""
         if field in ("chat", "chat.messages"):
             return "input"
         if field == "sampling_params.logprobs":
