@@ -372,8 +372,8 @@ class Gateway:
     # -- whose routers are asked --------------------------------------------------------------------------------
 
     async def _ask(self, request: Request, model: str | None, question: Callable[[AsyncClient], Awaitable[_T]]) -> _T:
-        """What `question` says, asked by the client for the routers of `model`; where these say that they do not have
-        it, of those that have it now."""
+        """The result of `question`, called with the client for the routers of `model`. If these routers say that they
+        do not have the model, calls `question` again with the client for those that have it now."""
         name = model or ""
         client = self._models.known(name)
         if client is None:
@@ -386,8 +386,9 @@ class Gateway:
         return await question(await self._in_time(request, partial(self._models.client_of, name, but=client)))
 
     async def _in_time(self, request: Request, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """What routers say before the deadline of `request`, while its client waits, and until this gateway leaves. Its
-        body must have been read."""
+        """The result of `ask`, which runs until the deadline of `request`, while its client is connected, and until
+        this gateway leaves. The request's body must have been read. Raises `DeadlinePassed`, `ClientGone` and
+        `Leaving`."""
         try:
             async with asyncio.timeout(left_s_of(request)):
                 return await while_connected(request.receive, while_staying(self._leaving, ask()))

@@ -1,6 +1,6 @@
 """Finds the routers that serve the model that a request names. Each model has routers of its own.
 
-    name ──known──> in the routers' last answers: the client for its routers ──> do they say that they no longer have it?
+    name ──known──> in the routers' last answers: the client for its routers ──> no longer there, as these routers say?
              └─ unknown ──> client_of: all are asked ──> its client, or a refusal with the known names <──┘
 
 Answers of routers expire, and they are asked again in the background. Routers that do not answer keep their last names.

@@ -45,12 +45,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def while_staying(leaving: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises. When `leaving` is set before, it is cancelled: raises `Leaving`."""
+    """What `work` returns or raises. If `leaving` is set first, cancels `work` and raises `Leaving`."""
     return await _unless(leaving.wait(), Leaving, work)
 
 
 async def _unless(other: Coroutine[Any, Any, object], error: type[Exception], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises, or, where `other` is over before, `error`. Cancels what is not over."""
+    """What `work` returns or raises; raises `error` if `other` ends first. Cancels whichever has not ended."""
     working, waiting = asyncio.create_task(work), asyncio.create_task(other)
     try:
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
