@@ -1,12 +1,12 @@
-"""A client's side of one stream: checks that it is exact, and adds it up.
+"""A client's side of one stream: checks that the stream is exact, and joins its messages into answers.
 
-Pure: messages in, an `Answer` out, or several. Does not own the call that the messages come from. Of each answer:
+Pure: messages in, one or several `Answer`s out. Does not own the call that the messages come from. For each answer:
 
     EMPTY ── accept(message) ──> OPEN ── accept(last message) ──> COMPLETE ── answer() ──> Answer
       └───────── a gap, a repetition, something after the end, or an end too early: StreamBroken
 
-A message's `offset` is the number of tokens before it. The client checks it rather than trusting the server, so that
-whatever was retried or moved behind the router, nobody gets a text with a gap.
+A message's `offset` is the number of tokens before it. The client checks it instead of trusting the server, so that
+nobody gets a text with a gap, whatever was retried or moved behind the router.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tandem.tools import CallsStream, ToolCall
 
 
 class StreamBroken(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
-    """The router sent a stream with a gap, a repetition or no end: a bug, never to be shown as an answer."""
+    """The router sent a stream with a gap, a repetition or no end. This is a bug: do not use the stream as an
+    answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +37,22 @@ class Answer:
     usage: Usage
     timings: Timings
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each token, where they were asked for."""
+    """If requested: one for each token."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each token of the prompt, the first of them without a number (rank 0), where they were asked for."""
+    """If requested: one for each token of the prompt; the first one has no number (rank 0)."""
     prompt_token_ids: list[int] = field(default_factory=list)
-    """Where they were asked for; of several answers, with the first."""
+    """If requested. With several answers, only the first one has them."""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    """Its calls of tools that it was given; `text` is what it says beside them."""
+    """Its tool calls; `text` does not contain them."""
     reasoning: str = ""
-    """What a model that thinks thought, in a chat, before it said `text`."""
+    """In a chat with a model that thinks: its thoughts before `text`."""
     stop_reason: str = ""
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the answer, if one did."""
     stop_token_id: int | None = None
-    """The token that ended it, if one did and it is not the model's own end (the tokenizer's `eos_token`)."""
+    """The token that ended the answer, if one did, unless it is the model's own end (the tokenizer's `eos_token`)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: plain values, with the names of the wire."""
+        """Plain values for JSON, with the wire's names."""
         return {
             "request_id": self.request_id,
             "text": self.text,
@@ -70,7 +71,7 @@ class Answer:
 
 
 def _readable(logprobs: TokenLogprobs) -> dict[str, Any]:
-    """As `message_to_dict`, with a token's text, where a part of a character is U+FFFD, beside its bytes."""
+    """As `message_to_dict`, with each token's text (U+FFFD for a part of a character) beside its bytes."""
     sampled, *top = (
         {**message_to_dict(each), "token": each.token.decode(errors="replace"), "bytes": list(each.token)}
         for each in (logprobs.sampled, *logprobs.top)
@@ -86,7 +87,7 @@ class AnswersStream:
         self._streams: dict[int, AnswerStream] = {}
 
     def accept(self, message: GenerateResponse) -> GenerateResponse:
-        """Returns `message`. Raises `StreamBroken`."""
+        """Take in a message, and return it. Raises `StreamBroken`."""
         if message.sequence >= self._n:
             raise StreamBroken(f"request {message.request_id}: sequence {message.sequence} was not asked for")
         stream = self._streams.get(message.sequence)
@@ -100,12 +101,13 @@ class AnswersStream:
         return len(self._streams) == self._n and all(stream.has_ended for stream in self._streams.values())
 
     def check_ended(self) -> None:
-        """The stream has ended with status OK: raises `StreamBroken` unless each answer's last message has come."""
+        """Call this when the stream has ended with status OK. Raises `StreamBroken` unless each answer's last message
+        has come."""
         for stream in self._in_order():
             stream.check_ended()
 
     def answers(self) -> list[Answer]:
-        """All, whole. Raises `StreamBroken` unless the last message of each has come."""
+        """All whole answers. Raises `StreamBroken` unless the last message of each has come."""
         return [stream.answer() for stream in self._in_order()]
 
     def _in_order(self) -> list[AnswerStream]:
@@ -127,7 +129,7 @@ class AnswerStream:
         self._last: GenerateResponse | None = None
 
     def accept(self, message: GenerateResponse) -> GenerateResponse:
-        """Returns `message`. Raises `StreamBroken`."""
+        """Take in a message, and return it. Raises `StreamBroken`."""
         if self._last is not None:
             raise StreamBroken(f"request {message.request_id}: a message came after the last one")
         if message.sequence != self._sequence:
@@ -156,7 +158,7 @@ class AnswerStream:
         return message
 
     def _check_logprobs(self, message: GenerateResponse) -> None:
-        """They come with all of an answer's tokens, or with none."""
+        """Check that logprobs come with all of an answer's tokens, or with none."""
         if not message.logprobs and not self._logprobs:
             return
         is_of_them = [each.sampled.token_id for each in message.logprobs] == list(message.token_ids)
@@ -179,13 +181,14 @@ class AnswerStream:
         return self._last is not None
 
     def check_ended(self) -> None:
-        """The stream has ended with status OK: raises `StreamBroken` unless its last message has come."""
+        """Call this when the stream has ended with status OK. Raises `StreamBroken` unless its last message has
+        come."""
         if self._last is None:
             which = f" of sequence {self._sequence}" if self._sequence else ""
             raise StreamBroken(f"the stream ended with status OK and without its last message{which}")
 
     def answer(self) -> Answer:
-        """The whole. Raises `StreamBroken` unless the last message has come."""
+        """The whole answer. Raises `StreamBroken` unless the last message has come."""
         self.check_ended()
         assert self._last is not None
         return Answer(
@@ -206,7 +209,7 @@ class AnswerStream:
 
 
 def stop_token_id_of(message: GenerateResponse) -> int | None:
-    """Of an answer's last message."""
+    """The `stop_token_id` in an answer's last message, if it has one."""
     return message.stop_token_id if message.HasField("stop_token_id") else None
 
 

@@ -1,14 +1,14 @@
-"""Generation in this process for asyncio programs: no services, no Redis, no network. vLLM's `AsyncLLM`.
+"""Generation in this process for asyncio programs: no services, no Redis, no network. The API is vLLM's `AsyncLLM`.
 
     llm = AsyncLLM(model="smollm2-135m-instruct")
     async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=8), request_id="1"):
         print(output.outputs[0].text)
     llm.shutdown()
 
-Owns an engine and the thread that steps it. Its answers are those of `LLM.generate`, and of a router's.
+Owns an engine and the thread that steps it. Its answers are the same as those of `LLM.generate` and of a cluster.
 
     AsyncLLM(...)  blocks while the model is loaded, on any thread; an event loop need not run yet
-    first use      it belongs to this event loop from now on
+    first use      binds it to the running event loop
     shutdown       or the end of `async with`: the thread has ended, requests under way raise `EngineDeadError`
 """
 
@@ -48,8 +48,8 @@ AsyncEngineArgs = EngineArgs
 class AsyncLLM:
     """A model in this process, for any number of tasks of one event loop. Arguments and their errors are `LLM`'s.
 
-    Raises `RuntimeError` where it is used on another event loop than at first, and `EngineDeadError` once its engine
-    has failed, or it was shut down.
+    Raises `RuntimeError` if it is used on another event loop than at first, and `EngineDeadError` once its engine has
+    failed or it was shut down.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class AsyncLLM:
         self._inputs = OfflineInputs("AsyncLLM", model, generation_config, override_generation_config, engine_args)
         config = self.config = self._inputs.config
         self.engine = AsyncLLMEngine(lambda: LLMEngine(config))
-        """What computes: `stats` may be read, and `call` runs a function beside its steps."""
-        # The thread ends by `shutdown`, or once nobody has this any more, or before the interpreter does: within torch
-        # it would take the process down then.
+        """The engine. Callers may read its `stats`; `call` runs a function between its steps."""
+        # The thread ends by `shutdown`, or when this object is garbage, or before the interpreter ends: if the thread
+        # were within torch then, the process would crash.
         weakref.finalize(self, self.engine.close_blocking)
         self.engine.wait_until_made()
         self._requests = AsyncRequests(self.engine)
@@ -86,19 +86,20 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """The answers to one prompt as they come about: as `sampling_params.output_kind` says, by default each output
-        has all so far. A reader that is slower than the engine misses outputs, and no tokens. `finished` of the last.
+        """Yield the answers to one prompt as they are generated, as `sampling_params.output_kind` says; by default,
+        each output has everything so far. A reader that is slower than the engine misses outputs, but no tokens. The
+        last output has `finished` set.
 
-        `prompt`, `lora_request` and `tokenization_kwargs`: one of those that `LLM.generate` takes; `sampling_params`
-        may be None for the model's. Raises `ValueError` for what cannot be served, and for a `request_id` that is under
-        way. Leaving the loop, or the task's cancellation, aborts the request; use `contextlib.aclosing` where it
-        matters that a `break` has done so at once.
+        `prompt`, `lora_request` and `tokenization_kwargs`: as for `LLM.generate`, but only one; `sampling_params`: None
+        for the model's defaults. Raises `ValueError` for what cannot be served, and for a `request_id` that is in use.
+        Leaving the loop, or cancelling the task, aborts the request; use `contextlib.aclosing` if a `break` must abort
+        it at once.
         """
         self._bind()
         request = self._requests.open(request_id)
         try:
             loaded = {} if self._loras is None else self._loras.folders
-            # A long prompt takes milliseconds.
+            # Tokenizing a long prompt takes milliseconds.
             read = await asyncio.to_thread(
                 self._read, request_id, prompt, sampling_params, lora_request, loaded, tokenization_kwargs
             )
@@ -116,8 +117,8 @@ class AsyncLLM:
             self._requests.leave(request)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """One request, or several: each ends with what there is of it, and finish_reason "abort". Their blocks are free
-        when this returns. Ids that are not under way change nothing."""
+        """Abort one request, or several: each ends with what it has so far, and finish_reason "abort". Their blocks are
+        free when this returns. Unknown ids are ignored."""
         self._bind()
         await self._requests.abort([request_id] if isinstance(request_id, str) else request_id)
 
@@ -145,28 +146,28 @@ class AsyncLLM:
 
     @property
     def errored(self) -> bool:
-        """As in vLLM, also once it was shut down."""
+        """Whether it cannot generate any more; as in vLLM, this is also true after `shutdown`."""
         return not self.is_running
 
     @property
     def dead_error(self) -> EngineDeadError:
-        """What requests raise where it is `errored`."""
+        """The error that requests raise while this is `errored`."""
         return EngineDeadError(self._requests.why_ended)
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` where it cannot generate any more."""
+        """Raise `EngineDeadError` if it cannot generate any more."""
         if self.errored:
             raise self.dead_error
 
     def shutdown(self) -> None:
-        """End the thread after the engine's running step, which this waits for. May be called on any thread, and again.
-        Requests under way raise `EngineDeadError`. The model's memory is free once nobody has this `AsyncLLM`."""
+        """End the thread after the engine's running step, and wait for it. May be called on any thread, and repeatedly.
+        Requests under way raise `EngineDeadError`. The model's memory is free once this `AsyncLLM` is garbage."""
         why = "this AsyncLLM was shut down"
         self._requests.why_ended = self._requests.why_ended or why
         if self._loop is None or self._loop is _running_loop():
             self._requests.end(why)
         else:
-            with suppress(RuntimeError):  # that loop is closed: whoever waits there never hears of anything
+            with suppress(RuntimeError):  # that loop is closed: its tasks will never run again
                 self._loop.call_soon_threadsafe(self._requests.end, why)
         self.engine.close_blocking()
 
@@ -202,7 +203,7 @@ class AsyncLLM:
         (params,) = self._inputs.params_of_each(sampling_params, 1)
         (lora_name,) = self._inputs.lora_name_of_each(lora_request, 1, loaded)
         read = self._inputs.read("prompt", prompt, params, asked)
-        # A name of its own: what the engine says of a request that was aborted is never another's of the same id.
+        # A unique name, so that late outputs of an aborted request are never taken for those of one with the same id.
         name = str(next(self._names))
         answers = OfflineRequest(request_id, read, params, lora_name, self._inputs.tokenizer, name=name)
         return answers, params.output_kind

@@ -1,13 +1,13 @@
-"""Clients of a router: `Client` for plain code, `AsyncClient` for asyncio. They speak protos/tandem_inference.proto.
+"""Clients of a router: `Client` for blocking code, `AsyncClient` for asyncio. They use protos/tandem_inference.proto.
 
     client = Client("127.0.0.1:50051")
     print(client.generate("The capital of France is", max_tokens=8).text)
 
-Each owns one channel, closed by `close` or at the end of a `with` block. Every stream is checked while it is read (see
-`tandem.answer`), and continues at another router if its own is lost (`tandem.resume`). Errors are those of
-`rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field, or a `ValueError` if it cannot even be
-sent. All calls that are made, or still run, when the client is closed raise `ClientClosed`. Dropping a stream (break,
-cancel, an exception) cancels its request on every worker.
+Each client owns one channel, which `close` or the end of a `with` block closes. A client checks every stream while
+reading it (see `tandem.answer`), and continues it at another router if its own is lost (`tandem.resume`). Errors are
+those of `rpc.errors`; a wrong parameter is an `InvalidRequest` that names its field, or a `ValueError` if it cannot
+even be sent. Calls that still run when the client is closed, and later calls, raise `ClientClosed`. Dropping a stream
+(break, cancel, an exception) cancels its request on every worker.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONTROL_TIMEOUT_S = 10.0
-"""Of calls that ask and do not generate."""
+"""Timeout of calls that do not generate."""
 PROFILE_READ_S = 70.0
-"""What a router and a worker may take, once steps are profiled, to say what was seen."""
+"""The time that router and worker may take, after profiling, to evaluate and return the profile."""
 RESUME_S = 20.0
-"""For how long a broken stream waits by default: longer than a router takes to start, or to notice a cut."""
+"""Default time that a broken stream waits: longer than a router takes to start, or to notice a cut connection."""
 _READINESS = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
 
 
@@ -65,11 +65,16 @@ class Client(ClientBase):
         resume_s: float = RESUME_S,
         on_broken: OnBroken = lambda error, left_s: None,
     ) -> None:
-        """`api_key`: one of the router's, if it asks for any. `tls`: for a router that is served over TLS. `resume_s`:
-        for how long a stream that broke after its first token waits for a router that goes on with it; 0: not at all.
-        `on_broken` hears of each that begins to. Where `address` lists several routers
-        ("ipv4:10.0.0.4:50051,10.0.0.5:50051"), requests go in turn to those that can serve; one that none has taken on
-        is asked of another, once, as is a question that is not answered."""
+        """
+        address: one router, or several ("ipv4:10.0.0.4:50051,10.0.0.5:50051"). With several, requests go in turn to
+            those that can serve. A request that its router has not accepted is sent to another router, once; so is a
+            call that is not answered.
+        api_key: one of the router's keys, if it requires one.
+        tls: for a router that is served over TLS.
+        resume_s: how long a stream that broke after it was accepted waits for a router that continues it; 0: not at
+            all.
+        on_broken: called whenever a stream begins such a wait.
+        """
         super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken)
         if self._is_spread:
             self._use(BlockingSpreadChannel(self._address, service=INFERENCE_SERVICE, tls=tls))
@@ -83,9 +88,9 @@ class Client(ClientBase):
         return answer
 
     def generate_n(self, prompt: Prompt, n: int, **asked: Unpack[Generating]) -> list[Answer]:
-        """Return `n` whole answers to one prompt, which is prefilled once. With a seed, answer i is that of seed +
+        """Return `n` whole answers to one prompt, which is prefilled once. With a seed, answer i is the one to seed +
         i."""
-        stream = self._begin(prompt, n=n, **asked)  # which can be taken up again
+        stream = self._begin(prompt, n=n, **asked)  # a stream, because it can be resumed
         for _ in self._read(stream):
             pass
         return stream.answers().answers()
@@ -105,9 +110,9 @@ class Client(ClientBase):
                         for message in call:
                             yield stream.accept(message)
                     finally:
-                        call.cancel()  # without effect once it has ended
+                        call.cancel()  # has no effect once the call has ended
             except (TandemError, ClientClosed) as error:
-                if stream.has_ended:  # all has come but the status
+                if stream.has_ended:  # everything has come except the status
                     return
                 time.sleep(stream.wait_s(error))
                 continue
@@ -115,7 +120,7 @@ class Client(ClientBase):
             return
 
     def _ask(self, method: Callable[..., T], request: Message, timeout_s: float | None = None) -> T:
-        """One message for one; where a router does not answer, and there are others, what another says."""
+        """Make a unary call. If the router does not answer, and there are several, ask another one."""
         try:
             with self._asking():
                 return method(request, timeout=timeout_s or CONTROL_TIMEOUT_S)
@@ -132,8 +137,7 @@ class Client(ClientBase):
         return response.was_running
 
     def tokenize(self, prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeResponse:
-        """Return the token ids that `generate` would make of a text or of messages, and how many a context has room
-        for."""
+        """Return the token ids that `generate` would make of a text or of messages, and the context length."""
         response: pb.TokenizeResponse = self._ask(self._tokenizer.Tokenize, tokenize_request(prompt, **asked))
         return response
 
@@ -153,21 +157,21 @@ class Client(ClientBase):
         return info
 
     def status(self) -> tandem_worker_pb2.ClusterStatus:
-        """What the router and every worker are doing."""
+        """The state of the router and of every worker."""
         status: tandem_worker_pb2.ClusterStatus = self._ask(
             self._cluster.GetStatus, tandem_worker_pb2.GetClusterStatusRequest()
         )
         return status
 
     def audit(self) -> tandem_worker_pb2.ClusterAudit:
-        """Who owns each KV block of every worker, counted anew."""
+        """The owners of all KV blocks of every worker, counted anew."""
         audit: tandem_worker_pb2.ClusterAudit = self._ask(self._cluster.Audit, tandem_worker_pb2.AuditRequest())
         return audit
 
     def profile(
         self, worker_id: str, *, num_steps: int = 5, timeout_s: float = 30.0, with_trace: bool = False
     ) -> tandem_worker_pb2.WorkerProfile:
-        """How long a worker's next steps take, operation by operation; as many steps as there are within
+        """The time of each operation in a worker's next `num_steps` steps, or in as many as there are within
         `timeout_s`."""
         request = profile_request(worker_id, num_steps, timeout_s, with_trace)
         profile: tandem_worker_pb2.WorkerProfile = self._ask(self._cluster.Profile, request, timeout_s + PROFILE_READ_S)
@@ -201,16 +205,16 @@ class AsyncClient(ClientBase):
         on_broken: OnBroken = lambda error, left_s: None,
         is_spread: bool | None = None,
     ) -> None:
-        """As `Client`'s, but that over TLS several routers stand behind a name, which is in their certificates: of a
-        list gRPC looks for no address there. `is_spread`: there may be several behind `address`; None: where it lists
-        them."""
+        """As `Client`'s, but several routers with TLS need a name for `address`, which their certificates contain: gRPC
+        does not look up a list's addresses in certificates. `is_spread`: whether there may be several routers behind
+        `address`; None: if it lists several."""
         checked_address(address, has_tls=tls is not None)
         super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _bind(self) -> None:
-        """gRPC's channels belong to the loop that they are opened on."""
+        """Open the channel on first use: gRPC's channels belong to the event loop on which they are opened."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             if self._is_spread:
@@ -255,7 +259,7 @@ class AsyncClient(ClientBase):
                         async for message in call:
                             yield stream.accept(message)
                     finally:
-                        call.cancel()  # without effect once it has ended
+                        call.cancel()  # has no effect once the call has ended
             except (TandemError, ClientClosed) as error:
                 if stream.has_ended:
                     return
@@ -267,7 +271,7 @@ class AsyncClient(ClientBase):
     async def _ask(
         self, method: Callable[[], Callable[..., Awaitable[T]]], request: Message, timeout_s: float | None = None
     ) -> T:
-        """As `Client._ask`. `method` is looked up once there is a channel."""
+        """As `Client._ask`. `method` returns the stub's method, once the channel is open."""
         try:
             with self._asking():
                 return await method()(request, timeout=timeout_s or CONTROL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What both clients of `tandem.client` share: checks of arguments, stubs, and the errors of calls."""
+"""What both clients of `tandem.client` share: argument checks, stubs, and the errors of calls."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tandem.resume import OnBroken, ResumableStream
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 INFERENCE_SERVICE = "tandem.v1.Inference"
 MAX_TIMEOUT_S = 1e8
-"""Three years: gRPC takes much longer ones for none at all."""
+"""Three years: gRPC treats much longer timeouts as none."""
 
 
 class ClientClosed(Exception):  # noqa: N818 - named as the errors of `rpc.errors` are
-    """The client was closed before the call, or while it ran. How much of the call the router has done is not known."""
+    """The client was closed before the call, or while it ran. What the router has done of the call is unknown."""
 
     def __init__(self) -> None:
         super().__init__("the client is closed")
 
 
 def checked_address(address: str, *, has_tls: bool = False) -> str:
-    """`address`, or a list as `rpc.targets` has it. Raises for one that gRPC would misread, or could not use.
-    `has_tls`: one channel is to be opened to it, over TLS."""
+    """`address`, checked; it may be a list of addresses, see `rpc.targets`. Raises `ValueError` for one that gRPC would
+    misread or could not use, and `TypeError` if it is not a text. `has_tls`: one channel to it will use TLS."""
     if not isinstance(address, str):
         raise TypeError(f"address: must be a text, is {address!r}")
     try:
@@ -48,12 +48,12 @@ def checked_address(address: str, *, has_tls: bool = False) -> str:
 
 
 class ClientBase:
-    """Owns no channel: whoever opens one hands it to `_use`."""
+    """Opens no channel: the subclass opens one and passes it to `_use`."""
 
     def __init__(
         self, address: str, *, api_key: str, resume_s: float, on_broken: OnBroken, is_spread: bool | None = None
     ) -> None:
-        """`is_spread`: there may be several routers behind `address`; None: where it lists them."""
+        """`is_spread`: whether there may be several routers behind `address`; None: if it lists several."""
         if not is_number(resume_s) or not resume_s >= 0:
             raise ValueError(f"resume_s: must be at least 0, is {resume_s!r:.80}")
         if api_key:
@@ -110,7 +110,8 @@ class ClientBase:
 
     @contextmanager
     def _asking(self) -> Generator[None]:
-        """Around a question, which nobody gave a deadline: a router that does not answer it hangs, or is gone."""
+        """Wrap a call whose timeout is ours, not the caller's: if it passes, the router hangs or is gone, so raises
+        `Unreachable`."""
         try:
             with self._errors_of_ours():
                 yield
@@ -119,7 +120,8 @@ class ClientBase:
 
     @contextmanager
     def _errors_of_ours(self) -> Generator[None]:
-        """Around a call: gRPC's errors become those of `rpc.errors`, or `ClientClosed` once the client is closed."""
+        """Wrap a call: turn gRPC's errors into those of `rpc.errors`, or into `ClientClosed` once the client is
+        closed."""
         if self._closed.is_set():
             raise ClientClosed
         try:
@@ -128,18 +130,18 @@ class ClientBase:
             if self._closed.is_set() and error.code() is grpc.StatusCode.CANCELLED:
                 raise ClientClosed from error
             raise from_rpc_error(error) from error
-        except (ValueError, grpc.aio.UsageError) as error:  # gRPC's of a channel that is closed
+        except (ValueError, grpc.aio.UsageError) as error:  # what gRPC raises for a closed channel
             if self._closed.is_set():
                 raise ClientClosed from error
             raise
-        except asyncio.CancelledError as error:  # closing a channel cancels what awaits its calls
+        except asyncio.CancelledError as error:  # closing a channel cancels the tasks that await its calls
             if self._closed.is_set() and not is_being_cancelled():
                 raise ClientClosed from error
             raise
 
 
 def _timeout(timeout_s: float | None) -> float | None:
-    """As gRPC takes it: None is for ever. Raises `ValueError` for what is no number above 0."""
+    """The timeout as gRPC takes it; None: forever. Raises `ValueError` for anything but a number above 0."""
     if timeout_s is None or timeout_s == float("inf"):
         return None
     if not is_number(timeout_s) or not timeout_s > 0:  # NaN, too

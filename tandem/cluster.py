@@ -1,14 +1,14 @@
-"""A whole Tandem on this machine: Redis, routers, workers and gateways, each a process of its own.
+"""A whole Tandem cluster on this machine: Redis, routers, workers and gateways, each a process of its own.
 
-Owns the processes (through `tandem.supervision`) and the moment when requests can be served. Does not
-own their settings (`tandem.cluster_args`), nor requests: `tandem.client` talks to `router_address`.
+Owns the processes (through `tandem.supervision`), and knows when requests can be served. Does not own their settings
+(`tandem.cluster_args`), nor requests: `tandem.client` talks to `router_address`.
 
     Cluster(args) ── start() ──> model resolved ─> Redis answers ─> routers and workers start together
                                   ─> each router is SERVING and has every worker, gateways listen ─> ready
                   ── stop() ───> gateways and routers drain (streams finish) ─> workers drain ─> Redis ends
 
-A process that dies is started again, a router or gateway on the port it had and Redis on its socket. A worker keeps
-its id and gets a new incarnation, so that nobody believes what its predecessor said.
+A process that dies is started again: a router or gateway on the port it had, Redis on its socket. A worker keeps its id
+and gets a new incarnation, so that nobody relies on what its predecessor reported.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from tandem.supervision import ProcessError, ProcessEvent, RestartPolicy, Superv
 T = TypeVar("T")
 
 STATUS_INTERVAL_S = 0.1
-"""Between two looks at the router's list of workers, at the start only."""
+"""Time between two looks at the router's list of workers, during the start."""
 KILL_MARGIN_S = 5.0
-"""What a process may take beyond the grace that it gives to streams."""
+"""The time that a process may take to end, beyond the grace period of its streams."""
 WORKER_GRACE_S = 20.0
-"""Where all routers are the cluster's: no request runs on workers any more once these have ended."""
+"""For workers if all routers belong to the cluster: once these have ended, no requests run on the workers."""
 REDIS_GRACE_S = 5.0
 REDIS_TIMEOUT_S = 5.0
-"""Until a Redis that was named must answer, at the start."""
+"""Within this time, a Redis named by the user must answer at the start."""
 
 
 class ClusterError(Exception):
@@ -66,21 +66,21 @@ class ClusterError(Exception):
 
 
 def print_log_line(name: str, line: str) -> None:
-    """A child's line on stderr, behind its name."""
+    """Print a child's line to stderr, behind its name."""
     tell(f"{name:<10} | {line}")
 
 
 def print_progress(event: ProcessEvent) -> None:
-    """What happened to a child on stderr, with its last lines where it died."""
+    """Print what happened to a child to stderr, with its last lines if it died."""
     lines = [f"tandem: {event.name} {event.what}", *(f"tandem:     {line}" for line in event.tail)]
     tell("\n".join(lines))
 
 
 class Cluster:
-    """An async context manager: ready when entered, gone when left.
+    """An async context manager: the cluster is ready when entered, and gone when left.
 
-    `on_line(name, line)` gets the processes' log lines, `on_event` what happens to them; by default both go to stderr.
-    Raises `ClusterError` from `start` and `wait_failed`.
+    `on_line(name, line)` gets the log lines of the processes, `on_event` what happens to them; by default, both print
+    to stderr. `start` and `wait_failed` raise `ClusterError`.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Cluster:
         restart_policy: RestartPolicy | None = None,
         advertise: Mapping[str, str] | None = None,
     ) -> None:
-        """`advertise`: by worker name, where others are told to reach it, if something stands in between."""
+        """`advertise`: by worker name, the address under which others reach the worker, if a proxy stands in
+        between."""
         self.args = args or ClusterArgs()
         self._on_line = on_line
         self._on_event = on_event
@@ -101,7 +102,7 @@ class Cluster:
         self._redis: LocalRedis | None = None
         self._processes: dict[str, SupervisedProcess] = {}
         self._http_port: socket.socket | None = None
-        """Held for several gateways."""
+        """Holds the port that several gateways share."""
         self._is_hurried = False
 
     async def __aenter__(self) -> Self:
@@ -115,11 +116,11 @@ class Cluster:
         if problems and error is None:
             raise ClusterError("; ".join(problems))
 
-    # -- what it is ---------------------------------------------------------------------------------------------
+    # -- addresses and processes --------------------------------------------------------------------------------
 
     @property
     def router_address(self) -> str:
-        """ "host:port" as the router printed it; of several, gRPC's target for all of them."""
+        """ "host:port" as the router printed it; with several routers, gRPC's target for all of them."""
         return target_of([self._processes[name].announced for name in self.args.router_names])
 
     @property
@@ -129,7 +130,7 @@ class Cluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of every process by name: "redis", "router", "prefill-1", …; 0 for one that is between two runs."""
+        """The pid of every process by name: "redis", "router", "prefill-1", …; 0 for one that is between two runs."""
         return {name: process.pid for name, process in self._processes.items()}
 
     def address_of(self, name: str) -> str:
@@ -143,7 +144,8 @@ class Cluster:
     # -- start and stop -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Until requests can be served by every worker. Raises `ClusterError`; nothing is left running then."""
+        """Start everything, and wait until every worker can serve requests. Raises `ClusterError`; then nothing is left
+        running."""
         try:
             await self._start()
         except BaseException:
@@ -172,7 +174,7 @@ class Cluster:
         await self._or_failure(self._wait_ready())
 
     def _start_gateways(self) -> None:
-        """Several have one port, which is nobody else's from now on."""
+        """Start the gateways. Several share one port, which this process holds from now on."""
         listen = self.args.http_listen
         if self.args.num_gateways > 1:
             try:
@@ -183,11 +185,11 @@ class Cluster:
             self._supervise(gateway_spec(self.args, name, listen, target_of(self._reached_at)))
 
     async def stop(self) -> list[str]:
-        """Drain and end everything. Returns what did not end as it should; empty if all is well."""
+        """Drain and end everything. Returns a sentence for each process that did not end properly."""
         doors = self._of_names(*self.args.gateway_names, *self.args.router_names)
         streams_s = self.args.drain_grace_s + KILL_MARGIN_S
         problems = await self._stop(doors, streams_s)
-        may_have_streams = bool(self.args.redis_url)  # of other routers, which find our workers there
+        may_have_streams = bool(self.args.redis_url)  # other routers may use our workers through this Redis
         workers_s = max(WORKER_GRACE_S, streams_s) if may_have_streams else WORKER_GRACE_S
         problems += await self._stop(self._of_names(*self.args.worker_names), workers_s)
         problems += await self._stop(self._of_names(REDIS), REDIS_GRACE_S)
@@ -201,13 +203,13 @@ class Cluster:
         return problems
 
     def hurry(self) -> None:
-        """Do not wait any more for processes to end by themselves."""
+        """Kill the processes: do not wait for them to end by themselves."""
         self._is_hurried = True
         for process in self._processes.values():
             process.kill()
 
     async def wait_failed(self) -> None:
-        """Until a process was given up: raises `ClusterError`. Returns when the cluster is stopped."""
+        """Wait until a process is given up, and raise `ClusterError`. Returns when the cluster is stopped."""
         async with asyncio.TaskGroup() as group:
             waits = [group.create_task(_failure_of(process)) for process in self._processes.values()]
             done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -236,7 +238,7 @@ class Cluster:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     async def _or_failure(self, wait: Coroutine[Any, Any, T]) -> T:
-        """The result of `wait`, unless a process is given up before: `ClusterError`."""
+        """The result of `wait`. Raises `ClusterError` if a process is given up first."""
         task = asyncio.create_task(wait)
         failure = asyncio.create_task(self.wait_failed())
         try:
@@ -257,22 +259,22 @@ class Cluster:
 
     @property
     def _reached_at(self) -> list[str]:
-        """The routers' addresses, from here."""
+        """The routers' addresses as reached from this machine."""
         return [connect_address(address) for address in addresses_of(self.router_address)]
 
     async def _wait_has_workers(self, router: str) -> None:
-        """Until the router at this address serves, with every worker."""
+        """Wait until the router at this address serves, with every worker."""
         async with open_channel(router) as channel:
             await _wait_serving(channel)
             stub = tandem_worker_pb2_grpc.ClusterStub(keyed(channel, self.args.a_key))
             wanted = {self.args.worker_id(name) for name in self.args.worker_names}
-            # The router offers a list of workers, and no news of it.
+            # The router offers a list of workers, but no stream of its changes.
             while wanted - await _connected_workers(stub):  # noqa: ASYNC110
                 await asyncio.sleep(STATUS_INTERVAL_S)
 
     async def _resolve_model(self) -> Path:
-        """The local folder of `args.engine.model`. Downloads and conversions run in a process of their own: signals
-        end them, and this process needs no torch."""
+        """The local folder of `args.engine.model`. Downloads and conversions run in a separate process, so that signals
+        end them and this process needs no torch."""
         model = self.args.engine.model
         if folder := _model_folder(model):
             return folder
@@ -299,12 +301,13 @@ class Cluster:
 
 
 async def _check_redis(url: str) -> None:
-    """Services wait for their Redis for as long as it takes. A person who has just typed its URL wants to know now."""
+    """Raise `ClusterError` if no Redis answers. Services wait for their Redis as long as it takes, but a person who has
+    just typed its URL wants to know at once."""
     redis = open_redis(url, timeout_s=REDIS_TIMEOUT_S)
     try:
         await redis.ping()
     except REDIS_FAILURES as error:
-        where = re.sub("//[^/]*@", "//", url)  # a password is nobody's business
+        where = re.sub("//[^/]*@", "//", url)  # without the password
         why = str(error).rstrip(".") or type(error).__name__
         raise ClusterError(
             f"no Redis answers at {where}: {why}. Start one, or leave out --redis to start one"
@@ -314,13 +317,13 @@ async def _check_redis(url: str) -> None:
 
 
 def _model_folder(model: str) -> Path | None:
-    """Of a model that needs no preparing."""
+    """The folder of a model that needs no preparation; None: `model` is no such folder."""
     path = Path(model).expanduser()
     return path.resolve() if (path / "config.json").is_file() else None
 
 
 def connect_address(listen: str) -> str:
-    """Where to reach, from this machine, a server that listens on `listen`."""
+    """The address at which this machine reaches a server that listens on `listen`."""
     host, port = split_address(listen)
     return f"127.0.0.1:{port}" if is_any_host(host) else listen
 
@@ -334,7 +337,7 @@ async def _failure_of(process: SupervisedProcess) -> str:
 
 
 async def _wait_serving(channel: grpc.aio.Channel) -> None:
-    """Until the router's readiness is SERVING."""
+    """Wait until the router's readiness is SERVING."""
     request = health_pb2.HealthCheckRequest(service=INFERENCE_SERVICE)
     while True:
         try:
@@ -344,11 +347,12 @@ async def _wait_serving(channel: grpc.aio.Channel) -> None:
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
-            await channel.channel_ready()  # it died and is being started again on the same port
+            await channel.channel_ready()  # the router died and is being started again on the same port
 
 
 async def _connected_workers(stub: tandem_worker_pb2_grpc.ClusterStub) -> set[str]:
-    """Ids of those that get requests. One that the router only knows would be left out by the first of them."""
+    """Ids of the workers that get requests. Being known to the router is not enough: the first requests would leave out
+    a worker without a session."""
     try:
         status = await stub.GetStatus(tandem_worker_pb2.GetClusterStatusRequest(), wait_for_ready=True, timeout=10)
     except grpc.aio.AioRpcError as error:

@@ -1,11 +1,11 @@
-"""Offline generation in this process: no services, no Redis, no network. In vLLM's shape.
+"""Offline generation in this process: no services, no Redis, no network. The API is vLLM's `LLM`.
 
     llm = LLM(model="smollm2-135m-instruct")
     for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
         print(output.outputs[0].text)
 
-Owns an engine, which it steps on the caller's thread, and the text of each answer. Behind a router, the same engine,
-tokenizer and detokenizer serve requests, so the same seed gives the same answer there.
+Owns an engine, which it steps on the caller's thread, and the text of each answer. A cluster serves requests with the
+same engine, tokenizer and detokenizer, so the same seed gives the same answer there.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ NO_MORE = "this LLM cannot generate any more: let go of it and make a new one"
 
 class LLM:
     """A model in this process. `engine_args` are the fields of `EngineArgs` by name; `speculative_config` and
-    `lora_modules` may also be dicts. None is as if it were not there. Of vLLM's other settings those may be given that
-    ask for what is done anyway (`tandem.vllm_settings`).
+    `lora_modules` may also be dicts. A field that is None counts as absent. vLLM's other settings are accepted if their
+    value asks for nothing special (`tandem.vllm_settings`).
 
     Raises `ValueError` naming the field and its bound, or saying what the model lacks, and `TypeError` for a name that
-    is not a field. Not thread-safe: raises `RuntimeError` in a thread that calls it while another thread is served.
+    is not a field. Serves one caller at a time: raises `RuntimeError` in a thread that calls it while another thread is
+    served.
     """
 
     def __init__(
@@ -69,17 +70,18 @@ class LLM:
         override_generation_config: Mapping[str, Any] | str | None = None,
         **engine_args: Any,
     ) -> None:
-        """`generation_config`, `override_generation_config`: as of `tandem up`, the second as a dict, too."""
+        """`generation_config`, `override_generation_config`: as the flags of `tandem up`; the second may be a dict."""
         self._inputs = OfflineInputs("LLM", model, generation_config, override_generation_config, engine_args)
         self.config = self._inputs.config
         self.llm_engine = LLMEngine(self.config)
-        """What computes; `stats` and `audit` may be asked of it."""
+        """The engine. Callers may use its `stats` and `audit`."""
         self._loras = OfflineLoRAs(self.llm_engine)
         self._info = ModelInfo.from_folder(self.config.model.path)
         self._request_ids = count()
         self._is_used = threading.Lock()
         self._lost = ""
-        """Why it cannot generate any more. A text: an error would hold on to this LLM, and to a device's memory."""
+        """Why this LLM cannot generate any more. A text, since an error would keep this LLM, and its device memory,
+        alive."""
         self._lost_as: type[RuntimeError] = RuntimeError
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -88,9 +90,9 @@ class LLM:
         return self._inputs.default_sampling_params()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """transformers' own of the model's folder, as vLLM's is: `encode`, `decode`, `apply_chat_template`,
-        `eos_token_id`. What this LLM reads and writes by itself is the same in ours. Raises `ValueError` where it is
-        code that the checkpoint brings."""
+        """transformers' tokenizer of the model's folder, as in vLLM: `encode`, `decode`, `apply_chat_template`,
+        `eos_token_id`. This LLM itself uses its own tokenizer, which gives the same tokens and texts. Raises
+        `ValueError` if the tokenizer is code in the checkpoint."""
         return self._inputs.callers_tokenizer()
 
     def generate(
@@ -104,14 +106,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers in the order of `prompts`: one text, one list of token ids, one dict of either, or several of these.
 
-        `sampling_params`: one for all, one for each, or None for the model's. `use_tqdm` shows progress on stderr.
-        `lora_request`: the adapter for all, or one or none for each; with room for it (`max_loras`) one that names its
-        folder is loaded. `tokenization_kwargs`: how texts become tokens, and how many (`tandem.prompts.Tokenization`).
+        `sampling_params`: one for all prompts, one for each, or None for the model's defaults. `use_tqdm` shows
+        progress on stderr. `lora_request`: the adapter for all prompts, or one or None for each; if there is room
+        (`max_loras`), an adapter that names its folder is loaded. `tokenization_kwargs`: how texts become tokens, and
+        how many (`tandem.prompts.Tokenization`).
 
-        Raises `ValueError` for a prompt or parameter that cannot be served; nothing is generated then. Raises
-        `RankLost`, now and ever after, if another process of `tensor_parallel_size` has ended. Ctrl-C ends it when the
-        engine's step is done. A second one within the step does not wait for that; after it, and after an error in the
-        middle of a step, this raises `RuntimeError` ever after.
+        Raises `ValueError` for a prompt or parameter that cannot be served; then nothing is generated. Raises
+        `RankLost`, in this and all later calls, if another process of `tensor_parallel_size` has ended. Ctrl-C ends the
+        call when the engine's step is done. A second Ctrl-C within the step does not wait for that; after it, and after
+        an error in the middle of a step, all later calls raise `RuntimeError`.
         """
         asked = self._inputs.tokenization(tokenization_kwargs)
         named = named_prompts(prompts)
@@ -171,10 +174,9 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers to each of `prompts`, in their order, as a beam search finds them
-        (`tandem.beam_search`). Prompts, adapters, errors and Ctrl-C as with `generate`. `concurrency_limit`: how many
-        prompts are searched for at once; None: all. Where a prompt leaves less room than `max_tokens`, its answers are
-        as long as there is room."""
+        """The likeliest answers to each of `prompts`, in their order, found by beam search (`tandem.beam_search`).
+        Prompts, adapters, errors and Ctrl-C are as with `generate`. `concurrency_limit`: for how many prompts to search
+        at once; None: all. If a prompt leaves less room than `max_tokens`, its answers fill the room."""
         check_beam_search(params, concurrency_limit)
         of_step, asked = params.of_step(), self._inputs.tokenization(None)
         read = [self._inputs.read(name, prompt, of_step, asked) for name, prompt in named_prompts(prompts)]
@@ -189,18 +191,18 @@ class LLM:
         return searches.outputs(self._inputs.tokenizer)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all that is cached of prompts, so that they are computed again. What `kv_offloading_size` keeps on the
-        host stays, as vLLM's does. Whether nothing is left in the pool."""
+        """Drop all cached prefixes, so that prompts are computed again. What `kv_offloading_size` keeps on the host
+        stays, as in vLLM. Returns whether no cached block is left in the pool."""
         with self._alone(), self._while_it_can():
             is_empty = self.llm_engine.forget_prefixes()
-            self.llm_engine.take_cache_events()  # for routers: here nobody keeps an index of prefixes
+            self.llm_engine.take_cache_events()  # these are for routers: there is no prefix index here
         return is_empty
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     @cached_property
     def _own_chat_template(self) -> ChatTemplate | None:
-        """The model's. Read for the first chat: it may be broken, and nobody chat."""
+        """The model's chat template. Read for the first chat only, since it may be broken and never be needed."""
         return ChatTemplate.from_folder(self.config.model.path)
 
     def _given_chat_template(self, source: str) -> ChatTemplate:
@@ -223,7 +225,8 @@ class LLM:
 
     @contextmanager
     def _serving(self, lora_request: AdapterOfEach) -> Iterator[BetweenSteps]:
-        """One caller, whose adapters are there. Ctrl-C comes before or after it all."""
+        """Serve one caller, with the adapters loaded. Ctrl-C takes effect before or after this block, or at
+        `interrupts.check`."""
         with BetweenSteps() as interrupts, self._alone(), self._while_it_can():
             if self.config.lora_room.num:
                 self._loras.load(named_requests(lora_request))
@@ -237,7 +240,7 @@ class LLM:
         use_tqdm: bool,
         interrupts: BetweenSteps,
     ) -> list[RequestOutput]:
-        """While it serves nobody else."""
+        """Generate the answers. Call this only within `_serving`."""
         requests: list[OfflineRequest] = []
         answers: dict[str, OfflineAnswer] = {}
         try:
@@ -259,7 +262,7 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Two threads that step one engine would take each other's answers."""
+        """Refuse a second thread: two threads that step one engine would take each other's answers."""
         if not self._is_used.acquire(blocking=False):
             raise RuntimeError(
                 "this LLM is generating in another thread, and serves one at a time: give all prompts in one call, or "
@@ -272,7 +275,8 @@ class LLM:
 
     @contextmanager
     def _while_it_can(self) -> Iterator[None]:
-        """Without all ranks nothing can be computed: where one has ended the others end, too."""
+        """Raise the error for which this LLM cannot generate any more, if there is one. If a rank is lost, close the
+        engine, since nothing can be computed without all ranks."""
         if self._lost:
             raise self._lost_as(self._lost)
         try:
@@ -302,14 +306,14 @@ class LLM:
                     progress.update(task, completed=num_done, num_tokens=num_tokens)
 
     def _step(self, interrupts: BetweenSteps) -> list[StepOutput]:
-        """One that ends in its middle leaves the engine as nobody can go on with it."""
+        """One step of the engine. A step that ends in the middle leaves the engine unusable."""
         try:
             with interrupts.breaking():
                 outputs = self.llm_engine.step()
         except BaseException as error:
             self._lost = f"a step of this LLM ended with {type(error).__name__}; {NO_MORE}"
             raise
-        self.llm_engine.take_cache_events()  # for routers: here nobody keeps an index of prefixes
+        self.llm_engine.take_cache_events()  # these are for routers: there is no prefix index here
         assert not self.llm_engine.is_idle, "requests wait and none can run: the pool holds any single one"
         return outputs
 

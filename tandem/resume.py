@@ -1,14 +1,15 @@
-"""A stream that breaks continues where it was: at the same address, which another router may answer by then. Pure.
+"""Resumes a broken stream where it was: at the same address, where another router may answer by then. Pure.
 
     ASKED ── accepted ──> OPEN ── the stream breaks ──> BROKEN ── wait ──> asked for what is missing ──> OPEN
       └─ refused: the caller's                             └─ `resume_s` without a message: the error is raised
 
-What has been received is handed to the router as the beginning of the answer; with the seed and the kind of workers
-that it began with, the continuation is what would have followed. If nothing has been received yet, the whole request is
-sent again, if a router had accepted it; otherwise the caller gets the error at once, or after one try at another
-router, if there may be several. (If that one says that the request is running, it is the first router, whose word of
-accepting it was lost.) The same holds for a router that named no kind of workers: it is older than this feature. Each
-of several answers continues where it was; those that are complete are not requested again.
+The client sends what it has received to the router as the beginning of the answer. With the seed, and the kind of
+workers on which the answer began, the continuation is the one that would have followed. If nothing has been received
+yet, the client sends the whole request again, provided that a router had accepted it; otherwise the caller gets the
+error at once, or, if there may be several routers, after one try at another one. (If that router answers that the
+request is running, it is the first router, whose acceptance was lost.) The caller also gets the error if the router
+named no kind of workers, since it is older than this feature. Each of several answers continues where it was; complete
+ones are not requested again.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from rpc.metadata import ACCEPTED_KEY
 from tandem.answer import AnswersStream
 
 ROOM = -1
-"""For truncate_prompt_tokens: as many as the context has room for."""
+"""Value of truncate_prompt_tokens: as many as the context has room for."""
 FIRST_WAIT_S = 0.05
 LAST_WAIT_S = 1.0
-"""Between two tries, without a word of the router's about it."""
+"""First and longest wait between two tries, unless the router names a time."""
 
 LOST = (Unreachable, Draining)
-"""The router is gone, or leaves. Its word that it has given a request up (`NoWorker`) is not to be gone around."""
+"""The router is gone, or is leaving. Not `NoWorker`: a router that gives a request up must be believed."""
 NOT_YET = (*LOST, NoWorker, Overloaded, RequestExists)
-"""What may pass at the next router. NoWorker: it does not know its workers yet. RequestExists: it is the same one, and
-has not noticed yet that the stream broke."""
+"""Errors that a further try may not have. NoWorker: the next router does not know its workers yet. RequestExists: it is
+the same router, and has not noticed yet that the stream broke."""
 
 
 OnBroken = Callable[[TandemError, float], None]
-"""(why a stream broke, for how many seconds at most it waits for a router now)."""
+"""Called with the reason why a stream broke, and the seconds that it now waits for a router at most."""
 
 
 class ResumableStream:
-    """One request, through as many calls as it takes. `n` answers to it are checked as they come."""
+    """One request, over as many calls as necessary. Checks its `n` answers as they come."""
 
     def __init__(
         self,
@@ -55,10 +56,14 @@ class ResumableStream:
         now_s: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0),
     ) -> None:
-        """`request` gets a seed, if it has none. `metadata`: of every call. `timeout_s`: for all calls together.
-        `has_others`: the next call may reach another router, now. `resume_s`: how long a broken stream may stay so; 0:
-        its error is raised at once. `jitter`: what a wait is multiplied with, so that not all clients of a router come
-        back at once."""
+        """
+        request: gets a seed, if it has none.
+        timeout_s: for all calls together; None: no limit.
+        resume_s: how long a broken stream may wait; 0: its error is raised at once.
+        has_others: whether the next call may reach another router, without a wait.
+        metadata: sent with every call.
+        jitter: a factor for each wait, so that not all clients of a router return at once.
+        """
         if not request.sampling_params.HasField("seed"):
             request.sampling_params.seed = secrets.randbits(63)
         self._request = request
@@ -66,30 +71,30 @@ class ResumableStream:
         self._n = max(1, request.sampling_params.n)
         self._answers = AnswersStream(self._n)
         self._begun: dict[int, pb.AnswerSoFar] = {}
-        """Of several, by sequence: parts of `_request`."""
+        """With several answers, by sequence: what was received of each. These messages are parts of `_request`."""
         self._now_s = now_s
         self._jitter = jitter
         self._resume_s = resume_s
         self._may_ask_another = has_others
         self._may_be_running = False
-        """At a router that was lost before it said so."""
+        """The request may be running at a router that was lost before it could accept it."""
         self._on_broken = on_broken
         self._deadline_s = None if timeout_s is None else now_s() + timeout_s
         self._broken_s: float | None = None
-        """Since when nothing has come."""
+        """When the stream broke; None while messages come."""
         self._wait_s = FIRST_WAIT_S
         self._has_received = False
         self.is_accepted = False
-        """A router has said that the request is its own."""
+        """A router has accepted the request."""
         self.num_resumed = 0
-        """How often the answer went on in another call."""
+        """How often the answers continued in another call."""
 
     def request(self) -> pb.GenerateRequest:
-        """For the next call: what is missing."""
+        """The request for the next call: it asks for what is missing."""
         return self._request
 
     def timeout_s(self) -> float | None:
-        """Of the next call. Raises `DeadlinePassed` where no time is left for one."""
+        """The timeout of the next call. Raises `DeadlinePassed` if no time is left."""
         if self._deadline_s is None:
             return None
         left_s = self._deadline_s - self._now_s()
@@ -98,11 +103,11 @@ class ResumableStream:
         return left_s
 
     def note_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """What the router says before its first message."""
+        """Take in the router's initial metadata, which says that it accepts the request."""
         self.is_accepted = self.is_accepted or any(key == ACCEPTED_KEY for key, _ in metadata or ())
 
     def accept(self, message: pb.GenerateResponse) -> pb.GenerateResponse:
-        """Returns `message`. Raises `StreamBroken` where it is not what was to come."""
+        """Take in a message, and return it. Raises `StreamBroken` if it is not the one that was due."""
         self._answers.accept(message)
         self._has_received = True
         self._take_down(message)
@@ -112,7 +117,8 @@ class ResumableStream:
         return message
 
     def _take_down(self, message: pb.GenerateResponse) -> None:
-        """What the next call begins with: the prompt as it was cut, too, whatever the next router has room for."""
+        """Add `message` to the request of a next call. This also fixes how the prompt was cut, whatever room the next
+        router has."""
         if self._request.truncate_prompt_tokens == ROOM and message.prompt_tokens:
             self._request.truncate_prompt_tokens = message.prompt_tokens
         if self._n == 1:
@@ -129,7 +135,8 @@ class ResumableStream:
             answer.ClearField("token_ids")
 
     def wait_s(self, error: Exception) -> float:
-        """How long to wait before the next call, after one ended with `error`. Raises it where there is none."""
+        """How long to wait before the next call, after one ended with `error`. Raises `error` if there is no next
+        call."""
         if self._may_ask_another and not (self.is_accepted or self._has_received) and isinstance(error, LOST):
             self._may_ask_another = False
             self._may_be_running = isinstance(error, Unreachable)
@@ -155,7 +162,7 @@ class ResumableStream:
             return self._may_be_running
         if not isinstance(error, LOST):
             return False
-        if not self._has_received:  # nothing is to be taken up: all of it is asked anew, of whoever answers now
+        if not self._has_received:  # there is nothing to continue: the whole request is sent again
             return self.is_accepted
         if self._n == 1:
             return bool(self._request.worker_kind)
@@ -163,9 +170,9 @@ class ResumableStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last message of each answer has come: nothing is missing then, whatever becomes of the call."""
+        """Whether the last message of each answer has come: then nothing is missing, however the call ends."""
         return self._answers.has_ended
 
     def answers(self) -> AnswersStream:
-        """All that has come."""
+        """The answers so far."""
         return self._answers
