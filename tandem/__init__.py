@@ -1,11 +1,11 @@
-"""What people touch: the offline `LLM` and `AsyncLLM`, clients, the local `Cluster` and the `tandem` command.
+"""What people use: the offline `LLM` and `AsyncLLM`, clients, the local `Cluster` and the `tandem` command.
 
     from tandem import LLM, SamplingParams     # in this process, no services
     from tandem import AsyncLLM                # likewise, for asyncio
     from tandem import Client, AsyncClient     # talks to a router
     from tandem import Cluster, ClusterArgs    # starts Redis, router and workers on this machine
 
-Names are imported when first used: a client needs no torch, and the command can take Ctrl-C from its first moment on.
+Names are imported on first use, so that a client needs no torch, and the command handles Ctrl-C from its first moment.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 
 TYPE_CHECKING = False
-"""True to a type checker. typing has it, too, and takes longer to import than all that the command needs before it can
-take Ctrl-C."""
+"""True for a type checker. Not imported from typing, which takes longer to import than everything that the command
+needs before it can handle Ctrl-C."""
 if TYPE_CHECKING:
     from typing import Any
 

@@ -5,7 +5,7 @@ import gc
 from tandem import interrupts
 
 interrupts.leave_at_once()
-gc.disable()  # of the objects that imports make, none is garbage
+gc.disable()  # imports make no garbage, so collecting would only take time
 
 from tandem.cli import main
 

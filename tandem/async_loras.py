@@ -1,13 +1,13 @@
-"""Adapters that the requests of an `AsyncLLM` bring (`max_loras`): each stays as long as a request uses it.
+"""Adapters that the requests of an `AsyncLLM` bring (`max_loras`): each stays at least while a request uses it.
 
-    bring ──it is there──────────────────────────────> the request's, until it is over
-      └─ read, beside steps ──there is room──────────────┘
-                    └─ none: the one that was asked for longest ago goes, of those that nobody uses;
-                             where all are used, of all: it goes once nobody uses it, and who asks for it from now on
-                             comes after who waits for its room
+    bring ──it is loaded─────────────────────────────> the request uses it, until it is over
+      └─ read, while steps run ──there is room───────────┘
+                    └─ no room: the least recently requested unused adapter is removed;
+                                if all are used, the least recently requested of all: it is removed once unused, and
+                                new requests for it wait behind those that wait for its room
 
-As in vLLM, a folder is read once: asked for again under the same name, it is what was read. Another folder under that
-name is another adapter for who asks from then on; who has begun goes on with the one before.
+As in vLLM, a folder is read once: requested again under the same name, the adapter is the one that was read. Another
+folder under the same name is another adapter for later requests; running requests keep the earlier one.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from tandem.lora_request import LoRARequest, folder_of
 class _Adapter:
     module: LoRAModule
     number: int
-    """The engine's."""
+    """The engine's number for it."""
     num_users: int = 0
 
 
 class AsyncLoRAs:
-    """Of one engine; lives on its event loop."""
+    """The adapters of one engine. Use it on the engine's event loop."""
 
     def __init__(self, engine: AsyncLLMEngine, modules: tuple[LoRAModule, ...]) -> None:
-        """`modules`: those that are there from the start on, and stay."""
+        """`modules`: adapters that are loaded from the start, and stay."""
         self._engine = engine
         self._fixed = {module.name: module.path for module in modules}
         self._there: dict[str, _Adapter] = {}
-        """Of those that come and go, by name; who was asked for longest ago first."""
+        """Loaded adapters that may be removed, by name; the least recently requested first."""
         self._leaving: list[_Adapter] = []
         self._going: str | None = None
-        """Who asks for it waits behind who waits for its room, which would never come while each has it at once."""
+        """The used adapter that will be removed. New requests for it wait behind those that wait for its room, which
+        would otherwise never become free."""
         self._is_bringing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -54,13 +55,14 @@ class AsyncLoRAs:
 
     @property
     def folders(self) -> Mapping[str, Path]:
-        """Of all that are there, by name."""
+        """The folders of all loaded adapters, by name."""
         return self._fixed | {name: adapter.module.path for name, adapter in self._there.items()}
 
     async def bring(self, wished: LoRARequest, there: Mapping[str, Path], request: AsyncRequest) -> str:
-        """The digest of the adapter, which is there until `request` is over; nothing where that is over before.
-        `wished` has been checked with what was `there` then: who names no folder means that one, if there is none now.
-        Raises `ValueError` for one that cannot be served, `EngineDeadError`."""
+        """Load the adapter, which then stays until `request` is over. Returns its digest; empty for a fixed adapter, or
+        if the request is over first. `there`: the loaded folders when `wished` was checked; if `wished` names no
+        folder, and its adapter has been removed since, the folder is taken from there. Raises `ValueError` for an
+        adapter that cannot be served, and `EngineDeadError`."""
         name = wished.lora_name
         if name in self._fixed:
             return ""
@@ -69,7 +71,7 @@ class AsyncLoRAs:
         is_over = asyncio.get_running_loop().create_future()
         request.on_over = partial(self._note_over, is_over)
         while not request.is_over and (name == self._going or not self._is_there(name, folder)):
-            # A task of its own: what it has begun in the engine it ends, whoever is cancelled or aborted meanwhile.
+            # A separate task: it finishes what it has begun in the engine even if this request is cancelled or aborted.
             task = asyncio.create_task(self._load(name, folder, source, request))
             self._tasks.add(task)
             task.add_done_callback(self._note_ended)
@@ -78,7 +80,7 @@ class AsyncLoRAs:
                 task.result()
         if request.is_over:
             return ""
-        adapter = self._there[name] = self._there.pop(name)  # asked for last
+        adapter = self._there[name] = self._there.pop(name)  # now the most recently requested one
         adapter.num_users += 1
         request.on_over = partial(self._let_go, adapter)
         return adapter.module.digest
@@ -90,7 +92,7 @@ class AsyncLoRAs:
     async def _load(self, name: str, folder: Path | None, source: Path, request: AsyncRequest) -> None:
         async with self._is_bringing:
             if self._is_there(name, folder) or request.is_over:
-                return  # somebody else has brought it, or nobody waits for it
+                return  # another request has loaded it, or this request is over
             module = await self._engine.find_lora(name, source)
             read = await self._engine.read_lora(module)
             try:
@@ -99,9 +101,9 @@ class AsyncLoRAs:
                 self._going = None
 
     async def _add(self, module: LoRAModule, read: ReadAdapter, request: AsyncRequest) -> None:
-        """Once there is room; not if `request` is over before."""
+        """Add the adapter to the engine once there is room, unless `request` is over first."""
         while not request.is_over:
-            self._take_out(module.name)  # before others can ask for it, and mean the one that is to come
+            self._take_out(module.name)  # first, so that new requests for this name wait for the new adapter
             self._changed.clear()
             numbers = [adapter.number for adapter in self._leaving if not adapter.num_users]
             still = await self._engine.call(partial(LLMEngine.free_loras, numbers=numbers))
@@ -136,4 +138,4 @@ class AsyncLoRAs:
     def _note_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # seen: whoever was cancelled meanwhile does not ask for it
+            task.exception()  # mark it as retrieved: a cancelled request does not retrieve it

@@ -1,10 +1,10 @@
-"""The requests of an `AsyncLLM` that are under way: which steps' tokens are whose, and who waits for them.
+"""The requests of an `AsyncLLM` that are under way: distributes the tokens of each step, and wakes the readers.
 
     open ──> begin ──> on_step … ──> each reader wakes once for whatever has come since
       │        └── abort: its answers end with "abort"   └── all answers ended: its id is free again
-      └── leave, in any state: what it has in the engine is aborted
+      └── leave, in any state: its part in the engine is aborted
 
-Lives on one event loop. Owns neither the engine nor its thread, which it only tells what to add and to abort.
+Lives on one event loop. Owns neither the engine nor its thread; it only tells them what to add and to abort.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tandem.sampling_params import RequestOutputKind
 
 
 class AsyncRequest:
-    """One of them, as its reader sees it."""
+    """One request, as its reader sees it."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.is_aborted = False
         self.is_over = False
-        """The engine has nothing of it any more, and gets nothing: it has ended, or nobody waits for it."""
+        """The request has ended, or nobody waits for it: the engine has no part of it, and gets none."""
         self.on_over: Callable[[], object] = lambda: None
-        """Called once, as it is over."""
+        """Called once, when the request is over."""
         self._has_news = asyncio.Event()
         self._error: Exception | None = None
         self._kind = RequestOutputKind.CUMULATIVE
         self.answers: OfflineRequest | None = None
-        """None until its prompt has been read."""
+        """None until the prompt has been read."""
 
     def take(self, answers: OfflineRequest, kind: RequestOutputKind) -> None:
         self.answers, self._kind = answers, kind
@@ -44,7 +44,7 @@ class AsyncRequest:
         self._has_news.set()
 
     def end(self) -> None:
-        """It is over."""
+        """Mark the request as over."""
         if not self.is_over:
             self.is_over = True
             self.on_over()
@@ -54,7 +54,8 @@ class AsyncRequest:
         self.wake()
 
     async def next(self) -> RequestOutput:
-        """Of all that has come since the last call; waits where nothing has. Raises what it failed with."""
+        """Wait until something has come since the last call, and return the output. Raises the error with which the
+        request failed."""
         while True:
             await self._has_news.wait()
             self._has_news.clear()
@@ -71,14 +72,15 @@ class AsyncRequests:
     def __init__(self, engine: AsyncLLMEngine) -> None:
         self._engine = engine
         self._requests: dict[str, AsyncRequest] = {}
-        """By the caller's ids. Those that are not finished."""
+        """Unfinished requests, by the caller's ids."""
         self._answers: dict[str, tuple[AsyncRequest, OfflineAnswer]] = {}
-        """By the engine's names. Those that are not finished."""
+        """Unfinished answers, by the engine's names."""
         self.why_ended = ""
-        """Why there are no more. A text: an error would hold on to the engine, and to a device's memory."""
+        """Why no more requests are served. A text, since an error would keep the engine, and its device memory,
+        alive."""
 
     def open(self, request_id: str) -> AsyncRequest:
-        """Raises `ValueError` for an id that is none or in use, `EngineDeadError`."""
+        """Open a request. Raises `ValueError` for an id that is invalid or in use, and `EngineDeadError`."""
         if self.why_ended:
             raise EngineDeadError(self.why_ended)
         check_text("request_id", request_id)
@@ -90,7 +92,8 @@ class AsyncRequests:
         return request
 
     async def begin(self, request: AsyncRequest) -> None:
-        """Hand its first answer to the engine. Raises `ValueError` for what that can never run, `EngineDeadError`."""
+        """Add the request's first answer to the engine. Raises `ValueError` for what the engine can never run, and
+        `EngineDeadError`."""
         answers = request.answers
         assert answers is not None, "its prompt has been read"
         if request.is_aborted:
@@ -115,7 +118,7 @@ class AsyncRequests:
         self.end(f"the engine has failed: {type(error).__name__}: {error}")
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Those that there are. Returns once their blocks are free."""
+        """Abort these requests; unknown ids are ignored. Returns once their blocks are free."""
         names: list[str] = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -127,12 +130,12 @@ class AsyncRequests:
             await self._engine.call(partial(_abort, names))
 
     def leave(self, request: AsyncRequest) -> None:
-        """Its reader is gone."""
+        """The request's reader is gone: abort the request in the engine."""
         if names := self._forget(request):
             self._engine.post(partial(_abort, names))
 
     def end(self, why: str) -> None:
-        """All of them; there will be no others."""
+        """Fail all requests, and all later ones."""
         self.why_ended = self.why_ended or why
         for request in list(self._requests.values()):
             self._forget(request)
@@ -141,7 +144,7 @@ class AsyncRequests:
     def _advance(self, request: AsyncRequest, answer: OfflineAnswer, output: StepOutput) -> None:
         try:
             answer.advance(output, add=self._add_later, abort=self._abort_later)
-        except Exception as error:  # whatever it is, its reader waits
+        except Exception as error:  # its reader waits, so it must learn of any error
             self.leave(request)
             request.fail(error)
             return
@@ -159,14 +162,15 @@ class AsyncRequests:
         self._engine.post(partial(_abort, [name]))
 
     def _end_aborted(self, request: AsyncRequest) -> None:
-        """Its reader is told what there is; later, if its prompt is still being read."""
+        """End the answers and wake the reader. If the prompt is still being read, `begin` does this later."""
         if request.answers is not None:
             for answer in request.answers.answers:
                 answer.abort()
             request.wake()
 
     def _forget(self, request: AsyncRequest) -> list[str]:
-        """What of it the engine may still have. Its id is free from now on."""
+        """Drop the request; its id is free from now on. Returns the names of its answers that the engine may still
+        have."""
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
             request.end()

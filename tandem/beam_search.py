@@ -1,19 +1,19 @@
-"""Beam search of an offline `LLM`: the likeliest answers to a prompt that are found by going on with a few at a time.
+"""Beam search of an offline `LLM`: finds likely answers to a prompt by continuing the best few at a time.
 
     start ──> alive ── how likely is each next token? ──> the likeliest beam_width live on ──> alive … best
                                                      └──> those that end there are kept apart ────────┘
 
 The algorithm is that of vLLM (`vllm/entrypoints/generate/beam_search`), which has it from transformers' `generate`:
 
-- Each beam is continued by its 2 * beam_width likeliest tokens. A token that ends an answer has one there; of all other
-  continuations of a prompt's beams, the beam_width likeliest live on. Twice as many, so that there are enough even
-  where every beam may end.
+- Each beam is continued by its 2 * beam_width likeliest tokens. A continuation whose token ends the answer is complete;
+  of all other continuations of a prompt's beams, the beam_width likeliest live on. Twice as many tokens are considered
+  so that there are enough continuations even if every beam may end.
 - A beam's score is the sum of its logprobs, divided by its number of tokens to the power of length_penalty. The
-  prompt's tokens count, one that ends the answer does not. The best beam_width are returned, of those that have ended
-  and those that live when max_tokens are used up.
-- It is over before that once nothing that may still come can be among the best, which changes none of them.
+  prompt's tokens count; the token that ends the answer does not. The search returns the best beam_width of the answers
+  that have ended and of those alive when max_tokens are used up.
+- The search stops earlier once no continuation can be among the best. This does not change the result.
 
-`BeamSearch` decides, and knows no engine; `BeamSearches` asks.
+`BeamSearch` decides, and knows no engine; `BeamSearches` asks the engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tandem.sampling_params import BeamSearchParams
 __all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"]
 
 Ask: TypeAlias = Callable[[list[ReadPrompt], list[str]], list[RequestOutput]]
-"""Of prompts, and the names of their adapters: an answer of one token to each, with logprobs."""
+"""From prompts, and the names of their adapters, to an answer of one token to each, with logprobs."""
 
 
 @dataclass(kw_only=True)
@@ -47,18 +47,18 @@ class BeamSearchSequence:
 
     orig_prompt: TokensPrompt
     tokens: list[int]
-    """The prompt's, and the answer's with the one that ended it."""
+    """The prompt's tokens and the answer's, including the one that ended it."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """For each of the answer's tokens, how likely it and others were in its place, by id."""
+    """For each of the answer's tokens: by id, the logprobs of the likeliest tokens in its place."""
     lora_request: LoRARequest | None = None
     cum_logprob: float = 0.0
-    """The sum over the answer's tokens."""
+    """Sum of the logprobs of the answer's tokens."""
     text: str | None = None
-    """Of all tokens, the prompt's too."""
+    """Text of all tokens, the prompt's included."""
     finish_reason: str | None = None
     """ "stop" or "length"."""
     stop_reason: int | str | None = None
-    """The token that ended it, if one did."""
+    """The token that ended the answer, if one did."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class BeamSearchOutput:
 
 
 class BeamSearch:
-    """Of one prompt."""
+    """The search for one prompt."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class BeamSearch:
         self._width, self._length_penalty = params.beam_width, params.length_penalty
         self._end_token_ids = frozenset() if params.ignore_eos else frozenset(end_token_ids)
         self._ended: list[BeamSearchSequence] = []
-        """The best of them, the best one first."""
+        """The best answers that have ended, the best one first."""
         self.num_steps = 0
-        """Tokens of each that is alive, beside the prompt's."""
+        """Tokens of each beam that is alive, without the prompt's."""
         self._max_steps = min(params.max_tokens, max_model_len - num_tokens)
 
     @property
@@ -109,11 +109,11 @@ class BeamSearch:
         return len(self._ended) == self._width and self._score(self._ended[-1]) >= self._best_to_come()
 
     def prompts(self) -> list[ReadPrompt]:
-        """Whose next tokens `advance` has to be told of."""
+        """The beams whose next tokens `advance` needs, as prompts."""
         return [replace(self._prompt, text=None, token_ids=beam.tokens) for beam in self.alive]
 
     def advance(self, likely: Sequence[dict[int, Logprob]]) -> None:
-        """`likely`: for each that is alive, its likeliest next tokens."""
+        """Continue the beams by one token. `likely`: for each beam that is alive, its likeliest next tokens."""
         grown = [
             (beam.cum_logprob + each.logprob, token_id, beam, next_tokens)
             for beam, next_tokens in zip(self.alive, likely, strict=True)
@@ -127,7 +127,7 @@ class BeamSearch:
         self.num_steps += 1
 
     def best(self) -> list[BeamSearchSequence]:
-        """Once it is over."""
+        """The best answers, once the search is over."""
         return self._best_of(self._ended + [replace(beam, finish_reason="length") for beam in self.alive])
 
     def _best_of(self, sequences: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
@@ -140,7 +140,8 @@ class BeamSearch:
         return cum_logprob / math.pow(num_tokens, self._length_penalty)
 
     def _best_to_come(self) -> float:
-        """No score will be better: a sum only falls, and by length it is divided by more and more, or less and less."""
+        """An upper bound of all future scores: the sum of logprobs only falls, and the divisor grows or shrinks
+        monotonically with the length."""
         likeliest, num_tokens = self.alive[0].cum_logprob, len(self.alive[0].tokens)
         most_tokens = num_tokens + self._max_steps - self.num_steps
         return max(self._score_of(likeliest, num_tokens), self._score_of(likeliest, most_tokens))
@@ -169,7 +170,7 @@ def _as_given(prompt: ReadPrompt) -> TokensPrompt:
 
 
 class BeamSearches:
-    """Of the prompts of one call."""
+    """The searches for the prompts of one call."""
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class BeamSearches:
         ]
 
     def run(self, ask: Ask, concurrency_limit: int | None, progress: Progress | None) -> None:
-        """Until all are over, one token of each at a time; at most `concurrency_limit` of them at once."""
+        """Run all searches, one token of each at a time, and at most `concurrency_limit` searches at once."""
         waiting = iter(self._searches)
         running: list[BeamSearch] = []
         limit = len(self._searches) if concurrency_limit is None else concurrency_limit
@@ -226,7 +227,7 @@ def _likely(answer: RequestOutput) -> dict[int, Logprob]:
 
 
 def check_beam_search(params: object, concurrency_limit: object) -> None:
-    """Raises `ValueError` naming what is wrong."""
+    """Raise `ValueError` naming what is wrong."""
     if not isinstance(params, BeamSearchParams):
         example = "BeamSearchParams(beam_width=4, max_tokens=64)"
         raise ValueError(f"params must be BeamSearchParams, as {example}, is {params!r:.80}")

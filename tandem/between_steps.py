@@ -1,14 +1,15 @@
-"""Ctrl-C while an `LLM` generates: it comes between two steps of the engine.
+"""Makes Ctrl-C take effect between two steps of the engine while an `LLM` generates.
 
-In the middle of one it would leave blocks with sequences that nobody computes any more, and ranks with a step that is
-not computed everywhere; the engine would be of no use from then on, or wrong.
+In the middle of a step, it would leave blocks owned by sequences that nobody computes any more, and a step that not all
+ranks have computed: the engine would be unusable, or compute wrong results.
 
     with BetweenSteps() as interrupts:        Ctrl-C ── noted ──> check raises KeyboardInterrupt, or the context's end
         with interrupts.breaking(): step               └─ again, within a step ──> KeyboardInterrupt there and then
         interrupts.check()
 
-Only a step may take long. Whatever comes outside of one waits for `check`: no request is added or aborted by half.
-Nothing is changed in other threads than the main one, which hear of no Ctrl-C, nor where somebody else handles it.
+Only a step may take long. Outside of a step, Ctrl-C waits for `check`, so that no request is half added or half
+aborted. This class changes nothing in threads other than the main one, which get no Ctrl-C, and nothing if the program
+has a handler of its own.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class BetweenSteps:
         return self
 
     def check(self) -> None:
-        """Raises `KeyboardInterrupt` if there was a Ctrl-C."""
+        """Raise `KeyboardInterrupt` if there was a Ctrl-C."""
         if self._is_noted:
             self._is_noted = False
             raise KeyboardInterrupt
 
     @contextmanager
     def breaking(self) -> Iterator[None]:
-        """Of what is of no use any more if a second Ctrl-C ends it."""
+        """Within this block, a second Ctrl-C raises at once. What it interrupts is unusable then."""
         self._may_break = True
         try:
             yield

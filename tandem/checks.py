@@ -1,4 +1,5 @@
-"""What callers of the Python API give, checked: texts, numbers, names. Errors say what was wanted and what came."""
+"""Checks of what callers of the Python API give: texts, numbers, names. Errors say what was wanted and what was
+given."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 
 def check_text(name: str, text: object) -> None:
-    """Raises `ValueError` where it is none, or has a half of a pair of surrogates."""
+    """Raise `ValueError` if `text` is not a text, or contains half of a surrogate pair."""
     if not isinstance(text, str):
         raise ValueError(f"{name}: must be a text, is {text!r:.80}")
     try:
@@ -25,7 +26,7 @@ def check_salt(name: str, cache_salt: object) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is an integer, of numpy or not. True and False are none."""
+    """Whether `value` is an integer, Python's or numpy's. True and False do not count."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -34,19 +35,19 @@ def is_number(value: object) -> bool:
 
 
 def is_list(value: object) -> bool:
-    """Whether it can be read from its beginning more than once, and is no text."""
+    """Whether `value` is a sequence other than a text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def without_array(value: Any) -> Any:
-    """A list instead of an array or tensor, a number instead of one of its elements; all else as it is."""
+    """Turn an array or tensor into a list, and an element of one into a number; return anything else as it is."""
     if isinstance(value, memoryview | type) or not hasattr(value, "tolist"):
         return value
     return value.tolist()
 
 
 def check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raises `TypeError`, as Python does for a name that a function has not, and says which there are."""
+    """Raise `TypeError` for an unknown name, as Python does for an unknown argument, and suggest known ones."""
     for name in given:
         if name not in known:
             close = get_close_matches(name, known)

@@ -1,8 +1,8 @@
-"""What a local cluster is made of: its settings, and the command line and environment of each process.
+"""The settings of a local cluster, and the command line and environment of each of its processes.
 
-Pure: nothing is started here (`tandem.cluster` does). Every setting travels as a flag, so that the environment of
-whoever starts the cluster changes no process behind its back. What a service takes, a cluster takes by the same name,
-and hands on; but what it decides for each process by itself (`OWN`).
+Pure: `tandem.cluster` starts the processes. Every setting is passed as a flag, so that the environment in which the
+cluster is started changes no process unnoticed. A cluster takes the settings of its services by the same names and
+passes them on, except for those that it decides for each process itself (`OWN`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from worker_service.args import WorkerArgs
 
 ROUTER = "router"
 GATEWAY = "gateway"
-"""What one is called; several are "router-1", "router-2", …"""
+"""Name of a single router or gateway; several are "router-1", "router-2", …"""
 REDIS = "redis"
 MAX_WORKERS = 64
-"""Of a role, on one machine: each is a process that loads the model."""
+"""Workers of one role on one machine: each is a process that loads the model."""
 MAX_FRONTS = 64
 """Routers, or gateways, on one machine."""
 SERVICES: tuple[type[SslArgs], ...] = (RouterArgs, WorkerArgs, GatewayArgs)
-"""Whose settings a cluster takes, beside those of an engine and of the router's policy."""
+"""Services whose settings a cluster takes, beside those of an engine and of the router's policy."""
 NO_TLS = dict.fromkeys(SSL_FIELDS, "")
-"""On one machine there is nobody between the processes; and what the environment says is for others."""
+"""On one machine, nobody stands between the processes. Passed as flags, so that TLS settings in the environment, which
+are meant for other programs, have no effect."""
 OWN = {
     **dict.fromkeys(NO_TLS, "on one machine there is nobody between the processes"),
     "listen": "the first router's is the cluster's; gateways have `http_port`; workers take free ports",
@@ -54,11 +55,12 @@ OWN = {
     "advertise": "where it listens, unless the cluster is told what stands in between",
     "failpoints": "for tests, which start workers by themselves",
 }
-"""Settings of services that are not handed on as they are, and what they are instead."""
+"""Settings of services that are not passed on as they are, each with where its value comes from instead."""
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""Of compute threads. A step has some two hundred parallel regions, and a thread that sleeps between them is late for
-each: in a virtual machine decoding took twice as long so. But one that spins for long keeps a core from whoever else
-wants it, its own peer among them. They spin for less than a tenth of a millisecond, which is enough (docs/log.md)."""
+"""Environment for compute threads. A step has about two hundred parallel regions, and a thread that sleeps between them
+is late for each: in a virtual machine, this doubled the time of decoding. But a thread that spins for long keeps a core
+from others, its own peers included. These spin for less than a tenth of a millisecond, which is enough
+(docs/log.md)."""
 LISTENING = r"^listening (?:grpc|http)=(\S+)$"
 """The line that every service prints once it accepts requests."""
 
@@ -72,26 +74,26 @@ class ClusterArgs:
     num_prefill: int = 1
     num_decode: int = 1
     is_aggregated: bool = False
-    """No prefill workers: every decode worker prefills for itself."""
+    """No prefill workers: every decode worker prefills its own prompts."""
     num_routers: int = 1
     num_gateways: int = 1
     listen: str = "127.0.0.1:50051"
     """The router's address; port 0 takes a free one. Further routers take the ports after it, or free ones."""
     http_port: int | None = None
-    """Of OpenAI's HTTP API, on the router's host, for all gateways; 0 takes a free one. None: there is no gateway."""
+    """Port of all gateways (OpenAI's HTTP API), on the router's host; 0 takes a free one. None: there is no gateway."""
     transport: str = "grpc"
     redis_url: str = ""
-    """Empty: a Redis of our own."""
+    """Empty: the cluster starts its own Redis."""
     namespace: str = "tandem"
     log_level: str = "info"
     drain_grace_s: float = 30.0
     """How long running streams may go on after `stop`."""
     api_key: tuple[str, ...] = field(default=(), repr=False)
-    """Keys, of which requests must bring one, over HTTP and gRPC, if there are any."""
+    """If given, requests over HTTP and gRPC must bring one of these keys."""
     allowed_origins: str = "[]"
-    """Whose pages may call over HTTP from a browser: a JSON list."""
+    """JSON list of the origins whose pages may call over HTTP from a browser."""
     chat_template: str = ""
-    """A file. Empty: the model's own."""
+    """File with a chat template. Empty: the model's own."""
     tool_call_parser: str = RouterArgs.tool_call_parser
     reasoning_parser: str = RouterArgs.reasoning_parser
     generation_config: str = RouterArgs.generation_config
@@ -100,10 +102,11 @@ class ClusterArgs:
     good_ttft_ms: float = RouterArgs.good_ttft_ms
     good_tpot_ms: float = RouterArgs.good_tpot_ms
     metrics_port: int | None = None
-    """Where the router shows its metrics, on its host; further routers, workers and, if there are several, gateways
-    take the ports after it. 0: each a free one. None: nobody does. A single gateway's are on its own port."""
+    """Port of the router's metrics, on its host; further routers, workers and, if there are several, gateways take the
+    ports after it. 0: each takes a free one. None: no metrics ports. A single gateway serves its metrics on its own
+    port."""
     otlp_traces_endpoint: str = ""
-    """Where router and gateway tell of requests. Empty: nowhere."""
+    """Where router and gateway send traces of requests. Empty: nowhere."""
     max_queue_tokens: int = RouterArgs.max_queue_tokens
     worker_wait_s: float = RouterArgs.worker_wait_s
     max_message_bytes: int = RouterArgs.max_message_bytes
@@ -131,7 +134,7 @@ class ClusterArgs:
             if port is not None and not 0 <= port <= 65536 - num:
                 raise ValueError(f"{flag} must be in [0, {65536 - num}], is {port}")
         own: dict[str, Any] = {"listen": self.listen, "redis": self.redis_url or ServiceArgs.redis}
-        try:  # as the processes will
+        try:  # the checks that the processes will make
             RouterArgs(model=self.engine.model, api_key=self.api_key, **own, **self.settings_of(RouterArgs))
             WorkerArgs(**own, **self.settings_of(WorkerArgs))
             GatewayArgs(api_key=self.api_key, **self.settings_of(GatewayArgs))
@@ -152,12 +155,12 @@ class ClusterArgs:
             raise ValueError(f"--listen: several routers are found by an IP address, not {self.listen!r}") from error
 
     def settings_of(self, service: type[SslArgs]) -> dict[str, Any]:
-        """Fields of `service`, one of `SERVICES`, that are handed on."""
+        """The fields of `service`, one of `SERVICES`, that are passed on."""
         return {entry.name: getattr(self, entry.name) for entry in fields(service) if entry.name not in OWN}
 
     @property
     def worker_names(self) -> list[str]:
-        """ "prefill-1", "decode-1", …: what logs and tests call them."""
+        """ "prefill-1", "decode-1", …: the names in logs and tests."""
         num_prefill = 0 if self.is_aggregated else self.num_prefill
         return [
             *(f"prefill-{i}" for i in range(1, num_prefill + 1)),
@@ -171,47 +174,48 @@ class ClusterArgs:
 
     @property
     def gateway_names(self) -> list[str]:
-        """Likewise. None without a port for HTTP."""
+        """ "gateway", or "gateway-1", "gateway-2", …; empty without an HTTP port."""
         return [] if self.http_port is None else _numbered(GATEWAY, self.num_gateways)
 
     @property
     def _who_show_metrics(self) -> list[str]:
-        """In the order of their ports. What a single gateway counts can be asked for at its own port."""
+        """Names of the processes with a metrics port, in the order of the ports. A single gateway serves its metrics on
+        its own port."""
         several_gateways = self.gateway_names if self.num_gateways > 1 else []
         return [*self.router_names, *self.worker_names, *several_gateways]
 
     @property
     def gpu_share(self) -> float:
-        """Of a GPU's memory, for each worker: they all use the machine's first one, or first ones. Its default is for
-        one engine alone, and shared out; what was asked for is what each gets."""
+        """Fraction of a GPU's memory for each worker: all workers use the machine's first GPU, or first ones. The
+        default fraction is meant for one engine and divided among the workers; a given one applies to each worker."""
         asked = self.engine.gpu_memory_utilization
         return asked if asked != EngineArgs.gpu_memory_utilization else asked / len(self.worker_names)
 
     @property
     def served_model_name(self) -> str:
-        """What was asked for, not the cache folder that it is in."""
+        """The given name, or that of the given model, not of the cache folder that contains it."""
         return self.engine.served_model_name or Path(self.engine.model).name
 
     @property
     def a_key(self) -> str:
-        """One that the router takes; empty: it asks for none."""
+        """A key that the router accepts; empty: it requires none."""
         return next(iter(self.api_key), "")
 
     def metrics_listen(self, name: str) -> str:
-        """Where the process `name` shows its metrics; empty: nowhere."""
+        """Address of the metrics of the process `name`; empty: none."""
         if self.metrics_port is None or name not in self._who_show_metrics:
             return ""
         offset = self._who_show_metrics.index(name) if self.metrics_port else 0
         return f"{self._host}:{self.metrics_port + offset}"
 
     def router_listen(self, name: str) -> str:
-        """The address of the router `name`, of which port 0 takes a free one."""
+        """The address on which the router `name` listens; port 0 takes a free one."""
         host, port = split_address(self.listen)
         return f"{host}:{port + self.router_names.index(name) if port else 0}"
 
     @property
     def http_listen(self) -> str:
-        """Of all gateways."""
+        """The address on which all gateways listen."""
         return f"{self._host}:{self.http_port}"
 
     @property
@@ -222,7 +226,7 @@ class ClusterArgs:
         """The id under which the worker `name` registers."""
         if not self.redis_url:
             return name
-        # Others may be registered in that Redis: the name alone would not be ours alone.
+        # Workers of others may be registered in that Redis, so the name alone might not be unique.
         return f"{os.uname().nodename}-{os.getpid()}-{name}"
 
 
@@ -238,7 +242,7 @@ def num_cores() -> int:
 
 
 def router_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str) -> ProcessSpec:
-    """The router `name`, which serves the model in `folder` and comes back on the port it had."""
+    """The router `name`, which serves the model in `folder`. Started again, it takes the port it had."""
 
     def command(announced: str) -> list[str]:
         own = {
@@ -254,8 +258,8 @@ def router_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str) -> P
 
 
 def gateway_spec(args: ClusterArgs, name: str, listen: str, router: str) -> ProcessSpec:
-    """OpenAI's HTTP API at `listen`, which asks the routers behind the target `router` and comes back on the port it
-    had. Several share that."""
+    """A gateway at `listen`, which asks the routers behind the target `router`. Started again, it takes the port it
+    had. Several gateways share the port."""
 
     def command(announced: str) -> list[str]:
         own = {
@@ -272,8 +276,8 @@ def gateway_spec(args: ClusterArgs, name: str, listen: str, router: str) -> Proc
 
 
 def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, advertise: str = "") -> ProcessSpec:
-    """The worker `name`; its role is the part of the name before the dash. `advertise`: where others reach it, if that
-    is not where it listens."""
+    """The worker `name`; its role is the part of the name before the dash. `advertise`: the address at which others
+    reach it, if that is not where it listens."""
     num_threads = args.engine.num_threads or max(1, num_cores() // len(args.worker_names))
     engine = replace(
         args.engine,
@@ -298,7 +302,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
 
 
 def _command(module: str, *settings: Mapping[str, object]) -> list[str]:
-    """Of a service, with all its `settings` as flags: the environment then changes nothing."""
+    """The command line of a service, with all its `settings` as flags, so that the environment changes nothing."""
     flags = [part for some in (*settings, NO_TLS) for name, value in some.items() for part in _flag(name, value)]
     return [sys.executable, "-P", "-m", module, *flags]
 
@@ -311,9 +315,10 @@ def _flag(name: str, value: object) -> list[str]:
 
 
 def python_env() -> dict[str, str]:
-    """Environment of a child Python: our packages are found where we were, unless they are installed; no buffering.
+    """Environment of a child Python: it finds our packages where this process did, unless they are installed, and does
+    not buffer its output.
 
-    Children run with -P: a folder `router` in the current directory is not ours.
+    Children run with -P, so that a folder `router` in the current directory is not imported.
     """
     root = str(Path(__file__).resolve().parent.parent)
     env = {"PYTHONUNBUFFERED": "1"}

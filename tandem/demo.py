@@ -1,7 +1,7 @@
-"""`make demo`: a prefill and a decode worker, two questions, and what happened to them.
+"""`make demo`: a prefill and a decode worker, two questions, and a report on what happened to them.
 
-Owns what is printed. The second question continues the conversation of the first, so that its prompt is mostly in the
-decode worker's prefix cache already: only the rest is computed, and there.
+Owns the output. The second question continues the conversation of the first, so that most of its prompt is in the
+decode worker's prefix cache already: the decode worker computes only the rest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Turn:
 
 
 async def run_demo(*, prompt: str, transport: str, is_verbose: bool) -> int:
-    """The exit code: 0 if all went well, and everything is stopped. `prompt`: empty for our own question."""
+    """Run the demo. Returns the exit code: 0 if all went well and everything is stopped. `prompt`: the question; empty:
+    our own."""
     demo = _Demo(prompt or QUESTION, transport, is_verbose)
     work = asyncio.create_task(demo.run())
     loop = asyncio.get_running_loop()
@@ -64,7 +65,7 @@ async def run_demo(*, prompt: str, transport: str, is_verbose: bool) -> int:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Nobody reads it any more, as behind `| head`. rich would end whichever task it is that prints."""
+        """Nobody reads the output any more, as with `| head`. rich would end whichever task is printing."""
         with suppress(SystemExit):
             super().on_broken_pipe()
 
@@ -74,7 +75,7 @@ class _Demo:
         # Small pools: a demo should not need the memory of a service.
         self._args = ClusterArgs(
             engine=EngineArgs(kv_cache_gib=0.25),
-            policy=PolicyConfig(learn_costs=False),  # its prompts are short, and their KV is to be seen moving
+            policy=PolicyConfig(learn_costs=False),  # so that KV moves even for these short prompts
             listen="127.0.0.1:0",
             transport=transport,
             drain_grace_s=10,
@@ -147,14 +148,14 @@ class _Demo:
         self._log.append(text)
         if self._is_verbose:
             tell(text)
-        elif line.startswith(PROGRESS):  # of long work, or what is missing here
+        elif line.startswith(PROGRESS):  # progress of long work, or something that is missing on this machine
             self.say(f"  {name:<10} {line.removeprefix(PROGRESS)}")
 
     def _on_event(self, event: ProcessEvent) -> None:
         self.say(f"  {event.name:<10} {event.what}", style="red" if event.is_bad else "")
 
     def explain_failure(self, error: Exception) -> None:
-        """The error, behind the last lines of all processes."""
+        """Print the last lines of all processes, and then the error."""
         if not self._is_verbose:
             for line in self._log:
                 tell(line)
@@ -183,7 +184,7 @@ def describe(answer: Answer) -> list[tuple[str, str]]:
 
 
 def mode_text(timings: Timings) -> str:
-    """Who did what."""
+    """The workers that served the request."""
     if timings.mode == Mode.MODE_DISAGGREGATED:
         return f"{timings.prefill_worker} -> {timings.decode_worker}"
     name = "local" if timings.mode == Mode.MODE_LOCAL else "stay"

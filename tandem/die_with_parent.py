@@ -1,10 +1,10 @@
-"""Runs a command that ends when its parent ends, however that ended: no orphan survives a SIGKILL.
+"""Runs a command that ends when its parent ends, for whatever reason: no orphan survives a SIGKILL of the parent.
 
     python die_with_parent.py PARENT_PID COMMAND ARGUMENT...
 
-A small program in front of the command rather than a function between fork and exec: the parent runs gRPC's threads,
-and nothing may be run safely in a forked copy of those. On Linux only; elsewhere the command is run as it is. Imports
-nothing but the standard library, since it is run by its path.
+A small program in front of the command, not a function between fork and exec: the parent has gRPC's threads, and no
+code runs safely in a forked copy of such a process. Has an effect only on Linux; elsewhere, it just runs the command.
+Imports only the standard library, since it is run by its path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() != parent_pid:  # it died before the line above
+        if os.getppid() != parent_pid:  # the parent died before prctl was called
             sys.exit(1)
     os.execv(command[0], command)
 

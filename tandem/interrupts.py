@@ -1,9 +1,10 @@
-"""Ctrl-C while a command is still importing what it needs: it ends there and then, and says nothing.
+"""Makes Ctrl-C end a command at once and silently while it is still importing modules.
 
-Python's own answer is an exception, raised in whichever module is being imported: a traceback of nobody's making. There
-is nothing to clean up yet. Imports next to nothing: whatever is imported before `leave_at_once` has that traceback.
+By default, Python raises an exception in whichever module is being imported, with a meaningless traceback. There is
+nothing to clean up yet. This module imports next to nothing, since modules imported before `leave_at_once` still have
+that traceback.
 
-Once it has begun there is, and SIGTERM and SIGHUP are as Ctrl-C.
+Once the command has begun, there is something to clean up, and SIGTERM and SIGHUP act like Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 INTERRUPTED = 130
-"""Exit code of what Ctrl-C has ended."""
+"""Exit code of a command that Ctrl-C has ended."""
 _ALIKE = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -25,14 +26,14 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def leave_at_once() -> None:
-    """Until `raise_again`. Not where Ctrl-C is ignored, as of what a shell runs in the background."""
+    """Until `raise_again`, Ctrl-C ends the process at once; unless it is ignored, as for a shell's background jobs."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_again() -> None:
-    """Ctrl-C is `KeyboardInterrupt` from here on; and so is SIGTERM, and a closed terminal's SIGHUP unless it is
-    ignored: what was begun is cleaned up, and what `tandem bench` has measured is kept."""
+    """From here on, Ctrl-C raises `KeyboardInterrupt`, and so do SIGTERM and, unless it is ignored, a closed terminal's
+    SIGHUP: so the command cleans up, and `tandem bench` keeps what it has measured."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in _ALIKE:
@@ -41,7 +42,8 @@ def raise_again() -> None:
 
 
 def _as_ctrl_c(signum: int, frame: FrameType | None) -> None:
-    """Once: `timeout` sends SIGTERM twice and a terminal SIGHUP, where a second Ctrl-C would not wait."""
+    """Act as Ctrl-C, but only once: `timeout` sends SIGTERM twice, and a terminal also sends SIGHUP, while a second
+    Ctrl-C would not wait for the clean-up."""
     for number in _ALIKE:
         signal.signal(number, signal.SIG_IGN)
     signal.raise_signal(signal.SIGINT)

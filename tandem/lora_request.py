@@ -1,4 +1,4 @@
-"""Which adapters answer an offline caller's prompts: vLLM's `LoRARequest`."""
+"""The adapters that answer an offline caller's prompts: vLLM's `LoRARequest`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tandem.checks import check_text, is_list
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """The adapter that answers a prompt: its name in `lora_modules`, or any, with its folder (`lora_path`), where
-    there is room for it (`max_loras`). `lora_int_id` is vLLM's, and told by nobody."""
+    """The adapter that answers a prompt: a name in `lora_modules`; or, with room for more adapters (`max_loras`), any
+    name with the adapter's folder (`lora_path`). `lora_int_id` is vLLM's, and has no effect here."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -28,8 +28,9 @@ def lora_name_of_each(
     *,
     may_load: bool,
 ) -> list[str]:
-    """Of each prompt's adapter; empty: the model alone. `loaded`: the folders of those that are there, of which those
-    in `fixed` stay. `may_load`: whether others may come. Raises `ValueError`."""
+    """The name of each prompt's adapter; empty: the model alone. `loaded`: the folders of the loaded adapters by name,
+    of which those in `fixed` stay. `may_load`: whether others may be loaded. Raises `ValueError` saying what is
+    wrong."""
     if asked is None or isinstance(asked, LoRARequest | str):
         asked = [asked] * num_prompts
     if not is_list(asked):
@@ -45,13 +46,14 @@ def lora_name_of_each(
 
 
 def named_requests(asked: LoRARequest | Sequence[LoRARequest | None] | None) -> list[LoRARequest]:
-    """Those of them that ask for an adapter; checked before."""
+    """Those of the requests (already checked) that ask for an adapter."""
     each = [asked] if asked is None or isinstance(asked, LoRARequest) else asked
     return [request for request in each if request is not None]
 
 
 def folder_of(request: LoRARequest) -> Path | None:
-    """That it names. Raises `ValueError` for a path that leads nowhere, as round in a circle."""
+    """The folder that the request names, if any. Raises `ValueError` for a path that cannot be resolved, such as a
+    circle of links."""
     try:
         return Path(request.lora_path).expanduser().resolve() if request.lora_path else None
     except (OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""An offline caller's answers: what they are, and how each comes about from the engine's steps."""
+"""An offline caller's answers: their types, and how the engine's steps build them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Logprob:
     logprob: float
     """Natural logarithm of its probability."""
     rank: int
-    """Among the whole vocabulary; 1 is the likeliest."""
+    """Its rank in the whole vocabulary; 1 is the likeliest."""
     decoded_token: str
-    """What it stands for by itself; U+FFFD for a part of a character."""
+    """Its text by itself; U+FFFD for a part of a character."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +42,17 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """ "stop", "length", "abort", or "error": there is no next token, and `error` says why. None: it goes on."""
+    """ "stop", "length", "abort", or "error" (there is no next token, and `error` says why). None: not finished yet."""
     stop_reason: int | str | None
-    """The stop string, or the token, that ended it, if one did and it is not the model's own end (the tokenizer's
+    """The stop string or token that ended the answer, if one did, unless it is the model's own end (the tokenizer's
     `eos_token`)."""
     logprobs: list[dict[int, Logprob]] | None
-    """For each token, by id: the sampled one and as many of the likeliest as were asked for. None: not asked for."""
+    """For each token, by id: the sampled token and as many of the likeliest as requested. None: not requested."""
     cumulative_logprob: float | None
-    """The sum over the sampled tokens."""
+    """Sum of the logprobs of the sampled tokens."""
     error: str = ""
     lora_request: LoRARequest | None = None
-    """The adapter that said it."""
+    """The adapter that generated the answer."""
 
     def finished(self) -> bool:
         return bool(self.finish_reason)
@@ -64,20 +64,20 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """None where token ids were given."""
+    """None if only token ids were given."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    """Of the prompt, found in the prefix cache."""
+    """Tokens of the prompt that were found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """For each of the prompt's tokens, as `CompletionOutput.logprobs`; None for the first. None: not asked for, or told
-    by an earlier delta."""
+    """For each of the prompt's tokens, as `CompletionOutput.logprobs`; None for the first token. None: not requested,
+    or contained in an earlier delta."""
     lora_request: LoRARequest | None = None
 
 
 class OfflineRequest:
-    """One prompt and its answers in the making."""
+    """One prompt, and its answers while they are generated."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class OfflineRequest:
         *,
         name: str = "",
     ) -> None:
-        """`name`: the engine's for it, where that is not its id."""
+        """`name`: the engine's name for the request, if that is not its id."""
         self._request_id = request_id
         self.prompt = prompt
         drawn_seed = secrets.randbits(63)
@@ -100,23 +100,23 @@ class OfflineRequest:
         ]
         self.answers[0].others = self.answers[1:]
         self._has_told_prompt = False
-        """By `delta`: how likely it is."""
+        """Whether `delta` has returned the prompt's logprobs."""
 
     @property
     def is_finished(self) -> bool:
         return all(answer.is_finished for answer in self.answers)
 
     def mean(self, lora_digest: str) -> None:
-        """By the name of its adapter the one with this digest."""
+        """Fix which adapter of that name the request uses: the one with this digest."""
         for answer in self.answers:
             answer.lora_digest = lora_digest
 
     def output(self) -> RequestOutput:
-        """All that there is of all answers."""
+        """Everything so far of all answers."""
         return self._output([answer.output() for answer in self.answers], self.answers[0].prompt_logprobs)
 
     def delta(self) -> RequestOutput:
-        """What has come since the last call, of those answers of which something has."""
+        """What has come since the last call; contains only answers that have something new."""
         prompt_logprobs = None if self._has_told_prompt else self.answers[0].prompt_logprobs
         self._has_told_prompt = self._has_told_prompt or prompt_logprobs is not None
         return self._output(
@@ -139,7 +139,7 @@ class OfflineRequest:
 
 
 class OfflineAnswer:
-    """One answer in the making."""
+    """One answer while it is generated."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class OfflineAnswer:
         lora_name: str,
         tokenizer: Tokenizer,
     ) -> None:
-        """`name`: the engine's for it."""
+        """`name`: the engine's name for the answer."""
         self.lora_name, self.lora_digest = lora_name, ""
         self.lora_request = LoRARequest(lora_name) if lora_name else None
         self.name = name
@@ -164,10 +164,10 @@ class OfflineAnswer:
         tokens = {} if form is None else tokenizer.added_in(texts_in(form))
         if form is not None and tokens:
             self.engine_params = replace(self.engine_params, grammar=grammar_of(form, tokens))
-        if index:  # the first one tells them
+        if index:  # the first answer reports them
             self.engine_params = replace(self.engine_params, prompt_logprobs=None)
         self.others: list[OfflineAnswer] = []
-        """Those that wait until this one has its first token."""
+        """The other answers to the prompt, which wait until this one has its first token."""
         self.is_finished = False
         self.token_ids: list[int] = []
         self.num_cached_tokens = 0
@@ -182,7 +182,7 @@ class OfflineAnswer:
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
         self._told = (0, 0, False)
-        """By `delta`: characters, tokens, whether that it is finished."""
+        """What `delta` has returned so far: characters, tokens, and whether the answer is finished."""
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             prompt_token_ids=prompt.token_ids,
@@ -194,7 +194,7 @@ class OfflineAnswer:
         )
 
     def add_to(self, engine: LLMEngine) -> None:
-        """Raises `ValueError` for what the engine can never run."""
+        """Add the answer to the engine. Raises `ValueError` for what the engine can never run."""
         engine.add_request(
             self.name, self.prompt.token_ids, self.engine_params,
             cache_salt=self.prompt.cache_salt, lora_name=self.lora_name, lora_digest=self.lora_digest,
@@ -203,19 +203,19 @@ class OfflineAnswer:
     def advance(
         self, output: StepOutput, add: Callable[[OfflineAnswer], object], abort: Callable[[str], object]
     ) -> None:
-        """A step's new tokens, and what follows from them for the engine."""
+        """Take in a step's new tokens. `add` and `abort` tell the engine what follows from them."""
         is_first_news = not self.token_ids
         self.take(output)
-        if is_first_news:  # its prompt is in the prefix cache now: not computed again for the others
+        if is_first_news:  # the prompt is in the prefix cache now, so it is not computed again for the others
             for other in self.others:
                 add(other)
-        if self.is_finished and not output.is_finished:  # a stop string, which the engine knows nothing of
+        if self.is_finished and not output.is_finished:  # ended by a stop string, which the engine does not know
             abort(self.name)
 
     def take(self, output: StepOutput) -> None:
-        """A step's new tokens."""
+        """Take in a step's new tokens."""
         if self.is_finished:
-            return  # by a stop string, in what came before in this step
+            return  # ended by a stop string in an earlier output of this step
         assert output.offset == len(self.token_ids), "the engine's tokens are contiguous"
         if not self.token_ids:
             self.num_cached_tokens = output.num_cached_tokens
@@ -229,7 +229,7 @@ class OfflineAnswer:
         if self._logprobs is not None:
             told = (output.logprobs or [])[:num_tokens]
             self._logprobs += map(self._by_token_id, told)
-            for each in told:  # in their order: sums of sums would have other bits, by how many come at once
+            for each in told:  # one by one: sums of sums would differ in their last bits by how many come at once
                 self._cumulative_logprob += each.sampled.logprob
         if delta.stop is not None:
             self._finish("stop", delta.stop)
@@ -245,12 +245,12 @@ class OfflineAnswer:
         self.is_finished = True
 
     def abort(self) -> None:
-        """It ends here, if it has not ended."""
+        """End the answer here, unless it has ended."""
         if not self.is_finished:
             self._finish("abort", None)
 
     def output(self) -> CompletionOutput:
-        """All that there is of it."""
+        """Everything so far."""
         return self._output_from(0, 0)
 
     def delta(self) -> CompletionOutput | None:

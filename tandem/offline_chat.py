@@ -1,4 +1,4 @@
-"""An offline caller's conversations, put through a chat template: the same texts that a router makes of them."""
+"""Renders an offline caller's conversations with a chat template, to the same texts as a router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRendering:
-    """How the conversations of one call become texts."""
+    """How to render the conversations of one call."""
 
     info: ModelInfo
     template: ChatTemplate
@@ -32,7 +32,7 @@ class ChatRendering:
     continue_final_message: bool
 
     def text_of(self, conversation: Sequence[Message]) -> str:
-        """Raises `ValueError` for messages that the model or its template cannot take."""
+        """The prompt's text. Raises `ValueError` for messages that the model or its template cannot take."""
         chat = pb.Chat(messages=map(chat_message, conversation))
         set_end(chat, self.add_generation_prompt, self.continue_final_message)
         violations = Violations()
@@ -45,7 +45,7 @@ class ChatRendering:
 
 
 def named_conversations(messages: Any) -> list[tuple[str, Sequence[Message]]]:
-    """One conversation or several, each with what errors call it. Raises `ValueError`."""
+    """One conversation or several, each with its name in errors. Raises `ValueError` if they have no such shape."""
     wrong = "must be a list of messages ({'role': ..., 'content': ...}), or a list of such lists"
     if not is_list(messages):
         raise ValueError(f"messages {wrong}, is {messages!r:.80}")
@@ -58,7 +58,8 @@ def named_conversations(messages: Any) -> list[tuple[str, Sequence[Message]]]:
 
 
 def tools_for(template: ChatTemplate, tools: Any) -> list[dict[str, Any]]:
-    """As the template shows them. Raises `ValueError` for what is no list of tools, and where it shows none."""
+    """The tools as the template takes them. Raises `ValueError` if they are not a list of tools, or if the template has
+    no place for tools."""
     chat, violations = pb.Chat(), Violations()
     add_tools(chat, tools, None, None)
     checked = tools_of(chat, violations)
@@ -69,7 +70,7 @@ def tools_for(template: ChatTemplate, tools: Any) -> list[dict[str, Any]]:
 
 
 def template_variables(given: object) -> dict[str, Any]:
-    """Of `chat_template_kwargs`. Raises `ValueError` for what is no dict of a template's own variables."""
+    """The variables in `chat_template_kwargs`. Raises `ValueError` if it is not a dict, or sets a reserved variable."""
     if not isinstance(given, Mapping | None):
         raise ValueError(f"chat_template_kwargs: must be a dict, is {given!r:.80}")
     variables = dict(given or {})

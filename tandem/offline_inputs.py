@@ -1,6 +1,6 @@
-"""What a caller in this process gives, and what is read from it: a config from settings, tokens from prompts.
+"""Reads the inputs of an offline caller: a config from settings, tokens from prompts.
 
-Owns a model's tokenizer and its defaults; no weights, nothing that computes.
+Owns a model's tokenizer and its defaults; no weights, and nothing that computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AdapterOfEach: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class OfflineInputs:
-    """Of one model. Its methods may be called on any thread."""
+    """The inputs of one model. Its methods may be called on any thread."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class OfflineInputs:
         override_generation_config: Mapping[str, Any] | str | None,
         engine_args: Mapping[str, Any],
     ) -> None:
-        """Arguments as those of `LLM`, with its errors, which name the `caller`'s class."""
+        """Arguments and errors are `LLM`'s. `caller`: the class that errors name."""
         override = _as_text("override_generation_config", override_generation_config or "{}")
         check_override(override)
         engine_args = without_neutral(engine_args, caller)
@@ -71,19 +71,19 @@ class OfflineInputs:
     def callers_tokenizer(self) -> PreTrainedTokenizerBase:
         """See `LLM.get_tokenizer`."""
         if self._callers_tokenizer is None:
-            from transformers import AutoTokenizer  # which takes seconds
+            from transformers import AutoTokenizer  # takes seconds to import
 
-            # Not left out: it would ask at the terminal whether to run a checkpoint's code.
+            # Given explicitly: otherwise transformers would ask at the terminal whether to run a checkpoint's code.
             folder = self.config.model.path
             self._callers_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return self._callers_tokenizer
 
     def tokenization(self, given: Mapping[str, Any] | None) -> Tokenization:
-        """Raises `ValueError`."""
+        """The given `tokenization_kwargs`. Raises `ValueError` naming what is wrong."""
         return Tokenization.of(given, self.config.model.max_model_len)
 
     def read(self, name: str, prompt: Any, params: SamplingParams, asked: Tokenization) -> ReadPrompt:
-        """`name` is what errors call the prompt. Raises `ValueError`."""
+        """Read one prompt. `name`: the prompt's name in errors. Raises `ValueError`."""
         if params.bounds_thinking:
             said = "is for LLM.chat: of another prompt's answers nobody knows what is thought"
             raise ValueError(f"{name}: thinking_token_budget {said}")
@@ -103,14 +103,14 @@ class OfflineInputs:
     def lora_name_of_each(
         self, lora_request: AdapterOfEach, num_prompts: int, loaded: Mapping[str, Path] | None = None
     ) -> list[str]:
-        """Empty: the model alone. `loaded`: the folders of those that are there, where others may come. Raises
-        `ValueError`."""
+        """The name of each prompt's adapter; empty: the model alone. `loaded`: the folders of the loaded adapters, if
+        others may be loaded. Raises `ValueError`."""
         fixed = {module.name: module.path for module in self.config.lora_modules}
         may_load = loaded is not None and self.config.lora_room.num > 0
         return lora_name_of_each(lora_request, num_prompts, loaded or fixed, fixed, may_load=may_load)
 
     def params_of_each(self, sampling_params: ParamsOfEach, num_prompts: int) -> Sequence[SamplingParams]:
-        """Checked. Raises `ValueError`."""
+        """The checked parameters of each prompt. Raises `ValueError`."""
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -129,7 +129,7 @@ class OfflineInputs:
 
 
 def _as_text(name: str, given: Any) -> str:
-    """A setting that is a text for the command, and here a dict, too."""
+    """The text of a setting that is a text on the command line, and may be a dict here."""
     try:
         given = json.dumps(given, default=str) if isinstance(given, Mapping) else given
     except (TypeError, ValueError, RecursionError) as error:
@@ -140,5 +140,5 @@ def _as_text(name: str, given: Any) -> str:
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """Of one of torch's, too: torch.bfloat16 is "bfloat16"."""
+    """The name of a dtype, which may be torch's: torch.bfloat16 is "bfloat16"."""
     return str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype

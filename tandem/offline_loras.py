@@ -1,9 +1,8 @@
-"""Adapters that the requests of an offline `LLM` bring (`max_loras`): loaded when one is first asked for.
+"""Adapters that the requests of an offline `LLM` bring (`max_loras`): each is loaded when it is first requested.
 
-    LoRARequest(name, number, folder) ──load──> in the engine ──room is needed──> gone: the one that was asked for
-                                                                                  longest ago
+    LoRARequest(name, number, folder) ──load──> in the engine ──room is needed──> gone: the least recently requested one
 
-As in vLLM, a folder is read once: asked for again under the same name, it is what was read.
+As in vLLM, a folder is read once: requested again under the same name, the adapter is the one that was read.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from tandem.lora_request import LoRARequest, folder_of
 
 
 class OfflineLoRAs:
-    """Of one engine, in which nothing runs when it is used."""
+    """The adapters of one engine. Use it only while nothing runs in the engine."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._fixed = {module.name for module in engine.config.lora_modules}
         self._loaded: dict[str, Path] = {}
-        """By name, who was asked for longest ago first."""
+        """Folders by name; the least recently requested first."""
 
     @property
     def folders(self) -> Mapping[str, Path]:
-        """Of all that are there, by name."""
+        """The folders of all loaded adapters, by name."""
         return {module.name: module.path for module in self._engine.loras.served}
 
     def load(self, requests: Iterable[LoRARequest]) -> None:
-        """All of these that are not there, whose names and folders have been checked. Raises `ValueError` where one
-        cannot be served, or there is no room for all."""
+        """Load those of the requested adapters that are not loaded. Their names and folders have been checked. Raises
+        `ValueError` if one cannot be served, or if there is no room for all."""
         wanted = {request.lora_name: request for request in requests if request.lora_name not in self._fixed}
         if len(wanted) > self._engine.loras.num_rooms:
             raise ValueError(
@@ -47,7 +46,7 @@ class OfflineLoRAs:
                 folder = wished
             assert folder is not None, "it is there, or names its folder"
             self._loaded.pop(name, None)
-            self._loaded[name] = folder  # the last one now
+            self._loaded[name] = folder  # now the most recently requested one
 
     def _put(self, name: str, folder: Path, keep: Mapping[str, LoRARequest]) -> None:
         module = self._engine.find_lora(name, folder)

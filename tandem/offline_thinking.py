@@ -1,4 +1,4 @@
-"""For how long an answer to an offline caller's chat may think: what a router makes of the same request."""
+"""The thinking budget of an answer to an offline caller's chat: the same as a router's for the same request."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from worker_service.messages import thinking_budget_from
 def thinking_budget_of_chat(
     params: SamplingParams, rendering: ChatRendering, conversation: Sequence[Message], text: str, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """`text`: what the conversation has become. None: there is no bound, or nothing is thought. Raises `ValueError`
-    where what is thought can have no bound."""
+    """The thinking budget; None: there is no bound, or the model does not think. `text`: the rendered conversation.
+    Raises `ValueError` if the model's thoughts cannot be bounded."""
     if not params.bounds_thinking:
         return None
     model, continued = rendering.info.with_chat(rendering.template, AUTO), ""

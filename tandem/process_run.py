@@ -1,4 +1,4 @@
-"""One run of a child process: its pipes, its lines, its end.
+"""One run of a child process: its pipes, its output lines, its end.
 
 start ──> its lines are read ──the ready line──> `ready_line` ── … ──> exited, and its last lines read
 """
@@ -23,31 +23,32 @@ _DIE_WITH_PARENT = str(Path(__file__).with_name("die_with_parent.py"))
 
 
 def dying_with_us(*command: str) -> list[str]:
-    """`command` as one that ends when this process ends, however that ended."""
+    """A command line that runs `command`, and ends it when this process ends, for whatever reason."""
     return [sys.executable, "-I", "-S", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """What is run."""
+    """How to run a process."""
 
     name: str
     command: Callable[[str], Sequence[str]]
     """Program and arguments of the next run, given what the last one announced ("" at first)."""
     ready_pattern: str
-    """A line of its output that matches says it is ready; group 1 is what it announces: its address."""
+    """The process is ready when a line of its output matches; group 1 is what it announces: its address."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to our own environment."""
     confirm: Callable[[], Awaitable[None]] | None = None
-    """Awaited after the ready line: proof that it answers."""
+    """Awaited after the ready line: proves that the process answers."""
     must_start: bool = False
-    """Dying before it was ever ready ends it for good: it depends on nothing that could get better."""
+    """If it dies before it was ever ready, it is not started again: it depends on nothing that could improve."""
     is_chatty: bool = False
-    """Its lines are kept to explain its death, and not handed to `on_line`."""
+    """Its lines are only kept to explain its death, and not passed to `on_line`."""
 
 
 class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
-    """A process' pipes. `Process.wait` ends when they are closed, too, and something else may hold them open."""
+    """A process' pipes, and the event of its exit. (`Process.wait` also waits until the pipes are closed, and another
+    process may hold them open.)"""
 
     def __init__(self) -> None:
         super().__init__(limit=MAX_LINE_BYTES, loop=asyncio.get_running_loop())
@@ -97,7 +98,7 @@ class ProcessRun:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **spec.env},
-            start_new_session=True,  # Ctrl-C reaches only us: we decide who ends when
+            start_new_session=True,  # Ctrl-C reaches only this process, which decides what ends when
         )
         return cls(transport, streams, spec, on_line)
 
@@ -107,13 +108,13 @@ class ProcessRun:
         return self._process.returncode
 
     def send(self, signal_number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        with contextlib.suppress(ProcessLookupError):  # the process has just ended by itself
             self._process.send_signal(signal_number)
 
     async def wait_exited(self) -> None:
-        """Until it has exited and its last lines are read."""
+        """Wait until the process has exited and its last lines are read."""
         await self._streams.has_exited.wait()
-        # A process that it left behind may hold the pipes open: no reason to wait for ever, nor to keep our ends.
+        # A process that it left behind may hold the pipes open: do not wait forever, and close our ends.
         _, pending = await asyncio.wait(self._readers, timeout=1.0)
         for reader in pending:
             reader.cancel()

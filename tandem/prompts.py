@@ -1,9 +1,9 @@
-"""Prompts of an offline caller, in all the shapes that vLLM's `LLM.generate` takes: read once, to token ids.
+"""Reads the prompts of an offline caller, in all the shapes that vLLM's `LLM.generate` takes, to token ids.
 
 text | token ids | {"prompt": text} | {"prompt_token_ids": ids}     one prompt
 [ any of these, ... ]                                               several
 
-A dict may also have a "cache_salt": cached prefixes are shared with prompts of the same one alone.
+A dict may also have a "cache_salt": cached prefixes are then shared only with prompts that have the same salt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """What they stand for: shown in the output, read by nobody."""
+    """Their text: shown in the output, otherwise unused."""
     cache_salt: NotRequired[str]
 
 
@@ -46,28 +46,29 @@ class ReadPrompt:
     """One prompt."""
 
     name: str
-    """What errors call it."""
+    """Its name in errors."""
     text: str | None
-    """None where token ids came alone."""
+    """None if only token ids were given."""
     token_ids: list[int]
     cache_salt: str = ""
-    """Empty: none, the cache is everybody's."""
+    """Empty: none, the prompt shares cached prefixes with all others without a salt."""
     thinking_budget: ThinkingBudget | None = None
-    """For how long its answers may think. None: there is no bound."""
+    """How long its answers may think. None: there is no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How prompts become tokens: what vLLM calls `tokenization_kwargs`."""
+    """How prompts become tokens: vLLM's `tokenization_kwargs`."""
 
     truncate_prompt_tokens: int | None = None
-    """Of longer prompts, the last so many are used. -1: as many as the context has room for beside the answer."""
+    """Use only the last tokens of a longer prompt, this many. -1: as many as the context has room for beside the
+    answer."""
     add_special_tokens: bool | None = None
-    """To a text. None: True; to what a chat template has written: False."""
+    """Whether to add special tokens to a text. None: True; False for a chat template's output."""
 
     @staticmethod
     def of(given: object, max_model_len: int) -> Tokenization:
-        """Raises `ValueError` naming what is wrong."""
+        """From `tokenization_kwargs`. Raises `ValueError` naming what is wrong."""
         if not isinstance(given, Mapping | None):
             raise ValueError(f"tokenization_kwargs: must be a dict, is {given!r:.80}")
         known = [entry.name for entry in fields(Tokenization)]
@@ -83,8 +84,8 @@ class Tokenization:
         return asked
 
     def num_kept(self, params: SamplingParams, max_model_len: int) -> int | None:
-        """Of a prompt that is answered by `params`, at most. None: it is not cut. Raises `ValueError` where the answer
-        leaves none any room."""
+        """How many tokens to keep of a prompt whose answer has these `params`. None: the prompt is not cut. Raises
+        `ValueError` if the answer leaves no room for a prompt."""
         if self.truncate_prompt_tokens != ROOM:
             return self.truncate_prompt_tokens
         num_kept = max_model_len - max(1, params.max_tokens or 0, params.min_tokens)
@@ -96,7 +97,7 @@ class Tokenization:
 
 
 def named_prompts(prompts: Any) -> list[tuple[str, Any]]:
-    """One prompt or several, each with what errors call it. Raises `ValueError`."""
+    """One prompt or several, each with its name in errors. Raises `ValueError` if they have no such shape."""
     prompts = without_array(prompts)
     if isinstance(prompts, str | Mapping) or (is_list(prompts) and prompts and _is_numeric(prompts[0])):
         return [("prompt", prompts)]
@@ -106,7 +107,7 @@ def named_prompts(prompts: Any) -> list[tuple[str, Any]]:
 
 
 def _is_numeric(first: Any) -> bool:
-    """Whether a list that begins so is one of token ids, or was meant to be."""
+    """Whether a list that begins with `first` is, or was meant to be, a list of token ids."""
     first = without_array(first)
     return is_number(first) or isinstance(first, bool)
 
@@ -120,7 +121,8 @@ def read_prompt(
     add_special_tokens: bool = True,
     num_kept: int | None = None,
 ) -> ReadPrompt:
-    """Arrays and tensors of integers are lists of token ids, too. Of more than `num_kept` the last ones are used.
+    """Read one prompt. Arrays and tensors of integers count as lists of token ids. Keeps only the last `num_kept`
+    tokens, unless that is None.
 
     Raises `ValueError` naming the prompt, and what it must be.
     """

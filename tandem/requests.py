@@ -1,4 +1,4 @@
-"""Requests to a router, made of prompts and sampling parameters in Python's own types. Errors say what the wire cannot
+"""Makes requests to a router from prompts and sampling parameters in Python's types. Errors name what the wire cannot
 carry."""
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: _INT32,
     FieldDescriptor.CPPTYPE_INT64: range(-(2**63), 2**63),
 }
-"""What whole numbers the wire can carry, by the field's kind. What a parameter may be is the router's to say."""
+"""The integers that the wire can carry, by the field's type. The router checks the bounds of parameters."""
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
-"""A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template; with tools, those that
-tell of calls ("tool_calls") and of what came of them ("tool_call_id"), as OpenAI's."""
+"""A text, token ids, or messages ({"role": ..., "content": ...}) for the model's chat template; with tools also
+messages with calls ("tool_calls") and with their results ("tool_call_id"), in OpenAI's format."""
 
 
 class Sampling(TypedDict, total=False):
-    """Sampling parameters by the wire's names, and what else a request may ask; what is absent takes the model's
-    default."""
+    """Sampling parameters by the wire's names, and further fields of a request. Absent ones take the model's
+    defaults."""
 
     max_tokens: int
     is_max_tokens_target: bool
-    """Where the context has no room for so many, the answer has fewer, and the request is not refused for it."""
+    """If the context has no room for max_tokens, the answer has fewer tokens, instead of the request being refused."""
     min_tokens: int
     temperature: float
     top_p: float
@@ -53,50 +53,50 @@ class Sampling(TypedDict, total=False):
     seed: int
     skip_special_tokens: bool
     allowed_token_ids: Sequence[int]
-    """No other is sampled."""
+    """No other tokens are sampled."""
     bad_words: Sequence[str]
-    """Texts that the answer does not have."""
+    """Texts that the answer must not contain."""
     thinking_token_budget: int
-    """Of a chat's answer: what it may think. -1: as much as it likes."""
+    """In a chat: how many tokens the answer may think. -1: any number."""
     is_thinking_token_budget_target: bool
-    """Where that could not be kept, it bounds nothing, and the request is not refused for it."""
+    """If the budget cannot be enforced, it is ignored, instead of the request being refused."""
     logit_bias: Mapping[int, float]
     logprobs: int
     prompt_logprobs: int
     priority: int
     structured_outputs: StructuredOutputsParams | Mapping[str, Any]
     cache_salt: str | None
-    """Cached prefixes are shared with requests of the same one alone."""
+    """Cached prefixes are shared only with requests that have the same salt."""
     fairness_id: str | None
-    """Whose request it is: clients of equal priority that wait are served equally many tokens."""
+    """The client's name: waiting clients of equal priority are served equally many tokens."""
     truncate_prompt_tokens: int | None
-    """Of a longer prompt its last so many tokens are used; -1: as many as the context has room for."""
+    """Use only the last tokens of a longer prompt, this many; -1: as many as the context has room for."""
     add_special_tokens: bool | None
-    """Of a text; None: True."""
+    """Whether to add special tokens to a text; None: True."""
     with_prompt_token_ids: bool
-    """The prompt's tokens come with the answer."""
+    """Return the prompt's token ids with the answer."""
     tools: Sequence[Mapping[str, Any]] | None
-    """What the model may call, in OpenAI's words: {"type": "function", "function": {"name", "description",
+    """Tools that the model may call, in OpenAI's format: {"type": "function", "function": {"name", "description",
     "parameters", "strict"}}. With messages."""
     tool_choice: str | Mapping[str, Any] | None
     """ "auto", "none", "required", or {"type": "function", "function": {"name": …}}."""
     parallel_tool_calls: bool | None
-    """False: at most one call in an answer."""
+    """False: an answer makes at most one call."""
     chat_template_kwargs: Mapping[str, Any] | None
     """Variables for the model's chat template, such as {"enable_thinking": False}. With messages."""
     add_generation_prompt: bool | None
-    """False: nothing is added behind the last of the messages, which an answer would begin with."""
+    """False: the prompt ends with the last message, without the beginning of an answer."""
     continue_final_message: bool | None
-    """The answer goes on with the content of the last of the messages, which is left open."""
+    """The answer continues the content of the last message, which is left open."""
 
 
 class Generating(Sampling, total=False):
-    """And what it says of the request itself."""
+    """`Sampling`, and the fields that concern the request itself."""
 
     request_id: str
     model: str
     timeout_s: float | None
-    """The request's deadline everywhere. None or infinity: there is none."""
+    """Deadline of the request in all processes. None or infinity: there is none."""
     trace_headers: Mapping[str, str]
     """W3C's traceparent and tracestate, if the request is part of a trace."""
 
@@ -115,7 +115,7 @@ def generate_request(
     n: int = 1,
     **sampling: Unpack[Sampling],
 ) -> pb.GenerateRequest:
-    """The message of one request, for `n` answers. Raises `ValueError` naming what the wire cannot carry."""
+    """The message for one request with `n` answers. Raises `ValueError` naming what the wire cannot carry."""
     check_text("request_id", request_id)
     check_text("model", model)
     of_chat = {name: sampling.pop(name, None) for name in _OF_CHATS}  # type: ignore[misc]
@@ -137,7 +137,7 @@ def generate_request(
 
 
 def _own_fields(sampling: Sampling) -> dict[str, Any]:
-    """Of the request: what is no sampling parameter, taken out of them."""
+    """Take the fields that are no sampling parameters out of `sampling`, and return them for the request."""
     cache_salt, fairness_id = sampling.pop("cache_salt", None), sampling.pop("fairness_id", None)
     num_kept, adds = sampling.pop("truncate_prompt_tokens", None), sampling.pop("add_special_tokens", None)
     if cache_salt is not None:
@@ -154,22 +154,22 @@ def _own_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 class Tokenizing(TypedDict, total=False):
-    """What may be said of a prompt that is only to be turned into tokens."""
+    """Parameters of a prompt that is only turned into tokens."""
 
     model: str
     add_special_tokens: bool | None
-    """Of a text; None: as `generate` has it."""
+    """Whether to add special tokens to a text; None: as `generate` does."""
     with_tokens: bool
-    """Each token as the vocabulary writes it, too."""
+    """Also return each token as the vocabulary writes it."""
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
-    """All as in `Sampling`."""
+    """This and the previous three: as in `Sampling`."""
 
 
 def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.TokenizeRequest:
-    """Raises `ValueError` naming what the wire cannot carry."""
+    """The message for Tokenize. Raises `ValueError` naming what the wire cannot carry."""
     if unknown := [name for name in asked if name not in Tokenizing.__annotations__]:
         known = ", ".join(Tokenizing.__annotations__)
         raise ValueError(f"{unknown[0]}: is not a known parameter; there are {known}")
@@ -192,7 +192,7 @@ def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.
 
 
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool) -> pb.DetokenizeRequest:
-    """Raises `ValueError` naming what the wire cannot carry."""
+    """The message for Detokenize. Raises `ValueError` naming what the wire cannot carry."""
     check_text("model", model)
     skips = _truth("skip_special_tokens", skip_special_tokens)
     request = pb.DetokenizeRequest(model=model, skip_special_tokens=skips)
@@ -209,7 +209,7 @@ def _set_chat(chat: pb.Chat, messages: Messages, asked: Mapping[str, Any]) -> No
 
 
 def set_end(chat: pb.Chat, add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
-    """How its prompt is to end. Raises `ValueError` naming what is neither True nor False."""
+    """Set how the chat's prompt ends. Raises `ValueError` naming what is neither True nor False."""
     if add_generation_prompt is not None:
         chat.add_generation_prompt = _truth("add_generation_prompt", add_generation_prompt)
     if continue_final_message is not None:
@@ -229,7 +229,7 @@ def _is_chat(prompt: Any) -> TypeGuard[Messages]:
 def _set_token_ids(request: pb.GenerateRequest, prompt: Any) -> None:
     request.token_ids.SetInParent()
     prompt = without_array(prompt)
-    # Bytes and dicts would give numbers, or what look like some.
+    # Iterating over bytes or dicts could give numbers that are no token ids.
     if isinstance(prompt, bytes | bytearray | Mapping) or not isinstance(prompt, Iterable):
         raise ValueError(f"prompt: must be a text, token ids or messages, is {prompt!r:.80}")
     _add_ids("prompt", request.token_ids.ids, prompt)
@@ -251,7 +251,7 @@ def _template_kwargs(given: object) -> str:
 def profile_request(
     worker_id: str, num_steps: int, timeout_s: float, with_trace: bool
 ) -> tandem_worker_pb2.ProfileRequest:
-    """Raises `ValueError` for what the wire cannot carry."""
+    """The message for Profile. Raises `ValueError` naming what the wire cannot carry."""
     if type(num_steps) is not int or not 0 <= num_steps < 1 << 32:
         raise ValueError(f"num_steps: must be a whole number of at least 1, is {num_steps!r}")
     check_text("worker_id", worker_id)
@@ -289,7 +289,8 @@ def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
 
 
 def _plain(name: str, value: Any) -> bool | int | float:
-    """A number or a truth as its field takes it. protobuf takes some others too, and refuses in words of its own."""
+    """A number or bool as its field takes it. protobuf would accept some other values, and its errors are less
+    clear."""
     kind = pb.SamplingParams.DESCRIPTOR.fields_by_name[name].cpp_type
     value = without_array(value)
     if kind == FieldDescriptor.CPPTYPE_FLOAT:
@@ -341,7 +342,7 @@ def _biases(name: str, given: Any) -> dict[int, float]:
 
 
 def _add_ids(name: str, field: MutableSequence[int], given: Any) -> None:
-    """What is wrong is looked for where protobuf finds something: prompts are long."""
+    """Add ids to `field`. Checks them one by one only if protobuf finds something wrong, since prompts are long."""
     ids = without_array(given)
     if isinstance(ids, str | bytes | bytearray | Mapping) or not isinstance(ids, Iterable):
         raise ValueError(f"{name}: must be a list of token ids, is {given!r:.80}")

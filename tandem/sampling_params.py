@@ -1,7 +1,7 @@
-"""What an offline caller asks of the sampler and of the text: vLLM's `SamplingParams`, and its `BeamSearchParams`.
+"""Sampling parameters of an offline caller: vLLM's `SamplingParams` and `BeamSearchParams`.
 
-The engine knows token ids only, so it has a smaller class of its own (`engine.sampling_params`); this one adds what
-concerns text, and a seed that may be absent.
+The engine knows token ids only, so it has a smaller class of its own (`engine.sampling_params`); the class here adds
+what concerns text, and a seed that may be absent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tandem.checks import check_names, check_text, is_list, is_number, is_whole,
 from tandem.structured_outputs import StructuredOutputsParams
 
 UNLIMITED_TOKENS = 2**31 - 1
-"""What the engine is told where there is no max_tokens: the context ends the answer before."""
+"""The engine's max_tokens if there is no bound: the context ends the answer first."""
 
 _KINDS: dict[str, tuple[str, Any, Any]] = {
     "int": ("a whole number", Integral, int), "float": ("a number", Real, float), "bool": ("True or False", bool, bool),
 }  # fmt: skip
-"""A field's type: what it is called, what may be given for it, and what that is made to be."""
+"""By a field's type: its name in errors, the type that may be given, and the type to which the value is converted."""
 
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,), "spaces_between_special_tokens": (True,), "logits_processors": (None, []),
@@ -36,31 +36,31 @@ _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None, []), "repetition_detection": (None,), "skip_clone": (False,),
     "stream_interval": (None, 1), "watermarking": (None, False),
 }  # fmt: skip
-"""vLLM's fields of which only these values can be had, in the order of the class."""
+"""vLLM's fields that may only have these values, in the order of the class."""
 
 
 class RequestOutputKind(Enum):
-    """What each output of `AsyncLLM.generate` holds."""
+    """What each output of `AsyncLLM.generate` contains."""
 
     CUMULATIVE = 0
-    """All so far, of all answers."""
+    """Everything so far of all answers."""
     DELTA = 1
-    """What is new, of those answers of which something is."""
+    """Only what is new, and only of answers that have something new."""
     FINAL_ONLY = 2
-    """All: there is one output, at the end."""
+    """Everything: there is one output, at the end."""
 
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Names, meanings and bounds are vLLM's, and so is what may be None.
+    """Names, meanings and bounds are vLLM's, and so is which fields may be None.
 
-    Raises `ValueError` naming the field, its bound and what it is, and `TypeError` for a name that is no field. Fields
-    may be assigned, as vLLM's users do with what `LLM.get_default_sampling_params` gives: `check` looks at all of them,
-    once they are used.
+    Raises `ValueError` naming the field, its bound and its value, and `TypeError` for an unknown name. Fields may be
+    assigned, as vLLM's users do with the result of `LLM.get_default_sampling_params`: `check` validates all of them
+    when they are used.
     """
 
     n: int = 1
-    """Answers to each prompt, which is prefilled once. Answer i to a seed is the one to seed + i."""
+    """Answers per prompt, which is prefilled once. With a seed, answer i is the one to seed + i."""
     max_tokens: int | None = 16
     """None: as many as the context has room for."""
     min_tokens: int = 0
@@ -83,22 +83,22 @@ class SamplingParams:
     """None draws one for each request."""
     skip_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
-    """No other token is ever sampled. None: any may be."""
+    """No other token is ever sampled. None: any token may be."""
     bad_words: Sequence[str] | None = None
-    """Texts that the answer does not have: see protos/tandem_inference.proto."""
+    """Texts that the answer must not contain: see protos/tandem_inference.proto."""
     logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     logprobs: int | None = None
-    """How likely each token was, and so many of the likeliest ones. None: nothing of it."""
+    """Return the logprob of each token, and of this many of the likeliest ones. None: return none."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens. All of it is computed for that, whatever is cached."""
+    """The same for the prompt's tokens. For that, the whole prompt is computed, whatever is cached."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The form that the answer must have. None: any text."""
+    """What constrains the answer. None: any text."""
     thinking_token_budget: int | None = None
-    """Of `LLM.chat`: after so many tokens of reasoning an answer has to begin. None or -1: there is no bound."""
+    """For `LLM.chat`: after this many tokens of reasoning, the answer must begin. None or -1: there is no bound."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """Of `AsyncLLM`; `LLM` gives whole answers whatever it is."""
+    """For `AsyncLLM`. `LLM` returns whole answers in any case."""
 
-    # vLLM's that may be given, and ask for what is done anyway: no fields, nobody reads them.
+    # Parameters of vLLM that are accepted with values that ask for nothing special. They are not stored as fields.
     detokenize: InitVar[bool] = True
     spaces_between_special_tokens: InitVar[bool] = True
     logits_processors: InitVar[Sequence[Any] | None] = None
@@ -133,7 +133,7 @@ class SamplingParams:
         super().__setattr__(name, value)
 
     def check(self) -> None:
-        """Raises `ValueError` naming the field, its bound and what it is."""
+        """Raise `ValueError` naming the field, its bound and its value, if one is wrong."""
         for entry in fields(self):
             _plain(entry.name, str(entry.type), getattr(self, entry.name))
         if not 1 <= self.n <= MAX_N:
@@ -169,8 +169,8 @@ class SamplingParams:
     def for_engine(
         self, drawn_seed: int, sequence: int = 0, *, bad_words_token_ids: Sequence[tuple[int, ...]] = ()
     ) -> engine_params.SamplingParams:
-        """What the engine needs for answer `sequence`; `drawn_seed` stands in where there is no seed.
-        `bad_words_token_ids`: of `bad_words` (`router.text.bad_words`)."""
+        """The engine's parameters for answer `sequence`. `drawn_seed`: used if there is no seed. `bad_words_token_ids`:
+        the token ids of `bad_words` (`router.text.bad_words`)."""
         values = {
             entry.name: _plain(entry.name, str(entry.type), getattr(self, entry.name))
             for entry in fields(self)
@@ -202,31 +202,32 @@ class SamplingParams:
 
 
 MAX_BEAM_WIDTH = engine_params.MAX_LOGPROBS // 2
-"""A step looks at twice as many tokens."""
+"""A step needs logprobs of twice as many tokens."""
 MAX_LENGTH_PENALTY = 10.0
 
 
 @dataclass
 class BeamSearchParams:
-    """Of `LLM.beam_search`. Names, their order and meanings are vLLM's. Raises `ValueError` as `SamplingParams` does.
+    """Parameters of `LLM.beam_search`. Names, their order and meanings are vLLM's. Raises `ValueError` as
+    `SamplingParams` does.
 
-    Fields may be assigned: `check` looks at all of them, once they are used.
+    Fields may be assigned: `check` validates all of them when they are used.
     """
 
     beam_width: int
-    """How many answers are followed, and returned."""
+    """How many answers to follow and return."""
     max_tokens: int
     ignore_eos: bool = False
-    """A token that ends answers is one like any other."""
+    """Treat tokens that end answers like any others."""
     temperature: float = 0.0
-    """Of no effect: beams compete by the model's own logprobs, in vLLM, too."""
+    """No effect: beams compete by the model's own logprobs, as in vLLM."""
     length_penalty: float = 1.0
-    """Beams compete by the sum of their logprobs, divided by tokens ** length_penalty: the more of it, the more is for
-    long answers. 0: by their likelihood alone."""
+    """Beams compete by the sum of their logprobs, divided by tokens ** length_penalty: higher values favour long
+    answers. 0: only the sum counts."""
     include_stop_str_in_output: bool = False
-    """Of no effect, as in vLLM's `LLM`: what ended an answer is always among its tokens."""
+    """No effect, as in vLLM's `LLM`: the token that ended an answer is always among its tokens."""
     structured_outputs: None = None
-    """vLLM's: no form can be had."""
+    """vLLM's field; only None is supported."""
     skip_special_tokens: bool = True
     watermarking: bool | None = None
 
@@ -234,7 +235,8 @@ class BeamSearchParams:
         self.check()
 
     def check(self) -> None:
-        """Numbers are Python's own then. Raises `ValueError` naming the field, its bound and what it is."""
+        """Convert numbers to Python's own types. Raise `ValueError` naming the field, its bound and its value, if one
+        is wrong."""
         _check_is_one_of("structured_outputs", self.structured_outputs, (None,))
         _check_is_one_of("watermarking", self.watermarking, (None, False))
         for entry in fields(self):
@@ -250,13 +252,13 @@ class BeamSearchParams:
             raise ValueError(f"length_penalty {bound}, is {self.length_penalty!r}")
 
     def of_step(self) -> SamplingParams:
-        """What each beam is asked for."""
+        """The parameters of one step of each beam."""
         return SamplingParams(max_tokens=1, temperature=0, logprobs=2 * self.beam_width)
 
 
 @lru_cache(maxsize=64)
 def _grammar_of(message: bytes) -> str:
-    """Parameters are made for each of many prompts, and say the same."""
+    """The grammar, cached: many prompts have the same structured outputs."""
     return grammar_of(pb.StructuredOutputs.FromString(message))
 
 
@@ -266,7 +268,7 @@ _AS_THEY_ARE = {entry.name for entry in fields(engine_params.SamplingParams)} - 
 
 
 def _plain(name: str, kind: str, value: Any) -> Any:
-    """A number or a truth in Python's own type. Raises `ValueError` where it is none."""
+    """A number or bool in Python's own type. Raises `ValueError` if it is neither."""
     kind, _, none = kind.partition(" | ")
     if kind not in _KINDS or (none and value is None):
         return value

@@ -1,4 +1,4 @@
-"""The form that an answer must have, as callers say it: vLLM's `StructuredOutputsParams`."""
+"""What constrains an answer, in vLLM's API: `StructuredOutputsParams`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tandem.checks import is_list
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of the first six. Raises `ValueError` naming the field.
+    """Exactly one of the first six fields must be given. Raises `ValueError` naming the field.
 
-    Whether a schema, regex or grammar can be read is the router's to say, or `SamplingParams`' where there is none.
+    The router checks whether a schema, regex or grammar compiles; without a router, `SamplingParams` does.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -23,15 +23,15 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     """Any JSON object."""
     regex: str | None = None
-    """All of the answer, in Rust's syntax: no look-around, no references back."""
+    """A regex for the whole answer, in Rust's syntax: no look-around, no back-references."""
     choice: Sequence[str] | None = None
-    """One of these texts."""
+    """The answer is one of these texts."""
     grammar: str | None = None
-    """Lark's, as llguidance reads it, or EBNF as llama.cpp and XGrammar do: `root ::= "yes" | "no"`."""
+    """A grammar in llguidance's variant of Lark, or in EBNF as for llama.cpp and XGrammar: `root ::= "yes" | "no"`."""
     structural_tag: str | Mapping[str, Any] | None = None
-    """Text with tags in it whose contents have a form, as vLLM and XGrammar have it, or JSON of that."""
+    """Free text with tags whose contents are constrained, in vLLM's and XGrammar's format, as an object or JSON."""
 
-    # vLLM's that may be given, and ask for what is done anyway.
+    # Parameters of vLLM that are accepted if they ask for nothing special.
     disable_any_whitespace: InitVar[bool | None] = None
     disable_additional_properties: InitVar[bool | None] = None
     whitespace_pattern: InitVar[str | None] = None
@@ -44,7 +44,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, asked: StructuredOutputsParams | Mapping[str, Any]) -> StructuredOutputsParams:
-        """Of one, or of its fields by name."""
+        """From an instance, or from its fields by name."""
         if isinstance(asked, StructuredOutputsParams):
             return asked
         if not isinstance(asked, Mapping):

@@ -1,7 +1,7 @@
-"""One child process kept running: started, watched, started again when it dies, stopped in the end.
+"""Keeps one child process running: starts it, watches it, starts it again when it dies, and stops it in the end.
 
-Owns the process and the decision when to start it again. Does not own what the process is (`ProcessSpec`), a run's
-pipes (`tandem.process_run`), nor what its output is for (`on_line`, `on_event`).
+Owns the process and the decision when to start it again. Does not own what the process is (`ProcessSpec`), the pipes of
+a run (`tandem.process_run`), nor the use of its output (`on_line`, `on_event`).
 
     STARTING ──ready──> RUNNING ──dies──> WAITING ──delay──> STARTING
        │                   │                 ^ │
@@ -24,7 +24,7 @@ from typing import Any
 from tandem.process_run import ProcessRun, ProcessSpec
 
 USAGE_EXIT_CODE = 2
-"""What our commands exit with for a wrong flag or setting: starting them again cannot help."""
+"""Exit code of our commands for a wrong flag or setting: starting them again cannot help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class RestartPolicy:
     first_delay_s: float = 0.5
     max_delay_s: float = 15.0
     max_quick_deaths: int = 6
-    """In a row; then it is given up."""
+    """After this many quick deaths in a row, the process is given up."""
 
     def delay_s(self, num_quick_deaths: int) -> float:
         """Seconds to wait after this many quick deaths in a row. A process that ran well is started at once."""
@@ -54,14 +54,15 @@ class ProcessState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEvent:
-    """News for whoever watches: `what` is a clause about the process `name`, `tail` its last lines where it died."""
+    """Something that happened to a process: `what` is a clause about the process `name`, `tail` its last lines if it
+    died."""
 
     name: str
     what: str
     tail: tuple[str, ...] = ()
     is_bad: bool = False
     returncode: int | None = None
-    """Of the run that has ended, where that is the news; negative: the signal that ended it."""
+    """If a run has ended: its exit code; negative: the signal that ended it."""
 
 
 class ProcessError(Exception):
@@ -69,7 +70,7 @@ class ProcessError(Exception):
 
 
 def describe_exit(returncode: int) -> str:
-    """ "exit code 1", or "SIGKILL" where a signal ended it."""
+    """ "exit code 1", or "SIGKILL" if a signal ended the process."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -81,8 +82,8 @@ def describe_exit(returncode: int) -> str:
 class SupervisedProcess:
     """Keeps one process running from `start` to `stop`.
 
-    `on_line(name, line)` gets every line of its output, `on_event` what happens to it; both on the event loop, which
-    tells what they raise.
+    `on_line(name, line)` gets every line of its output, `on_event` what happens to it. Both are called on the event
+    loop, whose exception handler reports what they raise.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class SupervisedProcess:
         self.announced = ""
         """What the last run that was ready announced."""
         self.pid = 0
-        """Of the current run; 0 between runs."""
+        """Pid of the current run; 0 between runs."""
         self._policy = policy or RestartPolicy()
         self._on_line = _told_by_loop(on_line, f"on_line of {spec.name}")
         self._on_event = _told_by_loop(on_event, f"on_event of {spec.name}")
@@ -112,13 +113,14 @@ class SupervisedProcess:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin. Returns at once: `wait_running` waits."""
+        """Start the process. Returns at once; `wait_running` waits."""
         assert self._task is None
         self.state = ProcessState.STARTING
         self._task = asyncio.create_task(self._keep_running(), name=f"supervise {self.spec.name}")
 
     async def wait_running(self, *, unlike_pid: int = 0) -> int:
-        """Until it is ready, in a run other than `unlike_pid`. Returns its pid. Raises `ProcessError`."""
+        """Wait until the process is ready, in a run other than that of `unlike_pid`. Returns its pid. Raises
+        `ProcessError` if it is given up or stopped."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: (
@@ -131,14 +133,15 @@ class SupervisedProcess:
         return self.pid
 
     async def wait_failed(self) -> None:
-        """Until it is given up: raises `ProcessError`. Returns only if it is stopped."""
+        """Wait until the process is given up, and raise `ProcessError`. Returns only if it is stopped."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.state in (ProcessState.FAILED, ProcessState.STOPPED))
         if self.state is ProcessState.FAILED:
             raise ProcessError(self._failure)
 
     async def stop(self, grace_s: float) -> str:
-        """SIGTERM; SIGKILL after `grace_s` seconds. Returns "", or what was wrong with how it ended."""
+        """Send SIGTERM, and SIGKILL after `grace_s` seconds. Returns a sentence if it did not end properly, else
+        ""."""
         if self._task is None:
             return ""
         self._grace_s = grace_s
@@ -147,7 +150,7 @@ class SupervisedProcess:
         return self._exit_problem
 
     def kill(self) -> None:
-        """End what `stop` is waiting for."""
+        """End the grace period of a `stop`, under way or later: kill the process."""
         self._kill_requested.set()
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ class SupervisedProcess:
     async def _keep_running(self) -> None:
         try:
             await self._run_again_and_again()
-        except OSError as error:  # of starting it: no memory, or no open files left
+        except OSError as error:  # it cannot be started: no memory, or no open files left
             self._failure = f"{self.spec.name} cannot be started: {error}"
             await self._set(ProcessState.FAILED)
         except Exception as error:
@@ -178,7 +181,7 @@ class SupervisedProcess:
                 await self._fail(run, reason)
                 return
             again = f"in {delay_s:.1f} s" if delay_s else "at once"
-            tail = tuple(run.tail) if run.returncode else ()  # one that was drained died of nothing
+            tail = tuple(run.tail) if run.returncode else ()  # exit code 0: it was drained, nothing to explain
             last = ". Its last lines:" if tail else ""
             what = f"ended with {describe_exit(run.returncode)}; starting it again {again}{last}"
             self._tell(what, tail=tail, is_bad=True, returncode=run.returncode)
@@ -188,7 +191,7 @@ class SupervisedProcess:
         await self._set(ProcessState.STOPPED)
 
     async def _follow(self, run: ProcessRun) -> None:
-        """From the start of a run to its exit."""
+        """Follow a run from its start to its exit."""
         exited = asyncio.create_task(run.wait_exited())
         ready = asyncio.create_task(self._wait_ready(run))
         stop = asyncio.create_task(self._stop_requested.wait())
@@ -203,7 +206,7 @@ class SupervisedProcess:
         finally:
             ready.cancel()
             stop.cancel()
-            if not exited.done():  # we are being cancelled: nothing of ours survives
+            if not exited.done():  # this task is being cancelled: the process must not survive
                 run.send(signal.SIGKILL)
             await asyncio.gather(exited, ready, stop, return_exceptions=True)
 
@@ -215,7 +218,7 @@ class SupervisedProcess:
     async def _set_ready(self, run: ProcessRun, error: BaseException | None) -> None:
         if error is not None:
             self._tell(f"says that it is ready, but does not answer: {error}", is_bad=True)
-            run.send(signal.SIGKILL)  # a death like any other
+            run.send(signal.SIGKILL)  # handled like any other death
             return
         run.ready_at_s = time.monotonic()
         self.announced = run.announced
@@ -224,7 +227,7 @@ class SupervisedProcess:
         await self._set(ProcessState.RUNNING, pid=run.pid)
 
     async def _end(self, run: ProcessRun, exited: asyncio.Task[None]) -> None:
-        """SIGTERM, the grace, SIGKILL."""
+        """Send SIGTERM, wait for the grace period, send SIGKILL."""
         run.send(signal.SIGTERM)
         kill = asyncio.create_task(self._kill_requested.wait())
         await asyncio.wait({exited, kill}, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -238,7 +241,7 @@ class SupervisedProcess:
             )
             await exited
         elif run.returncode != 0 and not (run.returncode == -signal.SIGTERM and run.ready_at_s is None):
-            # Before it is ready it may not yet handle SIGTERM: dying of it is then a clean end.
+            # Before it is ready, it may not handle SIGTERM yet, so being ended by it is a clean end.
             self._exit_problem = f"{self.spec.name} ended with {describe_exit(run.returncode)} when told to stop"
 
     # -- decisions ----------------------------------------------------------------------------------------------
@@ -266,7 +269,7 @@ class SupervisedProcess:
     # -- news ---------------------------------------------------------------------------------------------------
 
     def _tell(self, what: str, **details: Any) -> None:
-        """`details`: of `ProcessEvent`."""
+        """Report an event. `details`: further fields of `ProcessEvent`."""
         self._on_event(ProcessEvent(name=self.spec.name, what=what, **details))
 
     async def _set(self, state: ProcessState, *, pid: int = 0) -> None:
@@ -277,7 +280,8 @@ class SupervisedProcess:
 
 
 def _told_by_loop(listener: Callable[..., None], name: str) -> Callable[..., None]:
-    """`listener`, whose errors end nothing: a pipe that nobody reads any more stops the process that writes into it."""
+    """`listener`, with its errors reported instead of raised: they must not end the reading of a pipe, since a process
+    stops when nobody reads what it writes."""
 
     def listen(*args: object) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A cluster's state, and an answer's tokens, as tables. Pure but for `print_table`: messages in, rows out."""
+"""A cluster's state, and an answer's tokens, as tables. Pure, except for `print_table`: messages in, rows out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tandem.answer import short_name
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """`headers` that start with ">" belong to columns of numbers: aligned to the right."""
+    """Columns whose header starts with ">" contain numbers and are aligned to the right."""
 
     headers: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -38,8 +38,8 @@ def router_line(status: ClusterStatus, address: str) -> str:
 
 
 def seen_by_all(statuses: Sequence[ClusterStatus]) -> ClusterStatus:
-    """What several routers see of the workers, as one: each worker once, and every remark that one of them makes. Their
-    own queues stay apart (`router_line`)."""
+    """Merges what several routers know about the workers: each worker once, with the remarks of all routers. The
+    routers' own queues are not merged (`router_line`)."""
     first, *others = statuses
     seen = ClusterStatus()
     seen.CopyFrom(first)
@@ -53,7 +53,7 @@ def seen_by_all(statuses: Sequence[ClusterStatus]) -> ClusterStatus:
 
 
 def adapter_lines(status: ClusterStatus) -> list[str]:
-    """Which workers have each adapter. Two of one name that are not the same are told apart."""
+    """Which workers have each adapter. Different adapters of the same name are listed separately."""
     records = [worker.record for worker in status.workers]
     lines = []
     for name in sorted({name for record in records for name in record.model.lora_names}):
@@ -106,7 +106,7 @@ def _status_row(worker: WorkerStatus, status: ClusterStatus, *, is_offloading: b
 
 
 def why_set_back(record: WorkerRecord, status: ClusterStatus) -> list[str]:
-    """What keeps requests from a worker, in a few words each; and that it shares its id, which they come and go by."""
+    """The reasons why a worker gets no requests, or not all, in a few words each; also a worker with the same id."""
     remarks = {
         "draining": record.is_draining,
         "stands still": record.load.is_stalled,
@@ -127,7 +127,7 @@ def pool_text(blocks: BlockLedger) -> str:
 
 
 def num_used_blocks(blocks: BlockLedger) -> int:
-    """Neither free nor cached."""
+    """Blocks that are neither free nor cached."""
     return blocks.num_sequence + blocks.num_grant + blocks.num_held
 
 
@@ -157,7 +157,7 @@ def audit_table(audit: ClusterAudit) -> Table:
 
 
 def owned_blocks(blocks: BlockLedger) -> tuple[int, int, int, int, int]:
-    """Free, cached, sequence, grant, held."""
+    """The numbers of free, cached, sequence, grant and held blocks."""
     return blocks.num_free, blocks.num_cached, blocks.num_sequence, blocks.num_grant, blocks.num_held
 
 
@@ -179,7 +179,7 @@ def audit_problems(audit: ClusterAudit) -> list[str]:
 
 
 def not_at_rest(audit: ClusterAudit) -> list[str]:
-    """What an audit found wrong, and whose blocks are neither free nor cached though nothing runs."""
+    """What an audit found wrong, and workers with blocks that are neither free nor cached though nothing runs."""
     problems = audit_problems(audit)
     for worker in audit.workers:
         blocks = worker.blocks
@@ -198,7 +198,7 @@ def logprobs_table(logprobs: Sequence[TokenLogprobs], heading: str = "token") ->
     rows = []
     for each in logprobs:
         top = (f"{_token_text(one)} {_percent(one)}" for one in each.top)
-        # Before a prompt's first token is nothing that it was likely after.
+        # A prompt's first token has no probability: nothing precedes it.
         numbers = (_percent(each.sampled), str(each.sampled.rank)) if each.sampled.rank else ("", "")
         told = (_token_text(each.sampled), *numbers, *top)
         rows.append(told + ("",) * (len(headers) - len(told)))
@@ -218,7 +218,7 @@ def _percent(logprob: Logprob) -> str:
 
 
 def format_table(table: Table) -> str:
-    """Aligned plain text, two spaces between columns, no line ends with spaces."""
+    """Aligned plain text: two spaces between columns, no trailing spaces."""
     is_number = [header.startswith(">") for header in table.headers]
     lines = [tuple(header.removeprefix(">") for header in table.headers), *table.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.headers))]
@@ -243,7 +243,7 @@ def profile_line(profile: WorkerProfile) -> str:
 
 
 def profile_table(profile: WorkerProfile, num_rows: int) -> Table:
-    """Of each operation, in a step; without what it calls itself."""
+    """The time of each operation per step, without the operations that it calls itself."""
     has_device = any(op.device_ms for op in profile.ops)
     headers = ("operation", ">calls", ">host ms", ">of a step", *((">device ms",) if has_device else ()))
     num_steps = profile.num_steps
@@ -256,8 +256,8 @@ def profile_table(profile: WorkerProfile, num_rows: int) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """To stdout: drawn on a terminal, plain otherwise."""
-    if not (sys.stdout and sys.stdout.isatty()):  # or closed before the program began
+    """Print to stdout: drawn with rich on a terminal, otherwise plain."""
+    if not (sys.stdout and sys.stdout.isatty()):  # stdout is None if it was closed before the program began
         print(format_table(table), flush=True)
         return
     from rich import box

@@ -1,4 +1,4 @@
-"""Tools that a model may call: chats as OpenAI's clients write them, to messages of the wire, and calls back. Pure."""
+"""Tools that a model may call: turns chats in OpenAI's format into messages of the wire, and calls back. Pure."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from protos import tandem_inference_pb2 as pb
 CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name"}
 REASONING_KEYS = ("reasoning", "reasoning_content")
-"""What an assistant thought before, in vLLM's word of today and of before."""
+"""An assistant's earlier thoughts, under vLLM's present and former name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """That an answer makes."""
+    """A tool call in an answer."""
 
     id: str
     name: str
     arguments: str
-    """A JSON object, as text; cut off where the answer was."""
+    """A JSON object, as text; incomplete if the answer was cut off."""
 
     def to_dict(self) -> dict[str, Any]:
-        """In OpenAI's shape, as a message to go on with may have it."""
+        """In OpenAI's format, as in a message that continues the chat."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class CallsStream:
-    """Adds up the pieces of an answer's calls."""
+    """Joins the pieces of an answer's calls."""
 
     def __init__(self) -> None:
         self._opened: list[pb.ToolCallDelta] = []
         self._arguments: list[list[str]] = []
 
     def accept(self, pieces: Sequence[pb.ToolCallDelta]) -> str | None:
-        """What is wrong with them; None: nothing."""
+        """Take in pieces of calls. Returns what is wrong with them; None: nothing."""
         for piece in pieces:
             if piece.id and piece.index == len(self._opened):
                 self._opened.append(piece)
@@ -55,13 +55,14 @@ class CallsStream:
 
 
 _OF_NO_USE = {"refusal", "annotations", "audio", "function_call", "parsed"}
-"""What answers of OpenAI's clients have beside, and is sent back with them."""
+"""Further fields of answers that OpenAI's clients send back. They are ignored."""
 _MESSAGE_MAY_HAVE = {*MESSAGE_KEYS, *REASONING_KEYS, *_OF_NO_USE}
 
 
 def chat_message(message: Any) -> pb.ChatMessage:
-    """Of {"role", "content"}, and "tool_calls", "tool_call_id" and "name" as OpenAI's messages have them, the content
-    a text or parts that are; an assistant's with its "reasoning", where that is a text. Raises `ValueError`."""
+    """The wire's message from {"role", "content"} and, as in OpenAI's messages, "tool_calls", "tool_call_id" and
+    "name". The content is a text or parts of texts; an assistant's message may have its "reasoning" as a text. Raises
+    `ValueError` saying what is wrong."""
     if not (isinstance(message, Mapping) and _has_keys_of_a_message(message)):
         known = "a role and a content, and may have tool_calls, a tool_call_id and a name"
         raise ValueError(f"prompt: a message has {known}, not {message!r:.500}")
@@ -88,7 +89,7 @@ def _has_keys_of_a_message(message: Mapping[Any, Any]) -> bool:
 
 
 def _add_call(message: pb.ChatMessage, call: Any) -> None:
-    """That an assistant's message made."""
+    """Add a call of an assistant's message."""
     try:
         function = call["function"]
         arguments = _json(function.get("arguments"))
@@ -110,7 +111,7 @@ def _texts_of_parts(parts: Sequence[Any]) -> list[str]:
 
 
 def add_tools(chat: pb.Chat, tools: Any, tool_choice: Any, parallel_tool_calls: bool | None) -> None:
-    """What OpenAI's `tools`, `tool_choice` and `parallel_tool_calls` say. Raises `ValueError` naming the field."""
+    """Add OpenAI's `tools`, `tool_choice` and `parallel_tool_calls` to `chat`. Raises `ValueError` naming the field."""
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ValueError(f"tools: must be a list, is {tools!r:.200}")
     for position, tool in enumerate(tools):
@@ -136,7 +137,7 @@ def _add_tool(chat: pb.Chat, position: int, tool: Any) -> None:
 
 
 def _set_tool_choice(chat: pb.Chat, tool_choice: Any) -> None:
-    """One of `CHOICES`, or the one tool that is to be called."""
+    """Set one of `CHOICES`, or the one tool that must be called."""
     if isinstance(tool_choice, str) and tool_choice in CHOICES:
         chat.tool_choice = CHOICES[tool_choice]
         return
@@ -151,5 +152,5 @@ def _set_tool_choice(chat: pb.Chat, tool_choice: Any) -> None:
 
 
 def _json(value: Any) -> str:
-    """A JSON text, or what it says; empty for None."""
+    """`value` as JSON text, which it may be already; empty for None."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)

@@ -1,4 +1,4 @@
-"""What `tandem top` shows: two looks at a cluster, and what happened between them. Pure: nothing here asks anybody."""
+"""What `tandem top` shows: a cluster's state, and its rates between two looks. Pure: makes no calls."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Of one worker between two looks, or of all of them."""
+    """The rates of one worker between two looks."""
 
     prompt_tokens_per_s: float = 0.0
-    """Computed, not found in a cache."""
+    """Tokens that were computed, without those found in a cache."""
     generation_tokens_per_s: float = 0.0
     hit_rate: float | None = None
     """Share of prompt tokens found in the prefix cache; None without prompts."""
 
 
 def rates_of(before: Look | None, now: Look) -> dict[str, Rates]:
-    """By worker id. A worker that was not there before, or has started anew since, has none yet."""
+    """Rates by worker id. A worker that is new, or was restarted in between, has none yet."""
     if before is None or now.at_s <= before.at_s:
         return {}
     seconds = now.at_s - before.at_s
@@ -63,7 +63,7 @@ def _process(worker: WorkerStatus) -> tuple[str, str]:
 
 
 def view(before: Look | None, now: Look, heads: Sequence[str]) -> RenderableType:
-    """The whole screen. `heads`: a line of each router."""
+    """The whole screen. `heads`: one line for each router."""
     status, rates = now.status, rates_of(before, now)
     total_prompt = sum(rate.prompt_tokens_per_s for rate in rates.values())
     total_generated = sum(rate.generation_tokens_per_s for rate in rates.values())

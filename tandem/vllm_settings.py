@@ -1,5 +1,5 @@
-"""vLLM's settings that are none here: which of their values ask for what is done anyway, and what to say instead of the
-others. Of `LLM` by these names, of `tandem up` as flags. Owns nothing else.
+"""vLLM's settings that do not exist here: which of their values are accepted because they ask for nothing special, and
+what to use instead of others. For `LLM` by these names, for `tandem up` as flags. Owns nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Otherwise(NamedTuple):
     instead: str
     """What does the same here, or why nothing does."""
     neutral: Any = ()
-    """Values that ask for what is done anyway; None is one for all settings. ANY: no value changes an answer."""
+    """Values that ask for nothing special; None is one for all settings. ANY: no value changes an answer."""
 
 
 _FETCHED = Otherwise("fetch it, and give its folder as model")
@@ -86,12 +86,12 @@ FLAGS: Mapping[str, str] = {
     "tp": "--tensor-parallel-size",
     "uvicorn-log-level": "--log-level",
 }
-"""And what is a flag alone."""
+"""Further flags of vLLM, with what to use instead."""
 
 
 def without_neutral(settings: Mapping[str, Any], caller: str = "LLM") -> dict[str, Any]:
-    """`settings` but for those of vLLM's that ask for what is done anyway. Raises `TypeError`, which names the
-    `caller`'s class, for the first of the others that has another name here, or none."""
+    """`settings` without those of `SETTINGS` that ask for nothing special. Raises `TypeError`, naming the `caller`'s
+    class, for the first other one of `SETTINGS`."""
     left: dict[str, Any] = {}
     for name, value in settings.items():
         otherwise = SETTINGS.get(name)
@@ -107,7 +107,7 @@ def _asks_for_nothing(value: Any, neutral: Any) -> bool:
 
 
 def instead_of_flag(flag: str) -> str:
-    """What to say instead of vLLM's `flag`. Empty: it is none of those that are known here."""
+    """What to use instead of vLLM's `flag`. Empty: the flag is unknown."""
     name = flag.lstrip("-").replace("_", "-").removeprefix("no-")
     if name in FLAGS:
         return FLAGS[name]
