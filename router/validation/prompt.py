@@ -119,7 +119,7 @@ def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations:
 
 
 def check_end(chat: pb.Chat, violations: Violations) -> tuple[bool, bool]:
-    """How its prompt ends: add_generation_prompt, continue_final_message."""
+    """Check how the chat's prompt ends. Returns add_generation_prompt and continue_final_message."""
     field, continues = "chat.continue_final_message", chat.continue_final_message
     if continues and chat.add_generation_prompt:
         cannot = "cannot be combined with add_generation_prompt: the answer continues the last message, or begins one"
@@ -154,12 +154,12 @@ async def tokenize_prompt(
     num_kept: int | None = None,
     threads: Executor | None = None,
 ) -> TokenizedPrompt:
-    """Token ids of `prompt`, of more than `num_kept` the last ones. Text gets the model's special tokens (bos), also
-    where it is cut; chats get those of the template alone.
+    """Token ids of `prompt`; if there are more than `num_kept`, the last ones. A text gets the model's special tokens
+    (bos), even if it is cut; a chat gets only those of the template.
 
-    Raises `InvalidRequest` naming `chat` where the template refuses the messages; and naming the prompt where it is far
-    longer than `max_model_len` (None: it may be), without reading all of it. Long prompts leave the event loop, for one
-    of `threads` (None: of its own).
+    Raises `InvalidRequest` naming `chat` if the template refuses the messages, or naming the prompt if it is far longer
+    than `max_model_len` (None: no bound), without reading all of it. Long prompts run in one of `threads` (None: the
+    event loop's own).
     """
     match prompt:
         case TokenIdsPrompt(given):

@@ -188,7 +188,7 @@ def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, viola
             f"cannot be used: model {model.served_model_name!r} has no end-of-sequence token, so that no answer ends"
         )
         violations.append(("sampling_params.structured_outputs", cannot))
-    # An answer that is complete, and cannot go on, has to end.
+    # An answer that is complete and cannot continue must end.
     for name in ("min_tokens", "ignore_eos"):
         if value := getattr(params, name):
             violations.append((f"sampling_params.{name}", f"cannot be combined with structured_outputs, is {value}"))

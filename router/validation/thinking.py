@@ -1,4 +1,4 @@
-"""For how long an answer may think: a request's budget, in the model's tokens."""
+"""How long an answer may think: turns a request's budget into the model's tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MAX_SPACE_TOKENS = 4096
 def thinking_budget_of(
     params: pb.SamplingParams, reasoning: Reasoning | Harmony, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """None: it may think for as long as it likes, or does not. Raises `InvalidRequest` where that has no bound."""
+    """The thinking budget; None: there is no bound, or the model does not think. Raises `InvalidRequest` if the model's
+    thoughts cannot be bounded."""
     thoughts = reasoning.thoughts
     if not has_thinking_budget(params) or thoughts is None:
         return None

@@ -1,4 +1,4 @@
-"""Checks what is to be turned into tokens, or back. Bounds are those of protos/tandem_inference.proto."""
+"""Checks requests to tokenize and detokenize. Bounds are those of protos/tandem_inference.proto."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from router.validation.violations import Violations, check_in_vocabulary
 from rpc.errors import InvalidRequest
 
 MAX_TOKENS = 1_000_000
-"""That a prompt is told to be: 3 MB."""
+"""Maximum token ids in an answer of Tokenize: 3 MB."""
 MAX_NAMED_TOKENS = 262_144
-"""The same, each as the vocabulary writes it."""
+"""The same if each token also comes as the vocabulary writes it."""
 MAX_TEXT_BYTES = 16_000_000
-"""That tokens are told to be: a message holds little more."""
+"""Maximum text in an answer of Detokenize: a message holds little more."""
 
 
 def prompt_to_tokenize(request: pb.TokenizeRequest, model: ModelInfo) -> Prompt:

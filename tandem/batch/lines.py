@@ -1,11 +1,12 @@
-"""The lines of OpenAI's batch files: those of the input, each checked, and those of the output, which say what is done.
+"""The lines of OpenAI's batch files: those of the input, which are checked, and those of the output, which record what
+is done.
 
     {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}                      input
     {"id": "batch_req_…", "custom_id": "1", "response": {"status_code", "request_id", "body"}, "error": null}  output
 
-Both are read line by line: a file may be larger than the memory. Of the output the beginning of a line, at its end,
-was being written when its run was killed, and is none. Both must be regular files: a pipe can be read once, and the
-input is read twice.
+Both are read line by line, since a file may be larger than the memory. An incomplete line at the end of the output was
+being written when its run was killed, and does not count. Both must be regular files: a pipe can be read only once, and
+the input is read twice.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_LINE_BYTES = 64 << 20
-"""Of either file. A gateway takes no such body, by default."""
+"""For lines of both files. By default, a gateway does not accept such a large body."""
 MAX_ID_CHARS = 512
 _OUTPUT_BEGIN = b'{"id":"batch_req_'
-"""Of each line of an output."""
+"""The beginning of each line of an output."""
 
 
 class BatchError(Exception):
@@ -38,7 +39,8 @@ class BatchRequest:
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
-    """Of the whole input, in order. Raises `BatchError` at the first line that is none, or whose id has been there."""
+    """Yield the requests of the whole input, in order. Raises `BatchError` at the first line that is invalid or repeats
+    an id."""
     seen: dict[str, int] = {}
     for number, line in _lines(path):
         if not line.strip():
@@ -50,9 +52,8 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 
 def read_done(path: Path) -> tuple[set[str], int]:
-    """The ids of an output's lines, and how many bytes these have: a last line without an end is none. Raises
-    `BatchError` where a line is none of ours: nothing is to be written behind what is something else, nor taken from
-    it."""
+    """The ids in an output, and the size of its complete lines in bytes: a last line without a line end does not count.
+    Raises `BatchError` if a line is not one of an output: nothing may be appended to another file, or cut from it."""
     done: set[str] = set()
     whole = 0
     for number, line in _lines(path):
@@ -71,20 +72,21 @@ def read_done(path: Path) -> tuple[set[str], int]:
 
 
 def check_regular(path: Path) -> None:
-    """Before it is opened: that of a pipe waits until somebody has it open, too. Raises `BatchError`."""
+    """Raise `BatchError` if `path` is no regular file. Call this before opening it: opening a pipe waits until another
+    process opens it, too."""
     if path.exists() and not path.is_file():
         raise BatchError(f"{path}: must be a regular file")
 
 
 def result_line(custom_id: str, status_code: int, request_id: str, body: Any) -> bytes:
-    """One line of the output. What a server says of an error stands in its `body`. Raises `ValueError` and
-    `RecursionError` where that cannot be JSON."""
+    """One line of the output. `body` is the server's answer, or its error. Raises `ValueError` or `RecursionError` if
+    it cannot be written as JSON."""
     response = {"status_code": status_code, "request_id": request_id, "body": body}
     return _output_line(custom_id, request_id, response, None)
 
 
 def error_line(custom_id: str, request_id: str, code: str, message: str) -> bytes:
-    """One line of the output, for what has no response."""
+    """One line of the output for a request without a response."""
     return _output_line(custom_id, request_id, None, {"code": code, "message": message})
 
 
@@ -94,7 +96,7 @@ def _output_line(custom_id: str, request_id: str, response: Any, error: Any) -> 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """With their numbers."""
+    """Yield the lines with their numbers, counted from one."""
     check_regular(path)
     try:
         with path.open("rb") as file:
@@ -142,7 +144,7 @@ def _checked(path: Path, number: int, line: bytes) -> BatchRequest:
 
 
 def _why_no_json(body: dict[str, Any]) -> str:
-    """Python reads NaN, and numbers that are too large."""
+    """Why `body` is not JSON; empty if it is. Python also parses NaN, and numbers that are too large."""
     try:
         json.dumps(body, allow_nan=False)
     except (ValueError, RecursionError) as error:

@@ -1,16 +1,16 @@
-"""Asks a server for every answer that an output lacks, and writes each down once, as soon as it is there.
+"""Asks a server for every answer that an output lacks, and writes each one down once, as soon as it comes.
 
     input ──each line checked──> those that the output lacks ──up to `max_concurrency` at once──> asked
       asked ── answered, or refused for good ──> a line of the output
         ^  └── refused for now (429, 502, 503), or the connection broke ──> wait ──┐
         └──────────────────────────────────────────────────────────────────────────┘
 
-Owns the output while it runs: a lock keeps a second run out. A run that ends early, however it does, has lost nothing:
-the same one again goes on with what is missing. A server that is there, and has no room, is waited for; one that cannot
-be reached for `retry_s` ends the run.
+Owns the output while it runs: a lock keeps a second run out. A run that ends early, for whatever reason, loses nothing:
+running the same command again continues with what is missing. The run waits for a server that is reachable but full; a
+server that cannot be reached for `retry_s` ends the run.
 
-Each of those that ask has a connection, and a client, of its own: a pool looks at all its connections for each request,
-so that a thousand of them would hardly ask at all.
+Each concurrent task has its own client with one connection: a shared pool looks at all its connections for each
+request, so that with a thousand of them it would hardly send any.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
 
 FULL = 429
 AWAY = (502, 503)
-"""What is said where the server is not there."""
+"""Statuses that mean that the server is not reachable."""
 NOT_LET_IN = (401, 403)
-"""It is the run's key that is wrong, and no line's fault."""
+"""Statuses that mean that the run's key is wrong, which is no request's fault."""
 CONNECT_TIMEOUT_S = 10.0
 CONNECTS_S = 2 * CONNECT_TIMEOUT_S
-"""A try that is older has a connection: to the host, and through TLS."""
+"""A try that is older than this has a connection, TLS included."""
 ANSWER_MARGIN_S = 30.0
-"""Beyond a request's own deadline, for a server that does not know it, or has gone without a word."""
+"""Time beyond a request's own deadline, for a server that does not know deadlines, or is gone without notice."""
 FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0
-"""Between two tries, where the server does not say how long."""
+"""First and longest wait between two tries, if the server does not give a time."""
 MAX_RETRY_AFTER_S = 300.0
 TOO_LARGE = f"the answer is larger than {lines.MAX_LINE_BYTES >> 20} MiB, and was not kept"
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 class ServerAway(Exception):  # noqa: N818 - named for what happened
-    """It cannot be reached, or lets nobody in. The message says what to do."""
+    """The server cannot be reached, or refuses the key. The message says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchArgs:
-    """What is run. Raises `ValueError` naming the flag."""
+    """The settings of a run. Raises `ValueError` naming the flag."""
 
     input_file: Path
     output_file: Path
@@ -77,7 +77,7 @@ class BatchArgs:
     ssl_ca_certs: str = ""
     max_concurrency: int = 64
     priority: int = 1
-    """Of bodies that have none; 0: none."""
+    """Priority of bodies that have none; 0: send none."""
     request_timeout_s: float = 3600.0
     retry_s: float = 600.0
 
@@ -97,23 +97,23 @@ class BatchArgs:
 
 
 def _are_one(one: Path, other: Path) -> bool:
-    """Also where neither is there yet."""
+    """Whether both paths are the same file, even if it does not exist yet."""
     return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
 
 
 @dataclass(slots=True)
 class BatchProgress:
-    """Kept up to date while it runs."""
+    """The progress of a run, updated while it runs."""
 
     num_requests: int = 0
     num_before: int = 0
-    """Of them those that an earlier run has answered."""
+    """Requests that an earlier run has done."""
     num_answered: int = 0
     num_failed: int = 0
-    """Refused for good: their lines say why."""
+    """Requests that were refused for good: their lines say why."""
     num_running: int = 0
     num_waiting: int = 0
-    """Of those that run: refused for now."""
+    """Running requests that were refused for now."""
     num_retries: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -126,10 +126,11 @@ class BatchProgress:
 
 
 async def answer_all(args: BatchArgs, progress: BatchProgress) -> None:
-    """Returns when the output has a line for every request. Raises `BatchError`, `ServerAway`, `OSError`."""
+    """Run the batch; returns when the output has a line for every request. Raises `BatchError`, `ServerAway`,
+    `OSError`."""
     with _opened(args.output_file) as output:
         done, num_bytes = read_done(args.output_file)
-        for request in read_requests(args.input_file):  # all of it is checked before anything is asked
+        for request in read_requests(args.input_file):  # the whole input is checked before anything is sent
             progress.num_requests += 1
             progress.num_before += request.custom_id in done
         os.ftruncate(output, num_bytes)
@@ -145,7 +146,7 @@ async def answer_all(args: BatchArgs, progress: BatchProgress) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A file descriptor to write through, of a file that is made if it is not there. Locked."""
+    """A file descriptor for writing. Creates the file if it does not exist, and locks it."""
     check_regular(path)
     try:
         output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -162,7 +163,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _client_maker(args: BatchArgs) -> Callable[[], httpx2.AsyncClient]:
-    """Of clients for one request at a time each; the caller closes them."""
+    """Returns a function that makes clients, each for one request at a time; the caller closes them."""
     import httpx2
 
     timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
@@ -184,7 +185,8 @@ def _client_maker(args: BatchArgs) -> Callable[[], httpx2.AsyncClient]:
 
 
 async def _refuse_if_away(open_client: Callable[[], httpx2.AsyncClient], args: BatchArgs) -> None:
-    """Whoever has just typed an address wants to know now. It may be busy."""
+    """Raise `ServerAway` if no server answers, since a person who has just typed its address wants to know at once. A
+    busy server is fine."""
     import httpx2
 
     try:
@@ -204,13 +206,13 @@ async def _refuse_if_away(open_client: Callable[[], httpx2.AsyncClient], args: B
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """For good."""
+    """A response of the server."""
 
     status_code: int
     request_id: str
     text: bytes
     is_whole: bool
-    """No longer than a line may be."""
+    """The response is no longer than a line may be, so `text` has all of it."""
 
 
 @dataclass
@@ -218,12 +220,12 @@ class _Run:
     args: BatchArgs
     open_client: Callable[[], httpx2.AsyncClient]
     output: int
-    """A file descriptor, at its end."""
+    """File descriptor of the output, positioned at its end."""
     progress: BatchProgress
     away_since_s: float | None = None
-    """Of the first time that it was not there, since it last said anything else."""
+    """When the server was first found unreachable since its last response. None: it is reachable."""
     tries_s: dict[str, float] = field(default_factory=dict)
-    """When those that are under way began, by their id, in order."""
+    """When each try that is under way began, by its request id, the oldest first."""
 
     async def run(self, done: set[str]) -> None:
         left = (request for request in read_requests(self.args.input_file) if request.custom_id not in done)
@@ -245,7 +247,7 @@ class _Run:
                 self._keep(request, answer)
 
     async def _answer(self, client: httpx2.AsyncClient, request: BatchRequest) -> _Answer:
-        """What is said of it, once that is for good."""
+        """Send the request until the response is final."""
         import httpx2
 
         body = request.body
@@ -301,7 +303,8 @@ class _Run:
             self.away_since_s = time.monotonic()
 
     def _refuse_if_gone(self, why: str) -> None:
-        """Not while anybody has a connection: it may yet be answered."""
+        """Raise `ServerAway` if the server has been unreachable for too long; but not while a try has a connection,
+        since it may still be answered."""
         if self.away_since_s is None:
             return
         now_s = time.monotonic()
@@ -318,13 +321,13 @@ class _Run:
         self.progress.num_retries += 1
         self.progress.num_waiting += 1
         try:
-            # Not all at the same moment: what was refused together would be refused together again.
+            # A random factor: requests that were refused together should not all return together.
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.25))
         finally:
             self.progress.num_waiting -= 1
 
     def _keep(self, request: BatchRequest, answer: _Answer) -> None:
-        """Write it down, and count it."""
+        """Write the answer to the output, and count it."""
         progress, body = self.progress, _read(answer)
         line = _line(request, answer, body)
         _write(self.output, line or error_line(request.custom_id, answer.request_id, "answer_too_large", TOO_LARGE))
@@ -340,10 +343,10 @@ class _Run:
 
 
 def _line(request: BatchRequest, answer: _Answer, body: Any) -> bytes:
-    """Of the output; empty where it would be longer than the next run reads."""
+    """The line for the output; empty if it would be longer than a next run accepts."""
     try:
         line = result_line(request.custom_id, answer.status_code, answer.request_id, body)
-    except (ValueError, RecursionError):  # Python reads as JSON what is none, and what it cannot write
+    except (ValueError, RecursionError):  # Python parses some texts that are no JSON, or that it cannot write as JSON
         line = result_line(request.custom_id, answer.status_code, answer.request_id, _text(answer))
     return line if answer.is_whole and len(line) <= lines.MAX_LINE_BYTES else b""
 
@@ -353,7 +356,7 @@ def _not_let_in(args: BatchArgs) -> ServerAway:
 
 
 def _write(output: int, line: bytes) -> None:
-    """All of it, or none: a disk that is full takes a part, behind which nothing else may stand. Raises
+    """Write all of `line` or nothing: a full disk may take a part of it, and nothing may follow that. Raises
     `BatchError`."""
     start = os.lseek(output, 0, os.SEEK_CUR)
     try:
@@ -366,7 +369,7 @@ def _write(output: int, line: bytes) -> None:
 
 
 def _read(answer: _Answer) -> Any:
-    """What came, as JSON where it is some."""
+    """The response's body, parsed if it is JSON, otherwise as text."""
     try:
         return json.loads(answer.text)
     except (ValueError, RecursionError):
@@ -378,7 +381,7 @@ def _text(answer: _Answer) -> str:
 
 
 def _message(body: Any) -> str:
-    """What an error says, in a line."""
+    """An error's message on one line."""
     error = body.get("error", body) if isinstance(body, dict) else body
     text = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(text).split())[:300]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-# gRPC's core says on stderr, at INFO, what its connections do; it reads this when it is first imported.
+# At INFO, gRPC's core logs to stderr what its connections do. It reads this variable when it is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import gc
@@ -39,7 +39,7 @@ COMMANDS = {
     "fetch": "tandem.cli.fetch",
     "chaos": "tandem.cli.chaos",
 }
-"""Name of each sub-command, and of its function -> the module that it is in."""
+"""Name of each sub-command (and of its function) -> its module."""
 ELSEWHERE = {
     "serve": "tandem up --model MODEL",
     "chat": "tandem generate --chat TEXT",
@@ -49,8 +49,8 @@ ELSEWHERE = {
 
 
 def command(name: str) -> click.Command:
-    """The sub-command of that name. Imports what it needs: half a second for some, a fifth less where nobody looks for
-    garbage meanwhile. There is none."""
+    """The sub-command of that name. Importing its module takes up to half a second, and a fifth less with the garbage
+    collector off; imports make no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -62,7 +62,7 @@ def command(name: str) -> click.Command:
 
 
 class _Commands(click.Group):
-    """Imports the one that is run, and all for the list of them."""
+    """Imports only the command that is run; all of them for the list of commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -71,7 +71,8 @@ class _Commands(click.Group):
         return command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """click looks for words like a wrong one in `commands`."""
+        """Resolve the command. For a wrong name, load all commands first: click looks for similar names in
+        `commands`."""
         if args and args[0] in ELSEWHERE:
             ctx.fail(f"No such command {args[0]!r}. In Tandem, use: {ELSEWHERE[args[0]]}")
         if args and args[0] not in COMMANDS:
@@ -81,20 +82,20 @@ class _Commands(click.Group):
         return found
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Help and version are said by click before there is anything to invoke."""
+        """Handle errors of printing help and version, which click does before it invokes a command."""
         try:
             return super().main(*args, **extra)
-        except OSError as error:  # but that nobody reads it any more: of that click says nothing
+        except OSError as error:  # except for a closed pipe, which click handles silently
             give_up_stdout()
             tell(f"Error: {error}")
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Of a command that does not do so itself; click's own exit code of Ctrl-C is 1."""
+        """Handle Ctrl-C for commands that do not do so themselves: click's own exit code would be 1."""
         try:
             result = super().invoke(ctx)
             if sys.stdout:
-                sys.stdout.flush()  # here it can be said why that does not go
+                sys.stdout.flush()  # here, an error of it can still be reported
             return result
         except KeyboardInterrupt:
             tell("cancelled")
@@ -113,4 +114,4 @@ class _Commands(click.Group):
 def main() -> None:
     """Serve large language models with prefill and decode on different machines."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 has no letters for all that is said
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 cannot show all characters

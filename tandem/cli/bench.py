@@ -1,4 +1,4 @@
-"""`tandem bench`: load on a server, and what came of it."""
+"""`tandem bench`: puts load on a server, and reports the results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bench(context: click.Context, /, is_json: bool, **flags: Any) -> None:
     from tandem.bench.curve import run_bench
     from tandem.bench.traces import TraceError
 
-    if args.save_result:  # before a curve of an hour
+    if args.save_result:  # check this before measuring for an hour
         try:
             Path(args.result_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -70,7 +70,7 @@ def bench(context: click.Context, /, is_json: bool, **flags: Any) -> None:
         if interrupted and any(run.outcomes for run in interrupted[0].runs):
             try:
                 _hand_over(interrupted[0], is_json)
-            except BrokenPipeError:  # what reads it has had the same Ctrl-C
+            except BrokenPipeError:  # the reader of the pipe got the same Ctrl-C
                 give_up_stdout()
             tell(interrupted[0].problem)
         sys.exit(INTERRUPTED)
@@ -89,7 +89,7 @@ def _key_in_environment(backend: str) -> str:
 
 
 def _hand_over(report: Report, is_json: bool) -> None:
-    """Into files, if they are wanted, and then to stdout, which may have no reader any more."""
+    """Save the report to files, if wanted, and then print it to stdout, which may have no reader any more."""
     from tandem.bench.report import table, to_dict
     from tandem.tables import print_table
 
@@ -115,7 +115,7 @@ def _keep(report: Report) -> None:
 
 
 def progress_line(what: str, progress: Progress, now_s: float) -> str:
-    """All of a run in one line; `now_s` since its start."""
+    """The progress of a run in one line. `now_s`: seconds since its start."""
     parts = [
         f"{progress.num_sent}/{progress.num_requests} sent",
         f"{progress.num_running} running",
@@ -132,7 +132,7 @@ def progress_line(what: str, progress: Progress, now_s: float) -> str:
 
 @asynccontextmanager
 async def watch(what: str, progress: Progress) -> AsyncIterator[None]:
-    """A line that follows `progress`."""
+    """Show a line that follows `progress`."""
     loop = asyncio.get_running_loop()
     start_s = loop.time()
 

@@ -1,4 +1,4 @@
-"""`tandem chaos`: a soak with faults on purpose, and a verdict."""
+"""`tandem chaos`: runs a soak test with deliberate faults, and gives a verdict."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def chaos(
 
 
 def describe(report: dict[str, Any]) -> str:
-    """A report as a person reads it."""
+    """A report as text for people."""
 
     def listed(counts: dict[str, int]) -> str:
         return ", ".join(f"{count} {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,7 +1,7 @@
-"""`tandem drain`: a worker takes no new work, finishes what it has, and leaves.
+"""`tandem drain`: makes a worker take no new work, finish what it has, and leave.
 
-Asked of the worker itself, over its own port, which hears only processes of the cluster: whoever may send a router
-prompts need not be able to stop its workers.
+The command asks the worker itself, over the worker's port, which only processes of the cluster can reach: clients that
+may send prompts to a router should not be able to stop its workers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _find(status: pb.ClusterStatus, worker_id: str) -> pb.WorkerRecord:
 
 
 def _has_other_decode_worker(status: pb.ClusterStatus, worker_id: str) -> bool:
-    """That the router gives new requests."""
+    """Whether another decode worker gets new requests."""
     aside = {worker_id, *status.of_another_kind}
     return any(
         worker.record.role == pb.ROLE_DECODE
@@ -114,7 +114,7 @@ def _ask_to_drain(record: pb.WorkerRecord, tls: ClientTLS | None) -> None:
 
 
 def _left_to_finish(status: pb.ClusterStatus, asked: pb.WorkerRecord) -> pb.WorkerLoad | None:
-    """None: it has left. One that does not answer is about to."""
+    """The worker's load; None: it has left. A worker that does not answer is about to leave: its load is empty."""
     for worker in status.workers:
         if (worker.record.worker_id, worker.record.incarnation) == (asked.worker_id, asked.incarnation):
             return worker.record.load

@@ -1,4 +1,4 @@
-"""Errors as a person at a terminal needs them: one line that names the field and says what to do."""
+"""Errors for people at a terminal: one line that names the field and says what to do."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tandem.answer import StreamBroken
 
 SAMPLING_PREFIX = "sampling_params."
 FLAGS = {"model": "--model", "cache_salt": "--cache-salt", "chat.template_kwargs": "--chat-template-kwargs"}
-"""Of other fields."""
+"""Flags of fields that are no sampling parameters."""
 
 
 def explain(error: TandemError, address: str) -> str:
-    """One line about what a call to the router at `address` raised."""
+    """One line about an error of a call to the router at `address`."""
     if isinstance(error, InvalidRequest) and error.violations:
         return "; ".join(f"{_flag(v.field)}: {v.description}" for v in error.violations)
     if isinstance(error, Unreachable):
@@ -46,7 +46,7 @@ def explain(error: TandemError, address: str) -> str:
 
 
 def _flag(field: str) -> str:
-    """A field of the wire as the flag that sets it."""
+    """The flag that sets a field of the wire."""
     if field in FLAGS:
         return FLAGS[field]
     if field.startswith(SAMPLING_PREFIX):
@@ -59,7 +59,7 @@ def _flag(field: str) -> str:
 
 @contextmanager
 def readable_errors(address: str) -> Iterator[None]:
-    """Around calls to the router at `address`: what they raise ends the command with one line and exit code 1."""
+    """Wraps calls to the router at `address`: an error ends the command with one line and exit code 1."""
     try:
         yield
     except TandemError as error:

@@ -1,4 +1,4 @@
-"""`tandem fetch`: makes a model's folder ready and prints its path."""
+"""`tandem fetch`: prepares a model's folder and prints its path."""
 
 from __future__ import annotations
 

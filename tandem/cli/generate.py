@@ -158,7 +158,7 @@ def _sampling_of(
     chat_template_kwargs: str | None,
     **plain: Any,
 ) -> Sampling:
-    """What the flags say; `plain`: those whose values are sent as they are."""
+    """The sampling parameters from the flags. `plain`: flags whose values are sent as they are."""
     sampling: Sampling = {name: value for name, value in plain.items() if value is not None}  # type: ignore[assignment]
     if ignore_eos:
         sampling["ignore_eos"] = True
@@ -187,10 +187,10 @@ def _check_can_be_sent(prompt: Prompt, sampling: Sampling) -> None:
 
 
 def _said(address: str, is_json: bool) -> OnBroken:
-    """For whoever watches an answer that stands still."""
+    """An `on_broken` that tells the user why the answer has stopped."""
 
     def on_broken(error: TandemError, left_s: float) -> None:
-        if not is_json and sys.stdout and sys.stdout.isatty():  # in the middle of a line
+        if not is_json and sys.stdout and sys.stdout.isatty():  # the answer may be in the middle of a line
             tell("")
         what = f"waiting up to {left_s:.0f} s for a router that continues the answer"
         tell(f"the router at {address} went away ({error.message}): {what}")
@@ -199,12 +199,12 @@ def _said(address: str, is_json: bool) -> OnBroken:
 
 
 def _stdin() -> bytes:
-    return sys.stdin.buffer.read() if sys.stdin else b""  # closed before the program began
+    return sys.stdin.buffer.read() if sys.stdin else b""  # None if stdin was closed before the program began
 
 
 def _read_schema(path: str) -> str:
     data = _stdin() if path == "-" else Path(path).read_bytes()
-    return _text_of(data, f"--json-schema: {path}").removeprefix("\ufeff")  # which editors of Windows put first
+    return _text_of(data, f"--json-schema: {path}").removeprefix("\ufeff")  # some Windows editors write this mark first
 
 
 def _read_tools(path: str) -> list[Any]:
@@ -264,7 +264,7 @@ def _stream(client: Client, prompt: Prompt, model: str, timeout_s: float | None,
             calls.accept(message.tool_calls)
             prompt_logprobs += message.prompt_logprobs
     finally:
-        if has_printed:  # an error's line then starts on a line of its own
+        if has_printed:  # so that an error starts on a new line
             click.echo()
         elif has_thought:
             click.echo(err=True)

@@ -1,4 +1,4 @@
-"""A line on the terminal that follows long work."""
+"""Shows the progress of long work in a line on the terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ REFRESHES_PER_S = 4
 
 @asynccontextmanager
 async def live_line(line: Callable[[], str]) -> AsyncIterator[None]:
-    """Shows `line()`, drawn again as it changes; where stderr is no terminal, once, at the end."""
-    if not (sys.stderr and sys.stderr.isatty()):  # closed before the program began: None
+    """Show `line()`, and redraw it regularly. If stderr is no terminal, print it once, at the end."""
+    if not (sys.stderr and sys.stderr.isatty()):  # stderr is None if it was closed before the program began
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def _read_by(read: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str], T]:
-    """What `read` makes of a value, or why it makes nothing, said as of the option."""
+    """A callback for an option: returns `read(value)`, and reports its `ValueError` as an error of the option."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: str) -> T:
         try:
@@ -67,12 +67,12 @@ json_option = click.option("--json", "is_json", is_flag=True, help="Print one JS
 
 
 def examples(*lines: str) -> str:
-    """A command's epilog: one example per line, as they are typed."""
+    """A command's epilog: one example per line, as typed."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def no_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """A range lets NaN through: it is neither below nor above."""
+    """A callback that refuses NaN, which click's ranges accept."""
     if value is not None and math.isnan(value):
         raise click.BadParameter("nan is not a number")
     return value

@@ -1,4 +1,4 @@
-"""`tandem profile`: what the steps of a worker take, operation by operation."""
+"""`tandem profile`: shows the time of each operation in a worker's steps."""
 
 from __future__ import annotations
 

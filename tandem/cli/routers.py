@@ -1,4 +1,4 @@
-"""Of operators' commands: every router that --router lists is asked, and each answers for itself."""
+"""For operators' commands: asks every router that --router lists; each answers only for itself."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answers(Generic[T]):
-    """At least one."""
+    """The routers' answers, at least one."""
 
     by_address: Mapping[str, T]
     away: list[str]
-    """Of those that do not answer, a sentence each."""
+    """A sentence about each router that does not answer."""
 
 
 class Routers:
-    """A client of each."""
+    """A client for each router."""
 
     def __init__(self, clients: Mapping[str, Client], threads: ThreadPoolExecutor) -> None:
         self._clients = clients
         self._threads = threads
 
     def ask(self, question: Callable[[Client], T]) -> Answers[T]:
-        """All of them at a time. Raises `Unreachable` where none answers."""
+        """Ask all routers at once. Raises `Unreachable` if none answers."""
         asked = {address: self._threads.submit(question, client) for address, client in self._clients.items()}
         answers: dict[str, T] = {}
         away: list[str] = []
@@ -51,7 +51,7 @@ class Routers:
 @contextmanager
 def all_routers(target: str, api_key: str, tls: ClientTLS | None) -> Iterator[Routers]:
     addresses = addresses_of(target)
-    # Clients are closed first, which ends what a thread waits for.
+    # The clients are closed first, which ends the calls that threads wait for.
     with ThreadPoolExecutor(len(addresses)) as threads, ExitStack() as stack:
         clients = {address: stack.enter_context(Client(address, api_key=api_key, tls=tls)) for address in addresses}
         yield Routers(clients, threads)

@@ -85,7 +85,7 @@ async def _run(args: BatchArgs, progress: BatchProgress) -> None:
     loop = asyncio.get_running_loop()
     start_s = loop.time()
 
-    def line() -> str:  # in the terminal's thread, which has no loop
+    def line() -> str:  # called on the display's thread, which has no event loop
         return progress_line(progress, loop.time() - start_s)
 
     async with live_line(line):
@@ -93,7 +93,7 @@ async def _run(args: BatchArgs, progress: BatchProgress) -> None:
 
 
 def progress_line(progress: BatchProgress, now_s: float) -> str:
-    """All of a run in one line; `now_s` since its start."""
+    """The progress of a run in one line. `now_s`: seconds since its start."""
     ended = progress.num_before + progress.num_answered + progress.num_failed
     parts = [f"{ended}/{progress.num_requests} ended", f"{progress.num_running - progress.num_waiting} running"]
     if progress.num_waiting:

@@ -58,7 +58,7 @@ def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> 
 
 
 def _as_json(answers: Answers[Any]) -> dict[str, Any]:
-    """Of one router, its answer; of several that were asked, a list of them."""
+    """The answer, if one router was asked; otherwise a list of all answers."""
     told = [{"address": address, **message_to_dict(answer)} for address, answer in answers.by_address.items()]
     if len(told) == 1 and not answers.away:
         return message_to_dict(*answers.by_address.values())

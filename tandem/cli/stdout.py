@@ -1,4 +1,4 @@
-"""What is left of stdout once something could not be written to it."""
+"""Handles a stdout to which writing has failed."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import sys
 
 
 def give_up_stdout() -> None:
-    """Else Python would try once more at its end, say so, and make the exit code 120."""
+    """Replace stdout, since otherwise Python would try to flush it at exit, print an error, and exit with code 120."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open for as long as this process runs

@@ -1,4 +1,4 @@
-"""`tandem up`: a whole Tandem on this machine, in the foreground."""
+"""`tandem up`: runs a whole Tandem cluster on this machine, in the foreground."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Command]:
-    """A flag whose default and environment variable stand in the help."""
+    """A flag whose help shows its default and environment variable."""
     settings.setdefault("envvar", "TANDEM_" + flag.removeprefix("--").replace("-", "_").upper())
     return click.option(
         flag, *names, show_default=settings.get("default") not in ("", ()), show_envvar=True, **settings
@@ -35,19 +35,19 @@ def _option(flag: str, *names: str, **settings: Any) -> Callable[[Command], Comm
 
 
 def _service_options(command: Command) -> Command:
-    """What services take and are handed on, in their words; what several take, once."""
+    """Add the flags of services whose settings are passed on; flags of several services are added once."""
     told = set(OWN)
     decorators = []
     for service in SERVICES:
         decorators.append(options_of(service, leave_out=frozenset(told)))
         told |= {entry.name for entry in fields(service)}
-    for decorate in reversed(decorators):  # as the lines below
+    for decorate in reversed(decorators):  # in the order of decorators on a function
         command = decorate(command)
     return command
 
 
 class _Up(click.Command):
-    """Knows what vLLM's users say instead."""
+    """Tells vLLM's users which flag to use instead of vLLM's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -140,7 +140,8 @@ def _is_given(context: click.Context, name: str) -> bool:
 
 
 async def _serve(args: ClusterArgs) -> list[str]:
-    """Until a signal. Returns what did not end well. Raises `ClusterError`."""
+    """Run the cluster until a signal comes. Returns a sentence for each process that did not end properly. Raises
+    `ClusterError`."""
     cluster = Cluster(args)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -148,7 +149,7 @@ async def _serve(args: ClusterArgs) -> list[str]:
         if not stop.is_set():
             stop.set()
             tell("tandem: stopping; running streams may finish; Ctrl-C (again) ends them")
-        elif number == signal.SIGINT:  # whoever repeats SIGTERM means the same thing twice
+        elif number == signal.SIGINT:  # a repeated SIGTERM does not mean to hurry
             cluster.hurry()
 
     def on_any(number: int, _: FrameType | None) -> None:
@@ -160,14 +161,14 @@ async def _serve(args: ClusterArgs) -> list[str]:
     try:
         return await _run(cluster, stop)
     finally:
-        # What comes now finds nothing left to stop, and this process has ended well. (A loop's own handlers would have
-        # it killed.)
+        # Ignore further signals: nothing is left to stop, and this process has ended properly. (When the loop removes
+        # its handlers, a signal would kill the process.)
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
 
 
 async def _run(cluster: Cluster, stop: asyncio.Event) -> list[str]:
-    """Returns what did not end well, when all has ended."""
+    """Run the cluster until `stop` is set. Returns a sentence for each process that did not end properly."""
     if not await _before(stop, cluster.start()):
         return []
     http = f" http={cluster.http_address}" if cluster.http_address else ""
@@ -180,7 +181,7 @@ async def _run(cluster: Cluster, stop: asyncio.Event) -> list[str]:
 
 
 async def _before(stop: asyncio.Event, work: Any) -> bool:
-    """Whether `work` ended before `stop` was set; otherwise it is cancelled. Raises what it raises."""
+    """Await `work`, but cancel it when `stop` is set. Returns whether it ended before. Raises what it raises."""
     task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

@@ -1,5 +1,5 @@
-"""What a format of calls is: the words that begin and end them, what reads one, and the grammar of answers that are
-calls. Pure.
+"""What a format of tool calls is: the words that begin and end them, the reader of one call, and the grammar of answers
+that consist of calls. Pure.
 
     answer's text ──ToolCallParser──> the word that begins a call ──CallReader.head──> name ──.body──> arguments, end
 """
@@ -19,29 +19,31 @@ from router.text.calls.text_values import Schema
 from router.text.schemas import ON_ONE_LINE
 
 FORM = -1
-"""That an answer may have instead of calls."""
+"""The place (see `GrammarLines.add`) of the schema that an answer may follow instead of making calls."""
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """What a model may call."""
+    """A tool that a model may call."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of an object. None: it takes none."""
+    """JSON schema of its arguments, an object. None: it takes no arguments."""
     strict: bool | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """As chat templates know it: OpenAI's shape. What was not said is not there, but that it takes nothing is."""
+        """The tool in OpenAI's shape, as chat templates take it. Fields that are None are absent, except for
+        `parameters`, which then say that the tool takes no arguments."""
         parameters = NO_PARAMETERS if self.parameters is None else self.parameters
         said = {"name": self.name, "description": self.description, "parameters": parameters, "strict": self.strict}
         return {"type": "function", "function": {key: value for key, value in said.items() if value is not None}}
 
 
 class CannotBeHeld(ValueError):  # noqa: N818 (as `rpc.errors` names them)
-    """No answer of the format can be held to a tool's schema, and why. `tool`: its number, of those given."""
+    """The format cannot constrain an answer to a tool's schema; the message says why. `tool`: the tool's number among
+    those given."""
 
     def __init__(self, tool: int, why: str) -> None:
         super().__init__(why)
@@ -49,116 +51,118 @@ class CannotBeHeld(ValueError):  # noqa: N818 (as `rpc.errors` names them)
 
 
 class Head(NamedTuple):
-    """What stands at a call's beginning."""
+    """The beginning of a call, up to its arguments."""
 
     num_chars: int
-    """Of it. Where it is no call: what of it is content for certain."""
+    """Its length. If it is no call: how many characters are certainly content."""
     name: str = ""
-    """Empty: it is no call."""
+    """The tool's name. Empty: it is no call."""
     arguments: str | None = None
-    """All of them, of a call that was read whole."""
+    """All arguments, if the call was read whole."""
 
 
 class Body(NamedTuple):
-    """What comes next of a call."""
+    """The next part of a call."""
 
     num_chars: int
-    """That are taken."""
+    """How many characters were read."""
     arguments: str = ""
-    """New of them, as JSON."""
+    """The new part of the arguments, as JSON."""
     is_over: bool = False
 
 
 class CallReader(Protocol):
-    """Of one call, behind the word that began it. What it tells of a text is the same in whatever pieces it comes."""
+    """Reads one call, behind the word that began it. Its results do not depend on how the text is cut into pieces."""
 
     @property
     def joint(self) -> str:
-        """What stands before another call that has no word to begin with: in a list. Empty: nothing does."""
+        """In a list of calls, what stands before the next one, which has no begin word. Empty: there are no lists."""
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Words behind the call, in this order. Models leave them out."""
+        """Words behind the call, in this order. Models may leave them out."""
 
     def head(self, text: str) -> Head | None:
-        """`text`: all so far, without white space before it, never empty. None: it ends too early to tell."""
+        """Read the head. `text`: all text so far, without white space before it, never empty. None: it ends too early
+        to tell."""
 
     def body(self, text: str) -> Body:
-        """`text`: what was not taken so far, and more. Tells all that can be told of it."""
+        """Read as much of the arguments as possible. `text`: what was not read so far, and more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat(ABC):
-    """One way of writing calls."""
+    """One format of tool calls."""
 
     name: str
     begins: tuple[str, ...] = ()
-    """Words that a call begins with. None: one is an object, where an answer begins and after another call."""
+    """Words that begin a call. Empty: a call is a JSON object at an answer's beginning, or after another call."""
     between: str = ""
     """What stands between calls."""
     form_begins: str = ""
-    """What stands before a form that an answer has instead of calls."""
+    """What stands before the JSON that an answer may have instead of calls."""
     known_by: tuple[str, ...]
-    """What a chat template says that teaches it, without backslashes."""
+    """Words in a chat template that teaches this format, without backslashes."""
     not_by: tuple[str, ...] = ()
-    """And what such a template does not say: others begin their calls alike."""
+    """Words that such a template does not contain, to tell it from formats that begin calls alike."""
     has_short_ids: bool = False
-    """Its templates take ids of calls of nine letters and digits alone."""
+    """Its templates accept only call ids of nine letters and digits."""
 
     def is_taught_by(self, template: str) -> bool:
-        """`template`: without backslashes, and without what it says to people."""
+        """Whether the chat template teaches this format. `template`: without backslashes and comments."""
         return all(word in template for word in self.known_by) and not any(word in template for word in self.not_by)
 
     @property
     @abstractmethod
     def words(self) -> tuple[str, ...]:
-        """That tell calls from other text."""
+        """Words that delimit calls."""
 
     @abstractmethod
     def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
-        """Of a call that began with that word. `schemas`: of the tools' arguments, by name."""
+        """A reader for a call that began with the word `begin`. `schemas`: the tools' arguments, by tool name."""
 
     @abstractmethod
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
-        """The rule of an answer that is calls of some of `tools`, one or more. The rules that it takes are added to
-        `lines`. Raises `CannotBeHeld`."""
+        """The rule of an answer that consists of one or more calls of some of `tools` (`is_one`: of one call). Adds the
+        rules that it needs to `lines`. Raises `CannotBeHeld`."""
 
 
 class GrammarLines:
-    """Of a grammar in Lark, as llguidance reads it: a rule on each. Whoever reads its errors counts them.
+    """The lines of a grammar in llguidance's Lark, one rule on each, so that errors can be traced by line numbers.
 
-    `tokens`: ids of the words that are tokens by themselves, added to a vocabulary. llguidance takes such a token for
-    its text only where nothing else may come; elsewhere it would have the model spell the word in other tokens.
+    `tokens`: ids of the words that are single tokens, added to a vocabulary. llguidance accepts such a token for its
+    text only where nothing else may come; elsewhere it would make the model spell the word with other tokens.
     """
 
     def __init__(self, tokens: Mapping[str, int] = MappingProxyType({})) -> None:
         self._tokens = tokens
-        by_length = sorted(tokens, key=len, reverse=True)  # as tokenizers choose among words that begin alike
+        by_length = sorted(tokens, key=len, reverse=True)  # tokenizers, too, prefer the longest of words that fit
         self._word = re.compile(f"({'|'.join(map(re.escape, by_length))})") if tokens else None
         self._terminals: dict[str, str] = {}
-        """Names of texts, by what they are."""
+        """Names of terminals, by their definitions."""
         self._lines = ["start: "]
         self._places: list[int | None] = [None]
 
     def add(self, rule: str, said: str, *, place: int | None = None) -> str:
-        """`place`: whose schema it is: a tool's, by number, or `FORM`. Returns the rule's name."""
+        """Add a rule, and return its name. `place`: the schema that it belongs to: a tool's number, or `FORM`."""
         self._lines.append(f"{rule}: {said}")
         self._places.append(place)
         return rule
 
     def begin_with(self, said: str) -> None:
-        """The rule of all."""
+        """Set the start rule."""
         self._lines[0] = f"start: {said}"
 
     def literal(self, text: str) -> str:
-        """These characters, with the words among them."""
+        """A rule for exactly `text`, in which the words that are tokens are given by their ids."""
         parts = [text] if self._word is None else self._word.split(text)
         known = self._tokens
         return " ".join(f"<[{known[part]}]>" if part in known else _quoted(part) for part in parts if part)
 
     def text_until(self, end: str, bounds: tuple[int, int | None], *, without: Sequence[str]) -> str:
-        """A text of so many characters, at least and at most, in which none of the words `without` is; and `end`."""
-        plain, rest = self.split(end)  # a lexeme has no tokens in it
+        """A rule for a text without any of the words `without`, followed by `end`. `bounds`: the text's least and most
+        characters; None: no bound."""
+        plain, rest = self.split(end)  # a lexeme cannot contain tokens
         plain = pattern(plain)
         said = f"/{text_without(without)}{plain}/"
         least, most = bounds
@@ -168,13 +172,13 @@ class GrammarLines:
         return f"{name} {self.literal(rest)}" if rest else name
 
     def terminal(self, said: str, *, place: int | None = None) -> str:
-        """The name of a lexeme, or of a part of others."""
+        """The name of a terminal with this definition, which is added if it is new."""
         if said not in self._terminals:
             self._terminals[said] = self.add(f"TEXT_{len(self._terminals)}", said, place=place)
         return self._terminals[said]
 
     def split(self, text: str) -> tuple[str, str]:
-        """What is before the first of the words in `text`, and the rest."""
+        """`text` before the first of the words that are tokens, and the rest."""
         position = min((at for word in self._tokens if (at := text.find(word)) >= 0), default=len(text))
         return text[:position], text[position:]
 
@@ -183,26 +187,26 @@ class GrammarLines:
         return "\n".join(self._lines) + "\n"
 
     def place_of(self, line: int) -> int | None:
-        """Whose schema is on that line, counted from one. None: nobody's."""
+        """The place (see `add`) of the rule on that line, counted from one. None: it belongs to no schema."""
         return self._places[line - 1] if 1 <= line <= len(self._places) else None
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """Of a grammar: JSON that fits `schema`. On one line, which what reads calls relies on. Keywords that llguidance
-    does not know (`uniqueItems`, formats of one's own) are not held to: agents send many, and mean them for people."""
+    """A rule for JSON that fits `schema`, on one line, on which the readers of calls rely. Keywords unknown to
+    llguidance (`uniqueItems`, custom formats) are not enforced: agents send many, and mean them for people."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**ON_ONE_LINE, 'lenient': True}})}"
 
 
 def around(form: str, lines: str) -> str:
-    """The grammar of `lines`, Lark in which @form is another one, as workers go by both."""
+    """The grammar for workers that consists of `lines`, in Lark, where @form stands for the grammar `form`."""
     (held,) = json.loads(form)["grammars"] if form.startswith("{") else [{"lark_grammar": form}]
     return json.dumps({"grammars": [{"lark_grammar": lines}, {**held, "name": "form"}]})
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # which llguidance reads no text with
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # llguidance cannot read a text with U+007F
 
 
 def arguments_of(tool: Tool) -> dict[str, Any]:
-    """The schema of what it takes."""
+    """The JSON schema of the tool's arguments."""
     return {**(tool.parameters or {}), "type": "object"}

@@ -1,11 +1,11 @@
-"""Calls as DeepSeek's models write them: names and JSON between words that are tokens by themselves.
+"""Calls as DeepSeek's models write them: names and JSON between words that are single tokens.
 
     deepseek_v31   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Oslo"}
                    <｜tool▁call▁end｜><｜tool▁calls▁end｜>                                    (on one line)  V3.1
     deepseek_v3    … <｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\\n```json\\n{"city": "Oslo"}\\n```
                    <｜tool▁call▁end｜> …                                                      (on one line)  V3, R1
 
-Both are read as either: what follows the word in the middle tells them apart.
+The reader accepts both variants for either format: what follows the separator tells them apart.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DeepSeekReader(ArgumentsReader):
         if not cursor.take(SEPARATOR):
             return Head(0)
         cursor.space()
-        if cursor.is_at(CALL_END):  # V3.1's models, where there are no arguments
+        if cursor.is_at(CALL_END):  # V3.1's models write this if there are no arguments
             return Head(cursor.position, name, "{}")
         if not cursor.is_at("{"):
             name = cursor.run(_NAME)

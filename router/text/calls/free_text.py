@@ -1,13 +1,13 @@
-"""Regexes of texts in which certain words are not, or with which one of them is there for the first time, as grammars
-have it.
+"""Regexes, for grammars, of texts that do not contain certain words, or that end with the first occurrence of one.
 
-A grammar could say "not any text with the word in it", and would have to prove in every state whether anything can
-follow: milliseconds for a token. So it is said what may come, state by state: how much of a word has been said.
+A grammar could say "not any text that contains the word", but llguidance would have to prove in every state whether
+anything can follow: milliseconds per token. So the regex says what may come, state by state; a state is how much of a
+word has been written.
 
-    ([^<] | < a word's beginning, again < …, and a character that does not go on with it)*, < a word's beginning or not
+    ([^<] | < a word's beginning, again < …, and a character that does not continue it)*, < a word's beginning or not
 
-The states and what leads from each to which are Aho and Corasick's; they become a regex one after the other, the
-longest beginnings first, as what is said behind each (Arden's rule: x = ax | b is a*b).
+The states and their transitions are Aho and Corasick's. They are eliminated one after the other, the longest beginnings
+first, to give a regex (Arden's rule: x = ax | b is a*b).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from collections.abc import Sequence
 from functools import cached_property
 
 MAX_WORD_CHARS = 64
-"""Each is a level deeper, of which regexes may have 250."""
+"""Each character makes the regex one level deeper, and regexes may have 250 levels."""
 MAX_CHARS = 100_000
-"""Of a regex. Words that go on with each other in many ways, as four do that begin with different characters, would
-make one without end."""
+"""Maximum length of a regex. Words that can follow each other in many ways, such as four that begin with different
+characters, would make an endless one."""
 
 _Target = tuple[str, str]
-"""Where a state leads: a state, a word that is there, or the text's end behind certain characters."""
+"""Where a state leads: to a state, to a complete word, or to the text's end behind certain characters."""
 _STATE, _WORD, _END = "state", "word", "end"
 _ROOT = (_STATE, "")
 
 
 def text_without(words: Sequence[str]) -> str:
-    """Any text in which none of `words` is. Raises `ValueError`, as `FreeText` does."""
+    """The regex of any text without any of `words`. Raises `ValueError` as `FreeText` does."""
     free = FreeText([word for word in words if not any(other in word for other in words if other != word)])
     return free.said + free.ending_with("")
 
 
 class FreeText:
-    """A text up to the first of `words`, or to its end. None of them may be within another, and `ends` are what the
-    text may have to end with where no word is: beginnings of words. Raises `ValueError` where they cannot be told
+    """A text up to the first of `words`, or to its end. No word may contain another. `ends`: what the text may have to
+    end with if it contains no word; these are beginnings of words. Raises `ValueError` if the words cannot be told
     apart, or not cheaply."""
 
     def __init__(self, words: Sequence[str], ends: Sequence[str] = ("",)) -> None:
@@ -52,20 +52,21 @@ class FreeText:
 
     @property
     def said(self) -> str:
-        """Of a regex: what comes before what the others give."""
+        """The first part of the regex; `up_to` or `ending_with` gives the second."""
         return f"{self._grouped(self._solved.get(_ROOT, []))}*"
 
     def up_to(self, word: str) -> str:
-        """Behind `said`: up to the end of `word`, which is there for the first time, and no other one is."""
+        """The part behind `said`, up to the end of `word`: its first occurrence, and no other word occurs before."""
         return self._grouped(self._solved[_WORD, word])
 
     def ending_with(self, end: str) -> str:
-        """Behind `said`: to the text's end, which is `end`, and none of the words is there. Empty: any end is."""
+        """The part behind `said`, up to the text's end, which is `end`, if none of the words occurs. Empty: any end is
+        allowed."""
         return self._grouped(self._solved.get((_END, end), []))
 
     @cached_property
     def _solved(self) -> dict[_Target, list[str]]:
-        """Of the state in which nothing of a word has been said: what leads where."""
+        """For the state in which no part of a word has been written: the regexes that lead to each target."""
         leads = {begun: self._leads_from(begun) for begun in self._states | {""}}
         for begun in sorted(self._states - {""}, key=lambda begun: (-len(begun), begun)):
             onward = leads.pop(begun)
@@ -84,7 +85,7 @@ class FreeText:
         return leads[""]
 
     def _leads_from(self, begun: str) -> dict[_Target, list[str]]:
-        """A character at a time."""
+        """For one state: the regexes of the next character, by the target that it leads to."""
         leads: dict[_Target, list[str]] = {}
         others = []
         for char in dict.fromkeys("".join(self._words)):
@@ -99,7 +100,7 @@ class FreeText:
         return leads
 
     def _target(self, said: str) -> _Target:
-        """The most of a word that is at its end."""
+        """The longest part of a word at the end of `said`, or a whole word."""
         for start in range(len(said)):
             if (rest := said[start:]) in self._words:
                 return _WORD, rest
@@ -109,7 +110,7 @@ class FreeText:
 
     @staticmethod
     def _grouped(pieces: Sequence[str]) -> str:
-        """One of them."""
+        """A regex that matches one of `pieces`."""
         some = [piece for piece in pieces if piece]
         if not some:
             return ""
@@ -119,7 +120,7 @@ class FreeText:
 
 
 def pattern(text: str) -> str:
-    """Of a regex: these characters."""
+    """A regex that matches exactly `text`."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 

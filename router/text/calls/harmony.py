@@ -4,8 +4,9 @@
     <|start|>assistant <|channel|>commentary to=functions.weather <|constrain|>json <|message|> {"city": …} <|call|>
     <|start|>assistant <|channel|>final <|message|> the answer <|return|>
 
-(without the spaces between words). To whom a message is may also stand before its channel, as the chat template has it.
-Knows one message: its words, its header, the call that it is. `router.text.harmony` reads a whole answer. Pure.
+(without the spaces between words). The recipient of a message may also stand before its channel, as in the chat
+template. This module knows one message: its words, its header, its call. `router.text.harmony` reads a whole answer.
+Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN)
 WORDS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 HEADER_ENDS = (MESSAGE, START, *ENDS)
-"""Whichever comes first. It was a header if that is the first of them."""
+"""Words that end a header. It was a header only if MESSAGE comes first."""
 _BODY_ENDS = (*ENDS, START, CHANNEL)
 ROLE = "assistant"
 TO = "to="
@@ -38,16 +39,16 @@ _ROLE = re.compile(r"\s*([^\s<]*)")
 
 
 class Header(NamedTuple):
-    """What stands before a message."""
+    """The header of a message."""
 
     channel: str
     """Empty: none."""
     function: str
-    """Whom it is to, without the functions' namespace. Empty: the user, or nobody."""
+    """The function that the message calls, without the functions' namespace. Empty: it calls none."""
 
 
 def header_of(text: str) -> Header:
-    """`text`: between START, or the beginning of an answer, and MESSAGE; whatever it is."""
+    """Parse a header. `text`: any text between START, or the beginning of an answer, and MESSAGE."""
     channel, recipient, role = _CHANNEL.search(text), _RECIPIENT.search(text), _ROLE.match(text)
     assert role is not None
     is_own = role[1] in ("", ROLE) or role[1].startswith(TO)
@@ -56,7 +57,7 @@ def header_of(text: str) -> Header:
 
 
 def head_of_call(function: str) -> str:
-    """Of a message that calls it, its START with it."""
+    """The head of a message that calls `function`, including START."""
     return f"{START}{ROLE} {TO}{_NAMESPACE}{function}{CHANNEL}{COMMENTARY} json{MESSAGE}"
 
 
@@ -70,8 +71,8 @@ class HarmonyFormat(ToolFormat):
         return HarmonyCallReader(begin.removeprefix(START))
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
-        """The first message has its START in the prompt. What ends the last one is a stop token, which may come
-        wherever an answer may end."""
+        """See `ToolFormat.answer`. The prompt contains the START of the first message. A stop token ends the last one;
+        it may come wherever an answer may end."""
         lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
         for number, tool in enumerate(tools):
             head = f"{CHANNEL}{COMMENTARY} {TO}{_NAMESPACE}{tool.name} {CONSTRAIN}json{MESSAGE}"
@@ -81,14 +82,14 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyCallReader:
-    """All of a message is arguments, whatever it says."""
+    """Reads a call. The whole message is its arguments, whatever it contains."""
 
     joint = ""
     ends: tuple[str, ...] = ()
 
     def __init__(self, begin: str) -> None:
         self._begin = begin
-        """Of the header."""
+        """The beginning of the header."""
 
     def head(self, text: str) -> Head | None:
         found = first_of(text[:MAX_HEAD_CHARS], HEADER_ENDS)

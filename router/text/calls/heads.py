@@ -1,7 +1,7 @@
-"""What stands before a call's arguments, read a piece at a time: its words, and the name. Pure.
+"""Reads what stands before a call's arguments, a piece at a time: the format's words, and the name. Pure.
 
-A head that is not over may be read again with each new character, so it is bounded: one that says more than
-`MAX_HEAD_CHARS` is none.
+An incomplete head may be read again with each new character, so its length is bounded: a text that has more than
+`MAX_HEAD_CHARS` is no head.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _SPACE = re.compile(r"\s*")
 
 
 class TooShort(Exception):  # noqa: N818 (no error: more will come)
-    """The text ends before it can be told what is there."""
+    """The text ends too early to tell what it is."""
 
 
 class Cursor:
-    """Goes through a text. What it finds in one, it finds in each that goes on from there."""
+    """Moves through a text. What it finds does not change when the text continues."""
 
     def __init__(self, text: str) -> None:
         self.text = text[:MAX_HEAD_CHARS]
         self.position = 0
 
     def take(self, word: str) -> bool:
-        """Whether the word comes next; then goes behind it."""
+        """Whether the word comes next; if so, move behind it."""
         if self.text.startswith(word, self.position):
             self.position += len(word)
             return True
@@ -44,8 +44,8 @@ class Cursor:
         return True
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """All that comes next of characters that `pattern` takes any number of. What then must come is to be taken:
-        where the text ends here, there may be more of them."""
+        """Read what `pattern` matches, any number of certain characters. If the text ends here, more of them may
+        follow, so the caller must then `take` what comes behind them."""
         match = pattern.match(self.text, self.position)
         assert match is not None
         self.position = match.end()
@@ -56,7 +56,7 @@ class Cursor:
 
 
 def head_of(text: str, read: Callable[[Cursor], Head]) -> Head | None:
-    """What `read` finds at the beginning of `text`. None: it ends too early to tell."""
+    """The head that `read` finds at the beginning of `text`. None: the text ends too early to tell."""
     try:
         return read(Cursor(text))
     except TooShort:

@@ -1,10 +1,10 @@
-"""Calls as Mistral's models write them, behind a word that is a token by itself.
+"""Calls as Mistral's models write them, behind a word that is a single token.
 
     mistral   [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}, …]     tokenizers before v11
               [TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]…                   from then on
 
-Which of them a model was taught it knows: what is held to calls may be either. Between v11 and v13 an id stood before
-the arguments ([CALL_ID]). Their templates take ids of calls of nine letters and digits, and no others.
+Each model knows which variant it was taught, so the grammar allows either. Between v11 and v13 an id stood before the
+arguments ([CALL_ID]). The templates accept only call ids of nine letters and digits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MistralFormat(ToolFormat):
 
 
 class MistralReader:
-    """Finds out which way it is."""
+    """Finds out which variant a call has, and reads it."""
 
     def __init__(self) -> None:
         self._reader: ObjectReader | ArgumentsReader | None = None

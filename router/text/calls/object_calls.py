@@ -52,9 +52,9 @@ class ObjectFormat(ToolFormat):
 
 
 class ObjectReader:
-    """A head that says more than MAX_HEAD_CHARS is told when the call is whole.
+    """Reads one call. A head longer than MAX_HEAD_CHARS is recognised only when the call is complete.
 
-    HEAD up to the arguments ── ARGUMENTS ── the rest of the object, which is nothing that anybody asks for."""
+    HEAD up to the arguments ── ARGUMENTS ── the rest of the object, which is ignored."""
 
     joint = ""
 
@@ -63,7 +63,7 @@ class ObjectReader:
         self.ends = ends
         self._scan = ObjectScan(broken_by)
         self._is_behind = False
-        """The arguments."""
+        """The arguments have been read: the rest of the object follows."""
 
     def head(self, text: str) -> Head | None:
         if text[0] != "{":

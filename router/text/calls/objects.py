@@ -1,4 +1,4 @@
-"""JSON that comes in pieces: where an object ends, and what a whole one calls. Pure."""
+"""JSON objects that come in pieces: where one ends, and which call a whole one is. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _IN_STRING = re.compile(r'["\\]')
 
 
 class ObjectScan:
-    """Looks for the end of a JSON object in a text that grows. One that is broken ends before `broken_by` outside its
-    texts, which JSON does not know: there the model has gone on, to the word that ends a call or to the next one."""
+    """Finds the end of a JSON object in a text that grows. A broken object ends before `broken_by` outside its strings,
+    where JSON cannot have it: there the model has gone on to the word that ends the call, or to the next call."""
 
     __slots__ = ("_broken_by", "_depth", "_is_in_string", "_position")
 
@@ -26,7 +26,8 @@ class ObjectScan:
         self._position = 0
 
     def end_of_object(self, text: str) -> int | None:
-        """Behind the bracket that closes it, or where it breaks off. `text` is what it was, and more."""
+        """The position behind the closing bracket, or where a broken object ends. None: not in `text` yet. `text`: that
+        of the last call, and more."""
         while match := (_IN_STRING if self._is_in_string else _BRACKETS).search(text, self._position):
             char = match[0]
             if not self._is_in_string and char == self._broken_by[0]:
@@ -37,7 +38,7 @@ class ObjectScan:
                     return None
             self._position = match.end()
             if char == "\\":
-                self._position += 1  # whatever it is that comes then
+                self._position += 1  # skip the escaped character
             elif char == '"':
                 self._is_in_string = not self._is_in_string
             elif char == "<":
@@ -53,16 +54,16 @@ class ObjectScan:
 
     @property
     def num_seen(self) -> int:
-        """Characters that are the object's for certain."""
+        """How many characters certainly belong to the object."""
         return self._position
 
     def rebase(self, num_chars: int) -> None:
-        """So many characters have been taken from the text's beginning."""
+        """`num_chars` characters have been removed from the text's beginning."""
         self._position -= num_chars
 
 
 class ArgumentsReader:
-    """Of a call whose arguments are a JSON object and all that there is of it behind its head."""
+    """Reads a call that consists, behind its head, only of its arguments, a JSON object."""
 
     joint = ""
     ends: tuple[str, ...] = ()
@@ -80,8 +81,8 @@ class ArgumentsReader:
 
 
 def call_of(text: str) -> tuple[str, str] | None:
-    """Name and arguments, as JSON, of a call's whole object; None: it is none. Models mix up the two words for
-    arguments; and leave them out, where there are none."""
+    """Name and arguments, as JSON, of a call that is a whole object; None: it is no call. Models mix up the two keys
+    for arguments, and leave them out if there are none."""
     try:
         call = json.loads(text, strict=False)
         name = call.pop("name")
@@ -101,7 +102,7 @@ def call_of(text: str) -> tuple[str, str] | None:
 
 
 def unquoted(text: str) -> str:
-    """Of a JSON text, or what looks like one."""
+    """The content of a quoted JSON string, or of what looks like one."""
     try:
         return encodable(json.loads(text, strict=False))
     except ValueError:
@@ -109,5 +110,5 @@ def unquoted(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """JSON may name halves of characters, which no message may hold."""
+    """`text` with half characters replaced: JSON may contain them, but no message may."""
     return text.encode(errors="replace").decode()

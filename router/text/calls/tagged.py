@@ -1,4 +1,4 @@
-"""Calls whose arguments are plain texts between tags: what they are as JSON, the tool's schema says (`text_values`).
+"""Calls whose arguments are plain texts between tags. The tool's schema says what they are as JSON (`text_values`).
 
     qwen3_coder   <tool_call>\\n<function=get_weather>\\n<parameter=city>\\nOslo\\n</parameter>\\n</function>\\n
                   </tool_call>
@@ -6,10 +6,10 @@
     glm47         <tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
 
     a call ──> BETWEEN ── a tag ──> KEY ──> VALUE ── its end ──> BETWEEN ── the function's end, or what begins the next
-                  └─ anything else is nothing
+                  └─ anything else is ignored
 
-A value goes to the first tag that ends it, so one that has such a tag in it cannot be said. One that is text is told as
-it comes, others when they are whole. Models leave out the end of a value: it ends where the call does, too.
+A value extends to the first tag that ends it, so a value cannot contain such a tag. A value that is text is emitted as
+it comes, others when they are complete. Models may leave out the end of a value: the end of the call ends it, too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from router.text.words import first_of, num_held
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 MAX_KEY_CHARS = 256
-"""Of an argument's name. One that is longer is none."""
+"""Maximum length of an argument's name. A longer text is no name."""
 MAX_COUNT = 1000
-"""Of a text's characters, that a grammar counts. Longer bounds are not held to: it would take them one by one."""
+"""Larger bounds of a text's length are not enforced: the grammar would count the characters one by one."""
 MAX_END_CHARS = 64
-"""Of the longest tag that ends a value."""
+"""At least the length of the longest tag that ends a value."""
 MAX_SHOWN_CHARS = 80
-"""Of a name or a value, in an error."""
+"""Names and values are cut to this length in errors."""
 _SPACE = re.compile(r"\s*")
 _UNSAYABLE = re.compile(r"[<>\n]")
 
@@ -43,16 +43,16 @@ _UNSAYABLE = re.compile(r"[<>\n]")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaggedFormat(ToolFormat):
     is_in_function: bool = False
-    """Names stand in a tag of their own, within the call's."""
+    """The tool's name stands in a tag of its own, within the call's."""
     key: str
     key_end: str
     value: str = ""
-    """Before a value, behind the end of its key. Empty: it follows at once."""
+    """The tag before a value, behind the end of its key. Empty: the value follows at once."""
     value_end: str
     space: str
-    """Between tags, as models are taught."""
+    """The white space between tags that models are taught."""
     is_wrapped: bool = False
-    """Line breaks around a value are not the value's."""
+    """Line breaks around a value do not belong to the value."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class TaggedFormat(ToolFormat):
 
     @property
     def ends_of_value(self) -> tuple[str, ...]:
-        """The first of them ends one."""
+        """Whichever comes first ends a value."""
         if not self.is_in_function:
             return (self.value_end, CALL_END)
         return (self.value_end, CALL_END, FUNCTION_END + CALL_END, f"{FUNCTION_END}\n{CALL_END}")
@@ -84,7 +84,8 @@ class TaggedFormat(ToolFormat):
         return "call" if is_one else f"call ({lines.literal(self.between)} call)*"
 
     def _arguments(self, lines: GrammarLines, tool: Tool) -> list[str]:
-        """In the schema's order. Raises `ValueError` where there are none that fit it, or that can be said."""
+        """Rules of the arguments, in the schema's order. Raises `ValueError` if no arguments fit the schema, or if they
+        cannot be written in this format."""
         schema = Schema(tool.parameters)
         required = (tool.parameters or {}).get("required")
         required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
@@ -118,7 +119,7 @@ class TaggedFormat(ToolFormat):
         return ("\n" if self.is_wrapped else "") + self.value_end + self.space
 
     def _value(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
-        """Of `of`, a part of `schema`: what it may be, and its end."""
+        """The rule of a value that fits `of`, a part of `schema`, and its end."""
         end = lines.literal(self._behind_value)
         known, types = schema.resolved(of), schema.types(of)
         if "const" in known or isinstance(known.get("enum"), list):
@@ -131,7 +132,7 @@ class TaggedFormat(ToolFormat):
         return self._text(lines, least, most)
 
     def _texts_of(self, values: Sequence[Any], types: frozenset[str]) -> list[str]:
-        """As the model says them. Raises `ValueError` where one would not be told as one of them."""
+        """The values as the model writes them. Raises `ValueError` if one would be read back as another value."""
         if not values:
             raise ValueError("nothing fits it")
         known = {json.dumps(each, sort_keys=True) for each in values}
@@ -146,7 +147,7 @@ class TaggedFormat(ToolFormat):
         return texts
 
     def _text(self, lines: GrammarLines, least: Any = None, most: Any = None) -> str:
-        """Of a value that is text, and its end."""
+        """The rule of a value that is text, and its end."""
         bounds = (least if _is_count(least) else 0, most if _is_count(most) else None)
         return lines.text_until(self._behind_value, bounds, without=(self.value_end, CALL_END))
 
@@ -173,16 +174,16 @@ class TaggedReader:
         self._schema = Schema(None)
         self._state = _State.BETWEEN
         self._at = 0
-        """In the text that is read."""
+        """Position in the text that is being read."""
         self._num_arguments = 0
         self._key = ""
-        """Of the argument whose value is read, or comes next."""
+        """The argument whose value is read, or comes next."""
         self._types = STRING
-        """That the value may have. One that can only be text is told as it comes."""
+        """JSON types that the value may have. A value that can only be text is emitted as it comes."""
         self._is_at_value = False
-        """Nothing of it was taken yet."""
+        """At the beginning of a value."""
         self._value: list[str] = []
-        """Of one that is told when it is whole."""
+        """The pieces of a value that is emitted when it is complete."""
         self._told: list[str] = []
 
     # -- the head -----------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class TaggedReader:
         return Body(self._at, told, is_over=self._state is _State.OVER)
 
     def _step(self, text: str) -> bool:
-        """Whether there may be more to do."""
+        """Read on. Returns whether another step may find more."""
         match self._state:
             case _State.BETWEEN:
                 return self._read_between(text)
@@ -308,7 +309,7 @@ class TaggedReader:
             self._told.append('"')
 
     def _take(self, value: str) -> None:
-        """A piece of it."""
+        """Take a piece of the value."""
         if self._types == STRING:
             self._told.append(escaped(value))
         else:
@@ -339,7 +340,7 @@ _TAGS: dict[str, Any] = {
 }
 QWEN3_CODER = TaggedFormat(name="qwen3_coder", **_TAGS_IN_FUNCTION)
 QWEN3_XML = TaggedFormat(name="qwen3_xml", **_TAGS_IN_FUNCTION)
-"""Another of vLLM's names for it."""
+"""Another name of vLLM's for the same format."""
 GLM47 = TaggedFormat(name="glm47", **_TAGS, space="", known_by=(CALL, "</arg_key><arg_value>"))
 GLM45 = TaggedFormat(
     name="glm45", **_TAGS, space="\n", between="\n", known_by=(CALL, "<arg_key>"), not_by=("</arg_key><arg_value>",)

@@ -1,7 +1,7 @@
-"""Values of arguments that are written as plain text, as JSON: a tool's schema says which of them are text.
+"""Turns argument values that are written as plain text into JSON, by the tool's schema.
 
-A value that can only be text is one as it stands, whatever it looks like. Any other is JSON if it is, of a type that it
-may have; and text if not. Pure.
+A value that can only be text is taken as it is, whatever it looks like. Any other value is read as JSON if it is JSON
+of a type that it may have, and as text otherwise. Pure.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_DEPTH = 16
-"""Of schemas within schemas that are looked at. Beyond, a value may be anything."""
+"""Maximum depth of nested schemas that are examined. Beyond it, a value may be anything."""
 TYPES = frozenset({"string", "number", "boolean", "null", "object", "array"})
 STRING = frozenset({"string"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""Some templates show models values as Python writes them."""
+"""Some templates show values to models as Python writes them."""
 
 
 class Schema:
-    """Of one tool's arguments."""
+    """The JSON schema of one tool's arguments."""
 
     def __init__(self, parameters: Mapping[str, Any] | None) -> None:
         self._root = parameters or {}
@@ -29,7 +29,7 @@ class Schema:
         self._referred_types: dict[str, frozenset[str]] = {}
 
     def types_of(self, name: str) -> frozenset[str]:
-        """What the argument may be, as JSON's types. All where nothing is said of it."""
+        """The JSON types that the argument may have. All, if the schema does not mention it."""
         if name not in self.properties:
             return TYPES
         if name not in self._types:
@@ -37,7 +37,7 @@ class Schema:
         return self._types[name]
 
     def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """What fits `schema`, a part of this one. Empty: nothing does."""
+        """The types that fit `schema`, a part of this one. Empty: none fits."""
         if schema is False:
             return frozenset()
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
@@ -45,7 +45,7 @@ class Schema:
         return TYPES.intersection(*self._types_by_keyword(schema, depth))
 
     def _types_by_keyword(self, schema: Mapping[str, Any], depth: int) -> Iterator[frozenset[str]]:
-        """What each of its keywords that says something of types leaves."""
+        """For each keyword that restricts types: the types that it allows."""
         if "type" in schema:
             named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             known = frozenset("number" if each == "integer" else each for each in named if isinstance(each, str))
@@ -63,14 +63,15 @@ class Schema:
             yield from (self.types(each, depth + 1) for each in schema["allOf"])
 
     def _types_of_reference(self, reference: str, depth: int) -> frozenset[str]:
-        """Each is looked at once: they may refer to themselves, and to each other in many ways."""
+        """The types of a referenced schema. Each is examined once, since schemas may refer to themselves, and to each
+        other in many ways."""
         if reference not in self._referred_types:
             self._referred_types[reference] = TYPES
             self._referred_types[reference] = self.types(self._referred(reference), depth + 1)
         return self._referred_types[reference]
 
     def resolved(self, schema: Any) -> Mapping[str, Any]:
-        """A part of this one, or what it refers to instead. Empty: it may be anything."""
+        """`schema`, a part of this one, with references followed. Empty: it may be anything."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
                 break
@@ -78,12 +79,12 @@ class Schema:
         return schema if isinstance(schema, dict) else {}
 
     def whole(self, schema: Any) -> dict[str, Any]:
-        """A part of this one, with the definitions that it may refer to."""
+        """`schema`, a part of this one, with the definitions that it may refer to."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return {**definitions, **schema} if isinstance(schema, dict) else definitions
 
     def _referred(self, reference: str) -> Any:
-        """A part that another refers to. Anything, where it is not in here."""
+        """The part that `reference` names. True (anything) if it is not in this schema."""
         found: Any = self._root
         if not reference.startswith("#/"):
             return True
@@ -93,7 +94,7 @@ class Schema:
 
 
 def type_of(value: Any) -> str:
-    """Of a value that was JSON."""
+    """The JSON type of a parsed value."""
     if value is None:
         return "null"
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
@@ -101,10 +102,10 @@ def type_of(value: Any) -> str:
 
 
 def json_of_text(text: str, types: frozenset[str]) -> str:
-    """A value as JSON, which may be of `types`."""
+    """A value, which may have one of `types`, as JSON."""
     said = text.strip()
     said = _PYTHON.get(said, said)
-    for _ in range(1 if "string" in types else 2):  # models that quote what is no text
+    for _ in range(1 if "string" in types else 2):  # some models quote values that are no texts
         try:
             value = json.loads(said, strict=False, parse_constant=no_number)
         except (ValueError, RecursionError):
@@ -118,12 +119,12 @@ def json_of_text(text: str, types: frozenset[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """A part of a text, as within a JSON text."""
+    """A piece of text, escaped as within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _on_one_line(said: str, value: Any) -> str:
-    """As it was said, but for line breaks, which may have stood within its texts."""
+    """The JSON as it was written, but without line breaks, which may be within its strings."""
     if "\n" not in said and "\r" not in said and "\t" not in said and "\\u" not in said:
         return said
     try:
@@ -133,5 +134,5 @@ def _on_one_line(said: str, value: Any) -> str:
 
 
 def no_number(name: str) -> None:
-    """For `json.loads`, which would take NaN and Infinity."""
+    """A `parse_constant` for `json.loads`, which would otherwise accept NaN and Infinity."""
     raise ValueError(f"{name} is not a JSON number")
