@@ -1,4 +1,4 @@
-"""Load on a server, and what comes of it: `tandem bench`, for Tandem over gRPC and whatever speaks OpenAI's HTTP.
+"""`tandem bench`: puts load on a server and measures its answers: Tandem over gRPC, or any OpenAI-compatible server.
 
     args ──> workload (random, or a trace) ──> run: each request at its moment ──backend──> the server
                                                  └─> outcomes ──summary──> numbers ──report, plots, page──> files

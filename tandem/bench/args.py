@@ -1,4 +1,4 @@
-"""What `tandem bench` is asked to do. The words are those of `vllm bench serve` where it has them."""
+"""The flags of `tandem bench`. Their names are those of `vllm bench serve` where it has them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.client_base import checked_address
 DATASETS = ("random", "trace")
 ROUTER_KEY_VARIABLE = "TANDEM_API_KEY"
 HTTP_KEY_VARIABLE = "OPENAI_API_KEY"
-"""Neither's key is for the other."""
+"""One key is for routers, the other for HTTP servers."""
 
 
 def _flag(default: Any, text: str, **metadata: Any) -> Any:
@@ -28,7 +28,7 @@ def _flag(default: Any, text: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArgs:
-    """Flags. Raises `ValueError` naming the field."""
+    """The flags. Raises `ValueError` naming the field."""
 
     backend: str = _flag("grpc", f"{', '.join(BACKENDS)}: a Tandem router, or any server with OpenAI's HTTP API.")
     address: str = _flag(
@@ -95,7 +95,7 @@ class BenchArgs:
         if self.api_key:
             check_keys("api_key", [self.api_key])
         for name in ("rates", "objectives", "metrics", "percentiles", "http_server", "source", "tls"):
-            getattr(self, name)  # each raises for its flag
+            getattr(self, name)  # each property raises `ValueError` for a wrong flag
 
     def _check_choices(self) -> None:
         for name, value, known in (
@@ -133,7 +133,7 @@ class BenchArgs:
 
     @property
     def rates(self) -> list[float | None]:
-        """None: the trace's own times."""
+        """The request rates; None: the trace's own times."""
         if not self.request_rate:
             return [None if self.dataset_name == "trace" else math.inf]
         rates = _numbers("request_rate", self.request_rate)
@@ -143,7 +143,7 @@ class BenchArgs:
 
     @property
     def objectives(self) -> dict[str, float]:
-        """In milliseconds, by metric."""
+        """The objectives in milliseconds, by metric."""
         try:
             return parse_goodput(self.goodput)
         except ValueError as error:
@@ -169,7 +169,7 @@ class BenchArgs:
 
     @property
     def source(self) -> TokenSource:
-        """Of run 0; see `TokenSource.run`."""
+        """The source of run 0; see `TokenSource.run`."""
         return TokenSource(seed=self.seed, vocab_size=self.vocab_size)
 
     @property

@@ -1,7 +1,8 @@
-"""The servers that can be asked: Tandem over gRPC, and whatever speaks OpenAI's HTTP API (Tandem, vLLM, SGLang …).
+"""The servers to measure: Tandem over gRPC, and anything with OpenAI's HTTP API (Tandem, vLLM, SGLang …).
 
-Owns a connection each, closed when the context is left. What a server says no with becomes `NotAnswered`: *refused*
-where it has no room now (RESOURCE_EXHAUSTED, nobody to serve, 429, 503) and nothing has come yet, otherwise *failed*.
+Each backend owns a connection, which is closed when the context is left. An error of the server becomes `NotAnswered`:
+*refused* if the server has no room now (RESOURCE_EXHAUSTED, no worker, 429, 503) and nothing has come yet, otherwise
+*failed*.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _WORDS = (
     "information back parent face"
 )
 WORDS = tuple(_WORDS.split())
-"""What a chat's tokens become: each one word, which most vocabularies have as one token."""
+"""In a chat, each token becomes one of these words, which most vocabularies have as one token."""
 
 
 class ServerGone(Exception):  # noqa: N818 - named for what happened
-    """The server cannot be asked at all. One line that says what to do."""
+    """The server cannot be used at all. The message is one line that says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +51,11 @@ class Sending:
     ignores_eos: bool = True
     temperature: float = 0.0
     timeout_s: float | None = None
-    """After which a client gives up. None: never."""
+    """The time after which a client gives up. None: never."""
 
 
 class GrpcBackend:
-    """A router of ours. The client checks every stream (`tandem.answer`)."""
+    """A Tandem router. The client checks every stream (`tandem.answer`)."""
 
     def __init__(self, client: AsyncClient, sending: Sending) -> None:
         self.ignores_eos = sending.ignores_eos
@@ -87,19 +88,19 @@ class GrpcBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpServer:
-    """Where an OpenAI-compatible server is, and what it wants to hear."""
+    """The address of an OpenAI-compatible server, and what its requests need."""
 
     base_url: str
     is_chat: bool = False
     endpoint: str = ""
     """Path of the requests; empty: OpenAI's."""
     model: str = ""
-    """Empty: the first that /v1/models names."""
+    """Empty: the first one that /v1/models lists."""
     api_key: str = ""
     ssl_ca_certs: str = ""
-    """A file; empty: whom the system trusts."""
+    """A file of CA certificates; empty: the CAs that the system trusts."""
     extra_body: dict[str, Any] = field(default_factory=dict)
-    """Further fields of every body, or others in place of ours."""
+    """Further fields of every body, which override ours."""
 
     @property
     def path(self) -> str:
@@ -121,7 +122,7 @@ class OpenAIBackend:
         self._timeout_s = sending.timeout_s
         self._headers = server.headers
         if sending.timeout_s is not None:
-            # Ours refuses what would come too late; others do not know it.
+            # Tandem refuses a request that would be too late; other servers ignore this header.
             self._headers["x-request-timeout-ms"] = str(max(1, round(1000 * sending.timeout_s)))
         self._fields = body_fields(server, sending)
 
@@ -151,11 +152,11 @@ class OpenAIBackend:
 
 
 def body_fields(server: HttpServer, sending: Sending) -> dict[str, Any]:
-    """What all bodies share."""
+    """The fields that all bodies share."""
     return {
         "model": server.model,
         "temperature": sending.temperature,
-        # Only where asked for: it is vLLM's word, which OpenAI itself refuses.
+        # Only if requested: this is vLLM's field, which OpenAI itself refuses.
         **({"ignore_eos": True} if sending.ignores_eos else {}),
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -170,7 +171,8 @@ def prompt_of(prompt: Tokens, is_chat: bool) -> dict[str, Any]:
 
 
 def num_prompt_tokens(body: dict[str, Any]) -> int | None:
-    """Of the prompt in `body`; None where only the server knows: it is a text, or the server is asked to cut it."""
+    """Tokens of the prompt in `body`; None if only the server knows: the prompt is a text, or the server is asked to
+    cut it."""
     prompt = body.get("prompt")
     if not isinstance(prompt, list) or body.get("truncate_prompt_tokens") is not None:
         return None
@@ -178,14 +180,14 @@ def num_prompt_tokens(body: dict[str, Any]) -> int | None:
 
 
 async def _not_answered(response: Any) -> NotAnswered:
-    """What a status other than 200 says."""
+    """The error in a response with a status other than 200."""
     text = (await response.aread()).decode("utf-8", "replace")
     try:
         error = json.loads(text)
         error = error.get("error") or error
         text = str(error.get("message") or error)
     except (ValueError, AttributeError):
-        pass  # whatever it is
+        pass  # keep the text as it is
     return NotAnswered(
         str(response.status_code), " ".join(text.split())[:300], is_refused=response.status_code in HTTP_REFUSALS
     )
@@ -195,8 +197,8 @@ async def _not_answered(response: Any) -> NotAnswered:
 async def open_grpc(
     address: str, sending: Sending, vocab_size: int, *, api_key: str, tls: ClientTLS | None
 ) -> AsyncIterator[tuple[Backend, str]]:
-    """The router at `address`, or several, in turn. They may ask for `api_key`. And the model that they serve. Prompts
-    have token ids below `vocab_size`. Raises `ServerGone`."""
+    """Open a backend for the router at `address`, or for several in turn; yields it with the name of their model.
+    `vocab_size`: prompts will have token ids below this. Raises `ServerGone`."""
     async with AsyncClient(address, api_key=api_key, tls=tls) as client:
         try:
             info = await client.model_info()
@@ -219,7 +221,7 @@ async def open_grpc(
 
 @asynccontextmanager
 async def open_http(server: HttpServer, sending: Sending) -> AsyncIterator[tuple[Backend, str]]:
-    """An OpenAI-compatible server, and the model that is asked for. Raises `ServerGone`."""
+    """Open a backend for an OpenAI-compatible server; yields it with the name of the model. Raises `ServerGone`."""
     import httpx2
 
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)

@@ -1,4 +1,4 @@
-"""One call of `tandem bench`, from its flags to its numbers: a run for each rate, one after the other.
+"""One call of `tandem bench`, from its flags to its results: a run for each rate, one after the other.
 
 open the server ──> warm up ──> rate 1 ──> rate 2 ──> … ──> Report
 """
@@ -22,11 +22,11 @@ from tandem.bench.traces import Record, TraceError, read_trace, trace_workload
 from tandem.bench.workload import TokenSource, Workload, random_workload, warm_up_workload
 
 Watch = Callable[[str, Progress], AbstractAsyncContextManager[object]]
-"""(what runs, its progress) -> what shows it as long as it runs."""
+"""From a run's name and progress to a context that shows the progress while the run is under way."""
 
 
 def workloads_of(args: BenchArgs) -> list[Workload]:
-    """One for each rate, with prompts of its own. Raises `TraceError`."""
+    """A workload for each rate, with prompts of its own. Raises `TraceError`."""
     records: list[Record] = []
     if args.dataset_name == "trace":
         try:
@@ -57,7 +57,8 @@ def _workload(args: BenchArgs, records: list[Record], source: TokenSource, rate:
 
 
 async def run_bench(args: BenchArgs, *, watch: Watch, on_interrupt: Callable[[Report], None]) -> Report:
-    """Raises `ServerGone`, and what `workloads_of` does. `on_interrupt` hears what there is where it is cancelled."""
+    """Run the whole bench. If it is cancelled, `on_interrupt` gets the report so far. Raises `ServerGone`, and
+    `TraceError` as `workloads_of` does."""
     workloads = workloads_of(args)
     if args.backend == "grpc":
         opened = open_grpc(args.address, args.sending, args.vocab_size, api_key=args.api_key, tls=args.tls)
@@ -79,13 +80,13 @@ async def run_bench(args: BenchArgs, *, watch: Watch, on_interrupt: Callable[[Re
 
 
 def _name_of(workload: Workload) -> str:
-    """What its progress is called."""
+    """The name of a run in its progress."""
     rate = rate_text(workload.request_rate)
     return rate if math.isinf(workload.request_rate) else f"{rate}/s"
 
 
 async def _warm_up(args: BenchArgs, workload: Workload, backend: Backend, watch: Watch) -> None:
-    """Raises `ServerGone` where none of it is answered: nor would be anything else."""
+    """Send the warm-up requests. Raises `ServerGone` if none is answered, since no other request would be."""
     warm_up = warm_up_workload(workload, args.source, args.num_warmups)
     if not warm_up.requests:
         return

@@ -1,12 +1,11 @@
-"""The client's side of one answer of an OpenAI-compatible server, checked event by event. Pure: payloads in.
+"""Checks one streamed answer of an OpenAI-compatible server, event by event. Pure: payloads in.
 
     OPEN ── finish_reason ──> FINISHED ── usage ──> COUNTED ── [DONE] ──> ENDED      (usage may come with the former)
       └───── anything else, anything twice, anything after the end, an end too early: StreamBroken
 
-OpenAI's events carry no index. What can be held against a server is what it says itself: the tokens so far
-(`continuous_usage_stats`: Tandem, vLLM, SGLang) must grow with every piece of text and come to the usage at the end;
-where events bring `token_ids` (Tandem and vLLM, asked with `return_token_ids`) a gap and a repetition within the stream
-show, too.
+OpenAI's events carry no index, so the check compares a server's own statements: its count of tokens so far
+(`continuous_usage_stats`: Tandem, vLLM, SGLang) must grow with every piece of text and reach the usage at the end. If
+events contain `token_ids` (Tandem and vLLM, with `return_token_ids`), a gap or repetition within the stream shows, too.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DONE = "[DONE]"
 
 
 class ServerError(Exception):
-    """The stream brought an error in place of an answer. `code` is what the server calls it."""
+    """The stream contained an error instead of an answer. `code`: the server's code for it."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -32,22 +31,22 @@ class OpenAIStream:
     """Takes the payloads of a stream's `data:` lines in order."""
 
     def __init__(self, *, is_chat: bool, prompt_tokens: int | None = None) -> None:
-        """`prompt_tokens`: as many as were sent, where that is known; the usage must say the same."""
+        """`prompt_tokens`: how many were sent, if known; the usage must say the same."""
         self._is_chat = is_chat
         self._prompt_tokens = prompt_tokens
         self._id: Any = None
         self._num_tokens = 0
-        """As counted by the server so far, or by pieces where it does not count."""
+        """Tokens so far: as the server counts, or else the number of pieces."""
         self._counts = False
-        """Whether the server says in every event how many tokens there were."""
+        """Whether the server reports the number of tokens so far in its events."""
         self._finish_reason: str | None = None
         self._usage_at_end: dict[str, Any] | None = None
-        """With the finish_reason, where some servers say it, and nowhere else."""
+        """The usage in the event with the finish_reason; some servers report it only there."""
         self._usage: Usage | None = None
         self._has_ended = False
 
     def accept(self, payload: str) -> int:
-        """The number of new tokens in an event. Raises `StreamBroken`, `ServerError`."""
+        """Take in an event's payload. Returns its number of new tokens. Raises `StreamBroken`, `ServerError`."""
         if self._has_ended:
             raise StreamBroken(f"an event came after {DONE}: {payload[:80]!r}")
         if payload == DONE:
@@ -74,7 +73,7 @@ class OpenAIStream:
         self._id = answer_id
 
     def _piece(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> int:
-        """New text, or the end of the answer, or both."""
+        """Take in an event with new text, or the end of the answer, or both."""
         if self._finish_reason is not None:
             what = "second end" if choice.get("finish_reason") else "piece of text"
             raise StreamBroken(f"a {what} came after the end ({self._finish_reason})")
@@ -85,7 +84,7 @@ class OpenAIStream:
         num_new = 1 if self._text_of(choice) else 0
         if self._finish_reason is not None:
             self._usage_at_end = usage
-        # The first usage, in the last piece: of a server that counts at the end alone (llama.cpp).
+        # If the first usage comes with the last piece, the server counts only at the end (llama.cpp).
         if usage is not None and (self._counts or self._finish_reason is None or self._num_tokens == 0):
             self._counts = True
             num_new = self._advance(usage, has_text=num_new > 0)
@@ -101,7 +100,7 @@ class OpenAIStream:
         num_new = _count_of(usage, "completion_tokens") - self._num_tokens
         if num_new < 0:
             raise StreamBroken(f"the count of tokens went back by {-num_new}, from {self._num_tokens}")
-        # The last piece may bring text that was held back; any other comes from new tokens.
+        # The last piece may contain text that was held back; the text of any other piece comes from new tokens.
         if has_text and num_new == 0 and self._finish_reason is None:
             raise StreamBroken(f"a piece of text came, and the count of tokens stayed {self._num_tokens}: repeated")
         return num_new
@@ -110,13 +109,13 @@ class OpenAIStream:
         if not self._is_chat:
             return str(choice.get("text") or "")
         delta = _object_or_none("delta", choice.get("delta")) or {}
-        # What models of the thinking kind say first goes by two names.
+        # Servers use two names for a model's thoughts.
         return "".join(str(delta.get(name) or "") for name in ("reasoning", "reasoning_content", "content"))
 
     def _last(self, usage: dict[str, Any] | None) -> int:
-        """An event without choices: the usage of the whole."""
+        """Take in an event without choices, which has the usage of the whole answer."""
         if usage is None:
-            return 0  # some servers keep a connection alive with such
+            return 0  # some servers send such events as keep-alives
         if self._usage is not None:
             raise StreamBroken("the usage came twice")
         if self._finish_reason is None:
@@ -125,7 +124,7 @@ class OpenAIStream:
         return 0
 
     def _checked(self, usage: dict[str, Any]) -> Usage:
-        """Raises `StreamBroken` where it is not that of what came."""
+        """The usage. Raises `StreamBroken` if it does not match what came."""
         details = _object_or_none("prompt_tokens_details", usage.get("prompt_tokens_details")) or {}
         found = Usage(
             prompt_tokens=_count_of(usage, "prompt_tokens"),
@@ -155,14 +154,14 @@ class OpenAIStream:
         self._has_ended = True
 
     def check_ended(self) -> Usage:
-        """The connection has ended: raises `StreamBroken` unless [DONE] has come."""
+        """Call this when the connection has ended. Returns the usage. Raises `StreamBroken` unless [DONE] has come."""
         if not self._has_ended or self._usage is None:
             raise StreamBroken(f"the stream ended without {DONE}")
         return self._usage
 
 
 def _choices_of(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """Raises `StreamBroken`, as all of these."""
+    """The event's choices. Raises `StreamBroken`, as the functions below do, if the field has the wrong type."""
     choices = event.get("choices")
     if choices is None:
         return []

@@ -1,41 +1,42 @@
-"""What became of each request, and what is counted while they run. Times are in seconds since the run's start."""
+"""The outcome of each request, and the progress of a run. Times are in seconds since the run's start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 BROKEN_STREAM = "broken stream"
-"""Code of an answer that came and was not exact: a bug of the server."""
+"""Code of an answer whose stream was not exact: a bug of the server."""
 WRONG_LENGTH = "wrong length"
-"""Code of an answer of more or fewer tokens than asked for, where the end of sequence is ignored."""
+"""Code of an answer with more or fewer tokens than requested although the end of sequence is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one request, as the server counted."""
+    """The usage of one request, as the server counted."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
-    """Of the prompt; None where the server does not say."""
+    """Cached tokens of the prompt; None if the server does not report them."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. Latencies count from the moment it was due: a client that is late makes no server look faster."""
+    """The outcome of one request. Latencies count from the moment when it was due, so that a client that sends late
+    does not make the server look faster."""
 
     due_s: float
     sent_s: float = 0.0
     ended_s: float = 0.0
     arrived_s: list[float] = field(default_factory=list)
-    """Of each message with tokens."""
+    """When each message with tokens arrived."""
     num_tokens: int = 0
     usage: Usage | None = None
     code: str = ""
-    """Empty: answered. Else a status ("RESOURCE_EXHAUSTED", "429") or what else was wrong."""
+    """Empty: answered. Otherwise a status ("RESOURCE_EXHAUSTED", "429") or another error."""
     message: str = ""
     is_refused: bool = False
-    """By a server that has no room now, before it sent anything."""
+    """The server had no room, and refused the request before it sent anything."""
 
     @property
     def is_answered(self) -> bool:
@@ -47,12 +48,12 @@ class Outcome:
 
     @property
     def tpot_ms(self) -> float:
-        """Mean, after the first token; 0 for an answer of one."""
+        """Mean time per token after the first one; 0 for an answer of one token."""
         return 1e3 * (self.arrived_s[-1] - self.arrived_s[0]) / max(1, self.num_tokens - 1)
 
     @property
     def itl_ms(self) -> list[float]:
-        """Between one message and the next."""
+        """Times between one message and the next."""
         return [1e3 * (b - a) for a, b in zip(self.arrived_s, self.arrived_s[1:], strict=False)]
 
     @property
@@ -62,7 +63,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Progress:
-    """Of a run that is under way."""
+    """The progress of a run that is under way."""
 
     num_requests: int
     num_sent: int = 0
@@ -78,7 +79,7 @@ class Progress:
         return self.num_sent - self.num_answered - self.num_refused - self.num_failed
 
     def count(self, outcome: Outcome) -> None:
-        """An outcome that is complete."""
+        """Count a request that has ended."""
         self.ended.append(outcome)
         if outcome.is_answered:
             self.num_answered += 1

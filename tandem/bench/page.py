@@ -1,4 +1,4 @@
-"""One page with everything: plots embedded, no script, nothing fetched. Pure: a report in, HTML out."""
+"""The report as one HTML page: plots embedded, no script, nothing fetched. Pure: a report in, HTML out."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _table(report: Report) -> str:
 
 
 def _figure(plot: Plot) -> str:
-    """As an image of its own: ids inside one drawing never meet those of another."""
+    """A plot as a separate image, so that ids in one drawing do not clash with those in another."""
     data = b64encode(plot.svg.encode()).decode()
     return f'<h2>{escape(plot.title)}</h2><img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">'
 
@@ -104,7 +104,7 @@ def _example(outcomes: Sequence[Any], code: str) -> str:
 
 
 def _workload(report: Report) -> dict[str, str]:
-    """Of all runs; what differs between them with commas."""
+    """Facts about the workloads of all runs; values that differ are separated by commas."""
     names = dict.fromkeys(name for run in report.runs for name in run.about)
     facts = {}
     for name in names:

@@ -1,6 +1,6 @@
 """Plots of a bench, as SVG texts: latency against rate, the goodput curve, gaps between tokens over time.
 
-Without matplotlib there are none: `draw` returns an empty list.
+Without matplotlib, `draw` returns an empty list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Plot(NamedTuple):
 
 
 def draw(report: Report) -> list[Plot]:
-    """Those for which there are numbers."""
+    """The plots for which there are numbers."""
     try:
         import matplotlib
 
@@ -56,7 +56,7 @@ def _svg_of(figure: Any) -> str:
 
 
 def plain_numbers(axes: Any) -> None:
-    """1000, not 10 to the third."""
+    """Label a logarithmic axis with plain numbers: 1000, not 10 to the third."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -65,7 +65,8 @@ def plain_numbers(axes: Any) -> None:
 
 
 def is_finite(summary: Summary) -> bool:
-    """Has a place on the axis of rates. All at once is no rate: it stands at what was done per second, by itself."""
+    """Whether the run has a place on the axis of rates. A run that sends all at once has no rate: it is drawn
+    separately, at the rate of its answers."""
     return summary.request_rate != float("inf")
 
 
@@ -96,7 +97,7 @@ def _latency(figure: Any, report: Report) -> bool:
 
 
 def _goodput(figure: Any, report: Report) -> bool:
-    """Good answers per second, and what was done at all."""
+    """Good answers per second, and all answers per second."""
     summaries = [s for s in report.summaries if s.request_goodput is not None and is_finite(s)]
     summaries.sort(key=lambda s: s.request_rate)
     if not summaries:

@@ -1,4 +1,4 @@
-"""What is kept of a bench: as JSON, CSV, and a table for a terminal. Pure: runs in, texts out; `save` writes them."""
+"""The report of a bench: as JSON, CSV, and a table for a terminal. Pure: runs in, texts out; `save` writes them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ SECRET_FLAGS = ("api_key",)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One rate."""
+    """The run at one rate."""
 
     summary: Summary
     outcomes: list[Outcome]
     about: dict[str, Any] = field(default_factory=dict)
-    """Of the workload: its factors."""
+    """Facts about the workload."""
     num_unfinished: int = 0
-    """Requests that are not among the outcomes: the bench was interrupted before they ended."""
+    """Requests without an outcome: the bench was interrupted before they ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All rates of a bench."""
+    """The runs at all rates of a bench."""
 
     args: BenchArgs
     model: str
@@ -48,7 +48,7 @@ class Report:
 
     @property
     def good_rate(self) -> float | None:
-        """The highest of which nearly all answers were good; an interrupted one does not count."""
+        """The highest rate at which nearly all answers were good; interrupted runs do not count."""
         return max_good_rate([run.summary for run in self.runs if not run.num_unfinished])
 
     @property
@@ -57,13 +57,13 @@ class Report:
 
     @property
     def name(self) -> str:
-        """Of its files, without an ending."""
+        """Name of its files, without the suffix."""
         given = self.args.result_filename.removesuffix(".json")
         return given or f"bench-{self.args.backend}-{time.strftime('%Y-%m-%d-%H%M%S', time.localtime(self.at_s))}"
 
     @property
     def problem(self) -> str:
-        """Why the numbers are not to be believed, in one line; empty if they are."""
+        """Why the numbers cannot be trusted, in one line; empty if they can."""
         if not any(summary.completed for summary in self.summaries):
             return f"no request was answered: {first_error(self.runs)}"
         num_broken = sum(summary.errors.get(BROKEN_STREAM, 0) for summary in self.summaries)
@@ -78,13 +78,13 @@ class Report:
 
 
 def first_error(runs: Sequence[Run], code: str = "") -> str:
-    """The first of `code`, or of any."""
+    """The first error with `code`, or with any code."""
     outcomes = (outcome for run in runs for outcome in run.outcomes if outcome.code)
     return next((f"{o.code}: {o.message}".rstrip(": ") for o in outcomes if code in ("", o.code)), "nothing was sent")
 
 
 def to_dict(report: Report) -> dict[str, Any]:
-    """For JSON."""
+    """The report as plain values for JSON."""
     flags = {name: value for name, value in vars(report.args).items() if name not in SECRET_FLAGS}
     return {
         "benchmark": "tandem bench",
@@ -150,7 +150,7 @@ def _request_row(outcome: Outcome, objectives: dict[str, float]) -> dict[str, An
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Columns are those of all rows: a rate without answers has no latencies."""
+    """The rows as CSV, with the columns of all rows: a rate without answers has no latencies."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
@@ -160,7 +160,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """What a person reads: one column for each rate."""
+    """The table for people: one column for each rate."""
     summaries = [run.summary for run in runs]
     rows = [
         _row("answered", "{}", (s.completed for s in summaries)),
@@ -188,7 +188,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def _latency_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, ...]]:
-    """One for each percentile of each metric; a rate without answers has none."""
+    """One row for each percentile of each metric; a rate without answers has no numbers."""
     for metric in dict.fromkeys(metric for s in summaries for metric in s.spreads):
         percentiles_of_each = [s.spreads[metric].percentiles if metric in s.spreads else {} for s in summaries]
         for percent in next(filter(None, percentiles_of_each), {}):
@@ -197,7 +197,7 @@ def _latency_rows(summaries: Sequence[Summary]) -> Iterator[tuple[str, ...]]:
 
 
 def _row(name: str, form: str, values: Iterable[float | None]) -> tuple[str, ...]:
-    """A dash where there is no number."""
+    """One row; a missing number is a dash."""
     return name, *("-" if value is None else form.format(value) for value in values)
 
 

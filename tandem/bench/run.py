@@ -1,8 +1,8 @@
-"""Sends a workload and writes down what comes. An open loop: requests come when they come, whatever the server does.
+"""Sends a workload and records the answers. An open loop: requests are sent when due, whatever the server does.
 
     for each request: wait until it is due ──> a task of its own ──backend.send──> pieces ──> Outcome
 
-Owns the clock of a run and its tasks; they are done, or cancelled, when `run_load` returns.
+Owns the clock of a run and its tasks; the tasks are done, or cancelled, when `run_load` returns.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tandem.bench.workload import Request, Workload
 
 
 class Piece(NamedTuple):
-    """A message of an answer. The last one brings the usage, and no tokens."""
+    """A message of an answer. The last one has the usage, and no tokens."""
 
     num_tokens: int
     usage: Usage | None = None
 
 
 class NotAnswered(Exception):  # noqa: N818 - named for what happened, as the errors of `rpc.errors` are
-    """The server said no, or nothing."""
+    """The server answered with an error, or not at all."""
 
     def __init__(self, code: str, message: str, *, is_refused: bool = False) -> None:
         super().__init__(message)
@@ -36,23 +36,23 @@ class NotAnswered(Exception):  # noqa: N818 - named for what happened, as the er
 
 
 class Backend(Protocol):
-    """A server that is asked."""
+    """A server to measure."""
 
     ignores_eos: bool
-    """Whether every answer has all tokens that it may have."""
+    """Whether every answer has as many tokens as requested."""
 
     def send(self, request: Request) -> AsyncGenerator[Piece, None]:
         """The answer's messages as they come, checked. Raises `NotAnswered`, `StreamBroken`."""
 
 
 async def run_load(workload: Workload, backend: Backend, progress: Progress | None = None) -> list[Outcome]:
-    """One outcome for each request, in their order. `progress` is kept up to date meanwhile."""
+    """Send all requests. Returns one outcome for each, in their order. Updates `progress` meanwhile."""
     progress = progress or Progress(len(workload.requests))
     start_s = time.perf_counter()
     tasks = []
     async with asyncio.TaskGroup() as group:
         for request in workload.requests:
-            # Also where it is late: whoever runs comes first.
+            # Sleep even if the request is late, so that running tasks get their turn.
             await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - start_s)))
             tasks.append(group.create_task(_send_one(request, backend, start_s, progress)))
     return [task.result() for task in tasks]
@@ -74,7 +74,7 @@ async def _send_one(request: Request, backend: Backend, start_s: float, progress
         outcome.code, outcome.message, outcome.is_refused = error.code, error.message, error.is_refused
     except StreamBroken as error:
         outcome.code, outcome.message = BROKEN_STREAM, str(error)
-    except Exception as error:  # whatever a server does wrong is a failed request, and no end of the run
+    except Exception as error:  # any error of the server is a failed request, and does not end the run
         outcome.code, outcome.message = type(error).__name__, str(error)
     outcome.ended_s = time.perf_counter() - start_s
     progress.count(outcome)
@@ -82,7 +82,8 @@ async def _send_one(request: Request, backend: Backend, start_s: float, progress
 
 
 def _check_answer(outcome: Outcome, request: Request, ignores_eos: bool) -> None:
-    """Raises `StreamBroken` without tokens or usage, `NotAnswered` where the answer is not as long as was asked for."""
+    """Raise `StreamBroken` if there are no tokens or no usage, and `NotAnswered` if the answer does not have the
+    requested length."""
     if outcome.usage is None or not outcome.arrived_s:
         raise StreamBroken("the stream ended without " + ("a token" if outcome.usage else "its usage"))
     outcome.num_tokens = outcome.usage.completion_tokens

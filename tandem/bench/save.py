@@ -1,10 +1,10 @@
-"""Writes what is kept of a bench.
+"""Writes the files of a report.
 
 NAME.json           the flags, and one object for each rate
 NAME.csv            the same numbers, one line for each rate
 NAME-requests.csv   one line for each request
-NAME-*.svg          plots, where matplotlib is there
-NAME.html           all of it on one page that needs nothing else
+NAME-*.svg          plots, if matplotlib is installed
+NAME.html           everything on one self-contained page
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem.bench.report import Report, requests_csv, summary_csv, to_dict
 
 
 def save(report: Report) -> list[Path]:
-    """Everything into --result-dir. Returns the files; no plot among them means that matplotlib is not there."""
+    """Write all files into --result-dir, and return them. If no plot is among them, matplotlib is not installed."""
     folder = Path(report.args.result_dir)
     folder.mkdir(parents=True, exist_ok=True)
     plots = draw(report)

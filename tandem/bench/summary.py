@@ -1,5 +1,5 @@
-"""What a run shows, as numbers. Pure: outcomes in, a `Summary` out. The names are those of vLLM's load client where it
-has one for the same thing, so that results can be laid side by side."""
+"""The results of a run as numbers. Pure: outcomes in, a `Summary` out. The names are those of vLLM's load client where
+it has the same number, so that results can be compared."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.bench.outcome import Outcome
 METRICS = ("ttft", "tpot", "itl", "e2el")
 OBJECTIVES = ("ttft", "tpot", "e2el")
 GOOD_SHARE = 0.99
-"""Of the requests at a rate must be good for the rate to count as goodput."""
+"""The share of requests at a rate that must be good for the rate to count as goodput."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest, as numpy's."""
+    """The percentile, interpolated linearly between the two nearest values, as in numpy."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
@@ -40,7 +40,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How the values of a metric are spread, in milliseconds."""
+    """The distribution of a metric's values, in milliseconds."""
 
     mean: float
     median: float
@@ -50,7 +50,8 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One run. What is None could not be known: no answer, no objectives, a server that says nothing of its cache."""
+    """The summary of one run. A number is None if it is unknown: no answers, no objectives, or a server that does not
+    report cached tokens."""
 
     request_rate: float
     num_prompts: int
@@ -70,13 +71,13 @@ class Summary:
     request_goodput: float | None
     """Good answers per second."""
     good_share: float | None
-    """Of all requests, refused and failed ones included."""
+    """Share of good answers among all requests, refused and failed ones included."""
     max_send_lag_ms: float
-    """How late this client sent a request. Where it is long, the client is what was measured."""
+    """How late this client sent a request at most. If this is long, the client was measured, and not the server."""
     spreads: dict[str, Spread] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat, for JSON and CSV: p99_ttft_ms and so on; an infinite rate is "inf"."""
+        """A flat dict for JSON and CSV: p99_ttft_ms and so on; an infinite rate is "inf"."""
         flat = {name: _rounded(value) for name, value in vars(self).items() if name != "spreads"}
         if self.request_rate == float("inf"):
             flat["request_rate"] = "inf"
@@ -93,7 +94,7 @@ def _rounded(value: Any) -> Any:
 
 
 def is_good(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
-    """Answered, and within every objective."""
+    """Whether the request was answered within every objective."""
     return outcome.is_answered and all(
         getattr(outcome, f"{name}_ms") <= bound_ms for name, bound_ms in objectives.items()
     )
@@ -107,7 +108,7 @@ def summarise(
     metrics: Sequence[str] = METRICS,
     percentiles: Sequence[float] = (50, 90, 99),
 ) -> Summary:
-    """`outcomes` of one run, all of them. Latencies are those of answered requests."""
+    """The summary of all `outcomes` of one run. Latencies are those of answered requests."""
     done = [outcome for outcome in outcomes if outcome.is_answered]
     duration_s = max((outcome.ended_s for outcome in outcomes), default=0.0) or 1e-9
     num_input = sum(outcome.usage.prompt_tokens for outcome in done if outcome.usage)
@@ -143,7 +144,7 @@ def prefix_hit_rate(done: Sequence[Outcome]) -> float | None:
 
 
 def values_of(metric: str, done: Sequence[Outcome]) -> list[float]:
-    """An answer of one token has no time per further token."""
+    """The values of a metric in milliseconds. An answer of one token has no TPOT."""
     if metric == "itl":
         return [gap_ms for outcome in done for gap_ms in outcome.itl_ms]
     return [getattr(outcome, f"{metric}_ms") for outcome in done if metric != "tpot" or outcome.num_tokens > 1]
@@ -162,7 +163,7 @@ def spread_of(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
 def max_good_rate(summaries: Sequence[Summary]) -> float | None:
     """A curve's goodput: the highest finite rate at which 99 % were good; 0 if none was.
 
-    None without objectives, and where no finite rate was tried.
+    None without objectives, or if no finite rate was tried.
     """
     tried = [(s.request_rate, s.good_share) for s in summaries if s.request_rate != float("inf")]
     if all(share is None for _, share in tried):

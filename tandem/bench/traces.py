@@ -1,10 +1,10 @@
-"""Real traffic, played again: traces in the two forms that are published. Pure but for `read_trace`.
+"""Replays real traffic from traces in the two published formats. Pure, except for `read_trace`.
 
     Mooncake (JSON lines)  timestamp (ms), input_length, output_length, hash_ids: one for each 512 prompt tokens
     Azure (CSV)            TIMESTAMP, ContextTokens, GeneratedTokens
 
-No trace has the text. Mooncake's hash ids say which prompts begin alike: every id stands for the same tokens wherever
-it occurs, so that the shared prefixes are the real ones. Without ids no two prompts share anything.
+Traces do not contain the text. Mooncake's hash ids tell which prompts begin alike: every id stands for the same tokens
+wherever it occurs, so that the shared prefixes are real. Without ids, prompts share nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class TraceError(ValueError):
-    """A file that is no trace of a known form (names the line), or has nothing to play."""
+    """A file is not a trace of a known format (the message names the line), or has nothing to replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request of a trace, as it stands there."""
+    """One request of a trace, unscaled."""
 
     at_s: float
     input_tokens: int
@@ -44,9 +44,10 @@ class Record:
 def read_trace(
     path: Path, *, skip: int = 0, limit: int | None = None, length_factor: float = 1.0, max_total_len: int = 0
 ) -> list[Record]:
-    """The records after the first `skip` until `limit` of them fit `max_total_len`, by time; the first is at 0 s.
+    """The records after the first `skip`, until `limit` of them fit `max_total_len`, sorted by time; the first one is
+    at 0 s.
 
-    Those between them that do not fit are among them: `trace_workload` leaves them out, and counts. Raises
+    Includes the records in between that do not fit: `trace_workload` leaves them out and counts them. Raises
     `TraceError`, `OSError`.
     """
     records: list[Record] = []
@@ -70,7 +71,7 @@ def read_trace(
 
 
 def parse_trace(lines: Iterable[str]) -> Iterator[Record]:
-    """Either form, told by its first line. Raises `TraceError` naming the line."""
+    """Parse either format, which the first line tells. Raises `TraceError` naming the line."""
     lines = iter(lines)
     first = next(lines, "")
     is_mooncake = first.lstrip().startswith("{")
@@ -117,10 +118,10 @@ def _azure_parser(header: str) -> Callable[[str], Record]:
 
 
 def block_prompt(record: Record, length_factor: float, source: TokenSource, number: int) -> Tokens:
-    """The prompt of `record`, the `number`-th: each hash id gives its block, the rest is this prompt's own.
+    """The prompt of `record`, which is the `number`-th: each hash id gives a block, the rest is this prompt's own.
 
-    Scaled, block i covers positions round(i * 512 * factor) on, so that prompts keep the share of their prefixes that
-    they had.
+    When scaled, block i begins at position round(i * 512 * factor), so that prompts share the same fraction of their
+    prefixes as before.
     """
     length = scaled(record.input_tokens, length_factor)
     blocks, end = [], 0
@@ -132,7 +133,7 @@ def block_prompt(record: Record, length_factor: float, source: TokenSource, numb
 
 
 def scaled(tokens: int, factor: float) -> int:
-    """At least 1: a request without a prompt or an answer is none."""
+    """The scaled number of tokens, at least 1: a request needs a prompt and an answer."""
     return max(1, round(tokens * factor))
 
 
@@ -143,13 +144,13 @@ def fits(record: Record, length_factor: float, max_total_len: int) -> bool:
 
 
 def mean_rate(records: list[Record]) -> float:
-    """Requests per second of a trace; infinite where all come at once."""
+    """Requests per second of a trace; infinite if all come at once."""
     span_s = records[-1].at_s - records[0].at_s
     return (len(records) - 1) / span_s if span_s else float("inf")
 
 
 def _time_factor(natural_rate: float, rate: float, num_records: int) -> float:
-    """What makes `rate` of a trace's own."""
+    """The time factor that turns a trace's own rate into `rate`."""
     if rate == float("inf"):
         return 0.0
     if natural_rate == float("inf"):
@@ -169,10 +170,11 @@ def trace_workload(
     rate: float | None = None,
     max_total_len: int = 0,
 ) -> Workload:
-    """`records` with lengths and times multiplied. `rate`, in requests per second on average, says the time factor.
+    """A workload of `records` with lengths and times multiplied. `rate`, in requests per second on average, overrides
+    `time_factor`.
 
-    Records with prompt and answer together beyond `max_total_len` (0: no bound) are left out, and counted. Raises
-    `TraceError` where none is left, or all that are left come at one moment and have no rate that could be changed.
+    Records whose prompt and answer together exceed `max_total_len` (0: no bound) are left out and counted. Raises
+    `TraceError` if none is left, or if all that are left come at one moment, so that their rate cannot be changed.
     """
     kept = [record for record in records if fits(record, length_factor, max_total_len)]
     if not kept:

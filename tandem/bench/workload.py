@@ -1,7 +1,7 @@
-"""What is sent, and when: random prompts at random moments. Pure: the same seed gives the same requests.
+"""Workloads: what is sent and when; here, random prompts at random times. Pure: the same seed gives the same requests.
 
-A prompt's tokens come from (seed, run, kind, number) alone, so that no two runs share a prompt that was not meant to be
-shared: a server's prefix cache would answer it.
+A prompt's tokens depend only on (seed, run, kind, number), so that no two runs share prompts by accident, which a
+server's prefix cache would answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FIRST_TOKEN_ID = 300
-"""Below it vocabularies keep their special tokens and single bytes."""
+"""Vocabularies keep their special tokens and single bytes below this id."""
 
 Tokens = NDArray[np.int32]
 
@@ -34,18 +34,18 @@ class Workload:
 
     requests: list[Request]
     request_rate: float
-    """Requests per second as offered; infinite where all are due at once."""
+    """Offered requests per second; infinite if all are due at once."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Where they come from, and by which factors: stands beside every result."""
+    """Facts about the source and its factors, for the results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSource:
-    """Where random tokens come from: ids in [FIRST_TOKEN_ID, vocab_size)."""
+    """Generates random tokens: ids in [FIRST_TOKEN_ID, vocab_size)."""
 
     seed: int
     run: int = 0
-    """Number of the run: each has prompts of its own."""
+    """Number of the run: each run has prompts of its own."""
     vocab_size: int = 32_000
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class TokenSource:
             raise ValueError(f"vocab_size must be more than {FIRST_TOKEN_ID}, is {self.vocab_size}")
 
     def tokens(self, kind: str, number: int, count: int) -> Tokens:
-        """The first `count` tokens of what (kind, number) names: equal names give equal tokens."""
+        """The first `count` tokens of the sequence (kind, number): equal names give equal tokens."""
         generator = np.random.default_rng([self.seed, self.run, *kind.encode(), number])
         return generator.integers(FIRST_TOKEN_ID, self.vocab_size, count, dtype=np.int32)
 
@@ -67,13 +67,13 @@ class RandomShape:
     input_len: int
     output_len: int
     prefix_len: int = 0
-    """Tokens that all prompts begin with, beside those of `input_len`."""
+    """Tokens with which all prompts begin, in addition to `input_len`."""
     range_ratio: float = 0.0
-    """Lengths are drawn evenly from [1 - r, 1 + r] times the above."""
+    """Lengths are drawn uniformly from [1 - r, 1 + r] times `input_len` and `output_len`."""
 
 
 def arrivals_s(rate: float, count: int, seed: int, burstiness: float = 1.0) -> list[float]:
-    """When each request is due, since the start. A Poisson process; all at once where `rate` is infinite.
+    """When each request is due, in seconds since the start: a Poisson process; all at once if `rate` is infinite.
 
     `burstiness`: shape of the gaps' gamma distribution, as in vLLM's load client: 1 is Poisson, less comes in bursts,
     more is more even.
@@ -117,8 +117,8 @@ def random_workload(
 
 
 def warm_up_workload(workload: Workload, source: TokenSource, count: int) -> Workload:
-    """`count` requests at once, whose prompts are as long as the first ones of `workload` and share no tokens with it;
-    their answers are short."""
+    """`count` requests at once, with prompts as long as the first ones of `workload` but other tokens, and with short
+    answers."""
     requests = [
         Request(
             at_s=0.0,

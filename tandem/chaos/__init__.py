@@ -1,2 +1,2 @@
-"""Faults on purpose, for a cluster of this machine: a proxy that misbehaves, a plan of faults, a load whose answers are
-all checked. `tandem chaos` and tests/chaos are made of it; nothing that serves imports it."""
+"""Deliberate faults for a cluster on this machine: a faulty proxy, a plan of faults, and a load whose answers are all
+checked. `tandem chaos` and tests/chaos use it; nothing that serves requests imports it."""

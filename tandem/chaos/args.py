@@ -1,4 +1,4 @@
-"""What `tandem chaos` runs."""
+"""The settings of `tandem chaos`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from engine.lora.modules import check_lora_folder, parse_lora_modules
 from tandem.chaos.exchanged import adapters_in
 
 ENGINE: dict[str, Any] = {"num_kv_blocks": 256, "kv_offloading_size": 0.2, "max_model_len": 2048}
-"""Settings of workers that are not given. So few blocks that some of what was computed has to go to host memory, and
-comes back."""
+"""Default settings of the workers, with so few blocks that some KV must move to host memory and back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoakArgs:
-    """What is run. Raises `ValueError` naming the flag."""
+    """The settings of a soak. Raises `ValueError` naming the flag."""
 
     seconds: float = 60.0
     seed: int = 1
@@ -27,9 +26,9 @@ class SoakArgs:
     num_gateways: int = 1
     transport: str = "grpc"
     lora_dir: str = ""
-    """Of adapters that are exchanged for one another. Empty: none are."""
+    """Folder of adapters that are exchanged for one another. Empty: none are."""
     engine: EngineArgs = field(default_factory=lambda: EngineArgs(**ENGINE))
-    """Of the workers. Requests select its adapters."""
+    """The workers' engine. Requests select its adapters."""
 
     def __post_init__(self) -> None:
         if not 5 <= self.seconds <= 86_400:
@@ -47,5 +46,5 @@ class SoakArgs:
             raise ValueError(f"--lora-dir and --lora-modules must not have the same name; both have {both[0]!r}")
 
     def adapters_to_exchange(self) -> dict[str, Path]:
-        """Their folders, by name."""
+        """The folders of the adapters to exchange, by name."""
         return adapters_in(Path(self.lora_dir).expanduser()) if self.lora_dir else {}

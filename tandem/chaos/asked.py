@@ -1,4 +1,4 @@
-"""One request of a soak, and what its client saw: what was asked and how, what came, how it ended."""
+"""One request of a soak, as its client saw it: what was sent and how, what came, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from tandem.answer import Answer
 from tandem.requests import Prompt
 
 DEADLINE_S = 60.0
-"""Of every request. None may meet it: waiting that long is hanging."""
+"""The deadline of every request. A request that reaches it has hung, which must not happen."""
 
 
 class Way(Enum):
-    """How a request is asked. The value is how a report names it."""
+    """How a request is sent. The values are the names in reports."""
 
     GRPC = "gRPC"
     COMPLETIONS = "completions"
     CHATS = "chats"
-    """These two over HTTP, as OpenAI's API has them, through the gateway."""
+    """This and the previous one: over HTTP through the gateway, with OpenAI's API."""
 
 
 class Ending(Enum):
-    """How a client saw its request end. The value is how a report names it."""
+    """How a client saw its request end. The values are the names in reports."""
 
     ANSWERED = "answered"
     LEFT = "left by their clients"
     OVERLOADED = "refused: overload"
     UNAVAILABLE = "refused: nobody to serve"
     NO_GATEWAY = "refused: no gateway there"
-    """Nobody listens where it was."""
+    """No process listened on the gateway's port."""
     BROKEN = "broken off"
-    """After some tokens, since no router was there any more."""
+    """The stream broke after some tokens, since no router was there any more."""
     CUT = "cut off with their gateway"
-    """An HTTP connection that ended before the answer did, maybe before it began: nobody can go on with it."""
+    """The HTTP connection ended before the answer did, perhaps before it began: the answer cannot be continued."""
     GIVEN_UP = "given up"
-    """After some tokens, by the router: nobody was left to go on with it. Or by a gateway that leaves."""
+    """The router gave up after some tokens, since no worker could continue; or a gateway that was leaving gave up."""
     HUNG = "hung"
     WRONG = "ended wrongly"
-    """By an error that nothing of this excuses, or a stream with a gap or a repetition."""
+    """An error that none of the above excuses, or a stream with a gap or a repetition."""
 
 
 @dataclass(slots=True)
 class Heard:
-    """Of one answer, what has come."""
+    """What has come of one answer."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[tuple[float, int]] = field(default_factory=list)
-    """Of each token, where they were asked for: its number, and where in the text it begins."""
+    """If requested, for each token: its logprob, and where in the text it begins."""
     finish_reason: str = ""
-    """Empty: it goes on, or it broke off."""
+    """Empty: the answer is not complete, or broke off."""
 
     @classmethod
     def of_answer(cls, answer: Answer) -> Heard:
@@ -62,13 +62,13 @@ class Heard:
 
 
 def numbers_of(logprobs: Iterable[TokenLogprobs]) -> list[tuple[float, int]]:
-    """As `Heard` has them."""
+    """Logprobs in the form of `Heard.logprobs`."""
     return [(each.sampled.logprob, each.text_offset) for each in logprobs]
 
 
 @dataclass(slots=True)
 class Asked:
-    """One request, on the wire "soak-" and its number."""
+    """One request. Its id on the wire is "soak-" and its number."""
 
     number: int
     prompt: Prompt
@@ -78,15 +78,15 @@ class Asked:
     model: str = ""
     """An adapter. Empty: the model itself."""
     answers: dict[int, Heard] = field(default_factory=dict)
-    """Those of its `n` answers that have begun."""
+    """Those of its `n` answers that have begun, by sequence."""
     ending: Ending | None = None
-    """None: it has none, which is worse than any."""
+    """None: the request never ended, which is the worst case."""
     error: str = ""
     num_attempts: int = 0
-    """As the last messages say, at most."""
+    """The largest number of attempts that the answers' last messages report."""
     num_resumed: int = 0
-    """How often the client asked for the rest of an answer, since the stream broke. Over HTTP the gateway does so,
-    and does not tell."""
+    """How often the client resumed an answer because its stream broke. Over HTTP, the gateway does so without telling
+    the client."""
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
 
@@ -96,16 +96,16 @@ class Asked:
 
     @property
     def num_tokens(self) -> int:
-        """Of all that has come."""
+        """Tokens of all answers so far."""
         return sum(len(heard.token_ids) for heard in self.answers.values())
 
     def heard(self, sequence: int) -> Heard:
-        """Of one of its answers, which begins with this if it has not yet."""
+        """What has come of one answer; added if it has not begun yet."""
         return self.answers.setdefault(sequence, Heard())
 
 
 class EndedAs(Exception):  # noqa: N818 - how it ended may be as it should
-    """A request has ended otherwise than with its whole answer."""
+    """A request has ended without its whole answer."""
 
     def __init__(self, ending: Ending, why: str) -> None:
         super().__init__(f"{ending.value}: {why}")

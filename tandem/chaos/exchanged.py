@@ -1,10 +1,10 @@
-"""Adapters whose files are exchanged while requests ask for them by name.
+"""Exchanges the files of adapters while requests use them by name.
 
     sql  ──> /models/adapters/sql       exchange       sql  ──> /models/adapters/poet
     poet ──> /models/adapters/poet     ─────────>      poet ──> /models/adapters/poet
 
-Owns a folder of links, which workers follow (--lora-dir), and what it said when. A name gets another's files at once;
-workers have them seconds later, and each at another moment.
+Owns a folder of links, which workers follow (--lora-dir), and the history of these links. A link changes at once;
+workers load the new files seconds later, each at its own time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from engine.lora.modules import check_lora_folder
 from tandem.chaos.asked import Asked
 
 KNOWN_S = 30.0
-"""For so long after an exchange somebody may have the files from before: a worker that was cut off, or stood still, has
-to be there again, look at the folder, and read."""
+"""For this time after an exchange, a worker may still use the previous files: one that was cut off or stopped must
+first return, look at the folder, and read."""
 
 
 def adapters_in(folder: Path) -> dict[str, Path]:
-    """By name. Raises `ValueError` where it does not hold two that look like adapters."""
+    """The adapters' folders by name. Raises `ValueError` unless there are at least two, which look like adapters."""
     if not folder.is_dir():
         raise ValueError(f"--lora-dir: there is no folder {folder}")
     found = {each.name: each.resolve() for each in sorted(folder.iterdir()) if not each.name.startswith(".")}
@@ -35,14 +35,14 @@ def adapters_in(folder: Path) -> dict[str, Path]:
 
 
 class ExchangedAdapters:
-    """Those of a folder, under their own names at first."""
+    """The adapters of a folder; at first, each name has its own files."""
 
     def __init__(self, adapters: Mapping[str, Path], links: str) -> None:
         """`links`: an empty folder."""
         self._adapters = dict(adapters)
         self._links = Path(links)
         self._said: dict[str, list[tuple[float, str]]] = {name: [] for name in adapters}
-        """Under each name: since when whose files are there."""
+        """By name: the history of (since when, whose files) it has had."""
         self._turn = 0
         for name in adapters:
             self._link(name, name)
@@ -52,7 +52,7 @@ class ExchangedAdapters:
         return list(self._adapters)
 
     def exchange(self) -> tuple[str, str]:
-        """One name's files, in turn, for the next one's. Returns the name, and whose they are now."""
+        """Give one name, in turn, the files of the next adapter. Returns the name, and whose files it has now."""
         names = self.names
         name = names[self._turn % len(names)]
         self._turn += 1
@@ -62,8 +62,8 @@ class ExchangedAdapters:
         return name, whose
 
     def exchange_all(self) -> dict[str, str]:
-        """Each name gets the next one's files: whoever has what there was at first has followed nothing. Returns whose
-        each has now."""
+        """Give each name the files of the next one, so that a worker that still has the first files has followed no
+        exchange. Returns, by name, whose files it has now."""
         names = self.names
         now = dict(zip(names, names[1:] + names[:1], strict=True))
         for name, whose in now.items():
@@ -71,7 +71,7 @@ class ExchangedAdapters:
         return now
 
     def those_of(self, asked: Asked) -> list[str]:
-        """Whose files may have answered: those that are under its adapter's name first."""
+        """The adapters whose files may have answered the request, the one that its name has had last first."""
         said = self._said.get(asked.model, [(0.0, asked.model)])
         gone_s = [*(since_s for since_s, _ in said[1:]), float("inf")]
         maybe = [

@@ -1,10 +1,10 @@
-"""Which fault hits whom, and when. Pure: a seed and the names of processes in, a plan out.
+"""Plans which faults hit which processes, and when. Pure: a seed and the names of processes in, a plan out.
 
     plan_faults ──> [Fault, Fault, …] in the order of their time; `tandem.chaos.soak` makes them happen
 
-Two things a plan leaves alone, for what the failure contract promises in full: of each role one worker is whole at any
-moment, and so is one router and one gateway where there are several; a single one ends at intervals that a client can
-live with. Everything else happens at any time, and together.
+A plan respects two conditions, under which the failure contract promises everything: at any moment, one worker of each
+role has no fault, and so has one router and one gateway if there are several; and a single router or gateway ends only
+at intervals that clients can cope with. All other faults happen at any time, and together.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from enum import Enum
 
 
 class FaultKind(Enum):
-    """The value is how a report names it."""
+    """A kind of fault. The values are the names in reports."""
 
     KILL = "killed"
     """SIGKILL; started again by its supervisor."""
     LEAVE = "told to leave"
-    """SIGTERM: it takes nothing new, finishes what it has, or hands over what takes longer than its grace, and exits as
-    it should; started again."""
+    """SIGTERM: it takes nothing new, finishes its requests, hands over those that take longer than its grace period,
+    and exits with 0; started again."""
     STOP = "stopped"
-    """SIGSTOP for longer than a lease, then SIGCONT: what it says afterwards is stale."""
+    """SIGSTOP for longer than a lease, then SIGCONT: what it sends afterwards is stale."""
     PARTITION = "cut off"
-    """Packets vanish for longer than a lease, and nobody is told."""
+    """Packets vanish for longer than a lease, without any error."""
     MUTE = "muted"
-    """As cut off, in one direction: it hears what it is told, and what it answers does not arrive."""
+    """Like PARTITION in one direction: the worker receives everything, but what it sends does not arrive."""
     DEAFEN = "deafened"
-    """In the other one: nothing reaches it, and what it says arrives."""
+    """Like PARTITION in the other direction: nothing reaches the worker, but what it sends arrives."""
     RESET = "connections reset"
     DAMAGE = "KV damaged"
-    """One bit each of some pieces on their way."""
+    """One bit is flipped in each of some pieces in transit."""
     SLOW = "slowed"
-    """Every packet comes later."""
+    """Every packet is delayed."""
     BURST = "bursts"
     """Many requests at once, more than the queue takes."""
     EXCHANGE = "adapters exchanged"
@@ -52,17 +52,17 @@ class Fault:
 
 
 GRACE_S = 5.0
-"""Of those that are told to leave, for what they have."""
+"""Grace period for the requests of a process that is told to leave."""
 RECOVERY_S = 12.0
-"""Until a killed worker has certainly been started again, on a busy machine."""
+"""Time within which a killed worker has certainly been started again, even on a busy machine."""
 EXCHANGE_S = 5.0
-"""From one exchange to the next: workers have heard of the first, most of the time."""
+"""Least time from one exchange to the next: mostly, workers have noticed the first one by then."""
 MEAN_INTERVAL_S = 1.8
 DOOR_INTERVAL_S = 15.0
 DOORS = ("router", "gateway")
-"""Roles of those that clients come to."""
+"""Roles of the processes to which clients connect."""
 _AROUND = (*DOORS, "redis", "clients")
-"""Roles of what stands around workers."""
+"""Roles of everything around the workers."""
 _ON_WORKERS = (
     FaultKind.KILL, FaultKind.LEAVE, FaultKind.STOP, FaultKind.PARTITION, FaultKind.MUTE, FaultKind.DEAFEN,
     FaultKind.RESET, FaultKind.RESET, FaultKind.SLOW,
@@ -73,7 +73,7 @@ _LASTS_S = {
     FaultKind.KILL: RECOVERY_S, FaultKind.LEAVE: GRACE_S + RECOVERY_S, FaultKind.RESET: 0.0, FaultKind.DAMAGE: 0.5,
     FaultKind.BURST: 3.0, FaultKind.EXCHANGE: EXCHANGE_S,
 }  # fmt: skip
-"""How long it keeps its target from being whole; of the others a multiple of the lease."""
+"""How long the fault affects its target; other faults last a random multiple of the lease."""
 
 
 def plan_faults(
@@ -86,16 +86,16 @@ def plan_faults(
     can_damage: bool = True,
     can_exchange: bool = False,
 ) -> list[Fault]:
-    """Faults on `workers` ("prefill-1", "decode-2", …), `doors` ("router", or "router-1", "router-2", …, and gateways
-    likewise), "redis", "clients" and "adapters" within `seconds`.
+    """Plan faults on `workers` ("prefill-1", "decode-2", …), `doors` ("router", or "router-1", "router-2", …, and
+    gateways likewise), "redis", "clients" and "adapters" within `seconds`.
 
-    The same arguments give the same plan. The first comes after a second. `can_damage`: KV travels where it can be
-    reached. `can_exchange`: there are adapters for it.
+    The same arguments give the same plan. The first fault comes after a second. `can_damage`: KV travels through the
+    proxies, so that it can be damaged. `can_exchange`: there are adapters to exchange.
     """
     dice = random.Random(seed)
     impaired_until_s = dict.fromkeys([*workers, "redis", "clients", *(["adapters"] if can_exchange else [])], 0.0)
     impaired_until_s |= dict.fromkeys(doors, 0.0)
-    # One of which there is no other is left alone at first.
+    # A single router or gateway is left alone at first.
     impaired_until_s |= {
         door: DOOR_INTERVAL_S / rests for door, rests in zip(DOORS, (2, 4), strict=True) if door in doors
     }
@@ -114,7 +114,7 @@ def plan_faults(
 
 
 def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: float, *, can_damage: bool) -> Fault:
-    # Workers, where the state is, and their adapters four times as often as what stands around them.
+    # Workers, which hold the state, and their adapters are hit four times as often as what is around them.
     target = dice.choices(targets, [1 if role_of(t) in _AROUND else 4 for t in targets])[0]
     match role_of(target):
         case "router" | "gateway":
@@ -133,7 +133,7 @@ def _draw(dice: random.Random, at_s: float, targets: Sequence[str], lease_s: flo
 
 
 def _is_allowed(fault: Fault, impaired_until_s: dict[str, float]) -> bool:
-    """Whether its target is whole, and so is another one of its role for as long as this lasts."""
+    """Whether the target has no fault now, and another process of its role, if there is one, has none either."""
     if impaired_until_s[fault.target] > fault.at_s:
         return False
     others = [t for t in impaired_until_s if t != fault.target and role_of(t) == role_of(fault.target)]
@@ -141,5 +141,5 @@ def _is_allowed(fault: Fault, impaired_until_s: dict[str, float]) -> bool:
 
 
 def role_of(name: str) -> str:
-    """Of a process."""
+    """The role of the process `name`."""
     return name.split("-")[0]

@@ -1,5 +1,5 @@
-"""One POST whose answer is a stream of server-sent events, over a connection of its own, as plain as can be: what comes
-is handed on as it came, and how it ended is told exactly.
+"""One POST whose answer is a stream of server-sent events, over its own connection and as simple as possible: passes
+events on as they come, and reports exactly how the stream ended.
 
     connect ──> ask ──> status ──> events ──> complete
        │                  │           └─ the connection ends before: HttpCut (so it does without a status)
@@ -37,15 +37,15 @@ class HttpRefused(Exception):  # noqa: N818
 
 
 class HttpNonsense(Exception):  # noqa: N818
-    """What came is no answer in HTTP."""
+    """What came is not an HTTP answer."""
 
 
 class _Answer:
-    """What httptools calls."""
+    """The callbacks that httptools calls."""
 
     def __init__(self) -> None:
         self.body = bytearray()
-        """What of it is not handed on yet."""
+        """The part of the body that has not been passed on yet."""
         self.is_complete = False
 
     def on_body(self, data: bytes) -> None:
@@ -55,7 +55,7 @@ class _Answer:
         self.is_complete = True
 
     def events(self) -> Iterator[str]:
-        """The data of those that are whole."""
+        """Yield the data of complete events, and remove them from the body."""
         while (end := self.body.find(EVENT_END)) >= 0:
             event = bytes(self.body[:end])
             del self.body[: end + len(EVENT_END)]

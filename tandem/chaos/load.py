@@ -1,6 +1,6 @@
-"""Requests without a pause, over gRPC and HTTP, of the model and of its adapters; the history of each is kept.
+"""Sends requests without pause, over gRPC and HTTP, to the model and its adapters, and keeps the history of each.
 
-Owns the client and its running requests. Does not judge: `tandem.chaos.verdict` does.
+Owns the client and its running requests. Does not judge them: `tandem.chaos.verdict` does.
 
     ask ──> Asked ──tokens and text as they come──> one Ending
 """
@@ -23,18 +23,19 @@ from tandem.client import AsyncClient
 from tandem.requests import Prompt
 
 PAUSE_S = 0.3
-"""Of a client that was refused."""
+"""A client pauses for this time after a refusal."""
 RESUME_S = 30.0
-"""For how long a stream waits for a router: longer than one takes to be started again."""
+"""How long a stream waits for a router: longer than a router takes to be started again."""
 LEAVING_SHARE = 0.1
+"""Share of requests whose client leaves early."""
 SEVERAL_SHARE = 0.15
-"""Of the requests: those for several answers."""
+"""Share of requests for several answers."""
 RETURNING_SHARE = 0.2
-"""Of the requests: those that begin as an earlier one, which may have given way to others since, to host memory."""
+"""Share of requests that begin like an earlier one, whose KV may have moved to host memory since."""
 HTTP_SHARE = 0.4
-"""Of the requests: those that go through the gateway; half of them are chats."""
+"""Share of requests through the gateway; half of them are chats."""
 FURTHER_SHARE = 0.08
-"""Of the requests: those that ask for each of these, and for one of the two that bound what may be sampled."""
+"""Share of requests with each of the `FURTHER` parameters, and with each of two parameters that restrict sampling."""
 FURTHER: Sequence[Mapping[str, Any]] = (
     {"top_k": 20}, {"min_p": 0.02}, {"frequency_penalty": 0.5}, {"logit_bias": {5: -100.0, 7: 2.0}},
     {"bad_words": ["the", " a"]}, {"cache_salt": "x"}, {"cache_salt": "y"}, {"priority": -1}, {"priority": 1},
@@ -42,45 +43,45 @@ FURTHER: Sequence[Mapping[str, Any]] = (
 )  # fmt: skip
 REGEX = "[a-z ,.]{4,30}"
 TOKENS_OF_A_WORD = 5
-"""Of a chat, whose words are numbers: a vocabulary may have a token for each digit."""
+"""Tokens per word of a chat. The words are numbers, and a vocabulary may have one token for each digit."""
 
 
 class Load:
-    """Clients of a router and a gateway, or of all of several."""
+    """Clients of one or several routers and gateways."""
 
     def __init__(self, router: str, gateway: str, seed: int, info: GetModelInfoResponse) -> None:
-        """`router`: or gRPC's target for several. `info`: of the model that is asked."""
+        """`router`: the router's address, or gRPC's target for several. `info`: about the served model."""
         self._token_ids = range(min(100, info.vocab_size // 2), min(40_000, info.vocab_size))
         self._models = ["", *info.lora_names]
         self._ways_over_http = [Way.COMPLETIONS, *([Way.CHATS] if info.has_chat_template else [])]
         self._gateway = gateway
         self.history: list[Asked] = []
         self._prompts: dict[bool, list[Prompt]] = {False: [], True: []}
-        """Of all, by whether they are chats."""
+        """All prompts so far, by whether they are chats."""
         self.num_running = 0
         self._client = AsyncClient(router, resume_s=RESUME_S)
         self._dice = random.Random(seed)
         self._is_over = asyncio.Event()
 
     async def run(self, num_clients: int) -> None:
-        """So many clients, each with one request after the other, until `end`."""
+        """Run `num_clients` clients, each with one request after the other, until `end`."""
         async with asyncio.TaskGroup() as clients:
             for _ in range(num_clients):
                 clients.create_task(self._ask_on())
 
     async def burst(self, num_requests: int) -> None:
-        """So many at once."""
+        """Send `num_requests` requests at once."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_requests):
                 group.create_task(self._ask(self._invent(max_prompt_tokens=500)))
 
     def end(self) -> None:
-        """Ask nothing new."""
+        """Send no new requests."""
         self._is_over.set()
 
     async def again(self, asked: Asked, model: str) -> list[Heard]:
-        """The answers to the same request now, of `model`; over gRPC, so that the gateway is not its own judge. Raises
-        what the client raises."""
+        """Send the same request to `model` again, and return its answers; over gRPC, so that the gateway does not judge
+        itself. Raises what the client raises."""
         answers = await self._client.generate_n(
             asked.prompt, asked.n, model=model, **asked.sampling, timeout_s=DEADLINE_S
         )
@@ -99,7 +100,8 @@ class Load:
                 await asyncio.sleep(PAUSE_S)
 
     def _invent(self, *, max_prompt_tokens: int) -> Asked:
-        """Mostly a prompt that no cache has seen, so that KV travels; greedy or seeded, plain or with penalties."""
+        """Make up a request, mostly with a prompt that is in no cache, so that KV travels; greedy or seeded, plain or
+        with penalties."""
         dice = self._dice
         way = dice.choice(self._ways_over_http) if dice.random() < HTTP_SHARE else Way.GRPC
         prompt = self._prompt(way is Way.CHATS, max_prompt_tokens)
@@ -119,7 +121,7 @@ class Load:
         elif bound < 2 * FURTHER_SHARE:
             sampling |= {"allowed_token_ids": sorted(dice.sample(self._token_ids, 50))}
         sampling = _without_conflicts(sampling)
-        if way is not Way.CHATS and dice.random() < 0.3:  # chats leave out those of tokens that tell nothing
+        if way is not Way.CHATS and dice.random() < 0.3:  # chats leave out logprobs of tokens without text
             sampling |= {"logprobs": dice.randrange(3)}
         n, model = 3 if dice.random() < SEVERAL_SHARE else 1, dice.choice(self._models)
         asked = Asked(len(self.history), prompt, sampling, n, way, model)
@@ -127,7 +129,7 @@ class Load:
         return asked
 
     def _prompt(self, is_chat: bool, max_tokens: int) -> Prompt:
-        """Token ids, or messages. Maybe it begins as an earlier one, whichever model that was for."""
+        """Token ids, or messages. May begin like an earlier prompt, for whichever model that was."""
         dice = self._dice
         num_tokens = dice.randint(20, max_tokens)
         alike = self._prompts[is_chat]
@@ -170,7 +172,8 @@ class Load:
         )
         async with aclosing(stream) as messages:
             async for message in messages:
-                asked.num_resumed += bool(message.offset and message.worker_kind)  # of an answer's first message
+                # Only the first message of each call names the kind of workers: with an offset, the answer was resumed.
+                asked.num_resumed += bool(message.offset and message.worker_kind)
                 heard = asked.heard(message.sequence)
                 heard.token_ids += message.token_ids
                 heard.text += message.text
@@ -181,7 +184,8 @@ class Load:
 
 
 def _without_conflicts(sampling: dict[str, Any]) -> dict[str, Any]:
-    """A form bounds where an answer ends, and words that it may not have might leave it no token at all."""
+    """Leave out parameters that cannot be combined: structured outputs determine where an answer ends, and with few
+    allowed tokens, bad words might leave none."""
     if "structured_outputs" in sampling:
         left_out = {"ignore_eos", "min_tokens", "stop", "bad_words"}
     elif "allowed_token_ids" in sampling:
@@ -192,7 +196,7 @@ def _without_conflicts(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def ending_of(error: Exception, num_tokens: int) -> Ending:
-    """What `error` after `num_tokens` tokens means to a client."""
+    """The ending that `error` after `num_tokens` tokens means to a client."""
     match error:
         case DeadlinePassed():
             return Ending.HUNG

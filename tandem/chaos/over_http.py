@@ -1,6 +1,6 @@
-"""A request through the gateway, as OpenAI's clients ask it: what is sent, what is read, and what its end means.
+"""A request through the gateway, as OpenAI's clients send it: its body, its events, and what its end means.
 
-Beside what OpenAI defines it asks for vLLM's `return_token_ids`, so that tokens can be compared, too.
+Beside OpenAI's fields, it sets vLLM's `return_token_ids`, so that tokens can be compared, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DONE = "[DONE]"
 
 
 async def read_over_http(address: str, asked: Asked) -> None:
-    """Until all its answers have come. Raises `EndedAs`."""
+    """Send the request, and read all its answers. Raises `EndedAs` if they do not come completely."""
     headers = {"x-request-id": asked.request_id, "x-request-timeout-ms": str(round(1000 * DEADLINE_S))}
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -38,13 +38,13 @@ async def read_over_http(address: str, asked: Asked) -> None:
 
 
 def body_of(asked: Asked) -> dict[str, Any]:
-    """The wire's names of sampling parameters are those of OpenAI's API and vLLM's."""
+    """The request's body. The wire's names of sampling parameters are the same as OpenAI's and vLLM's."""
     body: dict[str, Any] = {**asked.sampling, "n": asked.n, "stream": True, "return_token_ids": True}
     if asked.model:
         body["model"] = asked.model
     if asked.way is Way.CHATS:
         return {**body, "messages": asked.prompt}
-    # In logprobs tokens are named by id: they are to be those of the answer.
+    # Logprobs name tokens by id, so that they can be compared with the answer's tokens.
     return {**body, "prompt": asked.prompt, "return_tokens_as_token_ids": True}
 
 
@@ -58,7 +58,7 @@ async def _take(asked: Asked, events: AsyncIterator[str]) -> None:
             if not is_done:
                 _accept(asked, json.loads(data))
     except HttpCut:
-        if not is_done:  # all has come but the last chunk, which is empty
+        if not is_done:  # otherwise, everything has come except the last chunk, which is empty
             raise
     if len(asked.answers) != asked.n or not all(heard.finish_reason for heard in asked.answers.values()):
         raise EndedAs(Ending.WRONG, "the stream is complete, and not all of its answers are")
@@ -73,7 +73,7 @@ def _accept(asked: Asked, event: dict[str, Any]) -> None:
         heard = asked.heard(choice["index"])
         if heard.finish_reason:
             raise EndedAs(Ending.WRONG, f"behind the end of answer {choice['index']} came {choice}")
-        # A chat's first event tells who speaks, and nothing yet.
+        # A chat's first event only has the role.
         token_ids = choice.get("token_ids", [])
         heard.token_ids += token_ids
         heard.text += choice["text"] if asked.way is Way.COMPLETIONS else choice["delta"].get("content", "")
@@ -84,7 +84,7 @@ def _accept(asked: Asked, event: dict[str, Any]) -> None:
 
 
 def _numbers_of(logprobs: dict[str, Any], token_ids: list[int]) -> list[tuple[float, int]]:
-    """Of a completion's piece. They are to be those of its tokens."""
+    """The logprobs of a completion's piece. Raises `EndedAs` if they are not those of its tokens."""
     if logprobs["tokens"] != [f"token_id:{token_id}" for token_id in token_ids]:
         raise EndedAs(Ending.WRONG, f"with tokens {token_ids} came logprobs of {logprobs['tokens']}")
     return list(zip(logprobs["token_logprobs"], logprobs["text_offset"], strict=True))
@@ -99,7 +99,7 @@ def _error_in(body: bytes) -> dict[str, Any]:
 
 
 def _meaning_of(error: dict[str, Any], num_tokens: int) -> Ending:
-    """Of OpenAI's `error` after `num_tokens` tokens, to a client."""
+    """The ending that OpenAI's `error` after `num_tokens` tokens means to a client."""
     match error.get("code"):
         case "deadline_exceeded":
             return Ending.HUNG

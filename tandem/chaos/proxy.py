@@ -1,11 +1,11 @@
-"""A TCP proxy in front of one server, which misbehaves when it is told to: delays, drips, damages, freezes, cuts.
+"""A TCP proxy in front of one server that misbehaves on demand: it delays, drips, damages, freezes, and cuts.
 
     clients ──connection──> FaultyProxy ──connection──> target
                                 │  pump up: delay, freeze, drip, damage      (what clients send: commands, KV)
                                 └─ pump down: delay, freeze                  (what the server answers)
 
-Runs on an event loop of its own thread; its methods may be called from any thread, and take effect for all connections,
-those that exist included. Owns its connections: `close` ends them.
+Runs on an event loop in its own thread. Its methods may be called from any thread, and affect all connections, existing
+ones included. Owns its connections: `close` ends them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from enum import Enum
 
 CHUNK_BYTES = 64 * 1024
 MIN_DAMAGED_BYTES = 16 * 1024
-"""Smaller pieces are not damaged: they hold commands, those of a burst of requests among them; larger ones hold KV."""
+"""Smaller pieces are not damaged: they contain commands, even those of a burst of requests; larger ones contain KV."""
 
 
 class Direction(Enum):
@@ -34,11 +34,11 @@ class Direction(Enum):
 
 
 class FaultyProxy:
-    """`address` is what clients are told."""
+    """A faulty proxy. Clients connect to `address`."""
 
     def __init__(self, target: Callable[[], str], seed: int = 0) -> None:
-        """`target` gives the server's "host:port" now, or the path of its Unix socket, or "" while it is not there:
-        connections are then reset."""
+        """`target`: returns the server's current "host:port", or the path of its Unix socket, or "" while there is no
+        server; connections are then reset."""
         self._target = target
         self.num_damaged = 0
         """Pieces that were damaged so far."""
@@ -46,7 +46,7 @@ class FaultyProxy:
         self.num_reset = 0
         """Connections that were reset in use."""
         self.num_delayed = 0
-        """Pieces that came later than they would have."""
+        """Pieces that were delayed."""
         self.num_frozen = 0
         """Pieces that a freeze has held up."""
         self._random = random.Random(seed)
@@ -68,34 +68,34 @@ class FaultyProxy:
     # -- faults -------------------------------------------------------------------------------------------------
 
     def delay(self, seconds: float) -> None:
-        """Every piece, in both directions, comes so much later. 0: no more."""
+        """Delay every piece, in both directions. 0: stop delaying."""
         self._delay_s = seconds
 
     def drip(self, bytes_per_s: float) -> None:
-        """What clients send flows this slowly. 0: no more."""
+        """Limit the rate of what clients send. 0: no limit."""
         self._bytes_per_s = bytes_per_s
 
     def damage(self, num_pieces: int) -> None:
-        """One bit of each of the next so many large pieces that clients send is turned over."""
+        """Flip one bit in each of the next `num_pieces` large pieces that clients send."""
         self._num_to_damage = num_pieces
 
     def freeze(self, *directions: Direction) -> None:
-        """Nothing flows any more in these directions (none named: in both), and nobody is told: a partition. That a
-        connection has ended is not told either, to whom it would be told that way."""
+        """Stop the flow in these directions (none given: in both), without any error: a partition. The end of a
+        connection does not get through in these directions either."""
         for direction in directions or Direction:
             self._do(self._flows[direction].clear)
 
     def thaw(self) -> None:
-        """Whatever was held up arrives now."""
+        """Deliver everything that was held up."""
         for flows in self._flows.values():
             self._do(flows.set)
 
     def cut(self) -> None:
-        """Reset all connections. New ones are served."""
+        """Reset all connections. New ones are accepted."""
         self._do(self._reset_all)
 
     def cut_after(self, num_bytes: int) -> None:
-        """Reset all connections once clients have sent so many bytes more."""
+        """Reset all connections once clients have sent `num_bytes` more bytes."""
         self._cut_after_bytes = self.num_bytes_up + num_bytes
 
     def refuse(self, is_refusing: bool) -> None:
@@ -103,7 +103,7 @@ class FaultyProxy:
         self._is_refusing = is_refusing
 
     def heal(self) -> None:
-        """No fault any more."""
+        """End all faults."""
         self._delay_s, self._bytes_per_s, self._num_to_damage = 0.0, 0.0, 0
         self._cut_after_bytes, self._is_refusing = None, False
         self.thaw()
@@ -154,7 +154,7 @@ class FaultyProxy:
             self._writers.discard(end)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction) -> None:
-        """Until one end is gone, and the other may know."""
+        """Pass pieces on until one end is gone and, unless frozen, the other may learn so."""
         flows = self._flows[direction]
         while piece := await _read(reader):
             if self._delay_s:
@@ -166,7 +166,7 @@ class FaultyProxy:
             try:
                 writer.write(self._on_way_up(piece) if direction is Direction.UP else piece)
                 await writer.drain()
-            except OSError:  # who was to get it is gone, of which the answers would tell
+            except OSError:  # the receiver is gone; the sender would learn so by the opposite direction
                 await self._flows[direction.opposite].wait()
                 return
             if direction is Direction.UP and self._bytes_per_s:
@@ -205,7 +205,7 @@ class FaultyProxy:
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    """The next piece; empty: the connection has ended, however."""
+    """The next piece; empty: the connection has ended, for whatever reason."""
     try:
         return await reader.read(CHUNK_BYTES)
     except OSError:
@@ -220,8 +220,8 @@ async def _connect(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST: what was on its way is lost."""
+    """Close a connection with RST: data in transit is lost."""
     connection = writer.get_extra_info("socket")
-    if connection is not None and connection.fileno() >= 0:  # else it is gone, and it may be that nobody was told yet
+    if connection is not None and connection.fileno() >= 0:  # otherwise the connection is gone already
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

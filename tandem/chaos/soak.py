@@ -1,12 +1,12 @@
-"""A local cluster under load and faults, and what came of it.
+"""Runs a local cluster under load and faults, and checks the results.
 
     start cluster, each worker behind a proxy ──> load + faults for so many seconds ──> heal, requests end
       ──> every block free or cached? ──> every answer again, without faults ──> Report
 
     clients ─> (gateway ─>) router ─> [FaultyProxy] ─> worker     prefill worker ─KV─> [FaultyProxy] ─> decode worker
 
-The real services, the real model, real bytes. Owns the cluster, the proxies and the load; all are gone when `run_soak`
-returns.
+It uses the real services, the real model and real bytes. Owns the cluster, the proxies and the load; all are gone when
+`run_soak` returns.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ DAMAGED_PIECES = 3
 SLOW_S = 0.05
 REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
 LEAVES_S = GRACE_S + 15.0
-"""Until a process that was told to leave has done so, on a busy machine."""
+"""Time within which a process that was told to leave must do so, even on a busy machine."""
 CHECKS_AT_ONCE = 16
 NUM_TOLD_APART = 8
-"""Of what each adapter was asked: so much is asked of the model itself, too."""
+"""For each adapter, this many of its requests are also sent to the model itself."""
 _Adapters: TypeAlias = dict[str, dict[str, str]]
-"""By worker the digests of its adapters, by router the kinds of workers that their requests go to, each by name."""
+"""By worker: the digests of its adapters by name. By router: the kinds of workers that serve each adapter, by name."""
 _FROZEN = {
     FaultKind.PARTITION: tuple(Direction),
     FaultKind.MUTE: (Direction.DOWN,),
@@ -63,23 +63,24 @@ assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blo
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was done, and what was observed."""
+    """The faults of a soak, and its results."""
 
     args: SoakArgs
     num_faults: Mapping[str, int]
     verdict: Verdict
     rest_s: float
-    """From the end of the last request until every block was free or cached."""
+    """Seconds from the end of the last request until every block was free or cached."""
     num_loaded_tokens: int = 0
-    """Of prompts, found in host memory by workers that were there at the end."""
+    """Prompt tokens that workers found in host memory; counts only processes that were there at the end."""
     leaks: list[str] = field(default_factory=list)
-    """What an audit found after `REST_TIMEOUT_S`."""
+    """What an audit still found after `REST_TIMEOUT_S`."""
     wrong_exits: Sequence[str] = ()
-    """Of processes that were told to leave."""
+    """A sentence about each process that did not leave properly when told to."""
 
     @property
     def findings(self) -> list[str]:
-        """Of the verdict; and that it says nothing, as where all requests were refused."""
+        """The findings of the verdict and of exits; also if no answer could be compared, such as when all requests were
+        refused."""
         is_empty = not self.verdict.num_tokens_checked
         nothing = ["no answer came that could be compared"] if is_empty else []
         return [*self.verdict.findings, *self.wrong_exits, *nothing]
@@ -104,9 +105,9 @@ class Report:
 
 
 async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Callable[[str, str], None]) -> Report:
-    """Do all of it. `say` gets a line for a person whenever something happens, `on_line` the processes' log lines.
+    """Run a whole soak. `say` gets a line for people whenever something happens, `on_line` the processes' log lines.
 
-    Raises `ClusterError` where the cluster cannot be started or a process dies again and again.
+    Raises `ClusterError` if the cluster cannot be started, or if a process dies again and again.
     """
     adapters = args.adapters_to_exchange()
     room = args.engine.max_loras or (2 * len(adapters) + 2 if adapters else 0)
@@ -115,7 +116,7 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
     cluster_args = ClusterArgs(
         engine=replace(args.engine, max_loras=room),
         lora_dir=links.name if adapters else "",
-        policy=PolicyConfig(learn_costs=False),  # what is to be broken is KV on its way
+        policy=PolicyConfig(learn_costs=False),  # so that KV travels, which the faults are to break
         num_prefill=args.num_prefill,
         num_decode=args.num_decode,
         num_routers=args.num_routers,
@@ -146,7 +147,7 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
             cluster_args,
             on_line=on_line,
             on_event=on_event,
-            # Deaths are on purpose here, however soon they come.
+            # Deaths are deliberate here, even if they follow each other quickly.
             restart_policy=RestartPolicy(quick_death_s=0.5),
             advertise={name: proxy.address for name, proxy in proxies.items()},
         )
@@ -174,7 +175,7 @@ class _Soak:
         exits: _Exits,
         exchanged: ExchangedAdapters,
     ) -> None:
-        """`load`: closed here."""
+        """`load`: `run` closes it."""
         self._args = args
         self._cluster = cluster
         self._proxies = proxies
@@ -223,7 +224,7 @@ class _Soak:
     # -- faults -------------------------------------------------------------------------------------------------
 
     async def _hurt(self) -> None:
-        """All faults of the plan, each in its time; returns when the last one is over."""
+        """Inflict all faults of the plan, each at its time; returns when the last one is over."""
         plan = plan_faults(
             self._args.seed,
             self._args.seconds,
@@ -241,7 +242,8 @@ class _Soak:
             await asyncio.sleep(max(0.0, start_s + self._args.seconds - time.monotonic()))
 
     async def _inflict(self, fault: Fault, now_s: float) -> None:
-        """Returns when it is over. It ends with this, however this ends: what stands still cannot be told to leave."""
+        """Inflict one fault; returns when it is over. Ends the fault even if this is cancelled: a stopped process could
+        not be told to leave."""
         self._num_faults[fault.kind.value] += 1
         lasts = f" for {fault.duration_s:.1f} s" if fault.kind in _LASTING else ""
         self._say(f"{now_s:5.1f} s  {fault.target}: {fault.kind.value}{lasts}")
@@ -283,7 +285,8 @@ class _Soak:
                 raise AssertionError(fault)
 
     async def _have_it_leave(self, name: str) -> None:
-        """Returns when it has. It is killed if it does not, which is a finding, as is any other exit code than 0."""
+        """Tell a process to leave, and wait until it has. If it does not, it is killed; this is a finding, and so is an
+        exit code other than 0."""
         since_s = time.monotonic()
         exited = self._exits.next_of(name)
         if not self._signal(name, signal.SIGTERM):
@@ -301,7 +304,7 @@ class _Soak:
             self._absences[name].append(absence)
 
     def _signal(self, name: str, number: signal.Signals) -> int:
-        """Returns the pid, 0 if the process is between two runs."""
+        """Send a signal. Returns the pid; 0 if the process is between two runs."""
         pid = self._cluster.pids[name]
         if pid:
             with suppress(ProcessLookupError):
@@ -311,12 +314,13 @@ class _Soak:
     # -- afterwards ---------------------------------------------------------------------------------------------
 
     async def _wait_until_at_rest(self) -> tuple[float, list[str]]:
-        """Seconds until every block of every worker was free or cached, and what was not after `REST_TIMEOUT_S`."""
+        """End all faults. Returns the seconds until every block of every worker was free or cached, and what was not
+        after `REST_TIMEOUT_S`."""
         for proxy in self._proxies.values():
             proxy.heal()
         start_s = time.monotonic()
         async with AsyncExitStack() as stack:
-            # Each knows of its own requests alone.
+            # Each router knows only its own requests.
             routers = [
                 await stack.enter_async_context(AsyncClient(self._cluster.address_of(name))) for name in self._routers
             ]
@@ -325,15 +329,15 @@ class _Soak:
                 waited_s = time.monotonic() - start_s
                 if not leaks or waited_s > REST_TIMEOUT_S:
                     return waited_s, leaks
-                await asyncio.sleep(0.1)  # an audit is asked for, nobody tells
+                await asyncio.sleep(0.1)  # audits must be polled: nothing notifies
 
     async def _wait_for_adapters(self, there: _Adapters) -> list[str]:
-        """Until workers and routers know of these; who did not after as long as may be."""
+        """Wait until workers and routers have these adapters. Returns a sentence for each that has not in time."""
         end_s = time.monotonic() + KNOWN_S
         while (now := await self._adapters()) != there:
             if time.monotonic() > end_s:
                 return [f"{who} has other adapters than its folder" for who in there if now.get(who) != there[who]]
-            await asyncio.sleep(0.1)  # they are asked, nobody tells
+            await asyncio.sleep(0.1)  # their state must be polled: nothing notifies
         return []
 
     async def _adapters(self) -> _Adapters:
@@ -342,7 +346,7 @@ class _Soak:
             async with AsyncClient(self._cluster.address_of(router)) as client:
                 try:
                     workers = (await client.status()).workers
-                except TandemError:  # it is not back yet: it is missed
+                except TandemError:  # this router is not back yet, so it is missing in the result
                     continue
                 adapters |= {worker.record.worker_id: dict(worker.record.lora_digests) for worker in workers}
                 adapters[router] = {name: await _kind_of(name, client) for name in self._exchanged.names}
@@ -351,8 +355,8 @@ class _Soak:
     async def _answers_again(
         self, name_of: Mapping[str, str]
     ) -> tuple[dict[int, list[Heard]], dict[int, list[list[Heard]]]]:
-        """By number: the answers to each request that had any, now that nothing fails. And those of other adapters that
-        may have answered it, as their files were exchanged. `name_of`: under which name each adapter is now."""
+        """By request number: the answers without faults to each request that had any; and the answers of other adapters
+        that may have answered it, since files were exchanged. `name_of`: the name that each adapter has now."""
         needing = [asked for asked in self._load.history if needs_check(asked)]
         whose = {
             asked.number: [name_of.get(each, each) for each in self._exchanged.those_of(asked)] for asked in needing
@@ -368,7 +372,7 @@ class _Soak:
         return expected, of_others
 
     async def _run_again(self, requests: Iterable[tuple[Asked, str]]) -> dict[int, list[Heard]]:
-        """By number: the answers of that model, or adapter, now."""
+        """By request number: the answers of the given model or adapter now."""
         turns = asyncio.Semaphore(CHECKS_AT_ONCE)
 
         async def again(asked: Asked, model: str) -> tuple[int, list[Heard]]:
@@ -378,7 +382,7 @@ class _Soak:
         return dict(await asyncio.gather(*(again(asked, model) for asked, model in requests)))
 
     def _told_apart(self) -> list[Asked]:
-        """Of each adapter some requests that have answers."""
+        """Some requests with answers for each adapter."""
         chosen: dict[str, list[Asked]] = {}
         for asked in self._load.history:
             if asked.model and needs_check(asked):
@@ -387,13 +391,13 @@ class _Soak:
 
 
 class _Exits:
-    """Who waits for which process to end."""
+    """Lets callers wait for processes to end."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[int]] = {}
 
     def next_of(self, name: str) -> asyncio.Future[int]:
-        """The code of its next exit; one waits for a process."""
+        """A future of the process' next exit code. Only one caller may wait for a process."""
         self._waiting[name] = asyncio.get_running_loop().create_future()
         return self._waiting[name]
 
@@ -403,7 +407,8 @@ class _Exits:
 
 
 async def _kind_of(adapter: str, client: AsyncClient) -> str:
-    """Of the workers that new requests for it go to. Empty: to none, as while it waits for room."""
+    """The kind of the workers that new requests for the adapter go to. Empty: no worker has it, such as while it waits
+    for room."""
     try:
         async with aclosing(client.stream([1], model=adapter, max_tokens=1)) as messages:
             return (await anext(messages)).worker_kind
@@ -414,7 +419,7 @@ async def _kind_of(adapter: str, client: AsyncClient) -> str:
 async def _what_is_not_at_rest(client: AsyncClient, num_workers: int) -> list[str]:
     try:
         audit = await client.audit()
-    except TandemError as error:  # the last fault may have been its end
+    except TandemError as error:  # the last fault may have killed the router
         return [f"the router does not answer: {error!r}"]
     problems = not_at_rest(audit)
     if len(audit.workers) < num_workers:

@@ -1,4 +1,4 @@
-"""What a history proves. Pure: what clients saw and what a run without faults gives in, findings out."""
+"""Judges the history of a soak. Pure: what clients saw, and the answers of a run without faults in; findings out."""
 
 from __future__ import annotations
 
@@ -12,80 +12,81 @@ from tandem.chaos.asked import Asked, Ending, Heard, Way
 
 MAX_FINDINGS = 20
 RETURNS_S = 15.0
-"""How long after its end the router may refuse: it is started again, and finds its workers again. For as long nobody
-may listen where the gateway was."""
+"""How long after its end a router may refuse requests: it must be started again and find its workers again. For the
+same time, a gateway's port may be closed."""
 DYING_S = 1.0
-"""After a gateway was killed its sockets may still take connections, until its memory is given back."""
+"""After a gateway was killed, its sockets may still accept connections for this time, until its memory is freed."""
 
 LOGPROB_SLACK = 1e-3
-"""On a GPU a token's number may have other bits in another batch, where the token is the same."""
+"""On a GPU, a token's logprob may differ in its last bits in another batch, even if the token is the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Of a process that was killed, or told to leave, on the history's clock."""
+    """The absence of a process that was killed or told to leave, on the history's clock."""
 
     since_s: float
-    """Nothing new is taken from then on."""
+    """From then on, the process takes nothing new."""
     gone_s: float
-    """Killed: at once."""
+    """When the process was gone; a killed one is gone at once."""
     grace_s: float = 0.0
-    """What it has may go on for as long after `since_s`."""
+    """Running requests may go on for this time after `since_s`."""
 
     @property
     def was_told(self) -> bool:
-        """To leave. Nobody tells one that is killed."""
+        """Whether the process was told to leave, and not killed."""
         return self.gone_s > self.since_s
 
     def is_within(self, asked: Asked) -> bool:
-        """Whether any of it was while the request ran."""
+        """Whether the process was leaving, or ended, while the request ran."""
         return self.since_s <= asked.ended_s and asked.began_s <= self.gone_s
 
     def is_behind(self, asked: Asked) -> bool:
-        """Whether a request that ended then may have found nobody."""
+        """Whether the absence may be the reason why the request ended without finding the process."""
         return self.since_s <= asked.ended_s < self.gone_s + RETURNS_S
 
     def may_have_cut(self, asked: Asked) -> bool:
-        """Whether a connection to it may have ended with it. One that leaves finishes, or says that it cannot; but a
-        connection that nobody has taken yet ends."""
+        """Whether the request's connection to the process may have ended with it. A process that leaves finishes its
+        requests, or says that it cannot; but a connection that it has not accepted yet ends."""
         if self.was_told:
             return not asked.answers and abs(asked.began_s - self.since_s) <= DYING_S
         return asked.began_s - DYING_S <= self.gone_s <= asked.ended_s
 
     def may_have_said_so(self, asked: Asked) -> bool:
-        """Whether it may have told the request that its grace is over. One that has gone before says nothing then."""
+        """Whether the process may have told the request that its grace period is over. A process that has gone before
+        that tells nothing."""
         over_s = self.since_s + self.grace_s
         return self.was_told and asked.began_s <= over_s <= min(asked.ended_s, self.gone_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Absences:
-    """Of each router, and of each gateway."""
+    """The absences of each router, and of each gateway."""
 
     routers: Sequence[Sequence[Absence]] = ((),)
     gateways: Sequence[Sequence[Absence]] = ((),)
 
 
 def _has_none(absences: Sequence[Sequence[Absence]], asked: Asked) -> bool:
-    """Whether a request that ended then may have found none of those that there are of a kind."""
+    """Whether the request may have found none of these processes (all routers, or all gateways)."""
     return all(any(each.is_behind(asked) for each in of_one) for of_one in absences)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Of one soak. It has passed if `findings` is empty."""
+    """The verdict on one soak, which has passed if `findings` is empty."""
 
     num_by_ending: Mapping[str, int]
     num_by_way: Mapping[str, int]
     num_by_model: Mapping[str, int]
-    """Of each adapter; empty name: the model itself."""
+    """Requests by adapter; empty name: the model itself."""
     num_tokens_checked: int
     num_lost: int
     """Requests without an end, and answers that lack tokens."""
     num_repeated: int
     """Streams that a client refused for a gap or a repetition."""
     num_wrong: int
-    """Answers with other tokens than without faults, or that ended by an error that no fault excuses."""
+    """Answers that differ from those without faults, or that ended with an error that no fault excuses."""
     num_retried: int
     """Answers that took more than one attempt."""
     num_resumed: int
@@ -108,7 +109,7 @@ class Verdict:
 
 
 def needs_check(asked: Asked) -> bool:
-    """Whether anything came that can be compared, or all is said to have come."""
+    """Whether something came that can be compared, or the answer counts as complete."""
     return asked.num_tokens > 0 or asked.ending is Ending.ANSWERED
 
 
@@ -119,14 +120,16 @@ def judge(
     of_model: Mapping[int, list[Heard]] | None = None,
     of_others: Mapping[int, Sequence[list[Heard]]] | None = None,
 ) -> Verdict:
-    """`expected`: by number, the answers in a run without faults, for every request that `needs_check`. `of_model`: the
-    same of some that an adapter was asked, as the model itself answers them. `of_others`: as other adapters answer
-    them, whose files were, or had been, under the name that was asked; all of a request's answers are one adapter's.
+    """
+    expected: by request number, the answers in a run without faults, for every request that `needs_check`.
+    of_model: the model's own answers to some requests for adapters.
+    of_others: the answers of other adapters whose files are, or were, under the requested name; all answers to a
+        request must be one adapter's.
 
-    No stream may break off, but those over HTTP do with their gateway, if it is killed, or leaves and may wait no
-    longer. A client may have to ask for the rest of one only by an absence of a router, and a request be refused with
-    nobody to serve only by one of all routers: of each kind of worker one is whole at any moment, and a gateway that is
-    there again serves at once.
+    No stream may break off, except over HTTP if its gateway is killed, or leaves and can wait no longer. A client may
+    have to resume a stream only because of an absence of a router, and a request may be refused as unavailable only
+    because of absences of all routers: at any moment, one worker of each role has no fault, and a gateway that is back
+    serves at once.
     """
     by_ending: Counter[str] = Counter()
     by_way: Counter[str] = Counter()
@@ -164,7 +167,7 @@ def judge(
 
 
 def _fault_of(asked: Asked, wanted: list[Heard], absences: Absences) -> tuple[str, str] | None:
-    """Of which kind, and in words, is what is wrong with one request, if anything is."""
+    """What is wrong with one request, if anything: the kind ("lost", "repeated", "wrong"), and why."""
     of_gateways = [*chain(*absences.gateways)]
     was_told = asked.way is not Way.GRPC and any(each.may_have_said_so(asked) for each in of_gateways)
     match asked.ending:
@@ -193,7 +196,7 @@ def _fault_of(asked: Asked, wanted: list[Heard], absences: Absences) -> tuple[st
 
 
 def _difference(heard: Heard, whole: Heard, *, is_whole: bool) -> tuple[str, str] | None:
-    """From what came without faults, of which it is the beginning, or all where it `is_whole`."""
+    """How `heard` differs from the answer without faults: it must be its beginning, or equal to it if it `is_whole`."""
     parts: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
         ("token", heard.token_ids, whole.token_ids),
         ("character", heard.text, whole.text),
@@ -210,7 +213,8 @@ def _difference(heard: Heard, whole: Heard, *, is_whole: bool) -> tuple[str, str
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Of two tokens, characters or logprobs; of these where the text begins, and the number but for the slack."""
+    """Whether two tokens, characters or logprobs are the same. Logprobs may differ by `LOGPROB_SLACK`, but not in where
+    the token's text begins."""
     return a[1] == b[1] and abs(a[0] - b[0]) <= LOGPROB_SLACK if isinstance(a, tuple) else bool(a == b)
 
 
@@ -224,11 +228,12 @@ def _first_difference(name: str, came: Sequence[Any], wanted: Sequence[Any]) -> 
 def _not_told_apart(
     history: Sequence[Asked], expected: Mapping[int, list[Heard]], of_model: Mapping[int, list[Heard]]
 ) -> list[str]:
-    """Adapters whose answers are the model's own, all of them: that the right one was selected, none of them shows."""
+    """Findings about adapters whose answers are all equal to the model's own: they do not show that the adapter was
+    used."""
     is_other: dict[str, bool] = {}
     for asked in history:
         if asked.number in of_model:
-            # By tokens: their numbers have other bits in another batch, on some devices.
+            # Compare tokens only: on some devices, logprobs differ in their last bits in another batch.
             said, of_itself = ([heard.token_ids for heard in answers[asked.number]] for answers in (expected, of_model))
             differs = said != of_itself
             is_other[asked.model] = is_other.get(asked.model, False) or differs
