@@ -314,7 +314,7 @@ class Gateway:
         content = await asyncio.to_thread(to_json, answer)  # may be a million numbers
         return Response(content, headers=headers_of(request_id_of(request)), media_type="application/json")
 
-    # -- asking -------------------------------------------------------------------------------------------------
+    # -- information --------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Any:
         async def answer() -> Response:
@@ -369,7 +369,7 @@ class Gateway:
         )
         return _refuse(request, Refusal(NO_ROUTE, why))
 
-    # -- whose routers are asked --------------------------------------------------------------------------------
+    # -- choosing routers ---------------------------------------------------------------------------------------
 
     async def _ask(self, request: Request, model: str | None, question: Callable[[AsyncClient], Awaitable[_T]]) -> _T:
         """The result of `question`, called with the client for the routers of `model`. If these routers say that they
@@ -395,7 +395,7 @@ class Gateway:
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before a router had answered") from None
 
-    # -- whatever happens ---------------------------------------------------------------------------------------
+    # -- errors and keys ----------------------------------------------------------------------------------------
 
     async def _answer(self, request: Request, route: str, answer: Callable[[], Awaitable[Any]]) -> Any:
         """What `answer` returns, or its error as a response."""

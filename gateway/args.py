@@ -26,7 +26,7 @@ ROUTER_API_KEY_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayArgs(SslArgs):
-    """Where it listens and whom it asks. Raises `ValueError` naming the field and its bound."""
+    """The gateway's flags. Raises `ValueError` naming the field and its bound."""
 
     listen: str = field(
         default="127.0.0.1:8000", metadata={"help": "HOST:PORT to serve HTTP on. Port 0 takes a free one."}

@@ -83,7 +83,7 @@ Listed = Annotated[list[_T], Field(fail_fast=True)]
 MAX_MESSAGES, MAX_TOOLS = 8192, 128
 """The router's bounds. A longer list is not validated: a body has room for a hundred thousand, which take seconds."""
 MAX_ITEMS = 4 * MAX_MESSAGES
-"""Of a response's input: an answer consists of several items, but is one message."""
+"""Items in a response's input: an answer consists of several items, but is one message."""
 UNKNOWN = "unknown_name"
 """Type of the error for an unknown name. Its context has "close": known names that are similar."""
 MAX_CHARS_OF_TYPO = 40

@@ -87,7 +87,7 @@ def text_of(content: str | Sequence[Part[Any]]) -> str:
 
 
 def texts_of(content: str | Sequence[Part[Any]]) -> list[str]:
-    """Its parts, which a chat's template puts together."""
+    """The parts of a content, which the router joins as the chat template does."""
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 

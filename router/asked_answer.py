@@ -21,7 +21,7 @@ class AskedAnswer:
     sequence: int = 0
     """Its number among the answers to the request."""
     num_answers: int = 1
-    """How many answers begin with this one: all that are to be made if it is the first of them, else 1."""
+    """How many answers begin with this one: if it is the first one to be made, all of these; else 1."""
     prompt_token_ids: list[int]
     sampling_params: pb.SamplingParams
     """Every field set; `n` is 1."""

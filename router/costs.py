@@ -42,7 +42,7 @@ class Costs:
     _handovers: FadingLine = field(default_factory=FadingLine)
     paces: Paces = field(default_factory=Paces)
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- measurements -------------------------------------------------------------------------------------------
 
     def computed(self, worker: WorkerKey, num_tokens: int, seconds: float, now_s: float) -> None:
         """A prompt's first token came `seconds` after the prompt was sent to `worker`. `num_tokens`: what the worker
@@ -63,7 +63,7 @@ class Costs:
         self._by_worker.pop(worker, None)
         self.paces.forget(worker)
 
-    # -- what is to be expected ---------------------------------------------------------------------------------
+    # -- expectations -------------------------------------------------------------------------------------------
 
     def prompt_s(self, worker: WorkerKey, num_tokens: int, now_s: float) -> float:
         """Expected seconds from sending a prompt to `worker` until its first token, if the worker has to compute

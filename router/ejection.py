@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FAILURES_TO_EJECT = 3
-"""In a row."""
+"""Failures in a row that eject a worker."""
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 PROBE_S = 5.0

@@ -142,7 +142,7 @@ class FairShares(Generic[Item]):
         """Clients whose counters are kept."""
         return len(self._open) + len(self._idle)
 
-    # -- coming and going ---------------------------------------------------------------------------------------
+    # -- requests enter and leave -------------------------------------------------------------------------------
 
     def enter(self, client: str) -> Share[Item]:
         """A request of `client` begins. The client's counter is kept at least until all its requests have left."""
@@ -194,7 +194,7 @@ class FairShares(Generic[Item]):
         self.num_waiting -= 1
         self.num_tokens -= num_tokens
 
-    # -- whose turn it is ---------------------------------------------------------------------------------------
+    # -- order --------------------------------------------------------------------------------------------------
 
     def first(self) -> Item | None:
         """The request whose turn it is now. None: none waits."""
@@ -217,7 +217,7 @@ class FairShares(Generic[Item]):
         rests = (share.num_rest_tokens for share in self.with_rest if share is not own)
         return self.num_tokens - sum(rest - num_own for rest in rests if rest > num_own)
 
-    # -- what is forgotten --------------------------------------------------------------------------------------
+    # -- forgetting counters ------------------------------------------------------------------------------------
 
     def _raise_floor(self) -> None:
         share = self._lines.first()

@@ -43,7 +43,7 @@ class Forecast:
     _answers_at_once: FadingRatio = field(default_factory=FadingRatio)
     _tokens_per_answer: FadingRatio = field(default_factory=FadingRatio)
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- measurements -------------------------------------------------------------------------------------------
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A prompt's first token came `seconds` after the prompt was sent to its worker. `num_tokens`: the prompt's
@@ -78,7 +78,7 @@ class Forecast:
         self._answers_at_once.add(seconds * self.num_answering, seconds, fade)
         self._looked_s = now_s
 
-    # -- what is to be expected ---------------------------------------------------------------------------------
+    # -- expectations -------------------------------------------------------------------------------------------
 
     @property
     def seconds_per_answer_token(self) -> float:

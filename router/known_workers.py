@@ -34,7 +34,7 @@ LOOK_S = 0.05
 """Loads that free nothing still call `on_change`, but at most once in this time: some requests wait for time to pass,
 or for costs to be learned."""
 _MAX_DOUBLINGS = 16
-"""Of the pause between tries: far beyond its bound, and no number grows forever."""
+"""Bound for the doublings of the pause between tries: far beyond the longest pause, and no number grows forever."""
 
 
 class KnownWorkers:
@@ -99,7 +99,7 @@ class KnownWorkers:
         for handle in list(self.handles.values()):  # a copy: a worker that leaves meanwhile is removed from the dict
             await _close(handle)
 
-    # -- what becomes of sessions -------------------------------------------------------------------------------
+    # -- sessions -----------------------------------------------------------------------------------------------
 
     def _connect(self, handle: WorkerHandle) -> None:
         def on_open() -> None:

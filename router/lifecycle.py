@@ -211,7 +211,7 @@ class Lifecycle:
         assert self.room is not None, "a plan takes room"
         return self.room.kind
 
-    # -- doing what the state decides ---------------------------------------------------------------------------
+    # -- carrying out actions -----------------------------------------------------------------------------------
 
     def _perform(self, actions: list[Action]) -> list[inference_pb.GenerateResponse]:
         """Do `actions` in order. Returns the messages for the client; the client gets them before an error that ends
@@ -315,7 +315,7 @@ class Lifecycle:
     def _needs(self) -> Needs:
         return self._commands.needs(self._kind_begun_on)
 
-    # -- taking in what happens ---------------------------------------------------------------------------------
+    # -- taking in events ---------------------------------------------------------------------------------------
 
     async def _next_actions(self) -> list[Action]:
         """Wait for the next event and return its actions. If they end with tokens, join them with tokens that wait
@@ -387,7 +387,7 @@ class Lifecycle:
                 self._parts.queue.dispatch_soon()  # the room is free again, though no worker reports it
         self._commands.hang_up()
 
-    # -- what the client gets -----------------------------------------------------------------------------------
+    # -- messages to the client ---------------------------------------------------------------------------------
 
     def _emit(self, emit: Emit) -> tuple[inference_pb.GenerateResponse, bool]:
         if self._share is not None:

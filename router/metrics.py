@@ -79,10 +79,10 @@ class RouterMetrics:
         self._migrations = self._counter("migrations", "Answers that went on at another worker after they had begun.")
         self._resumptions = self._counter("resumptions", "Answers that another router had begun, asked for again here.")
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- observations -------------------------------------------------------------------------------------------
 
     def first_token(self, seconds: float) -> None:
-        """So long after its arrival a request's first token is on its way to the client."""
+        """A request's first token is on its way to the client, `seconds` after the request's arrival."""
         self._ttft.observe(seconds)
 
     def tokens(self, num_tokens: int, gap_s: float | None) -> None:
@@ -132,7 +132,7 @@ class RouterMetrics:
         """A request has ended with an error, or was refused. `reason`: the error's gRPC code in lower case."""
         self._failures.labels(self._model, reason).inc()
 
-    # -- making them --------------------------------------------------------------------------------------------
+    # -- creating metrics ---------------------------------------------------------------------------------------
 
     def _histogram(self, name: str, help_text: str, edges: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"tandem:{name}", help_text, ["model_name"], buckets=edges, registry=self.registry)

@@ -208,7 +208,7 @@ class RequestState:
         self.phase = Phase.DONE
         return [*notes, *self._cancel_attempt(), End(finish_reason, error)]
 
-    # -- what workers say ---------------------------------------------------------------------------------------
+    # -- workers' events ----------------------------------------------------------------------------------------
 
     def _on_lost(self, worker: WorkerKey, how: str) -> list[Action]:
         if self.plan is None or worker not in (self.plan.decode, self.plan.prefill):

@@ -16,7 +16,7 @@ from router.worker_handle import WorkerHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Not to be written to."""
+    """Immutable by convention: do not write to its dicts and lists."""
 
     num_changes: int
     """`KnownWorkers.num_changes` at the time of the snapshot."""

@@ -131,7 +131,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
             async for response in responses:
                 yield response
 
-    # -- what is told of it -------------------------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------
 
     def _note_refusal(self, request: pb.GenerateRequest, error: TandemError, span: OpenSpan) -> None:
         self._parts.metrics.failed(reason_of(error))

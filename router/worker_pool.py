@@ -81,7 +81,7 @@ class WorkerPool:
         """End every session."""
         await self.workers.close()
 
-    # -- who is there, and for whom -----------------------------------------------------------------------------
+    # -- which workers can serve a request ----------------------------------------------------------------------
 
     def get(self, key: WorkerKey) -> WorkerHandle | None:
         return self.workers.handles.get(key)
@@ -233,7 +233,7 @@ class WorkerPool:
             if kind is not None and h.facts.kind_for(lora_name, needs.kind) == kind and needs.are_met_by(h.record)
         )
 
-    # -- who fails, and who does well ---------------------------------------------------------------------------
+    # -- faults and successes -----------------------------------------------------------------------------------
 
     def note_success(self, who: WorkerKey | WorkerPair, room: TakenRoom) -> None:
         """The worker, or the pair, did its part of the attempt that `room` was taken for."""
@@ -246,7 +246,7 @@ class WorkerPool:
         if all(handle is not None and not handle.is_going for handle in handles):
             self._faults.note_fault(who, room.trials)
 
-    # -- what operators are told --------------------------------------------------------------------------------
+    # -- for operators ------------------------------------------------------------------------------------------
 
     @property
     def not_connected(self) -> list[str]:

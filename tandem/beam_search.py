@@ -179,7 +179,7 @@ class BeamSearches:
         params: BeamSearchParams,
         model: ModelConfig,
     ) -> None:
-        """Raises `ValueError` as `BeamSearch` does."""
+        """`params` have been checked. Raises `ValueError` as `BeamSearch` does."""
         self._skips_special_tokens = params.skip_special_tokens
         self._searches = [
             BeamSearch(

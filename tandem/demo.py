@@ -141,7 +141,7 @@ class _Demo:
         for name, *values in rows:
             self.say(f"  {name:<26}" + "".join(f"{value:<34}" for value in values).rstrip())
 
-    # -- what the processes say ---------------------------------------------------------------------------------
+    # -- the processes' output ----------------------------------------------------------------------------------
 
     def _on_line(self, name: str, line: str) -> None:
         text = f"{name:<10} | {line}"

@@ -80,7 +80,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
-    """None draws one for each request."""
+    """None: a seed is drawn for each request."""
     skip_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
     """No other token is ever sampled. None: any token may be."""

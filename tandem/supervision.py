@@ -266,7 +266,7 @@ class SupervisedProcess:
         self._failure = f"{reason}. Its last lines:{tail}" if tail else reason
         await self._set(ProcessState.FAILED)
 
-    # -- news ---------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
 
     def _tell(self, what: str, **details: Any) -> None:
         """Report an event. `details`: further fields of `ProcessEvent`."""

@@ -285,13 +285,14 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_description(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """One that says nothing, if it has none."""
+    """The tool, with an empty description if it has none."""
     function = tool["function"]
     return {**tool, "function": {"name": function["name"], "description": "", **function}}
 
 
 def _with_developers_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that follow the system's first message are more of it: many templates take one, where a chat begins."""
+    """Turn developer messages into system messages. Those that directly follow the first system message are appended to
+    it, since many templates accept only one system message, at the beginning of a chat."""
     shown: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != DEVELOPER:
@@ -315,7 +316,7 @@ _MADE: list[dict[str, Any]] = [
     },
     {"role": "tool", "content": "1", "tool_call_id": "abcdefgh1", "name": "f"},
 ]
-"""Of a chat in which a call was made."""
+"""A chat in which a call was made."""
 _PARTS = "part-that-is-looked-for-first", "part-that-is-looked-for-then"
 _DEVELOPED: list[dict[str, Any]] = [
     {"role": SYSTEM, "content": "Be brief."},

@@ -168,7 +168,7 @@ class HarmonyParser:
             case _State.GAP:
                 return self._read_gap()
 
-    # -- a header -----------------------------------------------------------------------------------------------
+    # -- headers ------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> bool:
         if self._is_first and not _may_be_first(self._text):
@@ -199,7 +199,7 @@ class HarmonyParser:
     def _begin(self, kind: _Kind) -> None:
         self._state, self._kind, self._is_first, self._is_new = _State.BODY, kind, False, True
 
-    # -- what it says -------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------
 
     def _read_body(self) -> bool:
         found = first_of(self._text, WORDS)

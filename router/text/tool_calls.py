@@ -142,7 +142,7 @@ class ToolCallParser:
             case _State.END:
                 return self._read_end()
 
-    # -- what is said -------------------------------------------------------------------------------------------
+    # -- text ---------------------------------------------------------------------------------------------------
 
     def _read_text(self) -> bool:
         return self._find_word() if self._format.begins else self._find_object()
@@ -197,7 +197,7 @@ class ToolCallParser:
         if len(said) < len(content):
             self._space.append(content[len(said) :])
 
-    # -- a call -------------------------------------------------------------------------------------------------
+    # -- calls --------------------------------------------------------------------------------------------------
 
     def _begin_call(self, begin: str) -> None:
         self._begin = begin

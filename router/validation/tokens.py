@@ -18,7 +18,7 @@ MAX_TEXT_BYTES = 16_000_000
 
 
 def prompt_to_tokenize(request: pb.TokenizeRequest, model: ModelInfo) -> Prompt:
-    """Raises `InvalidRequest` with every violation."""
+    """The checked prompt of a Tokenize request. Raises `InvalidRequest` with all violations."""
     violations: Violations = []
     check_model(request.model, model, violations)
     prompt = check_prompt(request, model, violations)

@@ -311,7 +311,7 @@ class _Soak:
                 os.kill(pid, number)
         return pid
 
-    # -- afterwards ---------------------------------------------------------------------------------------------
+    # -- checks after the faults --------------------------------------------------------------------------------
 
     async def _wait_until_at_rest(self) -> tuple[float, list[str]]:
         """End all faults. Returns the seconds until every block of every worker was free or cached, and what was not

@@ -299,7 +299,7 @@ class TaggedReader:
         assert match is not None
         self._at = match.end()
 
-    # -- what is told -------------------------------------------------------------------------------------------
+    # -- output -------------------------------------------------------------------------------------------------
 
     def _tell_key(self) -> None:
         self._told.append(", " if self._num_arguments else "{")
