@@ -59,10 +59,9 @@ class OfContent:
 
 
 def _place(logprobs: Sequence[TokenLogprobs], text: str, *, is_apart: bool, is_first: bool) -> tuple[int, int]:
-    """The range [first, end) of the tokens that write `text`. They are the first tokens, unless others may precede
-    them: if something else than content came last, or nothing yet, or if `text` begins a new message. Then they are the
-    last tokens that write it; except that if all tokens repeat `text` and nothing else, they are the first ones, and
-    the others are kept back."""
+    """The range [first, end) of the tokens that write `text`. They are the first tokens, and the others are kept back,
+    unless others may precede them: if something else than content came last, if `text` begins a new message, or if no
+    content came yet and the tokens do not merely repeat `text`. Then they are the last tokens that write it."""
     said, data = b"".join(each.sampled.token for each in logprobs), text.encode()
     is_message = data.startswith(PARAGRAPH) and not said.startswith(data)
     may_follow = is_apart or is_message or (is_first and not _repeats(said, data))

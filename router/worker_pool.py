@@ -100,7 +100,7 @@ class WorkerPool:
         return bool(self.roster.served_decode)
 
     def require_decode_worker(self) -> None:
-        """Raise `NoWorker` if no decode worker could serve a request, before it is admitted."""
+        """Raise `NoWorker` if no decode worker could serve a request, before anything is computed or queued for it."""
         if not self.has_decode_worker:
             what_to_do = (
                 "start one, or wait until one is ready"
