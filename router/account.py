@@ -157,7 +157,8 @@ class Account:
         num_unknown = room.num_cached_tokens - said.event.tokens.num_cached_tokens
         num_tokens = max(1, room.num_tokens_to_compute + num_unknown)
         self._forecast.computed(num_tokens, seconds)
-        self._costs.computed(said.worker, num_tokens, seconds, now_s)
+        if not room.prefiller.is_forgotten:
+            self._costs.computed(said.worker, num_tokens, seconds, now_s)
         self.stamps.begun_s = min(now_s, self.stamps.sent_s + said.event.tokens.waited_ms / 1000)
         self.stamps.first_token_s = now_s
 

@@ -50,7 +50,9 @@ class TakenRoom:
         self.kind = kind
         self.decode = decode
         self._is_decode_settled = False
-        self._prefiller: WorkerHandle | None = prefill or decode
+        self.prefiller = prefill or decode
+        """The worker that computes the prompt."""
+        self._is_prompt_settled = False
         self.num_tokens_to_prefill = max(1, num_tokens - num_cached_tokens)
         """Tokens of the prompt that are not cached where it is computed."""
         self.num_cached_tokens = num_cached_tokens
@@ -59,22 +61,22 @@ class TakenRoom:
         """Tokens whose KV moves to the decode worker if another worker computes the prompt."""
         decode.num_planned_blocks += self._num_blocks
         decode.num_planned_seqs += 1
-        self._prefiller.num_prefill_tokens += self.num_tokens_to_prefill
-        self.num_tokens_to_compute = self._prefiller.num_queued_tokens
-        """Tokens that the worker which computes the prompt has queued: the prompt's, and those before it."""
+        self.prefiller.num_prefill_tokens += self.num_tokens_to_prefill
+        self.num_tokens_to_compute = self.prefiller.num_queued_tokens
+        """Tokens that `prefiller` has queued: the prompt's, and those before it."""
 
     def taken(self) -> list[tuple[WorkerHandle, str, int]]:
         """What this plan still counts as taken, as (worker, "blocks", "sequences" or "tokens", how many)."""
         taken = []
         if not self._is_decode_settled:
             taken += [(self.decode, "blocks", self._num_blocks), (self.decode, "sequences", 1)]
-        if self._prefiller is not None:
-            taken.append((self._prefiller, "tokens", self.num_tokens_to_prefill))
+        if not self._is_prompt_settled:
+            taken.append((self.prefiller, "tokens", self.num_tokens_to_prefill))
         return taken
 
     @property
     def is_settled(self) -> bool:
-        return self._is_decode_settled and self._prefiller is None
+        return self._is_decode_settled and self._is_prompt_settled
 
     def settle_decode(self) -> None:
         """The decode worker has answered."""
@@ -86,9 +88,9 @@ class TakenRoom:
     def settle(self) -> None:
         """The prompt is computed, or will not be."""
         self.settle_decode()
-        if self._prefiller is not None:
-            self._prefiller.num_prefill_tokens -= self.num_tokens_to_prefill
-            self._prefiller = None
+        if not self._is_prompt_settled:
+            self.prefiller.num_prefill_tokens -= self.num_tokens_to_prefill
+            self._is_prompt_settled = True
 
     def end(self) -> None:
         """The attempt is over."""

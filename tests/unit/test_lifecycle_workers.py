@@ -232,6 +232,21 @@ async def test_a_worker_that_the_registry_forgets_gets_nothing_new_from_then_on(
     await asked.leave()
 
 
+async def test_nothing_is_learned_of_a_worker_that_is_forgotten() -> None:
+    """Nobody would forget it again: its first token waits for a client that reads slowly, while it dies."""
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    bench.d.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    bench.lose_decode_session(num_lost=1)
+    bench.pool.set_records([])
+    assert bench.decode.is_forgotten
+    await settle()
+    assert [list(message.token_ids) for message in asked.received] == [[5]]
+    assert not bench.pool.costs._by_worker
+    await asked.leave()
+
+
 async def test_new_requests_go_to_workers_of_one_kind() -> None:
     """Other weights would give other answers. The kind is that of most decode workers, also when they change."""
     bench = Bench()
