@@ -63,6 +63,9 @@ class ScriptedSession:
     def send(self, command: Any) -> None:
         self.sent.append(command)
 
+    async def close(self) -> None:
+        """As `WorkerSession`'s."""
+
     def say(self, request_id: str, attempt: int, **event: Any) -> None:
         said: Event = WorkerSaid(self.key, pb.WorkerEvent(request_id=request_id, attempt=attempt, **event))
         self.inboxes[request_id](said)
