@@ -7,7 +7,8 @@ folder's tokenizer, chat template, config.json and generation_config.json.
     one request   servicer ──> validation, prepared ──> an asked_answer for each ──> sequences ──> a lifecycle for each
                   open_requests: by their names; deadline: refused at once; outcome: the log's line, metrics, traces
     one answer    lifecycle does ── request_events ── request_state decides; worker_commands, answer_messages; account
-    waiting       queue ──> fair_shares, aside: whose turn it is, by growing_heap; queue_pace; retry_budget
+    waiting       queue of queued_request ──> fair_shares, aside: whose turn it is, by growing_heap; queue_pace,
+                  retry_budget
     choosing      worker_pool ──> candidates ──> policy; taken_room; prefix_lookup, needs
     workers       known_workers ──> worker_handle, worker_session; roster, served_kind; peers
                   worker_faults ──> ejection

@@ -4,7 +4,7 @@ has planned on it since."""
 from __future__ import annotations
 
 from router.policy import DecodeCandidate, PrefillCandidate
-from router.queue import QueuedRequest
+from router.queued_request import QueuedRequest
 from router.worker_handle import WorkerHandle
 
 

@@ -29,7 +29,8 @@ from router.forecast import Forecast
 from router.metrics import RouterMetrics
 from router.needs import Needs
 from router.prefix_lookup import PrefixLookup
-from router.queue import ClientShare, QueuedRequest, RequestQueue, SharedPrefix
+from router.queue import RequestQueue
+from router.queued_request import ClientShare, QueuedRequest, SharedPrefix
 from router.request_events import (
     AccountOverdue,
     Action,

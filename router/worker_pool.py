@@ -26,7 +26,7 @@ from router.costs import Costs
 from router.known_workers import KnownWorkers
 from router.needs import Needs
 from router.policy import STALL_WEIGHT, STAY_SHARE, UNKNOWN_ANSWER_S, PolicyConfig, choose_plan
-from router.queue import QueuedRequest
+from router.queued_request import QueuedRequest
 from router.request_events import Plan, WorkerKey, WorkerPair
 from router.roster import Roster
 from router.served_kind import ServedKinds

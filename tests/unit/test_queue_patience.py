@@ -12,7 +12,8 @@ import pytest
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.needs import Needs
-from router.queue import QueuedRequest, RequestQueue
+from router.queue import RequestQueue
+from router.queued_request import QueuedRequest
 from router.served_kind import Kind
 from router.taken_room import TakenRoom
 from router.worker_handle import WorkerHandle

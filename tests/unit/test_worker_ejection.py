@@ -15,7 +15,7 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.ejection import FAILURES_TO_EJECT, PROBE_S, pause_of
-from router.queue import QueuedRequest
+from router.queued_request import QueuedRequest
 from router.request_events import WorkerKey, WorkerPair
 from router.retry_budget import CAPACITY
 from router.text.detokenizer import TextDelta

@@ -9,7 +9,7 @@ from lifecycle_bench import Bench, load, settle
 
 from protos import tandem_worker_pb2 as pb
 from router.known_workers import LOOK_S
-from router.queue import QueuedRequest
+from router.queued_request import QueuedRequest
 from router.taken_room import TakenRoom
 
 
