@@ -1,8 +1,8 @@
 """The stepping thread: an `LLMEngine` that asyncio code can talk to.
 
-Owns one thread, and the engine, which is created on it, so that what a device's libraries set up per thread is there
-for its steps. Everything that touches the engine runs on that thread, between two steps; everything that leaves it
-arrives on the event loop, once per step.
+Owns one thread and the engine. The engine is created on that thread, because a device's libraries keep per-thread
+state. Everything that touches the engine runs on that thread, between two steps; results arrive on the event loop, once
+per step.
 
     event loop                              stepping thread
     start(make_engine) ──────────────────>  make_engine(): seconds
@@ -12,11 +12,10 @@ arrives on the event loop, once per step.
                                             step(), watched while somebody profiles
     on_step(news)  <─call_soon_threadsafe─  outputs, cache events, load
 
-With nothing to compute, the thread blocks on its queue; nothing polls. While a grammar is being compiled there is
-nothing to compute, too: commands run, and one wakes the thread when the grammar is ready, as another does when blocks
-have been copied from or to host memory. If a step raises, the engine is lost: `on_failure` is called, and every call
-from then on raises `EngineDeadError`. A step or a copy that never ends raises nothing: the owner of the process watches
-`progress`.
+When there is nothing to compute, the thread blocks on its command queue; nothing polls. It also blocks there while all
+work waits for a grammar to be compiled, or for blocks to be copied from or to host memory: an empty command wakes it
+when the grammar or the copy is ready. If a step raises, the engine is lost: `on_failure` is called, and every later
+call raises `EngineDeadError`. A step or a copy that hangs raises nothing: the owner of the process watches `progress`.
 """
 
 from __future__ import annotations
@@ -51,23 +50,23 @@ _T = TypeVar("_T")
 
 
 class EngineDeadError(RuntimeError):
-    """The stepping thread has ended; its engine cannot be used any more."""
+    """The stepping thread has ended; the engine can no longer be used."""
 
 
 class ProfilingError(RuntimeError):
-    """Somebody else is profiling."""
+    """Another profile is being taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
     function: Callable[[LLMEngine], Any]
     future: asyncio.Future[Any] | None
-    """Where the result goes; None if nobody waits for it."""
+    """Receives the result; None if nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """What happened on the stepping thread since the last news."""
+    """What happened on the stepping thread since the last `StepNews`."""
 
     outputs: list[RequestOutput]
     cache_events: list[CacheEvent]
@@ -75,17 +74,17 @@ class StepNews:
 
 
 class AsyncLLMEngine:
-    """Runs an engine on a thread of its own. Started and closed on the event loop; or made anywhere, and bound to the
-    event loop that it is to talk to before it is given anything to do."""
+    """Runs an engine on a thread of its own. Either `start` it on the event loop, or construct it anywhere and `bind`
+    it to its event loop before the first call."""
 
     def __init__(
         self, make_engine: Callable[[], LLMEngine], *, before_report: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin to make the engine; see `start`."""
+        """Start the thread, which makes the engine; see `start`."""
         self._make_engine = make_engine
         self._engine: LLMEngine
         self.first_load: EngineLoad
-        """Before any step."""
+        """The engine's load before the first step."""
         self._loop: asyncio.AbstractEventLoop
         self._on_step: Callable[[StepNews], None]
         self._on_failure: Callable[[BaseException], None]
@@ -94,10 +93,10 @@ class AsyncLLMEngine:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._is_dead = False
         self._num_begun = 0
-        """Steps and commands, ever."""
+        """Steps and commands begun since the start."""
         self._is_waiting = True
         self._profiler: StepProfiler | None = None
-        """The stepping thread's."""
+        """Used by the stepping thread only."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -110,17 +109,17 @@ class AsyncLLMEngine:
         on_failure: Callable[[BaseException], None],
         before_report: Callable[[], None] = lambda: None,
     ) -> AsyncLLMEngine:
-        """Make the engine, on its thread. Raises what `make_engine` raises; the thread has ended then.
+        """Make the engine on its thread. Raises what `make_engine` raises; by then the thread has ended.
 
-        `on_step` and `on_failure` are called on the event loop; `before_report` on the stepping thread, when a step
-        is done and nobody has heard of it.
+        `on_step` and `on_failure` are called on the event loop. `before_report` is called on the stepping thread after
+        each step, before the step's results are reported.
         """
         self = cls(make_engine, before_report=before_report)
         self.bind(on_step=on_step, on_failure=on_failure)
         try:
             await asyncio.shield(asyncio.wrap_future(self._is_made))
         except asyncio.CancelledError:
-            self._end()  # when the engine is made: nobody waits for that here
+            self._end()  # the thread ends once the engine is made; nobody waits for that here
             raise
         except BaseException:
             self._thread.join()  # it has nothing left to do
@@ -128,13 +127,15 @@ class AsyncLLMEngine:
         return self
 
     def bind(self, *, on_step: Callable[[StepNews], None], on_failure: Callable[[BaseException], None]) -> None:
-        """To the running event loop, on which these are called. Before that nothing may be asked of the engine."""
+        """Bind the engine to the running event loop, on which `on_step` and `on_failure` are called. Must come before
+        the first call to the engine."""
         self._loop = asyncio.get_running_loop()
-        if not self._is_dead:  # or else nobody lets go of these any more
+        if not self._is_dead:  # a dead thread would never drop these references
             self._on_step, self._on_failure = on_step, on_failure
 
     def wait_until_made(self) -> None:
-        """Blocks. Raises what `make_engine` raises; the thread has ended then. Interrupted, it ends soon."""
+        """Block until the engine is made. Raises what `make_engine` raises; by then the thread has ended. If
+        interrupted (Ctrl-C), the thread ends soon."""
         try:
             self._is_made.result()
         except Exception:
@@ -150,7 +151,7 @@ class AsyncLLMEngine:
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """See `Executor.kv_pool`. The stepping thread's to write, but for blocks that were granted."""
+        """See `Executor.kv_pool`. Only the stepping thread may write to it, except to granted blocks."""
         return self._engine.executor.kv_pool
 
     @property
@@ -164,56 +165,57 @@ class AsyncLLMEngine:
 
     @property
     def adapters(self) -> tuple[LoRAModule, ...]:
-        """That requests may ask for now."""
+        """Adapters that requests may ask for now."""
         return self._engine.loras.served
 
     @property
     def leaving_adapters(self) -> tuple[LoRAModule, ...]:
-        """That only those get who mean them: what leaves `adapters` is here before."""
+        """Adapters that are leaving: a request gets one only by naming its digest. An adapter appears here before it
+        disappears from `adapters`."""
         return self._engine.loras.leaving_modules
 
     async def find_lora(self, name: str, path: Path) -> LoRAModule:
-        """See `LLMEngine.find_lora`. On a thread of its own, beside steps."""
+        """See `LLMEngine.find_lora`. Runs on a thread of its own, in parallel to steps."""
         return await asyncio.to_thread(self._engine.find_lora, name, path)
 
     async def read_lora(self, module: LoRAModule) -> ReadAdapter:
-        """See `LLMEngine.read_lora`. As `find_lora`. Raises `EngineDeadError` where a rank has ended."""
+        """See `LLMEngine.read_lora`. Runs as `find_lora` does. Raises `EngineDeadError` if a rank has ended."""
         with _ended_with_a_rank():
             return await asyncio.to_thread(self._engine.read_lora, module)
 
     @property
     def stats(self) -> SchedulerStats:
-        """Counted by the stepping thread; to be read."""
+        """Written by the stepping thread; callers only read it."""
         return self._engine.stats
 
     @property
     def progress(self) -> int | None:
-        """A number that is another with each step and command, and when blocks were copied. None while there is nothing
+        """A number that changes with each step and command, and when a block copy is done. None while there is nothing
         to do."""
         return None if self._is_waiting else self._num_begun
 
     async def call(self, function: Callable[[LLMEngine], _T]) -> _T:
         """Run `function` on the stepping thread between two steps, and return its result or raise its error.
 
-        It runs even if the caller is cancelled meanwhile. Raises `EngineDeadError` if the thread has ended, or a rank.
+        `function` runs even if the caller is cancelled meanwhile. Raises `EngineDeadError` if the thread or a rank has
+        ended.
         """
         future: asyncio.Future[_T] = self._loop.create_future()
         self._commands.put(_Command(function, future))
-        if self._is_dead or not self._thread.is_alive():  # a fork has none of its parent's threads
+        if self._is_dead or not self._thread.is_alive():  # a forked process has none of its parent's threads
             raise EngineDeadError("the engine's stepping thread has ended")
         with _ended_with_a_rank():
             return await future
 
     def post(self, function: Callable[[LLMEngine], object]) -> None:
-        """Run `function` on the stepping thread between two steps, without waiting. It must not raise."""
+        """Run `function` on the stepping thread between two steps, without waiting for it. It must not raise."""
         self._commands.put(_Command(function, None))
 
     async def profile(self, num_steps: int, *, timeout_s: float, with_trace: bool) -> StepProfile:
-        """What the next `num_steps` steps take, or as many as there are within `timeout_s`: 0, if nobody asks for
-        anything.
+        """Profile the next `num_steps` steps, or as many as run within `timeout_s`: none, if the engine stays idle.
 
-        Steps are slower meanwhile. Raises `ProfilingError` where that is being done, `ValueError` for a number out of
-        bounds, `EngineDeadError`.
+        Steps are slower meanwhile. Raises `ProfilingError` if another profile is being taken, `ValueError` if
+        `num_steps` is out of bounds, and `EngineDeadError`.
         """
         is_done = asyncio.Event()
 
@@ -239,17 +241,17 @@ class AsyncLLMEngine:
                     await is_done.wait()
         finally:
             self.post(end)
-        await self.call(lambda engine: None)  # what ends it has come before
+        await self.call(lambda engine: None)  # commands run in order: `end` has run by now
         return await asyncio.to_thread(profiler.profile, with_trace=with_trace)
 
     async def close(self) -> None:
-        """End the thread after the running step. Requests that are not finished are dropped."""
+        """End the thread after the running step. Unfinished requests are dropped."""
         self._end()
         await asyncio.to_thread(self._thread.join)
 
     def close_blocking(self) -> None:
-        """As `close`, for who need not be on the event loop. On the engine's own thread, where garbage may be
-        collected, it does not wait."""
+        """Like `close`, for callers outside the event loop. Called on the engine's own thread, as a garbage collection
+        may do, it does not wait."""
         self._end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -259,7 +261,8 @@ class AsyncLLMEngine:
         self._commands.put(None)
 
     def _give_up_making(self) -> None:
-        """The thread ends at its next line of Python; where that goes unheard, when the engine is made."""
+        """Raise `SystemExit` in the thread at its next Python instruction. If something swallows the exception, the
+        thread ends once the engine is made."""
         self._end()
         if not self._is_made.done():
             assert self._thread.ident is not None, "it was started"
@@ -286,7 +289,7 @@ class AsyncLLMEngine:
                 outputs = self._engine.step() if profiler is None or profiler.is_done else profiler.step(self._engine)
                 self._before_report()
                 self._report(outputs)
-                # Work that gets no memory waits for a command that frees some; what waits for a grammar is woken.
+                # Work without memory waits for a command that frees some; a grammar that is ready wakes the thread.
                 is_blocked = self._engine.is_idle
         except BaseException as error:
             _log.exception("the engine failed")
@@ -294,14 +297,14 @@ class AsyncLLMEngine:
         finally:
             self._is_dead = True
             self._refuse_commands()
-            self._engine.close()  # may wait for a copy that never ends: that is no idleness
+            self._engine.close()  # may block on a copy that hangs, which must not look idle: see `progress`
             self._is_waiting = True
-            # Who hears of the engine may hold on to this. Not even garbage collection frees what was there when a model
-            # was loaded (`gc.freeze`), unless it is in no circle.
+            # The callbacks' owners may refer back to this object. The garbage collector does not free cycles of objects
+            # that existed when a model was loaded (`gc.freeze`), so this cycle is broken here.
             self._on_step = self._on_failure = _nothing
 
     def _run_commands(self, is_blocked: bool) -> bool:
-        """Run what is queued, waiting for something if there is nothing else to do. False: the end."""
+        """Run the queued commands; block for the first one if `is_blocked`. Returns False when the thread must end."""
         while True:
             self._is_waiting = is_blocked and not self._engine.is_copying
             try:
@@ -327,7 +330,7 @@ class AsyncLLMEngine:
             self._tell(_succeed, command.future, result)
 
     def _refuse_commands(self) -> None:
-        """Nobody may wait for a thread that is gone."""
+        """Fail the queued commands, so that no caller waits for a thread that has ended."""
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None and command.future is not None:
@@ -339,7 +342,7 @@ class AsyncLLMEngine:
         self._tell(self._on_step, news)
 
     def _tell(self, function: Callable[..., object], *arguments: object) -> None:
-        """On the event loop. Once that is closed, there is nobody to hear it."""
+        """Call `function` on the event loop; do nothing if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -349,7 +352,7 @@ class AsyncLLMEngine:
 
 @contextmanager
 def _ended_with_a_rank() -> Iterator[None]:
-    """Around what is asked of the engine: a rank's end is its own."""
+    """Turn `RankLost` into `EngineDeadError`: without one of its ranks, the engine is dead."""
     try:
         yield
     except RankLost as error:

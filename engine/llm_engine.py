@@ -5,8 +5,8 @@
     launch(k)              wait for tokens of k, apply(k)       while it computes step k + 1
     apply(k)
 
-Owns the scheduler, the block manager and the executor. Does not own a thread: the caller of `step` does, and calls
-everything else from that same thread (see `engine.async_llm_engine`).
+Owns the scheduler, the block manager and the executor. Owns no thread: whoever calls `step` must make all other calls
+from that same thread (see `engine.async_llm_engine`).
 
 Three ways in: `add_request` (prefill and decode here), `add_prefill` (compute the prompt and one token, then hold the
 KV for another engine), `reserve` + `commit` (decode what another engine prefilled). Two ways out: a finished output,
@@ -50,9 +50,9 @@ class Reservation:
 
     block_ids: list[int]
     num_cached_blocks: int
-    """The first of them hold the prompt's KV already."""
+    """Leading blocks of `block_ids` whose KV the prefix cache has already: the other engine need not send them."""
     prompt_digest: bytes
-    """Of what that KV has to be of: see `prefix_hash.prompt_digest`."""
+    """Identifies the tokens, model and adapter that the KV must be computed from: see `prefix_hash.prompt_digest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _StepInFlight:
     scheduler_output: SchedulerOutput
     tokens: SampledTokens
     start_s: float
-    """When it was launched."""
+    """When the step was launched."""
 
 
 class LLMEngine:
@@ -84,10 +84,10 @@ class LLMEngine:
         on_layer_written: OnLayerWritten | None = None,
         memory: KVMemory | None = None,
     ) -> None:
-        """Load the model and allocate the pool, from `memory` where that is not this process' own.
+        """Load the model, and allocate the block pool from `memory` (default: the process' own memory).
 
-        `on_layer_written` is called within `step`, once per layer, with the blocks of prefill-only requests that hold
-        their final KV in that layer from then on.
+        `step` calls `on_layer_written` once per layer, with the blocks of prefill-only requests whose KV in that layer
+        is now final.
         """
         self.config = config
         self.executor = _create_executor(config, on_layer_written, memory or KVMemory())
@@ -116,7 +116,8 @@ class LLMEngine:
         self._is_woken = False
         """See `wake_by`."""
         self.is_idle = True
-        """The last step found nothing to compute: no work, no memory for any, or something is to come (`wake_by`)."""
+        """The last step computed nothing: there was no work, no free memory, or all work waits for a grammar or for
+        blocks from host memory (`wake_by`)."""
 
     # -- ways in ------------------------------------------------------------------------------------------------
 
@@ -129,8 +130,8 @@ class LLMEngine:
         may_wait: bool = True,
         **further: Unpack[FurtherArguments],
     ) -> bool:
-        """Queue a request to be prefilled and decoded here. Returns False if it would have to wait but may not. All
-        three ways in raise what `InputProcessor.process` does."""
+        """Queue a request to be prefilled and decoded here. Returns False if the request would have to wait and
+        `may_wait` is False. `add_request`, `add_prefill` and `reserve` raise what `InputProcessor.process` raises."""
         seq = self._processor.process(request_id, prompt_token_ids, sampling_params, **further)
         if not may_wait and not self._scheduler.has_room(seq):
             _refuse(seq)
@@ -147,10 +148,10 @@ class LLMEngine:
         num_receiver_blocks: int = 0,
         **further: Unpack[FurtherArguments],
     ) -> bytes:
-        """Queue a request to be prefilled here; after its first token its blocks are held until `abort`.
+        """Queue a request to be prefilled here. After its first token, the engine holds its blocks until `abort`.
 
-        `num_receiver_blocks` leading blocks are not offered to `on_layer_written`: the receiver has them. Returns the
-        digest of what is computed, which must be the receiver's `Reservation.prompt_digest`.
+        The first `num_receiver_blocks` blocks are not offered to `on_layer_written`, since the receiver has them.
+        Returns the prompt digest, which must equal the receiver's `Reservation.prompt_digest`.
         """
         seq = self._processor.process(request_id, prompt_token_ids, sampling_params, **further)
         seq.is_prefill_only = True
@@ -165,9 +166,9 @@ class LLMEngine:
         sampling_params: SamplingParams,
         **further: Unpack[FurtherArguments],
     ) -> Reservation | None:
-        """Reserve blocks for a request that another engine prefills. None if there are too few now."""
+        """Reserve blocks for a request that another engine prefills. Returns None if too few blocks are available."""
         seq = self._processor.process(request_id, prompt_token_ids, sampling_params, **further)
-        seq.prompt_logprobs = None  # that one tells them
+        seq.prompt_logprobs = None  # the prefilling engine reports them
         if not self._scheduler.reserve(seq):
             _refuse(seq)
             return None
@@ -175,11 +176,11 @@ class LLMEngine:
         return Reservation(list(seq.block_table), num_cached_blocks, self._prompt_digest(seq))
 
     def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
-        """The reserved blocks now hold the KV of all `num_tokens` tokens; decode on from `token_id`, which the other
-        engine sampled after them.
+        """Start decoding a reserved request: its blocks now hold the KV of all `num_tokens` tokens, and the other
+        engine sampled `token_id` after them.
 
-        Raises `KeyError` if the reservation is gone. Raises `ValueError` for an invalid token, or if the reservation
-        was for another number of tokens; the reservation then stays.
+        Raises `KeyError` if the reservation is gone. Raises `ValueError`, and keeps the reservation, for an invalid
+        token or if the reservation was for another number of tokens.
         """
         if not 0 <= token_id < self.config.model.vocab_size:
             raise ValueError(f"token_id must be in [0, {self.config.model.vocab_size}), is {token_id}")
@@ -188,19 +189,19 @@ class LLMEngine:
     # -- ways out -----------------------------------------------------------------------------------------------
 
     def hold(self, request_id: str) -> None:
-        """Stop computing a prefill-only request, but keep its blocks until `abort`: a transfer may read them."""
+        """Stop computing a prefill-only request, but keep its blocks until `abort`, since a transfer may read them."""
         self._scheduler.hold(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state and free its blocks. Returns False if it is unknown or has ended before."""
+        """End a request in any state and free its blocks. Returns False if the request is unknown or already ended."""
         self._interval.forget(request_id)
         return self._scheduler.abort(request_id)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Launch a step, then wait for a step and return its new tokens. With `async_scheduling` it waits for the step
-        launched before, so that the first call in a row returns none; otherwise for this one."""
+        """Launch a step, then wait for a step and return its new tokens. With `async_scheduling`, wait for the
+        previously launched step: the first call after an idle time returns nothing. Otherwise wait for this step."""
         earlier, self._in_flight = self._in_flight, self._launch()
         if earlier is None and not self.config.scheduler.async_scheduling:
             earlier, self._in_flight = self._in_flight, None
@@ -228,41 +229,42 @@ class LLMEngine:
         return output
 
     def _wait(self) -> bool:
-        """For what must come before anything can be computed. False: nothing is to come."""
+        """Wait for a grammar, or for blocks from host memory, without which nothing can be computed. Returns False if
+        none is pending."""
         return self._scheduler.wait_for_grammar() or (self._scheduler.has_work and self.executor.wait_for_copies())
 
     def _finish(self, step: _StepInFlight) -> list[RequestOutput]:
-        """Wait for its tokens, and take them in."""
+        """Wait for the step's tokens and apply them to their sequences."""
         output, tokens = step.scheduler_output, step.tokens
         sampled = self.executor.wait(tokens)
-        # A step that was launched early began when the one before it was done.
+        # A step that was launched early began when the previous step was done.
         began_s, self._last_done_s = max(step.start_s, self._last_done_s), time.monotonic()
         request_outputs = self._scheduler.apply(output, sampled, tokens.logprobs(), tokens.prompt_logprobs())
         self._note(output, request_outputs, self._last_done_s - began_s)
         return self._interval.take_in(request_outputs)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether some request waits or runs, or a step is in flight. Granted and held requests wait for other engines
-        and do not count."""
+        """Return whether any request is waiting or running, or a step is in flight. Granted and held requests do not
+        count: they wait for other engines."""
         return self._scheduler.has_work or self._in_flight is not None
 
     def wake_by(self, wake: Callable[[], None]) -> None:
-        """From now on no step waits for a grammar, or for blocks from host memory: if there is nothing else to do, the
-        step has nothing to compute, and `wake` is called, on any thread, when the grammar or the blocks have come."""
+        """Make `step` return instead of blocking on a grammar or on blocks from host memory. A step with nothing else
+        to do then computes nothing, and `wake` is called, on any thread, once the grammar or the blocks are ready."""
         self._is_woken = True
         self._grammars.on_compiled = wake
         self.executor.on_copied(wake)
 
     def close(self) -> None:
-        """Release the processes that compute with this one. It must be the last call."""
+        """End the other ranks' processes, if any. Must be the last call."""
         self.executor.close()
 
     # -- questions ----------------------------------------------------------------------------------------------
 
     @property
     def is_copying(self) -> bool:
-        """Whether blocks are on their way between pool and host memory, so that there will be news without any
-        request."""
+        """Whether blocks are being copied between the pool and host memory: these copies end even if no request
+        comes."""
         return self.block_manager.is_copying
 
     @property
@@ -281,55 +283,57 @@ class LLMEngine:
         )
 
     def forget_prefixes(self) -> bool:
-        """Whether no block of the pool is cached any more (`BlockManager.forget_prefixes`)."""
+        """Drop all cached prefixes. Returns whether no block of the pool is cached any more
+        (`BlockManager.forget_prefixes`)."""
         return self.block_manager.forget_prefixes()
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """Prefix blocks stored and evicted since the last call, in order."""
+        """Return the prefix blocks that were stored and evicted since the last call, in order."""
         return self.block_manager.take_cache_events()
 
     def cached_hashes(self) -> list[bytes]:
-        """The hashes of all blocks in the prefix cache."""
+        """Return the hashes of all blocks in the prefix cache."""
         return self.block_manager.cached_hashes()
 
     def audit(self) -> tuple[BlockLedger, list[str]]:
-        """The ledger, and what a recount of the whole pool finds wrong."""
+        """Return the ledger, and the errors that a recount of the whole pool finds."""
         return self.block_manager.ledger(), self.block_manager.check_integrity()
 
     def granted_block_ids(self) -> set[int]:
-        """Blocks that are reserved for KV from elsewhere."""
+        """Return the blocks that are reserved for KV from other engines."""
         return {block_id for seq in self._scheduler.granted.values() for block_id in seq.block_table}
 
     # -- adapters that come and go ------------------------------------------------------------------------------
 
     def find_lora(self, name: str, path: Path) -> LoRAModule:
-        """The adapter in that folder, its weights read through for their digest. On any thread. Raises `ValueError`
-        where there is none that can be served."""
+        """Describe the adapter in folder `path`; reads its weights to compute their digest. May run on any thread.
+        Raises `ValueError` if the folder holds no adapter that can be served."""
         return lora_module_of(name, path, self.executor.max_adapter_bytes)
 
     def read_lora(self, module: LoRAModule) -> ReadAdapter:
-        """Its weights, for `add_lora`. On any thread. Raises `ValueError` for one that cannot be served."""
+        """Read the adapter's weights, for `add_lora`. May run on any thread. Raises `ValueError` if the adapter cannot
+        be served."""
         return self.executor.read_adapter(module)
 
     def add_lora(self, module: LoRAModule, adapter: ReadAdapter) -> int:
-        """Requests may ask for it from now on; returns its number. One that had its name is leaving. Raises
-        `ValueError` where there is no room. Whatever it raises, all is as before."""
+        """Serve an adapter from now on, and return its number. An adapter that had the same name starts leaving. Raises
+        `ValueError` if there is no room. After any exception, nothing has changed."""
         number = self.loras.next_number(module.name)
         try:
             self.executor.put_adapter(number, adapter)
         except BaseException:
-            self.executor.remove_adapter(number)  # who has the number next may change other products
+            self.executor.remove_adapter(number)  # the next adapter with this number may change other products
             raise
         return self.loras.add(module)
 
     def remove_lora(self, name: str) -> bool:
-        """New requests cannot ask for it any more, unless they mean it by its digest: it is leaving. False: there is
-        none of that name, or one that stays."""
+        """Make an adapter leave: new requests can no longer ask for it, except by its digest. Returns False if there is
+        no adapter of that name, or if it is a permanent one."""
         return self.loras.remove(name)
 
     def free_loras(self, numbers: Collection[int]) -> list[int]:
-        """Let go of those of these that are leaving and that no request uses. Returns the numbers of all that are
-        leaving still."""
+        """Free those of the adapters `numbers` that are leaving and that no request uses. Returns the numbers of all
+        adapters that are still leaving."""
         in_use = self._scheduler.lora_ids
         for number in set(self.loras.leaving).intersection(numbers) - in_use:
             self.executor.remove_adapter(number)
@@ -339,14 +343,14 @@ class LLMEngine:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _note(self, output: SchedulerOutput, request_outputs: list[RequestOutput], seconds: float) -> None:
-        """What a step computed, and how long that took: for the pace of the next ones, and for whoever asks."""
+        """Record what a step computed and how long it took, for the pace of later steps and for the statistics."""
         nums_tokens = [s.num_new_tokens - len(s.draft_token_ids) for s in output.scheduled]
         num_decoding = nums_tokens.count(1)
         num_prefill_tokens = sum(nums_tokens) - num_decoding
         self._pace.note(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, seconds=seconds)
         stats = self._scheduler.stats
         stats.num_steps += 1
-        # To the device a prompt's single token is as a decoding one's; in the books it is the prompt's.
+        # The device computes a prompt's single token like a decoded token; the statistics count it as the prompt's.
         stats.num_prompt_tokens += num_prefill_tokens + sum(
             num_tokens == 1 and s.first < s.seq.num_prompt_tokens
             for s, num_tokens in zip(output.scheduled, nums_tokens, strict=True)
@@ -355,18 +359,19 @@ class LLMEngine:
         stats.seconds_in_steps += seconds
 
     def _prompt_digest(self, seq: Sequence) -> bytes:
-        """Of a sequence whose tokens another engine has, too. Whoever may share its blocks says nothing of their KV."""
+        """Digest of the tokens and the adapter of a sequence that two engines share. It leaves out the cache salt,
+        which decides who may share blocks and does not affect their KV."""
         return prompt_digest(seq.token_ids, salted_key(self.config.prefix_key, "", seq.lora_digest))
 
 
 def _refuse(seq: Sequence) -> None:
-    """It was never the scheduler's, which else ends it."""
+    """Clean up a sequence that was never added to the scheduler, which otherwise ends sequences."""
     if seq.grammar is not None:
         seq.grammar.close()
 
 
 def _create_executor(config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> Executor:
-    """Raises `ValueError` where weights do not fit the config, or the device is not there, or too small."""
+    """Raises `ValueError` if the weights do not fit the config, or the device is missing or too small."""
     if config.parallel.tensor_parallel_size == 1:
         return Executor(config, on_layer_written, memory)
     from engine.tensor_parallel.executor import TensorParallelExecutor  # imports torch.distributed

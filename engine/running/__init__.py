@@ -1,1 +1,1 @@
-"""Computes what was decided: from an executor over a worker's model and pool to launches on its device."""
+"""Computes what the scheduler decided: executor, worker (model and KV pool), and launches on the device."""

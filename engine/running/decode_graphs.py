@@ -1,17 +1,17 @@
-"""Steps in which every sequence decodes, recorded once for each size and replayed after: the launches of a whole model
-cost a CPU more than they cost a GPU, and a replay is one.
+"""CUDA graphs of steps in which every sequence decodes: recorded once per size, then replayed. Launching a whole model
+kernel by kernel takes the CPU longer than the GPU needs to compute it; a replay is a single launch.
 
-Owns the recordings, what their launches read (token ids, positions, an attention plan and whose adapter each row asks
-for, at addresses that stay), and the memory that all of them leave their logits in. A recording is for so many
-sequences of at most so long a context (a rung of each ladder), with adapters or without; a step takes the smallest that
-it fits, and rows beyond its sequences compute nothing that anybody reads, and write nothing.
+Owns the recordings, their inputs at fixed addresses (token ids, positions, an attention plan, and each row's adapter),
+and the memory that all of them write their logits to. A recording is made for a number of sequences and a context
+length (a rung of each ladder), with adapters or without. A step uses the smallest recording that it fits; rows beyond
+its sequences write nothing, and nobody reads what they compute.
 
     at start ── record_all ──> Recordings ── each step that fits one: refill, replay ──> logits of its first rows
 
-Nothing is recorded while requests run, as recording waits for the device.
+Nothing is recorded while requests run, since recording waits for the device.
 
-A sequence gets the same bits from any rung: see `engine.attention.triton_backend`. The library's products choose by the
-number of rows; with `batch_invariant` they are our own.
+Attention gives a sequence the same bits on every rung: see `engine.attention.triton_backend`. The library's matrix
+products depend on the number of rows; `batch_invariant` uses our own instead.
 
 Shapes: S sequences, V vocabulary.
 """
@@ -34,14 +34,14 @@ from engine.step_input import Integers
 
 Replay = Callable[[], None]
 Rung = tuple[int, int, bool]
-"""Sequences, context length, and whether adapters are asked for."""
+"""Sequences, context length, and whether any sequence uses an adapter."""
 
 RECORDING_BYTES = 8 << 20
-"""What the driver keeps of one with some hundreds of launches: by what others report, no GPU of ours has shown it."""
+"""Driver memory per recording with some hundreds of launches. Taken from others' reports, not measured by us."""
 
 
 class PlanKeeper(Protocol):
-    """An attention backend whose plans can keep their addresses."""
+    """An attention backend whose plans can be refilled at fixed addresses."""
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> Any: ...
 
@@ -49,7 +49,7 @@ class PlanKeeper(Protocol):
 
 
 class AdapterKeeper(Protocol):
-    """Adapters that can keep the addresses of whose rows are whose (`engine.kernels.gpu.adapters`)."""
+    """Adapters whose row assignments can be refilled at fixed addresses (`engine.kernels.gpu.adapters`)."""
 
     def assign(self, adapter_ids: Integers) -> None: ...
 
@@ -60,24 +60,24 @@ class AdapterKeeper(Protocol):
 
 class Recorder(Protocol):
     def record(self, launch: Callable[[], None]) -> Replay:
-        """What does again, on the same tensors, all that `launch` does."""
+        """Return a function that repeats all launches of `launch`, on the same tensors."""
 
 
 class CudaRecorder:
-    """CUDA graphs in one pool of memory: they run one after the other, and so may use the same."""
+    """Records CUDA graphs that share one memory pool, which is safe since they run one after the other."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
-        # cuBLAS has scratch for each stream, in the memory of the first graph recorded on it, and torch lets it go with
-        # any graph of the stream. On the one that graphs are recorded on by default, engines of one process would take
-        # it from each other.
+        # cuBLAS keeps its workspace for a stream in the memory of the first graph recorded on that stream, and torch
+        # frees it with any graph of the stream. With the default recording stream, several engines of one process would
+        # free each other's workspace.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, launch: Callable[[], None]) -> Replay:
         launch()  # compiles kernels and chooses algorithms, which cannot be captured
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Transfers go on in other threads meanwhile, and allocate: that is no fault of this thread's capture.
+        # KV transfers in other threads may allocate meanwhile; "thread_local" keeps that from failing this capture.
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             launch()
         return graph.replay
@@ -91,19 +91,19 @@ class Recording:
     """[S] int64"""
     plan: Any
     adapters: Any
-    """Whose rows are whose; None: nobody's, and no adapter is launched."""
+    """Each row's adapter; None: the recording launches no adapter."""
     replay: Replay
 
 
 def batch_ladder(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then every eighth: a step with few rows too many costs little more than one that fits."""
+    """1, 2, 4, 8, then multiples of 8, up to `max_num_seqs`: a few unused rows cost little."""
     rungs = [size for size in (1, 2, 4) if size < max_num_seqs]
     return [*rungs, *range(8, max_num_seqs, 8), max_num_seqs]
 
 
 def context_ladder(max_context_len: int) -> list[int]:
-    """1,024, doubled until it is enough: a context's length says how far a row of block ids goes, and into how
-    many pieces attention may cut."""
+    """1,024, then doubled up to `max_context_len`, which decides the length of a row of block ids and into how many
+    pieces attention may cut a context."""
     rungs = [min(1024, max_context_len)]
     while rungs[-1] < max_context_len:
         rungs.append(min(2 * rungs[-1], max_context_len))
@@ -111,7 +111,7 @@ def context_ladder(max_context_len: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Used by the stepping thread alone, under `torch.inference_mode`."""
+    """Used only by the stepping thread, under `torch.inference_mode`."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class DecodeGraphs:
         device: str,
         adapters: AdapterKeeper | None = None,
     ) -> None:
-        """`forward`: token ids, positions and a plan to logits [S, V], launching the same for equal shapes.
-        `adapters`: what changes it, where the engine has some."""
+        """`forward` maps token ids, positions and a plan to logits [S, V], with the same launches for equal shapes.
+        `adapters`: the engine's adapters, which `forward` applies; None if it has none."""
         self._forward = forward
         self._backend = backend
         self._recorder = recorder
@@ -133,22 +133,21 @@ class DecodeGraphs:
         self._adapters = adapters
         self._batch_sizes = batch_ladder(max_num_seqs)
         self._context_lens = context_ladder(max_context_len)
-        # With adapters and without: launches for rows of nobody would cost steps in which nobody asks for one.
+        # Record with and without adapters: adapter launches would slow down steps that use no adapter.
         self._kinds = [True, False] if adapters is not None else [False]
         self._recordings: dict[Rung, Recording] = {}
-        # First of all that ends with this object, or with the process: NCCL waits for the recordings of its exchanges
-        # where a group of ranks ends, which the model holds.
+        # Free the recordings before everything else that ends with this object or the process: when NCCL destroys a
+        # group of ranks, which the model holds, it waits for the recordings of its exchanges.
         weakref.finalize(self, self._recordings.clear)
         self._logits_SV: torch.Tensor | None = None
-        """Of the last replay. The next one, of whatever size, writes over it."""
+        """The logits of the last replay. The next replay, of any size, overwrites them."""
 
     @property
     def num_recordings(self) -> int:
         return len(self._recordings)
 
     def can_run(self, batch: InputBatch) -> bool:
-        """Whether every sequence decodes, by the model alone, and is sampled, and there is a recording that the step
-        fits."""
+        """Whether every sequence of the step decodes and is sampled, and a recording exists that the step fits."""
         context_lens = batch.layout.context_lens
         return (
             bool(self._recordings)
@@ -159,26 +158,26 @@ class DecodeGraphs:
         )
 
     def record_all(self, on_recorded: Callable[[int, int], None]) -> None:
-        """Every batch size, over every length of contexts; with adapters, too, where there are some. `on_recorded`: so
-        many, of so many."""
+        """Record every batch size for every context length, with and without adapters if there are any. Calls
+        `on_recorded(number recorded, number of all)`."""
         rungs = self._rungs()
         for rung in rungs:
             self._recordings[rung] = self._record(*rung)
             on_recorded(self.num_recordings, len(rungs))
-        # A recording's first replay takes longer, and so does the first array of each size, for want of pinned memory:
-        # after the last one, as each begins by giving such memory back.
+        # The first replay of a recording takes longer, and so does the first host array of each size, which needs new
+        # pinned memory. Do both now, after the last recording, since each recording begins by freeing pinned memory.
         for (num_seqs, _, _), recording in self._recordings.items():
             self._backend.refill(recording.plan, empty_decodes(num_seqs, 1))
             recording.replay()
 
     def record_largest(self) -> int:
-        """Whose memory all others use, too. Returns how many there would be."""
+        """Record the largest rung, whose memory all other recordings reuse. Returns the number of all rungs."""
         rungs = self._rungs()
         self._recordings[rungs[0]] = self._record(*rungs[0])
         return len(rungs)
 
     def _rungs(self) -> list[Rung]:
-        """The largest first."""
+        """All rungs, the largest first."""
         return [
             (size, length, has_adapters)
             for length in reversed(self._context_lens)
@@ -187,7 +186,7 @@ class DecodeGraphs:
         ]
 
     def run(self, batch: InputBatch) -> torch.Tensor:
-        """Logits [S, V] of a step that `can_run`. Valid until the next call."""
+        """Compute the logits [S, V] of a step for which `can_run` is true. They are valid until the next call."""
         num_seqs = len(batch.layout.query_lens)
         longest = int(batch.layout.context_lens.max())
         size, length = _rung(self._batch_sizes, num_seqs), _rung(self._context_lens, longest)
@@ -202,7 +201,7 @@ class DecodeGraphs:
         return self._logits_SV[:num_seqs]
 
     def _record(self, num_seqs: int, max_context_len: int, has_adapters: bool) -> Recording:
-        """Over rows without a sequence: what is launched to record them writes nothing into the pool."""
+        """Record with rows that have no sequence, so that the recorded launches write nothing into the pool."""
         token_ids = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
         positions = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
         plan = self._backend.reserve_decode_plan(num_seqs, max_context_len)
@@ -216,7 +215,7 @@ class DecodeGraphs:
             logits_SV = self._forward(token_ids, positions, plan)
             if self._logits_SV is None:
                 self._logits_SV = logits_SV.new_empty(self._batch_sizes[-1], logits_SV.shape[1])
-            # Copied, so that the next recording may use the same memory for its own: 0.2 % of a step.
+            # Copied, so that all recordings can share their working memory; this takes 0.2 % of a step.
             self._logits_SV[:num_seqs].copy_(logits_SV)
 
         return Recording(token_ids, positions, plan, adapters, self._recorder.record(launch))

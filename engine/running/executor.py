@@ -1,8 +1,7 @@
-"""Runs steps on the devices of one engine: one worker in this process, or more in others (engine/tensor_parallel).
+"""Runs steps on the devices of one engine: one worker in this process, or several in others (engine/tensor_parallel).
 
-Owns the worker, and what copies blocks between its pool and host memory. The engine decides, the executor does:
-`launch` returns when the step is in the device's queue (a CPU has computed it by then), and its tokens can be waited
-for.
+Owns the worker and the `HostCopies` between its pool and host memory. The engine decides, the executor does: `launch`
+returns when the step is in the device's queue (a CPU has computed it by then); `wait` then waits for its tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
 
 
 class RankLost(RuntimeError):  # noqa: N818 - named for what happened
-    """A process that computes together with this one has ended, so this one cannot compute any more."""
+    """The process of another rank has ended, so that this engine can no longer compute."""
 
 
 class Executor:
@@ -40,7 +39,7 @@ class Executor:
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """[layer, block, part, kv_head, slot, head_dim], contiguous. Lives as long as this object, in one place."""
+        """[layer, block, part, kv_head, slot, head_dim], contiguous. Lives as long as this object, at one address."""
         return self._worker.kv_pool
 
     @property
@@ -49,39 +48,40 @@ class Executor:
 
     @property
     def rank_pids(self) -> list[int]:
-        """Of other processes that compute with this one, and without which it cannot."""
+        """Process ids of the other ranks, without which this one cannot compute."""
         return []
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
-        """Begin to compute one step, before `Scheduler.begin` counts it; after it at most one other is in flight."""
+        """Begin to compute a step, before `Scheduler.begin` counts it. At most one other step may be in flight."""
         runner = self._worker.runner
         return runner.launch(output, runner.prepare(output))
 
     def wait(self, tokens: SampledTokens) -> list[list[int]]:
-        """For the tokens of a step that was launched: see `SampledTokens.wait`."""
+        """Wait for the tokens of a launched step: see `SampledTokens.wait`."""
         return tokens.wait()
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks that host memory has room for beside the pool."""
+        """How many blocks fit into the host memory for offloading."""
         return 0 if self._host_copies is None else self._host_copies.num_blocks
 
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
-        """Begin to copy these between the pool and host memory."""
+        """Begin to copy blocks between the pool and host memory."""
         if copies:
             assert self._host_copies is not None
             self._host_copies.begin(copies)
 
     def take_copied(self) -> list[BlockCopy]:
-        """Those that were done since the last call, on every rank. Raises what a copy raised."""
+        """Return the copies that all ranks have finished since the last call. Raises what a copy raised."""
         return [] if self._host_copies is None else self._host_copies.take_done()
 
     def wait_for_copies(self) -> bool:
-        """Until there is one to be taken. False: none is under way. Raises as `take_copied`."""
+        """Wait until `take_copied` has something to return. Returns False if no copy is in progress. Raises what a copy
+        raised."""
         return self._host_copies is not None and self._host_copies.wait()
 
     def on_copied(self, wake: Callable[[], object]) -> None:
-        """`wake` is called, on any thread, when there are some to be taken."""
+        """Let `wake` be called, on any thread, when `take_copied` has something to return."""
         if self._host_copies is not None:
             self._host_copies.on_done = wake
 
@@ -91,17 +91,17 @@ class Executor:
 
     @torch.inference_mode()
     def read_adapter(self, module: LoRAModule) -> ReadAdapter:
-        """See `Adapters.read`; for `put_adapter`. On any thread."""
+        """Read weights for `put_adapter`: see `Adapters.read`. May run on any thread."""
         return self._adapters.read(module)
 
     @torch.inference_mode()
     def put_adapter(self, number: int, adapter: ReadAdapter) -> None:
-        """Between two steps, of which one may be in flight: it does not compute rows of that number."""
+        """Install an adapter. Call it between two steps; a step in flight must not use adapter `number`."""
         self._adapters.put(number, adapter)
 
     @torch.inference_mode()
     def remove_adapter(self, number: int) -> None:
-        """As `put_adapter`."""
+        """Remove an adapter. Call it when `put_adapter` may be called."""
         self._adapters.remove(number)
 
     @property
@@ -112,19 +112,20 @@ class Executor:
         return adapters
 
     def close(self) -> None:
-        """Nothing is launched any more. To be called by an engine that is to end before its process does."""
+        """End the copying thread. No launch may follow. Needed if the engine ends before its process."""
         if self._host_copies is not None:
             self._host_copies.close()
 
     def _make_host_copies(self, config: EngineConfig) -> HostCopies | None:
-        """Of as many blocks as there is to be room for. Raises `ValueError` where that is none, or too many."""
+        """Allocate the host's blocks. Returns None if offloading is off. Raises `ValueError` if `kv_offloading_size` is
+        too small for one block, or larger than the memory."""
         num_blocks = num_host_blocks(config, self._worker.kv_shape)
         if not num_blocks:
             return None
         if config.device.device != "cpu":
             report(f"pinning {config.cache.kv_offloading_bytes / GIB:g} GiB of host memory")
         copies = self._host_copies_of(num_blocks)
-        # Who lets go of an engine need not close it, and the thread has the pool.
+        # An engine may be dropped without `close`, and the thread references the pool.
         weakref.finalize(self, copies.leave).atexit = False
         return copies
 

@@ -1,17 +1,18 @@
-"""Copies blocks between the KV pool and host memory, beside the engine's steps.
+"""Copies blocks between the KV pool and host memory, in parallel to the engine's steps.
 
-Owns that memory, a thread, and on a GPU a stream. Which block goes where, and who may use it meanwhile, is decided
-elsewhere (`engine.scheduling.block_manager`): a block that is on its way is neither written nor evicted by anybody.
+Owns the host memory, a thread, and on a GPU a stream. `engine.scheduling.block_manager` decides which block is copied
+where and who may use it: nobody writes or evicts a block that is being copied.
 
-    stepping thread     begin ──────────────────────> take_done ──> end_copy …   wait, where nothing else is to be done
+    stepping thread     begin ──────────────────────> take_done ──> end_copy …   wait, if there is nothing else to do
                           │ loads before saves             ^
-    this one's            └─> some at a time, of which ── done ── on_done
-                              the next are launched before the last are waited for
+    copying thread        └─> batch by batch ────────── done ── on_done
+                              the next batch is launched before waiting for the previous one
 
-What is saved was computed by steps whose tokens the host has; what is loaded, steps launched afterwards read. So no
-copy waits for a step, and no step for a copy.
+A saved block was computed by a step whose tokens the host already has, and a loaded block is only read by steps
+launched after the load. So no copy waits for a step, and no step for a copy.
 
-Shapes: L layers, N blocks of the pool, H of the host's memory, E numbers of a block's layer, R rows: layers of blocks.
+Shapes: L layers, N blocks of the pool, H blocks in host memory, E elements of a block's layer, R rows: layers of
+blocks.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from engine.scheduling.offloading import BlockCopy
 from engine.to_device import to_device
 
 COPIES_AT_ONCE = 16
-"""Then the next loads come before the rest of the saves."""
+"""Copies per batch. After each batch, new loads go before the remaining saves."""
 LAUNCHED_AHEAD = 1
-"""Batches of so many that are on their way while another is launched: or the bus idles for what a launch, and waking up
-from a wait, take. On an H200 that was half of the time."""
+"""Batches in progress while another one is launched. Without this the bus would idle while the thread wakes up and
+launches: half of the time on an H200."""
 PIECE_BYTES = 256 << 20
-"""Of the host's memory, allocated at once: torch rounds what it pins up to a power of two."""
+"""Size of one allocation of host memory: torch rounds pinned allocations up to a power of two."""
 EXIT_PATIENCE_S = 5.0
-"""For what is being copied when the process ends."""
+"""How long the process waits at its exit for copies in progress."""
 STAGED_BYTES = 64 << 20
-"""Of a device's memory, that blocks on their way lie in side by side, unless one block has more."""
+"""Device memory for the contiguous staging buffer, unless a single block is larger."""
 
 
 def num_host_blocks(config: EngineConfig, shape: KVCacheShape) -> int:
-    """For how many host memory has room: for equally many on every rank, whose pool's shape this is. 0: nothing is
-    offloaded. Raises `ValueError` where there is no room for one."""
+    """How many blocks of each rank fit into host memory, which all ranks share equally. `shape`: of one rank's pool. 0:
+    nothing is offloaded. Raises `ValueError` if there is not enough room for one block."""
     offloading_bytes = config.cache.kv_offloading_bytes
     block_bytes = config.parallel.tensor_parallel_size * shape.all_layers_bytes
     if 0 < offloading_bytes < block_bytes:
@@ -61,11 +62,11 @@ def num_host_blocks(config: EngineConfig, shape: KVCacheShape) -> int:
 
 
 class HostCopies:
-    """`begin`, `take_done` and `wait` are the stepping thread's where there is one, and may be any thread's."""
+    """`begin`, `take_done` and `wait` are called by the stepping thread, or by any thread of a process without one."""
 
     def __init__(self, pool: torch.Tensor, num_host_blocks: int) -> None:
-        """`pool`: [layer, block, …], contiguous, as long as this object lives. Raises `ValueError` where there is not
-        so much memory."""
+        """`pool`: [layer, block, …], contiguous; must live as long as this object. Raises `ValueError` if the host has
+        not enough memory."""
         self.num_blocks = num_host_blocks
         self._device = pool.device
         is_pinned = self._device.type != "cpu"
@@ -75,22 +76,22 @@ class HostCopies:
         self._num_in_piece = max(1, PIECE_BYTES // (num_layers * size * pool_LNE.itemsize))
         pieces_HLE = self._allocate(pool_LNE, is_pinned=is_pinned)
         self._copy: Callable[[list[BlockCopy]], None]
-        """Begins copies, which are all loads, or all saves."""
+        """Launches copies, which must be all loads or all saves."""
         if is_pinned:
             self._copy = _ByDevice(pool_LNE, self._num_in_piece, pieces_HLE)
         else:
             self._copy = _ByHost(pool_LNE, self._num_in_piece, pieces_HLE)
         self.on_done: Callable[[], object] = lambda: None
-        """Called on this object's thread, when there is something to be taken."""
+        """Called on the copying thread when `take_done` has something to return or to raise."""
         self._loads: deque[BlockCopy] = deque()
         self._saves: deque[BlockCopy] = deque()
         self._done: list[BlockCopy] = []
         self._num_open = 0
-        """Begun, and not taken."""
+        """Copies that were begun and not yet returned by `take_done`."""
         self._error: BaseException | None = None
         self._is_closing = False
         self._has_ended = False
-        self._changed = threading.Condition()  # a lock that its holder may take again: garbage is collected anywhere
+        self._changed = threading.Condition()  # reentrant, since a finalizer may call `leave` on any thread
         self._thread = threading.Thread(target=self._run, name="host-copies", daemon=True)
         self._thread.start()
         _made.add(self)
@@ -103,7 +104,8 @@ class HostCopies:
             self._changed.notify_all()
 
     def take_done(self) -> list[BlockCopy]:
-        """Those that were done since the last call. Raises what a copy raised: the pool may be anything then."""
+        """Return the copies finished since the last call. Raises what a copy raised; the pool's content is undefined
+        then."""
         if not (self._num_open or self._error):
             return []
         with self._changed:
@@ -114,8 +116,8 @@ class HostCopies:
         return done
 
     def wait(self) -> bool:
-        """Until there is something to be taken. False: nothing is under way. Raises as `take_done`, and where
-        the thread has ended before."""
+        """Wait until `take_done` has something to return. Returns False if no copy is in progress. Raises what a copy
+        raised, and `RuntimeError` if the thread has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._error or not self._num_open or self._has_ended)
             if self._error is not None:
@@ -125,13 +127,13 @@ class HostCopies:
             return bool(self._num_open)
 
     def leave(self) -> None:
-        """The thread is to end after what it copies now; nobody waits for that, and it has the memory until then."""
+        """Let the thread end after its current copies, without waiting. Until then it keeps the memory."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """The thread ends after what it copies now."""
+        """End the thread after its current copies, and wait for that."""
         self.leave()
         self._thread.join()
 
@@ -170,7 +172,8 @@ class HostCopies:
 
     @contextmanager
     def _beside_steps(self) -> Iterator[Callable[[], Callable[[], object]]]:
-        """Gives what marks the place behind all copies launched so far, and is given what waits for it."""
+        """On a GPU, run on a stream of its own. Yields a function that marks the end of all copies launched so far, and
+        returns a function that waits for that mark."""
         if self._device.type == "cpu":
             yield lambda: lambda: None
             return
@@ -180,10 +183,10 @@ class HostCopies:
             try:
                 yield _mark
             finally:
-                stream.synchronize()  # where something went wrong: nothing is under way when that is heard of
+                stream.synchronize()  # after an error: no copy is in progress when the error is reported
 
     def _next(self, *, may_wait: bool) -> list[BlockCopy]:
-        """Empty: the end, or, where it may not wait, that there is nothing to be done now."""
+        """Return the next batch. Empty if the thread must end, or if `may_wait` is False and nothing is queued."""
         with self._changed:
             if may_wait:
                 self._changed.wait_for(lambda: self._loads or self._saves or self._is_closing)
@@ -201,19 +204,19 @@ class HostCopies:
 
 
 _made: weakref.WeakSet[HostCopies] = weakref.WeakSet()
-"""A thread that is within torch when the interpreter ends takes the process down with SIGABRT."""
+"""To be ended at exit: a thread that is inside torch when the interpreter exits aborts the process with SIGABRT."""
 
 
 @atexit.register
 def _end_all() -> None:
     for copies in list(_made):
-        if copies._thread.is_alive():  # not after a fork, which leaves locks as they are
+        if copies._thread.is_alive():  # not in a forked child, which has no such thread but maybe its held locks
             copies.leave()
             copies._thread.join(EXIT_PATIENCE_S)
 
 
 class _ByHost:
-    """Block by block: numpy's copies, as torch would share one out among threads of its own, beside those of the
+    """Copies block by block with numpy: torch would split each copy among threads that compete with those of the
     steps."""
 
     def __init__(self, pool_LNE: torch.Tensor, num_in_piece: int, pieces_HLE: list[torch.Tensor]) -> None:
@@ -232,9 +235,9 @@ class _ByHost:
 
 
 class _ByDevice:
-    """Some blocks at once: their layers, which lie all over the pool, are put side by side by one launch, and from
-    there each block is one copy. As a view across layers a block would take torch a launch for every 2 GiB that it
-    reaches over: of a large pool one for each layer."""
+    """Copies several blocks at once: one launch gathers their layers, which are spread over the pool, into a staging
+    buffer, from which each block is one copy. Copying a block as a view across layers would take torch one launch for
+    every 2 GiB that the view spans: in a large pool, one for each layer."""
 
     def __init__(self, pool_LNE: torch.Tensor, num_in_piece: int, pieces_HLE: list[torch.Tensor]) -> None:
         self._num_layers, self._num_blocks, size = pool_LNE.shape
@@ -267,14 +270,14 @@ class _ByDevice:
 
 
 def _as_words(pool: torch.Tensor) -> torch.Tensor:
-    """[L, N, E], the same memory in integers as wide as a block's layer is made of: rows are picked number by
-    number."""
+    """View the pool as [L, N, E] in the widest integers that divide a block's layer: gathering rows copies element by
+    element."""
     bytes_LNE = pool.view(torch.uint8).flatten(2)
     return bytes_LNE.view(torch.int64) if bytes_LNE.shape[2] % 8 == 0 else bytes_LNE
 
 
 def _mark() -> Callable[[], object]:
-    """Waiting is done asleep: a thread that spins would take a core, and the stepping thread's time."""
+    """Record an event that is waited for asleep: a spinning thread would take a core and the stepping thread's time."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize

@@ -1,6 +1,6 @@
-"""One step on one device: clear blocks, build arrays, run the model, sample.
+"""Runs one step on one device: clears blocks, builds input tensors, runs the model, samples.
 
-Owns nothing but references: the pool is the worker's, sequences are the scheduler's and only read.
+Owns the recorded decode steps. The worker owns the pool; the scheduler owns the sequences, which are only read here.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 
 
 class Computed(NamedTuple):
-    """What the model computes from a step."""
+    """What the model computes in a step."""
 
     batch: InputBatch
     logits: torch.Tensor | None
     """[sampled rows, vocabulary] in the model's dtype or wider. None: nothing is sampled."""
     prompt_logits: Iterator[torch.Tensor]
-    """Of prompts that ask: some rows at a time, computed as they are taken. To be taken before the next step."""
+    """Logits of prompts that ask for prompt logprobs, some rows at a time, computed as the iterator is consumed. Must
+    be consumed before the next step."""
 
 
 class ModelRunner:
-    """Used by the stepping thread alone.
+    """Used only by the stepping thread.
 
     prepare ──StepInput──> launch = compute, then sample
     """
@@ -65,26 +66,26 @@ class ModelRunner:
         self._max_num_seqs, self._max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self._graphs = self._make_graphs(config)
         self._sampler = make_sampler(config)
-        # Without a step ahead, nobody but the sampler needs to know what was sampled.
+        # Without async scheduling, only the sampling rank needs the sampled tokens.
         self._sharing_group = group if config.scheduler.async_scheduling else None
         self._sampled: torch.Tensor | None = None
-        """What the step launched last samples, on the device: where the next one goes on from."""
+        """The tokens that the last launched step samples, on the device: inputs of the next step."""
         self._row_of: dict[int, int] = {}
-        """By `seq_id`, where."""
+        """By `seq_id`: the row of the sequence's last token in `_sampled`."""
 
     @property
     def adapters(self) -> Adapters | None:
-        """None: there are none, and none can come."""
+        """None if the engine has no adapters and no room for any."""
         return self._model.adapters
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
-        """Of the step that is launched next."""
+        """Build the input of the step that is launched next."""
         return StepInput.of(output, self._block_size, self._row_of)
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
-        """Begin to compute a step. The one before may still be under way, and this one go on from its tokens.
-        `step`: what `prepare` made of `output`."""
+        """Begin to compute a step. The previous step may still be running, and this one may continue from its tokens.
+        `step`: the result of `prepare(output)`."""
         batch, logits, logits_of_prompts = self.compute(step, self._layer_callback(output))
         of_prompts = prompt_logprobs(output, logits_of_prompts)
         token_ids = logprobs = None
@@ -100,14 +101,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def follow(self, step: StepInput) -> None:
-        """What `launch` does, on a rank that does not sample."""
-        for _ in self.compute(step).prompt_logits:  # computed as they are taken
+        """Do what `launch` does on a rank that does not sample."""
+        for _ in self.compute(step).prompt_logits:  # consuming the iterator computes them
             pass
         self._sampled = self._shared(torch.empty(len(step.sample_rows), dtype=torch.int64, device=self._device))
 
     @torch.inference_mode()
     def compute(self, step: StepInput, on_layer: OnLayer | None = None) -> Computed:
-        """A step without sampling: blocks cleared, and the model."""
+        """Run a step without sampling: clear blocks and run the model."""
         batch = build_input_batch(step, self._device, self._sampled)
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)
@@ -124,12 +125,12 @@ class ModelRunner:
         return Computed(batch, self._model.compute_logits(x_RD), of_prompts)
 
     def close(self) -> None:
-        """Let go of recorded steps. Nothing is launched any more."""
+        """Free the recorded steps. No launch may follow."""
         self._graphs = None
 
     def record_decode_steps(self, on_recorded: Callable[[int, int], None]) -> int:
-        """Before the first request. `on_recorded`: so many, of so many. Returns how many there are: none without a
-        GPU."""
+        """Record all decode steps, before the first request. Calls `on_recorded(number recorded, number of all)`.
+        Returns the number of recordings: 0 without CUDA graphs."""
         if self._graphs is None:
             return 0
         with torch.inference_mode():
@@ -137,8 +138,8 @@ class ModelRunner:
         return self._graphs.num_recordings
 
     def record_largest_decode_step(self) -> int:
-        """To see what memory decoding takes, recorded or not: returns what recordings will keep, all of them, beside
-        what torch counts as allocated."""
+        """Allocate what decoding needs at most, recorded or not, so that it can be measured. Returns the bytes that all
+        recordings will keep in addition to what torch counts as allocated."""
         self._backend.keep_scratch(self._max_num_seqs, self._max_model_len)
         if self._graphs is None:
             return 0
@@ -149,12 +150,12 @@ class ModelRunner:
         return shared_bytes + num_all * RECORDING_BYTES
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
-        """None where decoding steps are launched one kernel after the other."""
+        """Returns None if decode steps are launched kernel by kernel."""
         if not config.device.uses_graphs:
             return None
 
-        # Not `self`, which has the graphs: a circle would keep a device's memory until a collector comes by, and what
-        # is there when a worker is made is kept from it for good.
+        # Does not capture `self`, which holds the graphs: a reference cycle would keep the device's memory until a
+        # garbage collection, and collections skip everything that exists when a worker is made (`gc.freeze`).
         model, kv_pool = self._model, self._kv_pool
 
         def forward(token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
@@ -162,16 +163,16 @@ class ModelRunner:
 
         return DecodeGraphs(
             forward=forward,
-            backend=self._backend,  # type: ignore[arg-type]  # the configuration has seen to it
+            backend=self._backend,  # type: ignore[arg-type]  # the configuration ensures it
             recorder=CudaRecorder(),
-            adapters=model.adapters,  # type: ignore[arg-type]  # these are Triton's, as all else that is recorded
+            adapters=model.adapters,  # type: ignore[arg-type]  # with graphs, adapters are Triton's
             max_num_seqs=self._max_num_seqs,
             max_context_len=min(config.device.max_seq_len_to_capture, self._max_model_len),
             device=config.device.device,
         )
 
     def _shared(self, token_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """Rank 0's, where the next step may be launched before the host knows them."""
+        """Share rank 0's tokens with all ranks if the next step may be launched before the host knows them."""
         if self._sharing_group is None or token_ids is None or not len(token_ids):
             return token_ids
         return self._sharing_group.share_first(token_ids)
@@ -184,7 +185,7 @@ class ModelRunner:
 
 
 def make_sampler(config: EngineConfig) -> Sampler:
-    """What is fastest where the logits are."""
+    """Choose the fastest sampler for the device that holds the logits."""
     eos_token_ids = config.model.eos_token_ids
     if config.device.attention_backend == "cpu":
         return Sampler(eos_token_ids, choose_greedy=sampling.choose_largest, draw_rows=sampling.draw)

@@ -1,8 +1,9 @@
-"""How many KV blocks a GPU has room for, beside the weights and what a step needs: measured, by the largest steps.
+"""Measures how many KV blocks fit on a GPU beside the weights and a step's working memory, by running the largest
+steps.
 
     weights loaded ──> measured_steps over a pool just large enough ──> peak known ──> num_blocks_left ──> the real pool
 
-The same way as vLLM's (`gpu_memory_utilization`): a share of the device's memory is this process', whoever has the
+As in vLLM, `gpu_memory_utilization` is the share of the device's memory that this process may use, whoever uses the
 rest.
 """
 
@@ -25,22 +26,23 @@ ASKS_FOR_ALL = SamplingParams(
     presence_penalty=0.1, min_tokens=1, stop_token_ids=frozenset({0}), logit_bias={0: 1.0}, logprobs=20,
     allowed_token_ids=frozenset({1}), prompt_logprobs=20,
 )  # fmt: skip
-"""What a sampler takes most memory and most launches for."""
+"""The parameters for which a sampler takes the most memory and launches."""
 
 MAX_SPARE_BYTES = 1 << 30
-"""Of a full device, or a fiftieth of it: for what drivers and libraries take later, ours and a neighbour's."""
+"""Memory left free on a full device, or a fiftieth of the device if that is less: for what drivers and libraries
+allocate later, in this process and in others."""
 
 GREEDY = SamplingParams(temperature=0)
 
 RunSteps = Callable[[KVCacheShape, list[SchedulerOutput]], int]
-"""Computes steps over a pool of that shape, beside what else an engine holds while it serves, and lets all go. Returns
-how many bytes of that torch does not count as allocated."""
+"""Runs steps over a pool of the given shape, with everything else allocated that a serving engine holds, and frees it
+all. Returns how many of these bytes torch does not count as allocated."""
 
 
 def dummy(
     number: int, length: int, num_new_tokens: int, block_table: list[int], params: SamplingParams, lora_id: int
 ) -> ScheduledSequence:
-    """The last `num_new_tokens` of `length` tokens, of a request that nobody made."""
+    """A dummy sequence of `length` tokens, of which the step computes the last `num_new_tokens`."""
     seq = Sequence(number, f"dummy-{number}", [0] * length, length, params, block_table=block_table, lora_id=lora_id)
     seq.num_computed_tokens = length - num_new_tokens
     seq.prompt_logprobs = None if params.prompt_logprobs is None else []
@@ -48,8 +50,8 @@ def dummy(
 
 
 def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
-    """As many prompt tokens as a step may have, in as many sequences as may run, all of them sampled with
-    all that can be asked for, and computed by an adapter; and how many blocks they take."""
+    """Return how many blocks the largest step takes, and that step: the most prompt tokens, in the most sequences, all
+    of them sampled with every option and computed with an adapter."""
     scheduler, block_size = config.scheduler, config.cache.block_size
     num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     length = min(scheduler.max_num_batched_tokens // num_seqs, config.model.max_model_len)
@@ -61,17 +63,17 @@ def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
 
 
 def longest_step(config: EngineConfig) -> SchedulerOutput:
-    """As much as one sequence may compute in a step, at the end of as long a context as there can be. All its blocks
-    are the first one: nobody looks at what it computes."""
+    """The most tokens that one sequence may compute in a step, at the end of the longest context. All its blocks are
+    block 0, since nobody reads the result."""
     scheduler, longest = config.scheduler, config.model.max_model_len
     num_new = max(1, min(scheduler.prefill_chunk_tokens, scheduler.max_num_batched_tokens, longest - 1))
     return SchedulerOutput([_at_the_longest_end(config, 0, num_new)], [])
 
 
 def unfolding_step(config: EngineConfig) -> SchedulerOutput | None:
-    """As many tokens as a step may have, of as many sequences as unfold what they see, each at the end of as long a
-    context as there can be: slices are as full as they can be, and go on in others (engine/attention/latent_forms.py).
-    None where nothing is unfolded."""
+    """The most tokens that a step may have, in the most sequences that unfold their context, each at the end of the
+    longest context: slices are as full as possible, and sequences continue in further slices
+    (engine/attention/latent_forms.py). None if nothing is unfolded."""
     scheduler, model = config.scheduler, config.model
     unfolding = None if model.mla is None else Unfolding.of(model.mla)
     if unfolding is None or config.device.batch_invariant:
@@ -89,23 +91,25 @@ def _at_the_longest_end(config: EngineConfig, number: int, num_new: int) -> Sche
 
 
 def _largest_adapter(config: EngineConfig) -> int:
-    """By its rank; 0 where there is none. Of several in a step each takes the memory of its own rows. Where there is
-    room for more, all take what the largest may."""
+    """The number of the adapter with the highest rank; 0 if there is none. Several adapters in a step take no more
+    memory, since each takes that of its own rows. If there is room for further adapters, return the number of the first
+    of those, for which the largest permitted rank is allocated."""
     ranks = [0, *(module.rank for module in config.lora_modules)]
     return len(ranks) if config.lora_room.num else ranks.index(max(ranks))
 
 
 def measured_steps(config: EngineConfig) -> tuple[int, list[SchedulerOutput]]:
-    """And how many blocks they take."""
+    """Return how many blocks the steps to measure take, and these steps."""
     num_blocks, step = largest_step(config)
-    if config.device.attention_backend == "torch":  # gathers what a step attends to, and keeps the room for it
+    if config.device.attention_backend == "torch":  # gathers a step's whole context, and keeps that memory
         return num_blocks, [longest_step(config), step]
     unfolding = unfolding_step(config)
     return num_blocks, [step] if unfolding is None else [unfolding, step]
 
 
 def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_steps: RunSteps) -> int:
-    """For a pool of `shape` but for its number of blocks. Raises `ValueError` where one request would not fit."""
+    """Return the number of blocks for a pool of `shape`, whose `num_blocks` is ignored. Raises `ValueError` if one
+    request of `max_model_len` tokens would not fit."""
     num_step_blocks, steps = measured_steps(config)
     step_shape = replace(shape, num_blocks=num_step_blocks)
     torch.cuda.reset_peak_memory_stats()
@@ -127,9 +131,9 @@ def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_steps: Run
 def num_blocks_left(
     *, total_bytes: int, peak_bytes: int, free_bytes: int, utilization: float, block_bytes: int, num_needed: int
 ) -> int:
-    """Of a device of `total_bytes`, where weights and a step take up to `peak_bytes`, and `free_bytes` are free beside
-    them: others may be there. `block_bytes`: of one block in all layers. Raises `ValueError` where these are not
-    `num_needed`."""
+    """How many blocks fit on a device of `total_bytes`. Weights and a step take up to `peak_bytes`; `free_bytes` are
+    free beside them, less than the rest if other processes use the device. `block_bytes`: of one block in all layers.
+    Raises `ValueError` if fewer than `num_needed` blocks fit."""
     spare_bytes = min(MAX_SPARE_BYTES, total_bytes // 50)
     num_blocks = int(min(total_bytes * utilization - peak_bytes, free_bytes - spare_bytes)) // block_bytes
     if num_blocks >= num_needed:

@@ -1,7 +1,7 @@
-"""What a device's first step of each kind costs, kernels compiled, algorithms chosen, decoding steps recorded, is spent
-before the first request.
+"""Warms up a GPU before the first request: compiles kernels, lets libraries choose algorithms, and records decode
+steps, which the first step of each kind would otherwise do.
 
-    pool allocated ──> recordings ──> prompts ──> one beside a sequence that decodes ──> what they wrote cleared
+    pool allocated ──> recordings ──> prompts ──> prompt and decode in one step ──> written blocks cleared
 
 Owns nothing. On a CPU there is nothing to warm up.
 """
@@ -22,24 +22,24 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
 
 REPORT_EVERY = 10
-"""Recordings."""
+"""Report progress after this many recordings."""
 
 
 def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) -> None:
-    """Takes seconds, and says so. Leaves a pool of zeros. Raises `ValueError` where the device does not keep
-    `batch_invariant`."""
+    """Takes seconds, and reports that. Leaves the pool filled with zeros. Raises `ValueError` if `batch_invariant` is
+    set and the device does not keep it."""
     report("warming up (seconds)")
     start_s = time.monotonic()
     if config.device.batch_invariant:
         from engine.kernels.gpu.product import check_rows_agree
 
         check_rows_agree(config.device.device, TORCH_DTYPES[config.model.dtype])
-    # All blocks of a sequence are the same one, and of two sequences where there is one alone: nobody looks at what
-    # they compute.
+    # All blocks of a sequence are the same block, and both sequences share it if the pool has only one: nobody reads
+    # the results.
     block_ids = 0, min(1, kv_pool.shape[1] - 1)
-    # First, as each recording begins by giving back all memory that is free, and steps are to find some when they come.
+    # Record first: each recording begins by freeing all cached memory, which the steps should leave cached.
     num_recordings = runner.record_decode_steps(_report_recordings)
-    # With a step ahead two are in flight, each with pinned memory of its own: to ask the driver for it later would wait
+    # With async scheduling two steps are in flight, each with its own pinned memory. Allocating that later would wait
     # for the device.
     num_ahead = 2 if config.scheduler.async_scheduling else 1
     for step in warm_up_steps(config, *block_ids):
@@ -56,15 +56,15 @@ def _report_recordings(num_recorded: int, num_all: int) -> None:
 
 
 def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> Iterator[SchedulerOutput]:
-    """Prompts of as many tokens together as another kernel may be chosen for; then one that asks for all that a sampler
-    can do, beside a sequence that decodes, over the longest context that there can be and over the shortest.
+    """Yield steps of prompts, one for each number of tokens at which kernels may be chosen differently. Then steps with
+    a prompt that uses every sampling option beside a decoding sequence, with the longest context and with the shortest.
 
-    The largest first: what smaller ones need fits into the memory that torch keeps of them."""
+    The largest come first: smaller ones then fit into the memory that torch keeps of those."""
     block_size, longest = config.cache.block_size, config.model.max_model_len
     most, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
 
     def scheduled(number: int, length: int, num_new: int, block: int, params: SamplingParams) -> ScheduledSequence:
-        # What is launched for any of them is launched for all.
+        # One adapter is enough: all adapters use the same launches.
         lora_id = min(1, len(config.lora_modules) + config.lora_room.num)
         return dummy(number, length, num_new, [block] * -(-length // block_size), params, lora_id)
 
@@ -80,8 +80,8 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
 
 
 def prompt_lengths(most: int) -> list[int]:
-    """1, 16, doubled until there are `most`, the largest first: libraries and our kernels for weights in 8 bits choose
-    by the number of rows, and what they choose is loaded, or compiled, when it is first launched."""
+    """1, 16, then doubled up to `most`; returned largest first. Libraries and our kernels for 8-bit weights choose
+    algorithms by the number of rows, and load or compile them at the first launch."""
     lengths = [1, 16]
     while lengths[-1] < most:
         lengths.append(2 * lengths[-1])

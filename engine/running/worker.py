@@ -3,7 +3,7 @@
     made: threads set -> model loaded -> pool measured (GPU) and allocated -> warmed up (GPU)
     then `runner` launches step after step; freed with it
 
-Owns the pool and the runner. Loading is reported on stderr, since a large model takes minutes.
+Owns the pool and the runner. Reports loading on stderr, since a large model takes minutes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Worker:
         allocate_pool: Callable[[KVCacheShape, str], torch.Tensor],
         group: RankGroup | None = None,
     ) -> None:
-        """`allocate_pool`: as `KVMemory.allocate`. `group`: of the ranks that compute with this one; None: it is
-        alone."""
+        """`allocate_pool`: see `KVMemory.allocate`. `group`: the ranks that compute together with this one; None if
+        there are no others."""
         if config.device.num_threads > 0:
             torch.set_num_threads(config.device.num_threads)
         device, start_s = config.device.device, time.monotonic()
@@ -76,15 +76,15 @@ class Worker:
             self.runner = make_runner(self.kv_pool, on_layer_written)
             if device != "cpu":
                 warm_up(config, self.runner, self.kv_pool)
-                torch.cuda.synchronize()  # other streams, and other processes, use the pool from here on
-        # What is there now stays: the garbage collector need not look at it again and again, 1.5 % of a decode step.
+                torch.cuda.synchronize()  # from here on, other streams and processes use the pool
+        # All objects of now stay alive. Traversing them in each garbage collection would take 1.5 % of a decode step.
         gc.collect()
         gc.freeze()
 
 
 def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None) -> Model:
     model = load_model(config, backend, group)
-    # Weights came through it, and nothing later needs so much at once.
+    # Loading the weights went through this memory; nothing later needs so much at once.
     if config.device.device == "cpu":
         _release_freed_memory()
     else:
@@ -95,7 +95,7 @@ def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | N
 def _shape_of_pool(
     config: EngineConfig, make_runner: Callable[[torch.Tensor, None], ModelRunner], group: RankGroup | None
 ) -> KVCacheShape:
-    """Of so many blocks as are configured, or else as there is room for, on whichever rank has least."""
+    """The pool's shape, with the configured number of blocks, or else as many as fit on every rank."""
     cache = config.cache
     shape = kv_cache_shape(
         config.model, num_blocks=cache.num_blocks, block_size=cache.block_size, kv_dtype=cache.kv_dtype
@@ -116,8 +116,8 @@ def _shape_of_pool(
 
 @contextmanager
 def _saying_what_cannot_be_recorded(config: EngineConfig) -> Iterator[None]:
-    """Raises `ValueError` where somebody else's code does in a step what a recording cannot hold: a copy from the
-    host, say. That it asks for no number of the device was seen when it was watched."""
+    """Raise `ValueError` if transformers' code does something in a step that a CUDA graph cannot record, such as a copy
+    from the host. The probe (`engine.models.transformers_probe`) has already ruled out reads from the device."""
     try:
         yield
     except RuntimeError as error:
@@ -131,8 +131,8 @@ def _saying_what_cannot_be_recorded(config: EngineConfig) -> Iterator[None]:
 
 @contextmanager
 def _saying_what_does_not_fit(config: EngineConfig) -> Iterator[None]:
-    """Raises `ValueError` where a launch of our kernels asks for more than a program may have on this GPU, or Triton's
-    assembler does not know it: one of a kind that no sizes were chosen for."""
+    """Raise `ValueError` if one of our kernels needs more resources than this GPU has, or if Triton's assembler does
+    not know the GPU: its kind is one that no tile sizes were chosen for."""
     if not config.device.uses_triton:
         yield
         return
@@ -148,7 +148,7 @@ def _saying_what_does_not_fit(config: EngineConfig) -> Iterator[None]:
 
 @contextmanager
 def _saying_what_is_too_large(device: str) -> Iterator[None]:
-    """Raises `ValueError` where the memory of `device` is not enough."""
+    """Raise `ValueError` if `device` has not enough memory."""
     try:
         yield
     except RuntimeError as error:
@@ -164,14 +164,14 @@ def _saying_what_is_too_large(device: str) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's allocator for GPUs has an error of its own; Triton, which loads kernels, the driver, our CPU kernels and
-    torch's allocator for CPUs have a message alone."""
+    """torch's GPU allocator has an error class of its own. Triton (loading kernels), the driver, our CPU kernels and
+    torch's CPU allocator can only be told by their message."""
     message = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in message or "can't allocate memory" in message
 
 
 def _release_pinned_memory() -> None:
-    """Gives back what host memory torch keeps pinned for later copies. torch itself calls this before it records."""
+    """Free the pinned host memory that torch caches for later copies, as torch itself does before it records."""
     torch.cuda.synchronize()
     empty_cache = getattr(torch._C, "_host_emptyCache", None)
     if empty_cache is not None:
@@ -179,7 +179,7 @@ def _release_pinned_memory() -> None:
 
 
 def _release_freed_memory() -> None:
-    """Gives back what the C library keeps of freed memory: kernels have copied weights into an order of their own."""
+    """Return freed memory from the C library to the system: kernels have copied the weights into their own layout."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if malloc_trim is not None:
         malloc_trim(0)

@@ -1,1 +1,1 @@
-"""From a step's logits to token ids, and what is told of them."""
+"""From a step's logits to token ids and their logprobs."""

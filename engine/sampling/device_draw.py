@@ -1,8 +1,8 @@
-"""The sampler's draws where the logits are: `engine.sampling.sampler.draw`, and nothing waits for the device.
+"""`engine.sampling.sampler.draw` on the device that holds the logits, without waiting for the device.
 
-The same race with the same clocks: Philox over (seed, position, token id), in 64-bit integers, so that
-a sequence goes on with the same tokens on a CPU. Filters cut at the same weights; sums are made in another order, so
-that a token at the very edge of `top_p` may fall on the other side of it.
+It runs the same race with the same clocks: Philox over (seed, position, token id), in 64-bit integers, so that
+a sequence could continue on a CPU with the same tokens. Filters cut at the same weights, but sums are computed in
+another order, so that a token at the very edge of `top_p` may fall on its other side.
 
 Shapes: R rows that draw, V vocabulary, B blocks of four token ids.
 """
@@ -23,7 +23,7 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """One token per row at random, temperatures above 0: [R] int64. Rows do not influence each other."""
+    """Draw one token per row: [R] int64. Temperatures must be above 0. Rows do not influence each other."""
     device = logits_RV.device
     weights_RV = filtered_weights(logits_RV, seqs)
     clocks_RV = exponentials(
@@ -33,12 +33,12 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
     )
     clocks_RV /= weights_RV
     clocks_RV.masked_fill_(weights_RV <= HOPELESS, float("inf"))
-    # A NaN is no more than another number to argmin on some devices, so it is looked for by itself.
+    # On some devices argmin does not single out NaN, so that NaN is looked for separately.
     return torch.where(weights_RV.isnan().any(dim=1), INVALID_TOKEN, clocks_RV.argmin(dim=1))
 
 
 def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """As `engine.sampling.sampler.filtered_weights`: [R, V] float64, the largest of each row 1."""
+    """Like `engine.sampling.sampler.filtered_weights`: [R, V] float64, the largest of each row is 1."""
     params = [seq.sampling_params for seq in seqs]
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     weights_RV = logits_RV.double()
@@ -62,7 +62,7 @@ def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tens
 
 
 def _cut(weights_KV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zero what `top_k` leaves out, and then what `top_p` does of the rest. What equals the last one kept is kept."""
+    """Zero the tokens that `top_k` drops, then those that `top_p` drops. Ties with the last kept token are kept."""
     sorted_KV = weights_KV.sort(dim=1, descending=True).values
     least = sorted_KV.gather(1, top_k - 1)
     weights_KV.masked_fill_(weights_KV < least, 0)
@@ -74,13 +74,14 @@ def _cut(weights_KV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
 
 
 def exponentials(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`random.exponentials` of all token ids: [R, V] float64. Arguments [R, 1] int64; seeds as their bits."""
+    """`random.exponentials` for all token ids: [R, V] float64. Arguments are [R, 1] int64; seeds are 64-bit
+    patterns."""
     blocks_1B = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
     zeros_RB = torch.zeros_like(seeds) + torch.zeros_like(blocks_1B)
     c0, c1, c2, c3 = zeros_RB + blocks_1B, zeros_RB, zeros_RB + positions, zeros_RB
     k0, k1 = seeds & _LOW_32, (seeds >> 32) & _LOW_32
     for _ in range(NUM_ROUNDS):
-        # 64-bit products wrap around into the sign: the same bits, of which the upper ones are masked after the shift.
+        # Products may overflow into the sign bit: the bits are right, and the mask after the shift drops the sign's.
         product_0, product_1 = c0 * int(MULTIPLIERS[0]), c2 * int(MULTIPLIERS[1])
         c0 = ((product_1 >> 32) & _LOW_32) ^ c1 ^ k0
         c2 = ((product_0 >> 32) & _LOW_32) ^ c3 ^ k1

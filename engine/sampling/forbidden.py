@@ -1,8 +1,7 @@
-"""Tokens that requests name: by how much they are to be likelier, and which may not come. Steps 1, 4 and 5 of the
-sampler, for all rows that ask at once.
+"""Biases and bans of tokens: steps 1, 4 and 5 of the sampler, for all rows that ask for them at once.
 
-A device takes as many launches for a row as for hundreds: what rows ask for goes there as one array of places in all
-logits, or as one mask. Nothing is read back.
+A device needs as many launches for one row as for hundreds, so the rows' tokens are sent as one array of indices into
+all logits, or as one mask. Nothing is read back.
 
 Shapes: S rows, R rows that ask, V vocabulary, N tokens of all these rows.
 """
@@ -23,7 +22,7 @@ NOT = float("-inf")
 
 
 def add_bias(logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> None:
-    """`logit_bias`, in place."""
+    """Add `logit_bias`, in place."""
     biases = [(row, seq.sampling_params.logit_bias) for row, seq in enumerate(seqs) if seq.sampling_params.logit_bias]
     if not biases:
         return
@@ -33,11 +32,11 @@ def add_bias(logits_SV: torch.Tensor, seqs: Seq[Sequence]) -> None:
 
 
 def forbid(logits_SV: torch.Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int]) -> None:
-    """In place: minus infinity for what may not come next. A row that may have nothing becomes NaN; and NaN stays NaN
-    under a mask: it means that the model's numbers are none, wherever it is.
+    """Set the logits of tokens that may not come next to minus infinity, in place. A row whose grammar allows no token
+    becomes NaN. Masks keep a NaN, since it shows that the model's numbers are invalid.
 
-    Where a thought has used up its budget, what ends it is all that may come, whatever else is asked for; but where a
-    grammar has something else come first, such as the rest of a character."""
+    When a thought has used up its budget, only the token that ends it may come, whatever other parameters say, unless
+    the grammar requires something else first, such as the rest of a character."""
     forced = {row: token_id for row, seq in enumerate(seqs) if (token_id := seq.forced_token_id) is not None}
     _forbid_each(logits_SV, seqs, eos_token_ids, forced)
     _forbid_others(logits_SV, seqs, forced)
@@ -47,7 +46,7 @@ def forbid(logits_SV: torch.Tensor, seqs: Seq[Sequence], eos_token_ids: frozense
 def _forbid_each(
     logits_SV: torch.Tensor, seqs: Seq[Sequence], eos_token_ids: frozenset[int], forced: Mapping[int, int]
 ) -> None:
-    """Ends, before `min_tokens`, and ends of `bad_words_token_ids`."""
+    """Forbid end and stop tokens before `min_tokens`, and the last tokens of `bad_words_token_ids`."""
     forbidden: list[tuple[int, Collection[int]]] = []
     for row, seq in enumerate(seqs):
         if row in forced:
@@ -65,12 +64,12 @@ def _ends_of_bad_words(seq: Sequence) -> list[int]:
     words = seq.sampling_params.bad_words_token_ids
     longest = max(map(len, words)) - 1
     before = tuple(seq.token_ids[max(seq.num_prompt_tokens, len(seq) - longest) :])
-    # Of a word longer than what there is, the slice is shorter than the word.
+    # For a word longer than the answer, the slice is shorter than word[:-1] and so differs.
     return [word[-1] for word in words if word[:-1] == before[len(before) - len(word) + 1 :]]
 
 
 def _forbid_others(logits_SV: torch.Tensor, seqs: Seq[Sequence], forced: Mapping[int, int]) -> None:
-    """All but `allowed_token_ids`, or the token that is forced."""
+    """Forbid all tokens but `allowed_token_ids`, or but the forced token."""
     allowed_of: dict[int, Collection[int]] = {}
     for row, seq in enumerate(seqs):
         allowed = {forced[row]} if row in forced else seq.sampling_params.allowed_token_ids
@@ -105,7 +104,7 @@ def _forbid_ungrammatical(logits_SV: torch.Tensor, seqs: Seq[Sequence], forced: 
 
 
 def _mask(logits_SV: torch.Tensor, rows: Seq[int], forbidden_RV: torch.Tensor) -> None:
-    """`forbidden_RV` is overwritten."""
+    """Set forbidden logits of `rows` to minus infinity. `forbidden_RV` is overwritten."""
     index_R = integers(rows, logits_SV.device)
     x_RV = logits_SV.index_select(0, index_R)
     forbidden_RV &= ~x_RV.isnan()
@@ -113,7 +112,7 @@ def _mask(logits_SV: torch.Tensor, rows: Seq[int], forbidden_RV: torch.Tensor) -
 
 
 def _places(of_rows: Iterable[tuple[int, Collection[int]]], like_RV: torch.Tensor) -> torch.Tensor:
-    """[N] int64: where these rows' tokens are in all logits."""
+    """[N] int64: indices of these rows' tokens in the flattened logits."""
     num_tokens = like_RV.shape[1]
     places = [np.fromiter(ids, dtype=np.int64, count=len(ids)) + row * num_tokens for row, ids in of_rows]
     return to_device(np.concatenate(places), like_RV.device)

@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a draw is a function of what it is for, not of what was drawn before.
+"""Counter-based random numbers: a draw depends on its seed, position and token id, not on earlier draws.
 
 Any worker that knows a sequence's seed and the token's position computes the same draw, so a sequence that was
-preempted, moved or started over goes on with the tokens it would have had. Several answers to one prompt have
-a seed each.
+preempted, moved or restarted continues with the tokens that it would have had. Each of several answers to one prompt
+has its own seed.
 
 Philox4x32-10 from J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -27,7 +27,7 @@ def philox4x32(counters: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArra
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
     k0, k1 = (keys[:, i].astype(np.uint64) for i in range(2))
     for _ in range(NUM_ROUNDS):
-        # 32 x 32 -> 64 bits: cannot overflow. Only the key's sums are taken modulo 2**32.
+        # 32 x 32 -> 64 bits cannot overflow. Only the sums of the key are taken modulo 2**32.
         product_0, product_1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
         c0, c2 = (product_1 >> _SHIFT_32) ^ c1 ^ k0, (product_0 >> _SHIFT_32) ^ c3 ^ k1
         c1, c3 = product_1 & _LOW_32, product_0 & _LOW_32
@@ -36,15 +36,15 @@ def philox4x32(counters: NDArray[np.uint32], keys: NDArray[np.uint32]) -> NDArra
 
 
 def exponentials(seed: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One exponentially distributed number (mean 1) for each of the ascending `token_ids` (at least one), a function of
-    the id and the two integers alone.
+    """Return one exponentially distributed number (mean 1) for each of the ascending `token_ids` (at least one). It
+    depends only on the id, `seed` and `position`.
 
-    `seed` is 64-bit, signed or not; `position` is at least 0 and below 2**32. Four ids share a block of Philox. Of 32
-    random bits each: between 1.2e-10 and 22.9.
+    `seed` is 64-bit, signed or not; `position` is in [0, 2**32). Four ids share a Philox block. Each number is made
+    from 32 random bits and lies between 1.2e-10 and 22.9.
     """
     block_of_token = token_ids >> 2
     blocks = np.arange(block_of_token[-1] + 1)
-    if len(blocks) > len(token_ids):  # few of many: not all blocks between them
+    if len(blocks) > len(token_ids):  # few ids: compute only their blocks
         blocks, block_of_token = np.unique(block_of_token, return_inverse=True)
     counters = np.zeros((len(blocks), 4), dtype=np.uint32)
     counters[:, 0], counters[:, 2] = blocks, position

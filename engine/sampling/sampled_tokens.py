@@ -1,7 +1,7 @@
-"""The tokens that a launched step samples: on the device, where the next step finds them, and on their way to the host.
+"""The tokens that a launched step samples: on the device, where the next step reads them, and being copied to the host.
 
     launch ── SampledTokens ──> the next launch reads `on_device`
-                   └── wait ──> ids on the host, and the step is done ──> logprobs, of those that ask
+                   └── wait ──> ids on the host, and the step is done ──> logprobs, if asked for
 
 Owns the tensors and their copies in host memory.
 
@@ -20,7 +20,7 @@ from engine.scheduling.sequence import SchedulerOutput
 
 
 class SampledTokens:
-    """Made and waited for on the stepping thread."""
+    """Created and waited for on the stepping thread."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class SampledTokens:
         prompt_logprobs: list[PromptLogprobs],
         device: str,
     ) -> None:
-        """`token_ids_S`: int64, of those of `output.scheduled` that sample, in their order, one after each draft of one
-        before the next; None where none does.
-        `logprobs`: None where none asks for them. `prompt_logprobs`: of prompts that ask."""
+        """`token_ids_S`: int64, for each sequence of `output.scheduled` that samples, in order, its `num_sampled`
+        tokens; None if no sequence samples. `logprobs`: None if no sequence asks for them. `prompt_logprobs`: of
+        prompts that ask for them."""
         self.on_device = token_ids_S
         self._nums_sampled = [item.num_sampled for item in output.scheduled]
         ends = accumulate(self._nums_sampled)
         self.row_of = {item.seq.seq_id: end - 1 for item, end in zip(output.scheduled, ends, strict=True)}
-        """Where the last token of a sequence that samples lies in `on_device`."""
+        """By `seq_id`: the index of the sequence's last sampled token in `on_device`."""
         self._on_host = token_ids_S
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
@@ -55,23 +55,24 @@ class SampledTokens:
         self._done.record()
 
     def wait(self) -> list[list[int]]:
-        """Per scheduled sequence the sampled token ids (or INVALID_TOKEN), as many as its `num_sampled`. The step's KV
-        is in the pool by then."""
+        """Wait for the step. Returns `num_sampled` token ids (or INVALID_TOKEN) per scheduled sequence. The step's KV
+        is then in the pool."""
         if self._done is not None:
             self._done.synchronize()
         sampled = iter([] if self._on_host is None else self._on_host.tolist())
         return [list(islice(sampled, num_sampled)) for num_sampled in self._nums_sampled]
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """Of sequences that ask for them, by `seq_id`: of each sampled token. After `wait`."""
+        """Return, by `seq_id`, the logprobs of the sampled tokens of sequences that ask for them. Call after `wait`."""
         return {} if self._logprobs is None else self._logprobs.read()
 
     def prompt_logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """Of prompts that ask, by `seq_id`: of the tokens after `ScheduledSequence.prompt_positions`. After `wait`."""
+        """Return, by `seq_id`, the logprobs of prompts that ask for them, for the tokens after
+        `ScheduledSequence.prompt_positions`. Call after `wait`."""
         return {each.seq.seq_id: each.read() for each in self._prompt_logprobs}
 
 
 def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """In pinned host memory, once the device has come so far."""
+    """Return pinned host memory that holds the tensor's content once the device has done all work queued so far."""
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return on_host.copy_(tensor, non_blocking=True)

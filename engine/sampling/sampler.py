@@ -1,7 +1,7 @@
-"""From logits to token ids. Semantics are vLLM's; random numbers are functions of the request (see `random`).
+"""From logits to token ids, with vLLM's semantics. Random numbers depend only on the request (see `random`).
 
-Holds no state between steps: what a draw depends on is in the sequence and its logits, so that a sequence gets the same
-tokens in any batch, on any worker, after any preemption.
+The sampler holds no state between steps. A draw depends only on the sequence and its logits, so a sequence gets the
+same tokens in any batch, on any worker, after any preemption.
 
 Per row, in this order:
 
@@ -10,26 +10,28 @@ Per row, in this order:
     multiplied by r where negative.
  3. `frequency_penalty` f: minus f times the token's count in the answer. `presence_penalty` p: minus p if it occurs
     there.
- 4. `min_tokens`: until the answer has so many, end-of-sequence (also under `ignore_eos`) and stop tokens get -inf.
- 5. `allowed_token_ids`: all others get -inf. A grammar: so do tokens that cannot come next
-    (`engine.scheduling.grammar`). `bad_words_token_ids`: so do tokens that would end one of them. A `thinking_budget`
-    that is used up takes the place of 4 and 5: all but what ends the thought (`engine.scheduling.thinking`) get -inf.
+ 4. `min_tokens`: until the answer has that many, end-of-sequence (also with `ignore_eos`) and stop tokens get -inf.
+ 5. `allowed_token_ids`: all other tokens get -inf. A grammar: tokens that cannot come next get -inf
+    (`engine.scheduling.grammar`). `bad_words_token_ids`: tokens that would complete a bad word get -inf. A used-up
+    `thinking_budget` replaces 4 and 5: all tokens but the one that ends the thought get -inf
+    (`engine.scheduling.thinking`).
  6. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
     temperature, and of the tokens
  7. `min_p` keeps those at least `min_p` times as probable as the most probable one,
  8. `top_k` keeps those at least as probable as the k-th,
- 9. `top_p` keeps the smallest set of most probable ones that holds `top_p` of what is left by then.
-    Tokens exactly as probable as the last one kept are kept with it: the outcome does not hang on a sorting order.
-10. Each token left gets an exponentially distributed number, a function of (seed, position in the answer,
-    token id) alone. Divided by the token's probability, the smallest one picks.
+ 9. `top_p` keeps the smallest set of most probable tokens that holds `top_p` of the remaining probability.
+    Tokens exactly as probable as the last kept one are kept, too, so that the outcome does not depend on a sorting
+    order.
+10. Each remaining token gets an exponentially distributed number, which depends only on (seed, position in the answer,
+    token id), divided by the token's probability. The token with the smallest quotient is chosen.
 
-Step 10 is a race of exponential clocks: a token wins with its probability, as in inverting the cumulative distribution
-with one uniform number. But it forgives rounding. Two workers, or two batches, do not compute the same logits to the
-last bit; the race then ends differently only where the two fastest are as close as that, while of the thousands of
-boundaries of a cumulative distribution it is enough that any moves across the number drawn.
+Step 10 is a race of exponential clocks. A token wins with its probability, as when inverting the cumulative
+distribution with one uniform number, but the race tolerates rounding. Two workers, or two batches, do not compute the
+same logits to the last bit. The race then ends differently only if its two fastest tokens are that close, while with a
+cumulative distribution it is enough that any of thousands of boundaries moves across the drawn number.
 
-A row whose logits hold a NaN, whose grammar has come to an error, or in which nothing may come, has no next token:
-`INVALID_TOKEN`. Its neighbours are not concerned.
+A row whose logits contain a NaN, whose grammar has failed, or in which no token may come, gets `INVALID_TOKEN`. Other
+rows are not affected.
 
 Shapes: S rows, V vocabulary, R rows that draw.
 """
@@ -50,11 +52,11 @@ from engine.scheduling.sequence import INVALID_TOKEN, Sequence
 from engine.to_device import integers
 
 HOPELESS = 5e-12
-"""A token with less than this of the largest probability cannot win the race: the bounds of `exponentials` say so."""
+"""A token with less than this share of the largest probability cannot win the race, by the bounds of `exponentials`."""
 
 
 ChooseRows = Callable[[torch.Tensor, Seq[Sequence]], torch.Tensor]
-"""Logits [R, V] and whose they are to token ids [R], int64, where the logits are."""
+"""Maps logits [R, V] and their sequences to token ids [R], int64, on the logits' device."""
 
 
 class Sampler:
@@ -65,16 +67,17 @@ class Sampler:
         choose_greedy: ChooseRows | None = None,
         draw_rows: ChooseRows | None = None,
     ) -> None:
-        """Both do faster what `choose_largest` and `draw` do, and may overwrite the logits."""
+        """`choose_greedy` and `draw_rows` are faster versions of `choose_largest` and `draw`. They may overwrite the
+        logits."""
         self._eos_token_ids = eos_token_ids
         self._choose_greedy = choose_greedy or choose_largest
         self._draw = draw_rows or draw
 
     def sample(self, logits_SV: torch.Tensor, seqs: Seq[Sequence], last_token_ids_S: torch.Tensor) -> torch.Tensor:
-        """The next token of each row: [S] int64, on the same device. `logits_SV` may be changed in place.
+        """Sample the next token of each row: [S] int64, on the same device. May change `logits_SV` in place.
 
-        `last_token_ids_S`: the token that each sequence ends with, which the host need not know yet. Nothing is read
-        back from a device. Rows that need nothing special cost one argmax, whatever other rows ask for.
+        `last_token_ids_S`: the last token of each sequence, which the host need not know yet. Nothing is read back from
+        a device. Rows without special parameters cost one argmax, whatever other rows ask for.
         """
         add_bias(logits_SV, seqs)
         apply_penalties(logits_SV, seqs, last_token_ids_S)
@@ -94,26 +97,26 @@ class Sampler:
 
 
 def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:
-    """Per row the index of the largest value, the lowest among equals; INVALID_TOKEN where there is a NaN, or
-    -infinity alone."""
+    """Return the index of each row's largest value, the lowest among equals. INVALID_TOKEN if a row contains a NaN or
+    only -infinity."""
     if logits_SV.device.type == "cpu":
         # numpy's argmax is vectorised: ten times as fast as torch's on bfloat16.
         array = logits_SV.float().numpy()
         chosen = array.argmax(axis=1)
-        found = np.take_along_axis(array, chosen[:, None], axis=1)[:, 0]  # of NaN and others argmax finds the NaN
+        found = np.take_along_axis(array, chosen[:, None], axis=1)[:, 0]  # argmax finds a NaN, if any
         return torch.from_numpy(np.where(found > -np.inf, chosen, INVALID_TOKEN))
     largest, indices = logits_SV.max(dim=-1)
     return torch.where(largest > float("-inf"), indices, INVALID_TOKEN)
 
 
 def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """One token per row at random, temperatures above 0. Rows do not influence each other, not even by rounding."""
+    """Draw one token per row. Temperatures must be above 0. Rows do not influence each other, not even by rounding."""
     weights_RV = filtered_weights(logits_RV, seqs).cpu().numpy()
     return torch.tensor([race(weights_V, seq) for weights_V, seq in zip(weights_RV, seqs, strict=True)])
 
 
 def race(weights_V: NDArray[np.float64], seq: Sequence) -> int:
-    """A token with probability in proportion to its weight, of which the largest is 1: step 10 above."""
+    """Draw a token with probability proportional to its weight; the largest weight is 1. Step 10 above."""
     if np.isnan(weights_V.max()):
         return INVALID_TOKEN
     candidates = np.flatnonzero(weights_V > HOPELESS)
@@ -145,7 +148,7 @@ def filtered_weights(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tens
 def nucleus_threshold(weights_V: torch.Tensor, top_p: float) -> float:
     """The weight of the last token that `top_p` keeps: A. Holtzman et al., 2020, section 3.1."""
     mass = weights_V.cumsum(dim=-1)[-1]
-    # All tokens below the floor sum to less than what top_p leaves out: the nucleus is among the others, usually few.
+    # All tokens below the floor together weigh less than top_p drops: the nucleus is among the others, usually few.
     floor = mass * ((1 - top_p) / weights_V.shape[0])
     candidates = weights_V[weights_V >= floor].cpu().numpy()
     top = torch.from_numpy(np.sort(candidates)[::-1].copy())  # numpy's sort is 20 times as fast as torch's

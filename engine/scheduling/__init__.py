@@ -1,1 +1,1 @@
-"""Decides what each step computes, and who owns which block. Integers only: nothing here imports torch."""
+"""Decides what each step computes and tracks which owner has which block. Integers only: nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""What a block manager says of its blocks: who owns them, how many each owns, and which prefixes they hold."""
+"""What a block manager reports: the kinds of block owners, block counts by owner, and changes of the prefix cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class BlockOwner(IntEnum):
-    """Kinds of block tables, strongest first."""
+    """Kinds of block tables, strongest first: a block in several tables counts for the strongest."""
 
     SEQUENCE = 0
     GRANT = 1
@@ -33,7 +33,7 @@ class BlockLedger:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """A prefix block became findable (`is_stored`) or was evicted."""
+    """A prefix block was stored (`is_stored`) or evicted."""
 
     is_stored: bool
     block_hash: bytes
@@ -41,10 +41,11 @@ class CacheEvent:
 
 @dataclass(frozen=True, slots=True)
 class HostLedger:
-    """The host's blocks. What is neither free nor kept is on its way, from the pool or, forgotten, to it."""
+    """Blocks in host memory. A block that is neither free nor kept is being saved to, or is forgotten but still being
+    loaded from."""
 
     num_blocks: int = 0
     num_free: int = 0
     num_kept: int = 0
     num_saving: int = 0
-    """Of the pool's cached blocks, as long as they are copied: they are not to be had."""
+    """Cached blocks of the pool that are being copied to the host: until that is done they cannot be evicted."""

@@ -1,6 +1,6 @@
-"""Records who owns each KV block. Integers only, no torch.
+"""Tracks who owns each KV block. Integers only, no torch.
 
-Owns the block ids of one pool and, with them, its `PrefixCache`. Does not own the memory behind them.
+Owns the block ids of one pool and its `PrefixCache`. Does not own the blocks' memory.
 
     FREE ──take──> in a block table (SEQUENCE, GRANT or HELD), referenced once or more
      ^  ^                                   │ last reference dropped
@@ -9,14 +9,14 @@ Owns the block ids of one pool and, with them, its `PrefixCache`. Does not own t
                  │ └──prefix match──> in a block table again
                  └──oldest, and few are free──> CACHED, being saved: not evicted before that is done
 
-With host memory beside the pool (`engine.scheduling.offloading`) the oldest cached blocks are copied there before their
-place is needed, so that evicting them costs nothing; a prefix is looked up in both memories. A block that is being
-loaded from there is in a table, and findable; until it is there, its sequence (`Sequence.num_loading_blocks`) must be
-neither computed nor freed. `take_copies` says what is to be copied, `end_copy` is told that it was.
+With host memory (`engine.scheduling.offloading`), the oldest cached blocks are copied there before the pool runs out of
+free blocks, so that evicting them loses nothing; prefixes are looked up in both memories. A block that is being loaded
+from the host is already in a table and findable. Until it is loaded, its sequence (`Sequence.num_loading_blocks`) must
+be neither computed nor freed. `take_copies` returns the copies to make; the caller reports each by `end_copy`.
 
 A table has one kind of owner; `hand_over` changes it (a committed grant becomes a sequence, a computed prompt becomes
-held). A block in several tables counts for the strongest kind: SEQUENCE, then GRANT, then HELD. The five
-counts always sum up to the pool; `check_integrity` recounts them from the tables.
+held). A block in several tables counts for the strongest kind: SEQUENCE, then GRANT, then HELD. The five counts (free,
+cached and these three) always sum up to the pool; `check_integrity` recounts them from the tables.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class _Table:
-    """What one sequence holds. `block_ids` is the very list that the sequence shows as `block_table`."""
+    """The blocks of one sequence. `block_ids` is the same list object as `Sequence.block_table`."""
 
     owner: BlockOwner
     block_ids: list[int]
     num_registered: int = 0
-    """Leading blocks whose hashes were offered to the prefix cache."""
+    """Leading blocks whose hashes have been offered to the prefix cache."""
 
 
 READY_SHARE = 4
-"""One block in so many is free, or cached and saved, or being saved: so many may be taken at once, and nothing is lost.
-A prompt that takes more evicts what has no copy: it does not wait for others' sake."""
+"""With host memory, one block in READY_SHARE is kept free, or cached and saved, or being saved: so many can be taken at
+once without losing a cached prefix. A prompt that needs more does not wait: it evicts blocks that have no copy."""
 SAVES_AT_ONCE = 1024
-"""Being saved, blocks are not to be had: of a large pool few are. More than a step computes, so that copies keep up."""
+"""Limits how many blocks are being saved at once, since those cannot be evicted meanwhile. More than a step fills, so
+that the copies keep up."""
 
 
 class BlockManager:
@@ -77,17 +78,17 @@ class BlockManager:
         self._num_to_be_ready = max(1, num_blocks // READY_SHARE) if num_host_blocks else 0
         self._saving: set[int] = set()
         self._num_saving_unused = 0
-        """Of those, which are nobody's."""
+        """How many blocks of `_saving` are in no table."""
         self._loading: dict[int, list[Sequence]] = {}
-        """And who waits for it."""
+        """By block that is being loaded: the sequences that wait for it."""
         self._copies: list[BlockCopy] = []
-        """Not taken yet."""
+        """Copies that `take_copies` has not returned yet."""
 
     # -- questions ----------------------------------------------------------------------------------------------
 
     @property
     def is_copying(self) -> bool:
-        """Whether blocks are being copied, and will be usable or free once they have arrived."""
+        """Whether blocks are being copied, which become usable or free when their copies end."""
         return bool(self._saving or self._loading)
 
     @property
@@ -99,8 +100,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_shared_blocks(self, seq: Sequence) -> int:
-        """How many blocks of a prefix of `seq`, which has none yet, are in use by others, so that it would need no new
-        ones for them."""
+        """How many prefix blocks `seq`, which has no blocks yet, would share with tables of others, and so need not
+        allocate."""
         matched = self.prefixes.match(self.prefixes.hashes_of(seq, seq.num_reusable_tokens))
         return sum(block_id is not None and block_id not in self._evictor for block_id in matched)
 
@@ -112,12 +113,12 @@ class BlockManager:
         return self._offloading.ledger(self._num_saving_unused)
 
     def cached_hashes(self) -> list[bytes]:
-        """The hashes of all blocks that a prefix match could find, here or on the host."""
+        """Return the hashes of all blocks that a prefix match can find, in the pool or on the host."""
         return self.prefixes.hashes()
 
     def forget_prefixes(self) -> bool:
-        """Free all blocks that are only cached. False: of some prefix a block is in use, or being copied, and may still
-        be found. Copies on the host stay."""
+        """Free all blocks that are only cached; copies on the host stay. Returns False if prefixes can still be found
+        in the pool, because their blocks are in use or being copied."""
         while self._evictor:
             block_id = self._evictor.evict()
             self.prefixes.drop(block_id)
@@ -125,17 +126,17 @@ class BlockManager:
         return not self.prefixes
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """What was stored and evicted since the last call, in order."""
+        """Return which prefix blocks were stored and evicted since the last call, in order."""
         return self.prefixes.take_events()
 
     # -- a table's life -----------------------------------------------------------------------------------------
 
     def allocate(self, seq: Sequence, owner: BlockOwner, *, num_reusable_tokens: int, num_spare_blocks: int) -> bool:
-        """Give `seq` blocks for all its tokens, those of a cached prefix first.
+        """Give `seq` blocks for all its tokens, beginning with the blocks of a cached prefix.
 
-        At most `num_reusable_tokens` tokens are taken from the prefix cache; `num_spare_blocks` must stay available.
-        Sets `seq.block_table`, `seq.num_computed_tokens` and `seq.num_loading_blocks`. Returns False, with nothing
-        changed, if there are too few blocks.
+        Takes at most `num_reusable_tokens` tokens from the prefix cache and leaves `num_spare_blocks` available. Sets
+        `seq.block_table`, `seq.num_computed_tokens` and `seq.num_loading_blocks`. Returns False and changes nothing if
+        there are too few blocks.
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
         hashes = self.prefixes.hashes_of(seq, num_reusable_tokens)
@@ -145,7 +146,7 @@ class BlockManager:
         num_evictable = sum(block_id in self._evictor for block_id in cached)
         if self.num_available - num_evictable < num_new + num_spare_blocks:
             return False
-        for block_id in cached:  # before any is taken: that may evict
+        for block_id in cached:  # before any new block is taken, which may evict these
             self._touch(block_id, owner)
         loaded = {i: self._new_block(owner) for i, block_id in enumerate(matched) if block_id is None}
         for i, block_id in loaded.items():
@@ -159,13 +160,14 @@ class BlockManager:
         return True
 
     def can_append(self, *seqs: Sequence, num_drafts: int = 0) -> bool:
-        """Whether `append` would succeed for all of these, with this many drafts each."""
+        """Whether `append` would succeed for all of `seqs`, with `num_drafts` drafts each."""
         return sum([self._num_missing(seq, num_drafts) for seq in seqs]) <= self.num_available
 
     def append(self, seq: Sequence, num_drafts: int = 0) -> None:
-        """Make room for every token of `seq` and `num_drafts` behind them.
+        """Make room for every token of `seq` and `num_drafts` drafts after them.
 
-        The blocks that it writes from `num_computed_tokens` on are its own: what tables share is full and computed."""
+        The sequence shares no block that it writes from `num_computed_tokens` on: shared blocks are full and computed.
+        """
         num_missing = self._num_missing(seq, num_drafts)
         if num_missing:
             assert num_missing <= self.num_available, "ask can_append first"
@@ -173,17 +175,17 @@ class BlockManager:
             table.block_ids += [self._new_block(table.owner) for _ in range(num_missing)]
 
     def _num_missing(self, seq: Sequence, num_drafts: int) -> int:
-        """Blocks that it has to get for its tokens and so many drafts."""
+        """How many blocks `seq` lacks for its tokens and `num_drafts` drafts."""
         return max(0, self.num_blocks_for(len(seq) + num_drafts) - len(seq.block_table))
 
     def give_back(self, seq: Sequence) -> None:
-        """Give back the blocks after the last token of `seq`, which were for drafts."""
+        """Return the blocks after the last token of `seq`, which were allocated for drafts."""
         table = self._tables[seq.seq_id]
         while len(table.block_ids) > self.num_blocks_for(len(seq)):
             self._drop_ref(table.block_ids.pop(), table.owner)
 
     def register_computed(self, seq: Sequence, num_tokens: int) -> None:
-        """Make the full blocks of the first `num_tokens` tokens findable by prefix: they are known and computed."""
+        """Make the full blocks of the first `num_tokens` tokens, which must be computed, findable by prefix."""
         if not self.prefixes.is_enabled:
             return
         table = self._tables[seq.seq_id]
@@ -196,13 +198,13 @@ class BlockManager:
         table.num_registered = num_full
 
     def forget(self, seq: Sequence) -> None:
-        """Make the blocks of `seq` unfindable by prefix, whatever they hold."""
+        """Remove the blocks of `seq` from the prefix cache, and their copies on the host."""
         for block_id in self._tables[seq.seq_id].block_ids:
             if block_id in self.prefixes:
                 self.prefixes.forget(block_id)
 
     def hand_over(self, seq: Sequence, owner: BlockOwner) -> None:
-        """Change the kind of owner of the blocks of `seq`."""
+        """Change the owner kind of the blocks of `seq`."""
         table = self._tables[seq.seq_id]
         for block_id in table.block_ids:
             self._add_ref(block_id, owner)
@@ -210,7 +212,7 @@ class BlockManager:
         table.owner = owner
 
     def free(self, seq: Sequence) -> None:
-        """Drop every block of `seq`. Its last blocks become the first to be evicted."""
+        """Drop every block of `seq`. The last blocks of the sequence will be evicted first."""
         assert not seq.num_loading_blocks, f"blocks of sequence {seq.seq_id} are being written"
         table = self._tables.pop(seq.seq_id)
         for block_id in reversed(table.block_ids):
@@ -220,13 +222,13 @@ class BlockManager:
     # -- copies -------------------------------------------------------------------------------------------------
 
     def take_copies(self) -> list[BlockCopy]:
-        """Return the copies to be made now, in any order. Each must be ended by `end_copy`."""
+        """Return the copies to make now, in any order. The caller must report the end of each by `end_copy`."""
         self._save_ahead()
         copies, self._copies = self._copies, []
         return copies
 
     def end_copy(self, copy: BlockCopy) -> list[Sequence]:
-        """A copy is done. Returns the sequences whose blocks are now all there."""
+        """Take in that a copy is done. Returns the sequences whose blocks have now all been loaded."""
         if copy.is_load:
             self._offloading.end_load(copy.host_block_id)
             waiting = self._loading.pop(copy.block_id)
@@ -245,7 +247,8 @@ class BlockManager:
         return []
 
     def _save_ahead(self) -> None:
-        """The oldest blocks, until enough are ready or on their way to be, or as many as is good are on their way."""
+        """Begin to save the oldest cached blocks, until enough blocks are ready or being saved, or SAVES_AT_ONCE are
+        being saved."""
         while (
             len(self._saving) < SAVES_AT_ONCE
             and len(self._free) + self._evictor.num_ready + len(self._saving) < self._num_to_be_ready
@@ -272,7 +275,7 @@ class BlockManager:
         self._loading[block_id] = []
 
     def _wait_for_loads(self, seq: Sequence, block_ids: list[int]) -> None:
-        """Its own, and those that others began."""
+        """Let `seq` wait for all loads of its blocks, including those that other sequences began."""
         loading = [block_id for block_id in block_ids if block_id in self._loading]
         seq.num_loading_blocks = len(loading)
         for block_id in loading:
@@ -281,7 +284,7 @@ class BlockManager:
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def _owner_of(self, block_id: int) -> BlockOwner | None:
-        in_sequences, in_grants, held = self._refs  # looked at for each block of a prompt, beside every stream's step
+        in_sequences, in_grants, held = self._refs  # no loop: called for each block of a prompt, while streams wait
         if in_sequences[block_id]:
             return BlockOwner.SEQUENCE
         if in_grants[block_id]:
@@ -289,7 +292,7 @@ class BlockManager:
         return BlockOwner.HELD if held[block_id] else None
 
     def _new_block(self, owner: BlockOwner) -> int:
-        """One that nobody has, evicting a cached one if none is free."""
+        """Take a free block, or evict a cached one if none is free."""
         if self._free:
             block_id = self._free.popleft()
         else:
@@ -299,7 +302,7 @@ class BlockManager:
         return block_id
 
     def _touch(self, block_id: int, owner: BlockOwner) -> None:
-        """A block of a prefix, whether others have it or it is only cached: it is not evicted from now on."""
+        """Reference a prefix block, whether it is in other tables or only cached; it can no longer be evicted."""
         if block_id in self._evictor:
             self._evictor.remove(block_id)
         self._add_ref(block_id, owner)
@@ -310,7 +313,7 @@ class BlockManager:
         self._count_owned(block_id, before, self._owner_of(block_id))
 
     def _drop_ref(self, block_id: int, owner: BlockOwner) -> None:
-        """The last one leaves it cached, where a prefix may find it, or else free."""
+        """Drop one reference. After the last one, the block is cached if a prefix match can find it, else free."""
         before = self._owner_of(block_id)
         self._refs[owner][block_id] -= 1
         after = self._owner_of(block_id)
@@ -332,7 +335,7 @@ class BlockManager:
     # -- the audit ----------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> list[str]:
-        """Recount the pool from the tables. Returns what is wrong, one sentence each; empty if nothing is."""
+        """Recount the pool from the tables. Returns one sentence per error; empty if there are none."""
         problems = []
         refs = [[0] * self.num_blocks for _ in BlockOwner]
         for seq_id, table in self._tables.items():

@@ -1,8 +1,8 @@
-"""Drafts behind sequences that decode: the scheduler puts them into a step, and takes back those that were wrong.
+"""Adds draft tokens to decoding sequences before a step, and removes the wrong ones after the step.
 
     decoding sequences ──add──> some of them with drafts ──computed──> drop_wrong: as if only the right ones had been
 
-Where guesses come from is said in speculation.py.
+speculation.py says where drafts come from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.scheduling.stop_rule import StopRule
 
 
 class Drafting:
-    """Of one scheduler. Owns nothing: blocks for drafts are the sequence's."""
+    """One per scheduler. Owns nothing: the sequence owns the blocks of its drafts."""
 
     def __init__(
         self, config: SchedulerConfig, block_manager: BlockManager, stop_rule: StopRule, stats: SchedulerStats
@@ -28,8 +28,8 @@ class Drafting:
         self._stats = stats
 
     def add(self, decoding: list[ScheduledSequence], budget: int) -> list[ScheduledSequence]:
-        """`decoding`, some of them with drafts, at most `budget` in all, where some are found and there is room; these
-        come last. None behind a prompt's last token, if no more than the prompt is to be computed here."""
+        """Return `decoding` with drafts added where some are found and blocks are available, at most `budget` drafts in
+        all. Sequences with drafts come last. Prefill-only sequences get none."""
         if self._config is None:
             return decoding
         budget = min(budget, self._max_rows - len(decoding))
@@ -47,8 +47,8 @@ class Drafting:
         return plain + guessed
 
     def drop_wrong(self, scheduled: ScheduledSequence, sampled: list[int]) -> int:
-        """Drop all drafts from the first that was not sampled in its place, or comes after the answer's end, or has no
-        token after it. Returns how many."""
+        """Drop the drafts from the first that differs from the token sampled in its place, ends the answer, or has no
+        valid token sampled after it. Returns how many were dropped."""
         seq, drafts = scheduled.seq, scheduled.draft_token_ids
         num_right, length = 0, scheduled.end - len(drafts)
         for draft, token_id, following in zip(drafts, sampled[:-1], sampled[1:], strict=True):
@@ -69,8 +69,8 @@ class Drafting:
 
 
 def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
-    """At most `most` guesses at what comes next. They are looked up, as many as went well before. With a grammar, what
-    it says must come is guessed first, and nothing that it forbids."""
+    """Guess at most `most` next tokens. How many are looked up depends on how earlier drafts went. With a grammar, the
+    tokens that it forces come first, and no draft violates it."""
     if most < 1:
         return []
     num_wanted = min(most, seq.draft_history.num_wanted(len(seq)))

@@ -1,10 +1,10 @@
-"""Which cached block goes first when memory is needed: the least recently used. Integers only.
+"""Chooses which cached block is evicted when memory is needed: the least recently used. Integers only.
 
     waiting (oldest first) ──make_ready──> ready (oldest first) ──evict──> gone
                                            what is ready is older than all that waits
 
-Ready are those that lose nothing by it, as there is a copy elsewhere (`engine.scheduling.offloading`); without such
-copies none is, and all wait.
+A block is ready if it has a copy in host memory (`engine.scheduling.offloading`), so that evicting it loses nothing.
+Without host memory all blocks are waiting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 
 class LRUEvictor:
-    """Blocks that nobody uses but whose content may be wanted again, oldest first."""
+    """Blocks that are in no table but whose content may be needed again, oldest first."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, None] = OrderedDict()
@@ -31,16 +31,16 @@ class LRUEvictor:
 
     @property
     def next_waiting(self) -> int | None:
-        """The oldest that is not ready."""
+        """The oldest block that is not ready, or None."""
         return next(iter(self._waiting), None)
 
     def add(self, block_id: int) -> None:
-        """It was in use until now."""
+        """Add a block whose last reference was just dropped."""
         assert block_id not in self, f"block {block_id} is evictable already"
         self._waiting[block_id] = None
 
     def add_ready(self, block_id: int) -> None:
-        """It was the oldest that waited."""
+        """Add a block that has a copy. It must have been the oldest waiting block before."""
         assert block_id not in self, f"block {block_id} is evictable already"
         self._ready[block_id] = None
 
@@ -48,5 +48,5 @@ class LRUEvictor:
         del (self._ready if block_id in self._ready else self._waiting)[block_id]
 
     def evict(self) -> int:
-        """Take out the oldest of those that are ready, or else of all."""
+        """Remove and return the oldest ready block, or the oldest waiting one if none is ready."""
         return (self._ready or self._waiting).popitem(last=False)[0]

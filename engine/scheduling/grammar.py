@@ -1,21 +1,21 @@
-"""What may come next in an answer that a grammar constrains: structured outputs.
+"""Structured outputs: which tokens may come next in an answer that a grammar constrains.
 
     SamplingParams.grammar ──Grammars.state──> GrammarState of one sequence ──allowed(its answer so far)──> a mask [V]
                                                                            └──propose(its answer so far)──> guesses
 
-Owns the tokenizer that grammars are read with, made from the model's folder when the first one comes. What may come
-next is a function of the answer's tokens alone: a sequence that is preempted, handed over or goes on elsewhere after k
-tokens needs nothing but them. No torch.
+Owns the tokenizer that grammars are compiled with, made from the model's folder for the first grammar. What may come
+next depends on the answer's tokens alone, so a sequence that is preempted, handed over or continued elsewhere after k
+tokens needs no other state. No torch.
 
-Much of such an answer is no choice: the names in an object, and all between them. What alone may come is a good guess
-at what comes (speculation.py), if none of the tokens themselves, as a text may be cut into tokens in several
-ways. What a grammar has been asked about tokens that turn out to be wrong is taken back.
+Much of such an answer is forced text, such as an object's keys and punctuation. Forced text makes good drafts
+(speculation.py). It does not determine the tokens, since a text can be cut into tokens in several ways. The matcher
+rolls back drafts that turn out to be wrong.
 
-Each sequence compiles its grammar for itself, also one that was compiled before: copies share what they have learned of
-the text so far, which grows with all their answers up to a limit, and then all would end. It takes a millisecond, or
-a second for the worst that a router lets in (router/validation/grammar_checker.py), and for the first one of all; and
-begins when the request comes, in a thread of its own, one after the other. Meanwhile the scheduler goes on with the
-prompt but for its last token, and with others.
+Each sequence compiles its own grammar, even if the same one was compiled before: copies of a matcher share its lexer
+states, which grow with the answers of all copies up to a limit, and at the limit all copies would fail. Compiling takes
+a millisecond, or a second for the worst grammar that a router accepts (router/validation/grammar_checker.py) and for
+the first one. It starts when the request arrives, on one thread, one grammar after the other. Meanwhile the scheduler
+computes the prompt up to its last token, and other sequences.
 """
 
 from __future__ import annotations
@@ -32,38 +32,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # imported with the first grammar: a machine may have none of it (benchmarks/gpu.py)
+if TYPE_CHECKING:  # imported with the first grammar: llguidance may not be installed (benchmarks/gpu.py)
     from llguidance import LLMatcher, LLTokenizer
 
 LIMITS: dict[str, Any] = {"step_max_items": 10_000, "step_lexer_fuel": 50_000, "verbose_errors": False}
-"""Of the work for one token, for which schemas as people write them take 20 µs. A grammar that passes them ends its
-request. As the router's."""
+"""Limits on the work for one token; usual schemas take 20 µs. A grammar that exceeds them fails its request. The router
+uses the same limits."""
 MAX_REASON_CHARS = 400
 MAX_SPENT_S = 0.5
 MAX_S_PER_TOKEN = 0.002
-"""That finding out what may come next may take in one sequence: twenty times as long as a rule, and half a second."""
+"""A sequence may spend MAX_SPENT_S, and MAX_S_PER_TOKEN per token of its answer (twenty times the usual cost), on
+computing masks."""
 MAX_SPENT_ON_DRAFTS_S = 0.05
-"""That guesses may take, and MAX_S_PER_TOKEN beside it. Past it nothing is guessed, and nothing ends for it."""
+"""A sequence may spend this, and MAX_S_PER_TOKEN per token, on drafts. Beyond that it gets no more drafts."""
 COMPILE_PATIENCE_S = 0.005
-"""Most grammars are compiled within this time."""
+"""How long a step waits for a new grammar: most are compiled within this time."""
 STACK_BYTES = 16 << 20
-"""Of the thread that compiles: more than what a router tries a grammar on, which nests as deeply as its text says."""
+"""Stack of the compiling thread: larger than that of the router's trial compilation, since compiling recurses as deeply
+as the grammar's text nests."""
 
 
 class Grammars:
-    """Of one engine. Used by the stepping thread."""
+    """One per engine. Used by the stepping thread."""
 
     def __init__(self, model_folder: str | Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._path = Path(model_folder) / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._thread = ThreadPoolExecutor(1, "grammars")  # which is begun with the first grammar
+        self._thread = ThreadPoolExecutor(1, "grammars")  # starts its thread with the first grammar
         self._tokenizer: LLTokenizer | None = None
         self.on_compiled: Callable[[], None] | None = None
-        """Called, on any thread, where a grammar has come, or is not going to."""
+        """Called, on any thread, when a grammar has been compiled, has failed or was cancelled."""
 
     def state(self, grammar: str) -> GrammarState:
-        """For a new sequence. Raises `ValueError` where the model cannot be held to a grammar."""
+        """Create the state of a new sequence and begin to compile. Raises `ValueError` if the model cannot follow
+        grammars."""
         if not self._eos_token_ids:
             raise ValueError("grammar: the model has no end-of-sequence token, so that an answer could not end")
         if not self._path.is_file():
@@ -71,7 +74,7 @@ class Grammars:
         return GrammarState(lambda: self._begin_to_compile(grammar), self._vocab_size, self._eos_token_ids)
 
     def _begin_to_compile(self, grammar: str) -> Future[LLMatcher]:
-        before = threading.stack_size(STACK_BYTES)  # of threads that are begun now
+        before = threading.stack_size(STACK_BYTES)  # applies to threads that are started from now on
         try:
             compiled = self._thread.submit(self._compile, grammar)
         finally:
@@ -90,7 +93,7 @@ class Grammars:
 
 
 class GrammarState:
-    """Of one sequence: follows its answer, and drafts behind it for as long as they are not known to be wrong."""
+    """One per sequence: follows its answer, and the drafts after it until they are known to be wrong."""
 
     def __init__(
         self, compile_anew: Callable[[], Future[LLMatcher]], vocab_size: int, eos_token_ids: frozenset[int]
@@ -101,18 +104,18 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._num_known = 0
-        """Tokens of the answer that the matcher has taken, and that are no drafts."""
+        """Tokens of the answer, without drafts, that the matcher has consumed."""
         self._drafts: list[int] = []
-        """Drafts that it has taken behind them."""
+        """Drafts that the matcher has consumed after them."""
         self._spent_s = 0.0
         self._spent_on_drafts_s = 0.0
         self.error = ""
-        """Why `allowed` found nothing."""
+        """Why `allowed` returned None."""
 
     def wait_briefly(self) -> bool:
-        """Whether it is compiled, or is within COMPILE_PATIENCE_S of when the request came: without waiting so long
-        most would take a step more. No longer, however many have come behind one that takes long: streams wait for who
-        asks. Until it is compiled, `allowed` waits for it."""
+        """Wait for the grammar until COMPILE_PATIENCE_S after the request came, and return whether it is compiled.
+        Without this wait most requests with a grammar would need one more step. The wait ends at a fixed time, however
+        many grammars are queued, since it delays all streams. Before the grammar is compiled, `allowed` blocks."""
         patience_s = max(0.0, self._patient_until_s - time.monotonic())
         return self._compiled.done() or bool(wait([self._compiled], patience_s).done)
 
@@ -120,19 +123,19 @@ class GrammarState:
         wait([self._compiled])
 
     def close(self) -> None:
-        """Its sequence has ended: what has not begun to be compiled need not be, for those behind it."""
+        """The sequence has ended: cancel the compilation if it has not begun, so that queued ones need not wait."""
         self._compiled.cancel()
 
     def propose(self, answer: Seq[int], look_up: Callable[[list[int]], list[int]], most: int) -> list[int]:
-        """Guesses at what follows `answer`, at most so many: what alone may come, as the tokenizer cuts its text, and
-        behind it what `look_up` knows to follow it, up to what may not come (not all that may not: that would take
-        masks). No ends. None where guessing has taken its time."""
+        """Guess at most `most` tokens that follow `answer`: first the forced text, as the tokenizer cuts it into
+        tokens, then what `look_up` finds to follow that, up to the first token that the grammar is known to forbid (an
+        exact check would need masks). Never an end-of-sequence token. Empty once the time for drafts is used up."""
         if not self._may_guess(len(answer)):
             return []
         before_s = time.thread_time()
         matcher = self._at(answer, 0)
         if matcher is None or matcher.is_error():
-            return []  # said when the next token is drawn
+            return []  # `allowed` reports the error when the next token is sampled
         forced = matcher.compute_ff_tokens()
         drafts = (forced + look_up(forced))[:most]
         num_drafts = next((i for i, token_id in enumerate(drafts) if token_id in self._eos_token_ids), len(drafts))
@@ -144,13 +147,14 @@ class GrammarState:
         return drafts[:num_drafts]
 
     def allowed(self, answer: Seq[int], num_drafts: int = 0) -> NDArray[np.bool_] | None:
-        """Whether each token of the vocabulary may come after `answer`: [V]. End-of-sequence may where the answer is
-        complete, and is alone where it cannot go on. None: nothing may, and `error` says why; or with drafts, the last
-        `num_drafts` of `answer`, what may is not worth finding out.
+        """Return the mask of tokens that may come after `answer`, [V]. End-of-sequence is allowed where the answer is
+        complete, and is the only allowed token where the answer cannot go on. The last `num_drafts` tokens of `answer`
+        are drafts. None: no token may come, and `error` says why; or, with drafts, computing the mask is not worth its
+        time.
 
-        Within its time: what takes a thousand times as long as others ends its request."""
+        A sequence that exceeds its time (MAX_SPENT_S) gets an error."""
         if num_drafts and self.error:
-            return None  # in the step in which the answer itself came to an error, which is told
+            return None  # the answer without drafts came to an error in this step, which is reported
         before_s = time.thread_time()
         if num_drafts:
             allowed = self._allowed(answer, num_drafts) if self._may_guess(len(answer)) else None
@@ -169,7 +173,7 @@ class GrammarState:
         return self._spent_on_drafts_s <= MAX_SPENT_ON_DRAFTS_S + MAX_S_PER_TOKEN * num_tokens
 
     def _allowed(self, answer: Seq[int], num_drafts: int) -> NDArray[np.bool_] | None:
-        """Sets `error` where it is None."""
+        """Compute the mask; sets `error` where it returns None."""
         matcher = self._at(answer, num_drafts)
         if matcher is None:
             return None
@@ -186,16 +190,17 @@ class GrammarState:
         return allowed
 
     def _at(self, answer: Seq[int], num_drafts: int) -> LLMatcher | None:
-        """The matcher when it has taken `answer` and nothing else. None: there is none, `error` says why."""
+        """Return the matcher after it has consumed exactly `answer`. None: there is no matcher, and `error` says
+        why."""
         try:
             matcher = self._compiled.result()
-        except Exception as error:  # of the tokenizer: bare ones of a library, and the request's end
+        except Exception as error:  # the library raises bare exceptions for a bad tokenizer; only this request fails
             self.error = f"the model's tokenizer.json cannot be read: {error}"[:MAX_REASON_CHARS]
             return None
         behind = list(answer[self._num_known :])
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._drafts, behind, strict=False)))
         if num_same < len(self._drafts) and not matcher.rollback(len(self._drafts) - num_same):
-            self._forget_drafts()  # some grammars know no way back, such as ones with "stop="
+            self._forget_drafts()  # some grammars cannot be rolled back, such as those with "stop="
             return self._at(answer, num_drafts)
         matcher.consume_tokens(behind[num_same:])
         self._num_known = len(answer) - num_drafts
@@ -203,8 +208,8 @@ class GrammarState:
         return matcher
 
     def _forget_drafts(self) -> None:
-        """Begin anew where the matcher has taken drafts that it cannot give back: the grammar is compiled again, the
-        answer read again, and nothing is guessed in it any more."""
+        """Start over when the matcher cannot roll back its drafts: compile the grammar again, consume the answer again,
+        and propose no more drafts in this sequence."""
         self._compiled = self._compile_anew()
         self._num_known = 0
         self._drafts = []

@@ -1,14 +1,14 @@
-"""Which cached blocks have a copy in host memory, and what is being copied. Integers only, no torch.
+"""Tracks which cached blocks have a copy in host memory and which are being copied. Integers only, no torch.
 
-Owns the ids of the host's blocks, and the hashes of what is in them. Does not own the memory, nor copies anything
-(`engine.running.host_copies`), nor knows who uses a block of the pool (`engine.scheduling.block_manager`).
+Owns the ids of the host's blocks and the hashes of their contents. Does not own the memory, does not copy
+(`engine.running.host_copies` does), and does not know who uses the pool's blocks (`engine.scheduling.block_manager`).
 
     a block of the host          FREE ──begin_save──> SAVING ──end──> KEPT ──evicted by a newer one, forgotten──> FREE
                                                          └─ forgotten meanwhile ─────────────────────────────────────┘
                                  KEPT ──begin_load──> KEPT, and read: not evicted before the load's end
 
-The least recently saved or loaded goes first. What is loaded stays here, too: when it is evicted from the pool again,
-nothing need be copied.
+The block that was saved or loaded least recently is evicted first. A loaded block also stays on the host, so that it
+need not be copied again when the pool evicts it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from engine.scheduling.block_ledger import HostLedger
 
 
 class BlockCopy(NamedTuple):
-    """All layers of a block, from the pool to the host's memory, or from there."""
+    """A copy of all layers of one block between the pool and host memory."""
 
     is_load: bool
-    """From the host's."""
+    """True: from the host to the pool; False: from the pool to the host."""
     block_id: int
     host_block_id: int
 
 
 class Offloading:
-    """Of no host blocks, where nothing is offloaded: it has nothing, then, and takes nothing."""
+    """One per pool. With `num_host_blocks` 0, nothing is offloaded."""
 
     def __init__(self, num_host_blocks: int, on_evicted: Callable[[bytes], object]) -> None:
-        """`on_evicted`: told by whose hash a copy was found that gave way to another's."""
+        """`on_evicted` is called with the hash of a copy that is evicted for a newer one."""
         self._on_evicted = on_evicted
         self.num_host_blocks = num_host_blocks
         self._free: deque[int] = deque(range(num_host_blocks))
         self._kept: OrderedDict[bytes, int] = OrderedDict()
-        """Oldest first."""
+        """Hash to host block, oldest first."""
         self._saving: dict[int, bytes] = {}
-        """By host block, what it is to be found by."""
+        """Host block to the hash that it will be found by."""
         self._reads: set[int] = set()
-        """Host blocks that are loaded from: by one load each, since whoever comes then finds the pool's block."""
+        """Host blocks that are being loaded from, by one load each: later requests find the pool's block."""
         self._forgotten: set[int] = set()
-        """Found by nothing any more, and still being read."""
+        """Host blocks that can no longer be found but are still being loaded from."""
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept
@@ -56,7 +56,7 @@ class Offloading:
         return HostLedger(self.num_host_blocks, len(self._free), len(self._kept), num_saving)
 
     def begin_save(self, block_id: int, block_hash: bytes) -> BlockCopy | None:
-        """None where all that is kept is being read."""
+        """Begin to copy a block to the host. Returns None if no host block is free and all kept ones are being read."""
         assert block_hash not in self._kept, "it is there"
         if not self._free:
             evicted = next((each for each, host_block in self._kept.items() if host_block not in self._reads), None)
@@ -69,7 +69,7 @@ class Offloading:
         return BlockCopy(False, block_id, host_block_id)
 
     def end_save(self, host_block_id: int, *, is_wanted: bool) -> None:
-        """It is copied. Not wanted: nothing is to find it."""
+        """The copy is done. Keep it if `is_wanted`, else free the host block."""
         block_hash = self._saving.pop(host_block_id)
         if is_wanted and block_hash not in self._kept:
             self._kept[block_hash] = host_block_id
@@ -90,7 +90,7 @@ class Offloading:
             self._free.append(host_block_id)
 
     def forget(self, block_hash: bytes) -> None:
-        """Nothing finds it any more. What is being read, or saved, is free afterwards."""
+        """Make a kept copy unfindable and free it; a copy that is being read is freed when its load ends."""
         host_block_id = self._kept.pop(block_hash, None)
         if host_block_id is None:
             return
@@ -100,7 +100,7 @@ class Offloading:
             self._free.append(host_block_id)
 
     def check_integrity(self) -> list[str]:
-        """What is wrong, one sentence each."""
+        """Return one sentence per error."""
         places = Counter([*self._free, *self._kept.values(), *self._saving, *self._forgotten])
         wrong = [host_block for host_block in range(self.num_host_blocks) if places[host_block] != 1]
         return [f"host block {host_block} is in {places[host_block]} places" for host_block in wrong]

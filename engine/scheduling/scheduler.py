@@ -1,29 +1,29 @@
-"""Decides what each engine step computes, and takes in its results. Integers only, no torch.
+"""Decides what each engine step computes, and applies its results. Integers only, no torch.
 
-Owns every sequence of the engine, by its state (see `engine.scheduling.sequence`):
+Owns every sequence of the engine, grouped by state (see `engine.scheduling.sequence`):
 
     waiting ──admit──> running ──finish──> gone
        ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──abort──> gone
     granted ──commit──> running
-    admitted or committed, and a part of its prefix lies in host memory: ──> loading ──take_copied──> running
+    admitted or committed, with part of the prefix in host memory: ──> loading ──take_copied──> running
 
-One step: `schedule` picks tokens up to the budget. Decoding sequences come first, so that a long prompt never makes the
-others wait for more than one chunk. Prompts are taken one after the other once they are enough to keep the device busy,
-so that the first does not wait for the last. `begin` counts the tokens as computed; `apply` takes in what was sampled.
-A sequence is admitted when the pool has blocks for all its tokens; when a running one cannot grow, the youngest running
-sequence is preempted and later recomputed. First come, first served: nothing overtakes the head of `waiting`, so
-nothing starves.
+One step: `schedule` picks tokens up to the budget. Decoding sequences come first, so that a long prompt never makes
+them wait for more than one chunk. A step takes prompts only until it has enough tokens to keep the device busy, so that
+the first prompt does not wait for the last. `begin` counts the tokens as computed; `apply` takes in the sampled tokens.
+A sequence is admitted when the pool has blocks for all its tokens. When a running sequence cannot grow, the youngest
+running sequence is preempted and later recomputed. Order is first come, first served: nothing overtakes the head of
+`waiting`, so nothing starves.
 
 The next step may be scheduled before the previous step's tokens are known (`engine.llm_engine` says when):
 
     schedule(k) begin(k) ── schedule(k+1) begin(k+1) ── apply(k) ── schedule(k+2) begin(k+2) ── apply(k+1) ── …
 
-A sequence that step k samples continues in step k+1 from a token that only the device knows yet (`PENDING_TOKEN`). If
-it turns out to be the last one, what k+1 computes for it is thrown away. A sequence with a grammar, or with bad words
-of several tokens, continues in step k+2 instead, since what may come next depends on the token itself. While its
-grammar is still being compiled it is not sampled at all, unless there is nothing else to do: the step, and all others
-in it, would wait for the grammar. When a sequence ends, in whatever way, its blocks are freed once no launched step,
-and no load, can write to them any more; and nothing is preempted before the launched steps are done.
+Step k+1 continues a sequence that step k samples from a token that only the device knows yet (`PENDING_TOKEN`). If that
+token ends the sequence, step k+1's result for it is discarded. A sequence with a grammar, or with bad words of several
+tokens, continues in step k+2 instead, since what may come next depends on the token itself. While its grammar is still
+being compiled, a sequence is not sampled, unless there is nothing else to do: otherwise the whole step would wait for
+the grammar. When a sequence ends, for whatever reason, its blocks are freed once no launched step and no load can write
+to them. Nothing is preempted while steps are in flight.
 """
 
 from __future__ import annotations
@@ -67,25 +67,25 @@ class Scheduler:
         self.granted: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self._seqs: dict[str, Sequence] = {}
-        """All of these, by `request_id`."""
+        """All sequences of the above, by `request_id`."""
         self.stats = SchedulerStats()
         self._stop_rule = StopRule(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._drafting = Drafting(config, block_manager, self._stop_rule, self.stats)
         self._num_steps_in_flight = 0
         self._missing_grammar: GrammarState | None = None
-        """The first for which the last `schedule` left a token out."""
-        # Growth of what runs comes before admission: this much of the pool is not given to newcomers.
+        """The first grammar that was not ready in the last `schedule`."""
+        # Running sequences grow before new ones are admitted: new ones must leave this much of the pool available.
         self._num_spare_blocks = max(1, block_manager.num_blocks // 100)
 
     # -- questions ----------------------------------------------------------------------------------------------
 
     @property
     def lora_ids(self) -> set[int]:
-        """Of all requests that are here; 0 among them where some ask for none."""
+        """The adapters of all requests in the engine; contains 0 if some use no adapter."""
         return {seq.lora_id for seq in self._seqs.values()}
 
     def __contains__(self, request_id: object) -> bool:
-        """It has come and has not ended, wherever it is."""
+        """Whether the request is in the engine, in any state, and has not ended."""
         return request_id in self._seqs
 
     @property
@@ -94,22 +94,22 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens that are still to be prefilled."""
+        """How many tokens are still to be prefilled."""
         return sum(map(len, self.waiting)) + sum(seq.num_uncomputed_tokens for seq in self._prefilling())
 
     @property
     def num_waiting_prompts(self) -> int:
-        """Sequences that wait for their first token, or, preempted, for the next."""
+        """How many sequences wait for their first token, or, after preemption, for their next one."""
         return len(self.waiting) + len(self._prefilling())
 
     @property
     def num_free_seqs(self) -> int:
-        """How many more sequences there may be, whatever their blocks."""
+        """How many more sequences `max_num_seqs` allows, regardless of blocks."""
         return max(0, self._config.max_num_seqs - self._num_admitted - len(self.waiting) - len(self.granted))
 
     def has_room(self, newcomer: Sequence) -> bool:
-        """Whether a sequence would get its blocks at once, after all that wait already. Blocks that it shares with
-        other running sequences (several answers to a prompt) are not counted."""
+        """Whether a new sequence would get its blocks at once, behind all waiting ones. Blocks that it shares with
+        other sequences (such as several answers to one prompt) are not counted."""
         if not self.num_free_seqs:
             return False
         seqs = [newcomer, *self.waiting]
@@ -122,7 +122,7 @@ class Scheduler:
         return len(self.loading) + len(self.running)
 
     def _prefilling(self) -> list[Sequence]:
-        """Those that are admitted, and have more to compute than the token sampled last."""
+        """Admitted sequences that have more to compute than their last sampled token."""
         return [seq for seq in chain(self.loading.values(), self.running) if seq.num_uncomputed_tokens > 1]
 
     def _num_spare(self) -> int:
@@ -131,13 +131,13 @@ class Scheduler:
     # -- a sequence's life --------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence behind all that wait. Its `request_id` must not be in use here."""
+        """Queue a sequence behind all waiting ones. Its `request_id` must not be in use."""
         assert seq.status is SequenceStatus.WAITING
         self._seqs[seq.request_id] = seq
         self.waiting.append(seq)
 
     def reserve(self, seq: Sequence) -> bool:
-        """Grant blocks for all tokens of `seq`, to be filled from outside. False if there are too few."""
+        """Reserve blocks for all tokens of `seq`, which another engine fills. Returns False if there are too few."""
         if not self.has_room(seq) or not self._allocate(seq, BlockOwner.GRANT, len(seq)):
             return False
         seq.status = SequenceStatus.GRANTED
@@ -145,9 +145,9 @@ class Scheduler:
         return True
 
     def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
-        """The blocks of a granted sequence now hold the KV of all its tokens; `token_id` was sampled after them.
+        """Run a granted sequence: its blocks now hold the KV of all its tokens, and `token_id` was sampled after them.
 
-        Raises `ValueError` if these are not `num_tokens`.
+        Raises `KeyError` if it is not granted, and `ValueError` if it does not have `num_tokens` tokens.
         """
         if len(self.granted[request_id]) != num_tokens:
             raise ValueError(f"num_tokens must be {len(self.granted[request_id])}, is {num_tokens}")
@@ -159,7 +159,7 @@ class Scheduler:
         self._run(seq)
 
     def hold(self, request_id: str) -> None:
-        """Stop a prefill-only sequence wherever it is, keeping its blocks until `abort`. Repeating it is harmless."""
+        """Stop a prefill-only sequence in any state and keep its blocks until `abort`. Safe to repeat."""
         seq = self._seqs.get(request_id)
         if seq is not None:
             self._remove(seq)
@@ -174,7 +174,7 @@ class Scheduler:
         return seq is not None
 
     def take_copied(self, copies: Iterable[BlockCopy]) -> None:
-        """These blocks have been copied. A sequence that waited for the last of its blocks continues."""
+        """Take in finished copies. A sequence whose last block has been loaded continues."""
         for copy in copies:
             self.stats.count_copy(copy)
             for seq in self.block_manager.end_copy(copy):
@@ -187,11 +187,12 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self, max_prefill_tokens: int | None = None) -> SchedulerOutput:
-        """Decide what the next step computes. That is nothing if there is no work, or no memory for any, or while steps
-        are in flight whose outcome has to be known first.
+        """Decide what the next step computes: nothing if there is no work, no memory for any, or if the results of
+        steps in flight must be known first.
 
-        `max_prefill_tokens` bounds the prompts' part of a step in which something decodes. It also holds where a
-        granted sequence may begin to at any moment: its client has the first token, and must not wait for a long step.
+        `max_prefill_tokens` limits the prompt tokens of a step in which sequences decode. It also applies while a
+        granted sequence may start to decode at any moment: its client has the first token already, and must not wait
+        for a long step.
         """
         self._missing_grammar = None
         max_tokens = self._config.max_num_batched_tokens
@@ -209,31 +210,32 @@ class Scheduler:
         return SchedulerOutput(scheduled, [export for export in exports if export.block_ids])
 
     def wait_for_grammar(self) -> bool:
-        """For when there is nothing else to do: wait for the first grammar that `schedule` just missed. Returns False
-        if there is none."""
+        """Wait for the first grammar that was not ready in the last `schedule`; call it only if there is nothing else
+        to do. Returns False if there is none."""
         if self._missing_grammar is not None:
             self._missing_grammar.wait_until_compiled()
         return self._missing_grammar is not None
 
     def _misses_grammar(self, seq: Sequence) -> bool:
-        """Whether what may come next in `seq` is still being compiled, and cannot be sampled in this step."""
+        """Whether the grammar of `seq` is still being compiled, so that this step cannot sample it."""
         if seq.grammar is None or seq.grammar.wait_briefly():
             return False
         self._missing_grammar = self._missing_grammar or seq.grammar
         return True
 
     def _must_wait(self, seq: Sequence) -> bool:
-        """Whether `seq` must wait for its grammar, or for the token that a launched step samples. Either nothing comes
-        after that, whatever it is, or the host has to know it first, to ask a grammar or to look drafts up."""
+        """Whether `seq` must wait for its grammar, or for the token that a launched step samples. It waits for that
+        token if no token can follow it, or if the host needs it for a grammar or for looking up drafts."""
         if seq.token_ids[-1] != PENDING_TOKEN:
             return self._misses_grammar(seq)
         needs_token = seq.needs_known_tokens or self._config.speculation is not None
         return needs_token or seq.is_prefill_only or self._stop_rule.num_left(seq, len(seq)) <= 0
 
     def _schedule_decodes(self, seqs: list[Sequence]) -> list[ScheduledSequence]:
-        """Make room for one more token of each of these, oldest first. Where there is none, the youngest running
-        sequence is preempted, but none that is prefilled for another engine: its blocks are being read. While blocks
-        are being copied nothing is: who has no room sits this step out, and soon there is some, or somebody younger."""
+        """Make room for one more token of each of `seqs`, oldest first. If there is no room, preempt the youngest
+        running sequence, except those prefilled for another engine, whose blocks are being read. While blocks are being
+        copied, preempt nothing: a sequence without room skips this step, since the copies soon free blocks or bring
+        younger sequences."""
         decodes: list[ScheduledSequence] = []
         for seq in seqs:
             has_room = self.block_manager.can_append(seq)
@@ -247,14 +249,14 @@ class Scheduler:
         return decodes
 
     def _schedule_prefills(self, budget: int) -> list[ScheduledSequence]:
-        """At most so many tokens of prompts, one after the other until `prefill_batch_tokens` are together."""
+        """Pick at most `budget` prompt tokens, one prompt after the other until there are `prefill_batch_tokens`."""
         num_wanted_tokens = min(budget, self._config.prefill_batch_tokens)
         prefills: list[ScheduledSequence] = []
         candidates = self._prefill_candidates()
         while num_wanted_tokens > 0 and (seq := next(candidates, None)) is not None:
             num_new_tokens = min(seq.num_uncomputed_tokens, self._config.prefill_chunk_tokens, budget)
             if num_new_tokens == seq.num_uncomputed_tokens and self._misses_grammar(seq):
-                num_new_tokens -= 1  # what is sampled behind the last one may have to wait, and all of the step with it
+                num_new_tokens -= 1  # computing the last token would sample, and make the step wait for the grammar
             if not num_new_tokens:
                 continue
             prefills.append(ScheduledSequence(seq, num_new_tokens))
@@ -263,7 +265,7 @@ class Scheduler:
         return prefills
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
-        """Running sequences that still prefill, then newly admitted ones: each is admitted as it is taken."""
+        """Yield running sequences that still prefill, then waiting ones, admitting each as it is yielded."""
         yield from [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
         while self.waiting and self._num_admitted + len(self.granted) < self._config.max_num_seqs:
             seq = self.waiting[0]
@@ -275,17 +277,17 @@ class Scheduler:
                 yield seq
 
     def _allocate(self, seq: Sequence, owner: BlockOwner, num_reusable_tokens: int) -> bool:
-        """Blocks for all that a newcomer has. False if there are too few."""
+        """Allocate blocks for all tokens of a new sequence. Returns False if there are too few."""
         is_allocated = self.block_manager.allocate(
             seq, owner, num_reusable_tokens=num_reusable_tokens, num_spare_blocks=self._num_spare()
         )
-        if is_allocated and not seq.num_preemptions:  # a preempted one finds its own blocks: that is no hit
+        if is_allocated and not seq.num_preemptions:  # a preempted sequence finding its own blocks is no cache hit
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.count_prefix(seq, self.block_manager.block_size)
         return is_allocated
 
     def _run(self, seq: Sequence) -> None:
-        """From the next step on, or when all of its prefix is there."""
+        """Let `seq` run from the next step on, or once all of its prefix is loaded."""
         if seq.num_loading_blocks:
             seq.status = SequenceStatus.LOADING
             self.loading[seq.request_id] = seq
@@ -304,7 +306,8 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def begin(self, output: SchedulerOutput) -> None:
-        """`output` is launched: its tokens count as computed, and each sequence that samples has one token more."""
+        """`output` has been launched: count its tokens as computed, and append drafts and a pending token to each
+        sequence that samples."""
         self._num_steps_in_flight += 1
         for scheduled in output.scheduled:
             seq = scheduled.seq
@@ -321,10 +324,10 @@ class Scheduler:
         logprobs: Mapping[int, list[TokenLogprobs]] = MappingProxyType({}),
         prompt_logprobs: Mapping[int, list[TokenLogprobs]] = MappingProxyType({}),
     ) -> list[RequestOutput]:
-        """Take in what the oldest launched step computed: so many tokens per scheduled sequence as it samples.
+        """Apply the results of the oldest launched step. `sampled` has `num_sampled` tokens per scheduled sequence.
 
-        `logprobs`: of sequences that ask, by `seq_id`; passed on as they are. `prompt_logprobs`: likewise, of tokens
-        after `ScheduledSequence.prompt_positions`; passed on with the first token.
+        `logprobs`: by `seq_id`, of the sequences that ask for them; passed on unchanged. `prompt_logprobs`: likewise,
+        of the tokens after `ScheduledSequence.prompt_positions`; passed on with the first token.
         """
         self._num_steps_in_flight -= 1
         outputs = []
@@ -332,7 +335,7 @@ class Scheduler:
             seq = scheduled.seq
             seq.num_steps_in_flight -= 1
             if seq.status is not SequenceStatus.RUNNING:
-                self._free_ended(seq)  # it ended, or was held, while this was computed
+                self._free_ended(seq)  # it ended or was held while the step was computed
                 continue
             if seq.prompt_logprobs is not None:
                 seq.prompt_logprobs += prompt_logprobs.get(seq.seq_id, ())
@@ -346,10 +349,10 @@ class Scheduler:
     def _put_tokens(
         self, seq: Sequence, position: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> RequestOutput:
-        """Take in what was sampled for `seq`: the last token in the place of the pending one, at `position`. Those
-        before it stand there already, as drafts that were right."""
+        """Apply the tokens sampled for `seq`. The last one replaces the pending token at `position`; those before it
+        are accepted drafts, which are in the sequence already."""
         offset = position + 1 - len(token_ids) - seq.num_prompt_tokens
-        # What a sliding window hides from the answer may have spoilt what is told of the prompt.
+        # With a sliding window, a NaN in the prompt may spoil the prompt's logprobs without reaching the sampled token.
         if token_ids == [INVALID_TOKEN] or not has_numbers(seq.prompt_logprobs or ()):
             return self._fail(seq, offset)
         seq.token_ids[position] = token_ids[-1]
@@ -367,7 +370,7 @@ class Scheduler:
 
     def _fail(self, seq: Sequence, offset: int) -> RequestOutput:
         grammar_error = "" if seq.grammar is None else seq.grammar.error
-        if not grammar_error:  # it may be a block that holds no numbers: the next one with that prefix would fail, too
+        if not grammar_error:  # a cached block may hold NaNs, which would fail the next request with that prefix, too
             self.block_manager.forget(seq)
         self._stop(seq)
         return seq.output(offset, [], FinishReason.ERROR, grammar_error=grammar_error)
@@ -375,7 +378,7 @@ class Scheduler:
     # -- ends ---------------------------------------------------------------------------------------------------
 
     def _remove(self, seq: Sequence) -> None:
-        """From where its status says that it is."""
+        """Remove `seq` from the collection that its status names."""
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         elif seq.status is SequenceStatus.RUNNING:
@@ -386,7 +389,7 @@ class Scheduler:
             del (self.held if seq.status is SequenceStatus.HELD else self.granted)[seq.request_id]
 
     def _stop(self, seq: Sequence) -> None:
-        """Nothing more is computed for it. Of a prefill-only one a transfer may read what was computed before."""
+        """Stop computing `seq`: hold it if it is prefill-only, since a transfer may read its blocks, else end it."""
         self._remove(seq)
         if seq.is_prefill_only:
             self._hold(seq)
@@ -400,7 +403,7 @@ class Scheduler:
         self.held[seq.request_id] = seq
 
     def _end(self, seq: Sequence) -> None:
-        """The one way out: every sequence that ends frees its blocks here, or when nothing in flight writes to them."""
+        """End a sequence: the one way out. Its blocks are freed now, or once nothing in flight writes to them."""
         seq.status = SequenceStatus.FINISHED
         del self._seqs[seq.request_id]
         if seq.grammar is not None:

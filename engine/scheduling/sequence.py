@@ -1,14 +1,14 @@
-"""A sequence: one request's tokens and how far they are computed. Integers only, no torch.
+"""A sequence: the tokens of one request, and how many of them are computed. Integers only, no torch.
 
     WAITING ──schedule──> RUNNING ──stop token, length──> FINISHED
        ^                   │  │
        └─────preempt───────┘  └──first token of a prefill-only sequence──> HELD
     GRANTED ──commit──> RUNNING            abort: from any state ──> FINISHED
-    WAITING, GRANTED ──> LOADING ──a prefix is back from host memory──> RUNNING
+    WAITING, GRANTED ──> LOADING ──prefix loaded from host memory──> RUNNING
 
-GRANTED: a decode engine reserved the blocks, another engine fills them. HELD: a prefill engine has computed them and
-keeps them until another engine has them. Progress is one integer, `num_computed_tokens`: chunked prefill, prefix
-caching, preemption and handing over all follow from it.
+GRANTED: a decode engine has reserved the blocks, and another engine fills them. HELD: a prefill engine has computed the
+blocks and keeps them until another engine has them. Progress is one integer, `num_computed_tokens`; chunked prefill,
+prefix caching, preemption and hand-over all follow from it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from engine.scheduling.speculation import DraftHistory
 from engine.scheduling.thinking import Thinking
 
 INVALID_TOKEN = -1
-"""Sampled for a sequence whose logits hold a NaN: it fails, and its neighbours go on."""
+"""Sampled for a sequence whose logits contain a NaN: only this sequence fails."""
 
 PENDING_TOKEN = -2
-"""Stands last in a sequence for the token that a launched step samples, until it is known."""
+"""The last token of a sequence while a launched step samples it: its value is not known yet."""
 
 
 class SequenceStatus(Enum):
@@ -44,48 +44,48 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence of tokens. The scheduler changes it; model runner and sampler only read it."""
+    """One sequence of tokens. The scheduler changes it; the model runner and the sampler only read it."""
 
     seq_id: int
     request_id: str
     token_ids: MutableSequence[int]
-    """Prompt, then answer. Kept as an array of machine words, which numpy reads as it lies."""
+    """Prompt, then answer. Stored as an array of int64, which numpy reads without copying."""
     num_prompt_tokens: int
     sampling_params: SamplingParams
     cache_salt: str = ""
-    """Its blocks are shared with sequences of the same salt alone."""
+    """Only sequences with the same salt share blocks."""
     lora_digest: str = ""
-    """Of the adapter that computes it, whose blocks are its own; empty: the model by itself."""
+    """Digest of the sequence's adapter; only sequences with the same adapter share blocks. Empty: the base model."""
     lora_id: int = 0
-    """That adapter's number in the engine, from 1 on; 0: none."""
+    """The adapter's number in the engine, from 1 on; 0: none."""
     is_prefill_only: bool = False
-    """Ends as HELD at its first sampled token instead of decoding on."""
+    """Becomes HELD at its first sampled token instead of decoding on."""
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     """Tokens whose KV is in this engine's pool, or will be when the launched steps are done."""
     num_steps_in_flight: int = 0
-    """Launched steps that compute it. While there are some, its blocks are not given to anybody else."""
+    """Launched steps that compute the sequence. While there are any, its blocks are not given to others."""
     num_loading_blocks: int = 0
-    """Of its blocks, on their way from host memory. While there are some, it is not computed, and keeps its blocks."""
+    """Blocks being loaded from host memory. While there are any, the sequence is not computed and keeps its blocks."""
     num_cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache when the sequence was first scheduled."""
+    """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
     block_table: list[int] = field(default_factory=list)
-    """Block ids, in order. The block manager's list; everybody else only reads it."""
+    """Block ids, in order. The block manager owns this list; others only read it."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Of its full blocks, as far as somebody has asked. They hang on its tokens alone, and stay when its blocks go."""
+    """Hashes of the leading full blocks, computed on demand. They depend on the tokens alone and survive preemption."""
     num_exported_blocks: int = 0
-    """Blocks already offered to `on_layer_written`, or that the receiver needs no more (prefill-only sequences)."""
+    """Leading blocks that were offered to `on_layer_written` or that the receiver has (prefill-only sequences)."""
     num_preemptions: int = 0
     num_drafts: int = 0
-    """How many of its last tokens are drafts, and may be wrong. 0 but in what `followed_by` makes for a sampler."""
+    """How many of the last tokens are drafts, which may be wrong. Not 0 only in what `followed_by` returns."""
     draft_history: DraftHistory = field(default_factory=DraftHistory)
-    """How guessing what comes next went so far."""
+    """How well earlier drafts of this sequence went."""
     grammar: GrammarState | None = None
-    """What may come next, where the request has a grammar: follows the tokens, and only the sampler asks it."""
+    """Says which tokens may come next, if the request has a grammar."""
     thinking: Thinking | None = None
-    """How much of its budget is thought, where the request has one: follows the tokens, too."""
+    """Tracks the thinking budget, if the request has one."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens from the second on, as far as they are computed. None: nobody asks, or has been told."""
+    """Of the prompt's tokens from the second on, as far as computed. None: not requested, or already reported."""
     arrived_s: float = 0.0
     first_scheduled_s: float = 0.0
 
@@ -102,12 +102,12 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """1 is what a decoding sequence has: the token sampled last. More are still to be prefilled."""
+        """1 for a decoding sequence: its last sampled token. More than 1: it is still to be prefilled."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def needs_known_tokens(self) -> bool:
-        """Its next token cannot be sampled before the host knows the one before."""
+        """Whether sampling the next token requires that the host knows the last one."""
         return (
             self.grammar is not None
             or self.sampling_params.has_phrases
@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def forced_token_id(self) -> int | None:
-        """What alone may come next, as it has thought for as long as it may. None: it may go on as it likes."""
+        """The only token that may come next, because the thinking budget is used up. None: no token is forced."""
         if self.thinking is None or self.token_ids[-1] == PENDING_TOKEN:
             return None
         return self.thinking.forced(self.token_ids, self.num_drafts)
@@ -131,7 +131,7 @@ class Sequence:
         prompt_logprobs: list[TokenLogprobs] | None = None,
         grammar_error: str = "",
     ) -> RequestOutput:
-        """What a step added to it."""
+        """Build the output that reports what a step added to the sequence."""
         return RequestOutput(
             request_id=self.request_id,
             offset=offset,
@@ -146,17 +146,17 @@ class Sequence:
         )
 
     def followed_by(self, token_ids: Seq[int]) -> Sequence:
-        """What it would be with these drafts at its end, for a sampler to look at."""
+        """Return a copy with the drafts `token_ids` appended, for the sampler to read."""
         if not token_ids:
             return self
-        followed = array("q", self.token_ids)  # copied as it lies, where a list would be made number by number
+        followed = array("q", self.token_ids)  # copies the memory; a list would be copied integer by integer
         followed.extend(token_ids)
         return replace(self, token_ids=followed, num_drafts=len(token_ids))
 
     @property
     def num_reusable_tokens(self) -> int:
-        """How many leading tokens need not be computed where a cache has their KV. The last one always is, since its
-        logits give the next token; and so are those whose logits give the `prompt_logprobs` that are still due."""
+        """How many leading tokens need not be computed if the prefix cache has their KV. The last token is always
+        computed, since its logits give the next token. So are tokens whose logits give missing `prompt_logprobs`."""
         if self.prompt_logprobs is None:
             return len(self.token_ids) - 1
         return min(len(self.token_ids) - 1, len(self.prompt_logprobs))
@@ -164,20 +164,20 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """This step computes the next `num_new_tokens` tokens of `seq` in its present state: those that it has, and drafts
-    after them."""
+    """A step's part for one sequence: it computes the next `num_new_tokens` tokens of `seq`, as of now, with drafts
+    last."""
 
     seq: Sequence
     num_new_tokens: int
     """Drafts included."""
     draft_token_ids: Seq[int] = ()
-    """Guesses at the tokens after its last one (engine/scheduling/speculation.py)."""
+    """Guesses at the tokens after the sequence's last one (engine/scheduling/speculation.py)."""
     first: int = field(init=False)
-    """Position of the first of them."""
+    """Position of the first computed token."""
     is_sampled: bool = field(init=False)
-    """Whether they reach the last token, so that the next one is sampled, and one after each draft."""
+    """Whether the step computes the sequence's last token, and so samples the next one, and one after each draft."""
     prompt_positions: range = field(init=False)
-    """Positions among them whose logits give a `prompt_logprobs` of the token after."""
+    """Computed positions whose logits give the prompt logprobs of the token after."""
 
     def __post_init__(self) -> None:
         seq = self.seq
@@ -191,28 +191,28 @@ class ScheduledSequence:
 
     @property
     def end(self) -> int:
-        """Position after the last of them: of the last sampled token, where one is."""
+        """Position after the last computed token; the last sampled token, if any, goes there."""
         return self.first + self.num_new_tokens
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that are sampled, in consecutive positions up to `end`."""
+        """How many tokens the step samples, at consecutive positions up to `end`."""
         return 1 + len(self.draft_token_ids) if self.is_sampled else 0
 
     @property
     def token_ids(self) -> list[int]:
-        """Those that are computed."""
+        """The tokens that the step computes."""
         return [*self.seq.token_ids[self.first : self.end], *self.draft_token_ids]
 
     @property
     def sampled_seqs(self) -> list[Sequence]:
-        """As each sampled token finds its sequence: with the drafts before it."""
+        """For each sampled token, the sequence with the drafts before that token."""
         return [self.seq.followed_by(self.draft_token_ids[:i]) for i in range(self.num_sampled)]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockExport:
-    """Blocks of a sequence, from its `first_block` on, that hold their final KV once this step has written them."""
+    """Blocks of a sequence, from its `first_block` on, whose KV is final once this step has written it."""
 
     request_id: str
     first_block: int
@@ -220,8 +220,8 @@ class BlockExport:
 
 
 def take_export(scheduled: ScheduledSequence, block_size: int) -> BlockExport:
-    """What a step completes of a prefill-only sequence, and its receiver still lacks: perhaps nothing. Each block is
-    taken once, and counts as exported from then on."""
+    """Return the blocks of a prefill-only sequence that a step completes and its receiver lacks; may be empty. Each
+    block is returned once, and counts as exported from then on."""
     seq, first = scheduled.seq, scheduled.seq.num_exported_blocks
     end = len(seq.block_table) if scheduled.is_sampled else scheduled.end // block_size
     seq.num_exported_blocks = max(first, end)
@@ -229,14 +229,14 @@ def take_export(scheduled: ScheduledSequence, block_size: int) -> BlockExport:
 
 
 OnLayerWritten: TypeAlias = Callable[[int, list[BlockExport]], None]
-"""(layer, exports): that layer's KV of the step is in the pool. Called on the stepping thread, which waits for it."""
+"""(layer, exports): the pool now holds this layer's KV of the step. Called on the stepping thread, which it blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What one step computes: decided by the scheduler, done by the executor.
+    """What one step computes: the scheduler decides it, the executor does it.
 
-    `scheduled` has decoding sequences (one new token) before ones with drafts, and these before prefilling ones.
+    `scheduled` has decoding sequences (one new token) first, then sequences with drafts, then prefilling ones.
     """
 
     scheduled: list[ScheduledSequence]
@@ -244,5 +244,5 @@ class SchedulerOutput:
 
     @property
     def sampled_seqs(self) -> list[Sequence]:
-        """Of each token that is sampled, in order: see `ScheduledSequence.sampled_seqs`."""
+        """One per sampled token, in order: see `ScheduledSequence.sampled_seqs`."""
         return [seq for item in self.scheduled for seq in item.sampled_seqs]

@@ -1,17 +1,15 @@
-"""Guesses at what comes next in an answer, so that one step may compute several of its tokens: vLLM's words for them,
-`speculative_config` with the method `ngram`.
+"""Speculative decoding: guesses an answer's next tokens, so that one step can produce several of them. Named after
+vLLM's `speculative_config` with the method `ngram`.
 
     the tokens so far ──propose──> drafts ──a step computes them behind the last token, and samples after each
-    ──those up to the first that was not sampled in its place, and the token after them, are the answer's next ones
+    ──the drafts before the first that differs from the sampled token, and one more sampled token, extend the answer
 
-What is sampled after a draft hangs on the tokens before it and its position alone, as everywhere
-(engine/sampling/sampler.py): a draft decides when a token is computed and never which. Wrong ones cost the time to
-compute them.
+As everywhere, a sampled token depends only on the tokens before it and on its position (engine/sampling/sampler.py). So
+drafts change when a token is computed, never which token. Wrong drafts cost the time to compute them.
 
-Drafts are looked up: the last few tokens stood somewhere before, and what followed them there may follow again, as in
-code that is edited, texts that are quoted or summed up, and wherever somebody repeats himself. After A. Saxena, Prompt
-lookup decoding (2023). In an answer that is held to a grammar what alone may come goes first (grammar.py). Owns
-nothing. No torch.
+Drafts come from a lookup: if the last few tokens occurred before, what followed them there may follow again, as in
+edited code, quotations and summaries. After A. Saxena, Prompt lookup decoding (2023). In an answer with a grammar, the
+text that the grammar forces comes first (grammar.py). Owns nothing. No torch.
 """
 
 from __future__ import annotations
@@ -24,24 +22,24 @@ from typing import Any
 import numpy as np
 
 MAX_DRAFTS = 16
-"""Of one sequence in one step, at most."""
+"""Upper bound of the drafts of one sequence in one step."""
 MAX_PAUSE = 32
-"""Tokens without drafts after some that were wrong, at most."""
+"""Upper bound of the tokens without drafts after wrong drafts."""
 MAX_LOOKUP = 64
-"""Tokens that have to be found again, at most."""
+"""Upper bound of the tokens that are looked up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Raises `ValueError` naming the field and its bound, behind the name that the whole goes by."""
+    """Raises `ValueError`, which starts with `speculative_config` and names the field and its bound."""
 
     num_speculative_tokens: int
-    """Drafts of one sequence in one step, at most."""
+    """Maximum drafts of one sequence in one step."""
     method: str = "ngram"
     prompt_lookup_max: int = 5
-    """So many last tokens are looked up first, then fewer."""
+    """The most last tokens to look up: longer matches are preferred."""
     prompt_lookup_min: int = 2
-    """No fewer than these."""
+    """The fewest last tokens to look up."""
 
     def __post_init__(self) -> None:
         _check_method(self.method)
@@ -59,7 +57,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig | None:
-        """From JSON, as a flag has it. Empty: None, no speculation."""
+        """Parse the flag's JSON. Returns None, for no speculation, if `text` is empty."""
         if not text:
             return None
         try:
@@ -67,7 +65,7 @@ class SpeculativeConfig:
         except (ValueError, TypeError, RecursionError):
             given = None
         _check(isinstance(given, dict), f"must be a JSON object, such as {EXAMPLE}, is {str(text)[:80]!r}")
-        _check_method(given.get("method", cls.method))  # before fields that another one has
+        _check_method(given.get("method", cls.method))  # first: other methods have other fields
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(names))
         _check(not unknown, f"has no {', '.join(unknown)}; there are {', '.join(names)}")
@@ -90,10 +88,11 @@ def _check(ok: bool, message: str) -> None:
 
 
 def propose(token_ids: MutableSequence[int], config: SpeculativeConfig, num_wanted: int) -> list[int]:
-    """What may follow `token_ids`: what followed the last `prompt_lookup_max` of them where they stood before, or fewer
-    down to `prompt_lookup_min`, and there the last time. At most `num_wanted`; none where nothing is found.
+    """Guess at most `num_wanted` tokens that follow `token_ids`: those that followed an earlier occurrence of its last
+    `prompt_lookup_max` tokens, or of fewer, down to `prompt_lookup_min`. The longest match counts, and the latest of
+    several. Returns an empty list if nothing is found.
 
-    What is found reaches into the end itself where a text goes round in circles: then it is gone round again.
+    If the tokens after the match run into the end of `token_ids`, the text repeats itself, and the guess repeats it on.
     """
     if num_wanted < 1:
         return []
@@ -117,21 +116,23 @@ def propose(token_ids: MutableSequence[int], config: SpeculativeConfig, num_want
 
 @dataclass(slots=True)
 class DraftHistory:
-    """How guessing went in one sequence, and so how much of it is worth its time next: twice as many drafts where all
-    were right, else as many as were; and where not even one alone was, none for a while, each time twice as long."""
+    """Adapts the number of drafts of one sequence to how earlier drafts went. If all were right, twice as many come
+    next; if some were, as many as were right; if none was, a single one. If a single draft was wrong, drafting pauses,
+    each time for twice as long."""
 
     max_drafts: int = MAX_DRAFTS
     pause: int = 0
-    """In tokens; 0: none since a draft was right."""
+    """The current pause in tokens; 0: none since a draft was right."""
     next_length: int = 0
-    """Of the sequence, from which on there is a next try."""
+    """Length of the sequence at which drafting may resume."""
 
     def num_wanted(self, length: int) -> int:
-        """For a sequence that has so many tokens."""
+        """How many drafts to try for a sequence of `length` tokens."""
         return self.max_drafts if length >= self.next_length else 0
 
     def note(self, num_drafts: int, num_right: int, length: int) -> None:
-        """`length`: of the sequence, with the token behind the drafts that were right."""
+        """Record that `num_right` of `num_drafts` drafts were right. `length`: the sequence's, with the token after the
+        right drafts."""
         if num_right:
             self.max_drafts = min(MAX_DRAFTS, 2 * num_drafts) if num_right == num_drafts else num_right
             self.pause = 0

@@ -1,4 +1,4 @@
-"""What an engine counts: written by its scheduler and its steps, read by whoever shows it."""
+"""The engine's counters: written by the scheduler and by `LLMEngine.step`, read for metrics."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ class SchedulerStats:
     num_prefix_queries_tokens: int = 0
     num_prefix_hits_tokens: int = 0
     num_loaded_tokens: int = 0
-    """Of those: from host memory."""
+    """Hits that were loaded from host memory."""
     num_loaded_blocks: int = 0
     num_saved_blocks: int = 0
     """Copied to host memory."""
     num_preemptions: int = 0
     num_steps: int = 0
     num_prompt_tokens: int = 0
-    """Computed: those found in the prefix cache are not among them, those computed again are."""
+    """Computed prompt tokens: without those found in the prefix cache, with those computed again after preemption."""
     num_generation_tokens: int = 0
     num_drafts: int = 0
-    """Steps of a sequence with drafts behind its last token."""
+    """How often a step computed drafts for a sequence."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Drafts that were right."""
     seconds_in_steps: float = 0.0
 
     def count_prefix(self, seq: Sequence, block_size: int) -> None:
-        """What the prefix cache gave a newcomer."""
+        """Count what the prefix cache had for a new sequence."""
         self.num_prefix_queries_tokens += len(seq)
         self.num_prefix_hits_tokens += seq.num_cached_tokens
         self.num_loaded_tokens += min(seq.num_loading_blocks * block_size, seq.num_cached_tokens)
 
     def count_copy(self, copy: BlockCopy) -> None:
-        """Between the pool and host memory."""
+        """Count a copy between the pool and host memory."""
         self.num_loaded_blocks += copy.is_load
         self.num_saved_blocks += not copy.is_load

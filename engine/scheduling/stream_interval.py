@@ -1,10 +1,10 @@
-"""Which tokens are told when: the first of an answer at once, the others so many at a time. Pure.
+"""Batches an answer's tokens for reporting: the first token at once, later ones `stream_interval` at a time. Pure.
 
-    step ──[a: 1 token]──> first of a: told
-    step ──[a: 1 token]──> kept                     ── a is aborted: forgotten
-    step ──[a: 1 token]──> kept and this are `stream_interval` tokens, or a ends: told together
+    step ──[a: 1 token]──> first of a: reported
+    step ──[a: 1 token]──> kept                     ── a is aborted: dropped
+    step ──[a: 1 token]──> with the kept ones these are `stream_interval` tokens, or a ends: reported together
 
-Each message costs whoever it passes through, worker, router and gateway, some tens of microseconds whatever is in it.
+A message costs the worker, the router and the gateway some tens of microseconds each, whatever its size.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from engine.outputs import FinishReason, RequestOutput
 
 
 class StreamInterval:
-    """Of one engine."""
+    """One per engine."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
         self._kept: dict[str, RequestOutput | None] = {}
-        """Of each request whose first token has been told, what has not."""
+        """By request whose first token has been reported: the output that has not been."""
 
     def take_in(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-        """Of one step's outputs and those kept before, what is told now."""
+        """Take in one step's outputs, and return those to report now, joined with the kept ones."""
         if self._num_tokens == 1:
             return list(outputs)
         return [due for output in outputs for due in self._due(output)]
@@ -41,5 +41,5 @@ class StreamInterval:
         return [told] if is_due else []
 
     def forget(self, request_id: str) -> None:
-        """The request has ended; repeating it is harmless."""
+        """Drop what is kept of a request that has ended. Safe to repeat."""
         self._kept.pop(request_id, None)

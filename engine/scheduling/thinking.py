@@ -1,4 +1,4 @@
-"""How long an answer may think before it has to answer: a budget of tokens, and the token that ends a thought.
+"""The thinking budget: how many tokens of an answer may be thoughts, and which token ends a thought.
 
     SamplingParams.thinking_budget ──> Thinking of one sequence ──forced(its answer so far)──> the token that must come
 
@@ -6,8 +6,8 @@
                                     │ └─ budget is used up: end_token_id is all that may come
                                     └─ one of other_end_token_ids ──> OUTSIDE
 
-What must come is a function of the answer's tokens alone: a sequence that is preempted, handed over or goes on
-elsewhere needs nothing but them. Each is looked at once; drafts, which may be wrong, are not remembered. No torch.
+Which token must come depends on the answer's tokens alone, so a sequence that is preempted, handed over or continued
+elsewhere needs no other state. Each token is read once; drafts, which may be wrong, are not remembered. No torch.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class ThinkingBudget:
     """Raises `ValueError` naming the field and its bound."""
 
     num_tokens: int
-    """Of all thoughts of an answer together, without the tokens that begin and end them."""
+    """Tokens of all thoughts of an answer together, without those that begin and end a thought."""
     end_token_id: int
-    """Ends a thought."""
+    """The token that ends a thought."""
     begin_token_ids: tuple[int, ...] = ()
-    """Begin one, one behind the other. The first of them is not among the others."""
+    """The tokens that, in this order, begin a thought. The first one must not occur again."""
     has_begun: bool = False
-    """The prompt has begun the first one."""
+    """The prompt has already begun the first thought."""
     may_repeat: bool = False
-    """An answer may have several."""
+    """An answer may have several thoughts."""
     other_end_token_ids: frozenset[int] = frozenset()
-    """A thought has ended where one of these comes, with or without its end: what begins the next message, as which
-    `begin_token_ids` may begin with it."""
+    """Other tokens that end a thought, even without `end_token_id`: those that begin the next message, which
+    `begin_token_ids` may start with."""
     space_token_ids: frozenset[int] = frozenset()
-    """White space. Where there is one thought, and the prompt has not begun it, these may come before it, and nothing
-    else: an answer that has the word later quotes it."""
+    """White space. If an answer has only one thought and the prompt has not begun it, only these tokens may come before
+    it: where `begin_token_ids` occur later, the answer merely quotes them."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 0:
@@ -62,16 +62,16 @@ class ThinkingBudget:
 
 @dataclass(slots=True)
 class _Place:
-    """Where in its answer a model is."""
+    """The state of one answer: see the drawing above."""
 
     is_within: bool
     num_seen: int = 0
-    """Tokens of the answer."""
+    """Tokens of the answer that have been read."""
     num_thought: int = 0
     num_begun: int = 0
-    """Of `begin_token_ids`, the last tokens seen."""
+    """How many of `begin_token_ids` the last read tokens match."""
     is_over: bool = False
-    """Nothing will be thought any more."""
+    """No further thought can begin."""
 
     def take(self, token_ids: Iterable[int], budget: ThinkingBudget) -> None:
         begin = budget.begin_token_ids
@@ -93,7 +93,7 @@ class _Place:
 
 
 class Thinking:
-    """Of one sequence: follows its answer, which `num_prompt_tokens` stand before in `token_ids`."""
+    """One per sequence: follows its answer, which starts after `num_prompt_tokens` in `token_ids`."""
 
     def __init__(self, budget: ThinkingBudget, num_prompt_tokens: int) -> None:
         self._budget = budget
@@ -101,7 +101,7 @@ class Thinking:
         self._place = _Place(is_within=budget.has_begun)
 
     def forced(self, token_ids: Seq[int], num_drafts: int = 0) -> int | None:
-        """The token that must come after `token_ids`, the last `num_drafts` of which are drafts. None: any may."""
+        """Return the token that must come after `token_ids`, the last `num_drafts` of which are drafts, or None."""
         num_known = len(token_ids) - num_drafts
         self._follow(token_ids, num_known)
         place = self._place
@@ -112,7 +112,7 @@ class Thinking:
         return self._budget.end_token_id if is_used_up else None
 
     def hangs_on_last(self, token_ids: Seq[int]) -> bool:
-        """Whether what may come after `token_ids` hangs on what the last of them is, which nobody knows yet."""
+        """Whether what may come after `token_ids` depends on the last of them, which is not known yet."""
         self._follow(token_ids, len(token_ids) - 1)
         place, budget = self._place, self._budget
         if place.is_over or place.num_thought + place.is_within < budget.num_tokens:
