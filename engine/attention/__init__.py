@@ -1,4 +1,4 @@
-"""Attention backends: what they have in common (base.py), which one an engine gets (choice.py), and making it."""
+"""Attention backends: the interface (base.py), the choice of one for an engine (choice.py), and creating it (here)."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def kv_order_of(backend: str, model: ModelShape) -> str:
 
 
 def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
-    """The backend that `config.device.attention_backend` names. Raises `KernelsUnavailable`, `FlashUnavailable`."""
+    """Create `config.device.attention_backend`. Raises `KernelsUnavailable`, `FlashUnavailable`."""
     if config.model.mla is not None:
         return _create_latent_backend(config, config.model.mla)
     if config.device.attention_backend == "cpu":
         load_cpu_kernels()
         return CpuAttention()
-    # Of Triton nothing is imported before it is known to be there.
+    # Triton may not be installed: nothing of it is imported earlier.
     if config.device.attention_backend == "triton":
         from engine.attention.triton_backend import TritonAttention
         from engine.attention.triton_invariant import InvariantTritonAttention

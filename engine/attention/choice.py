@@ -1,9 +1,9 @@
-"""Which attention backend an engine gets, and why another cannot serve it.
+"""Chooses an engine's attention backend, and says why another one cannot serve it.
 
     what the engine needs (Needs) ──choose_attention_backend──> a name ──(the configuration)──> create_attention_backend
 
-"auto" is the fastest one that works here, and says so where it is not the usual one; a backend that is asked for by
-name works, or is refused with the reason.
+"auto" chooses the fastest backend that works here, and reports it if it is not the usual one. A backend chosen by name
+works, or is refused with the reason.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from engine.models.experts_config import GROUPED_MAJORS, reads_groups_back
 from engine.models.stored_weights import AS_STORED
 
 FORGETFUL_CAPABILITY, TORCH_THAT_REMEMBERS = (8, 9), (2, 12)
-"""On such GPUs torch before this version clears the scratch of a product of 8-bit floats, with a scale for each row, on
-the default stream, whichever is current (pytorch/pytorch issue 177651; `initialize` in its RowwiseScaledMM.cu). That is
-no part of a recording, and what is replayed over scratch that others wrote to is wrong, or waits for ever."""
+"""On GPUs of this capability, torch before this version clears the workspace of a float8 product with row-wise scales
+on the default stream instead of the current one (pytorch/pytorch issue 177651; `initialize` in its RowwiseScaledMM.cu).
+A CUDA graph does not record that. If others have written to the workspace, a replay is wrong, or hangs."""
 TRITON_THAT_FENCES = (3, 7, 1)
-"""From this version on tensor cores that read shared memory by themselves see what copies have brought there
-(triton-lang/triton pull request 9610). With 3.7.0 a B200 read too early now and then (pytorch/pytorch issue 181248);
-3.6.0, which torch 2.11 brings, sets no fence either, and nobody has reported the like of it."""
+"""From this version on, Triton sets a fence between copies to shared memory and the tensor cores that read it
+asynchronously (triton-lang/triton pull request 9610). With 3.7.0, a B200 sometimes read too early (pytorch/pytorch
+issue 181248). 3.6.0, which comes with torch 2.11, sets no fence either, but nobody has reported such an error."""
 
 
 def choose_attention_backend(name: str, needs: Needs) -> str:
-    """The backend behind `name`. May compile the CPU kernels. Raises `ValueError` where the one that was asked for
-    cannot work."""
+    """Resolve `name` to a backend. May compile the CPU kernels. Raises `ValueError` if a named one cannot work."""
     if name == "torch":
         return name
     if name in ("triton", "flash_attn") or (name == "auto" and needs.device != "cpu"):
@@ -44,8 +43,8 @@ def choose_attention_backend(name: str, needs: Needs) -> str:
 
 
 def why_no_kernels(name: str, needs: Needs) -> str:
-    """What keeps our kernels for the device from serving, as a clause; empty if nothing does. `name`: the backend that
-    is asked for. May compile those for CPUs."""
+    """Why our kernels for the device cannot serve, as a clause; empty if they can. `name`: the requested backend. May
+    compile the CPU kernels."""
     if name == "torch":
         return "attention_backend is torch"
     return _why_no_cpu_kernels(needs) if needs.device == "cpu" else why_no_triton_kernels(needs)
@@ -76,7 +75,8 @@ def _for_a_cpu(name: str, needs: Needs) -> str:
 
 
 def _for_a_gpu(name: str, needs: Needs) -> str:
-    """Triton's kernels before FlashAttention: they take any block size, and with them goes all else that is ours."""
+    """Prefer the Triton kernels to FlashAttention: they take any block size, and come with all our other GPU
+    kernels."""
     why_not: dict[str, str] = {}
     if name != "flash_attn":
         why_not["triton"] = why_no_triton_kernels(needs)
@@ -116,7 +116,7 @@ def _report_missing_fences(needs: Needs) -> None:
 
 
 def why_no_triton_kernels(needs: Needs) -> str:
-    """What keeps our kernels for GPUs from serving, as a clause; empty if nothing does."""
+    """Why our GPU kernels cannot serve, as a clause; empty if they can."""
     why_not = why_no_triton(needs.device)
     if why_not:
         return why_not
@@ -124,7 +124,7 @@ def why_no_triton_kernels(needs: Needs) -> str:
         return "they need a GPU of compute capability {}.{} or later, and this one has {}.{}".format(
             *MIN_CAPABILITY, *needs.capability
         )
-    # Not before it is known that Triton is there.
+    # Import these only now that Triton is known to be installed.
     if needs.model.mla is not None:
         from engine.attention.triton_latents import TritonLatentAttention
 
@@ -135,27 +135,26 @@ def why_no_triton_kernels(needs: Needs) -> str:
 
 
 def uses_triton_kernels(backend: str, needs: Needs) -> bool:
-    """Whether what surrounds attention is done by our kernels for GPUs, under a resolved `backend`."""
+    """Whether our GPU kernels compute what surrounds attention, with a resolved `backend`."""
     return backend == "triton" or (backend == "flash_attn" and not why_no_triton_kernels(needs))
 
 
 def why_no_graphs(backend: str, needs: Needs) -> str:
-    """Why decoding steps cannot be recorded as CUDA graphs under a resolved `backend`, as a clause; empty if they
-    can."""
+    """Why decode steps cannot be recorded as CUDA graphs with a resolved `backend`, as a clause; empty if they can."""
     if needs.device != "cuda" or not uses_triton_kernels(backend, needs):
         return "without Triton kernels a step cannot leave rows of a graph unwritten"
     if why_not := _why_no_float8_products(needs):
         return why_not
-    # In 8 bits, and with `batch_invariant`, they are multiplied by kernels of ours, which read nothing back. What a
-    # checkpoint in 8 bits has left plain is known when it is read: see `Model.reads_back`.
+    # Our kernels, which read nothing back, multiply experts in 8 bits, and all experts with `batch_invariant`. Whether
+    # an 8-bit checkpoint has left some experts plain is known when it is read: see `Model.reads_back`.
     is_ours = needs.quantization == AS_STORED or needs.batch_invariant
     has_grouped_products = needs.model.has_experts and not is_ours
     return _why_no_grouped_products(needs) if has_grouped_products else ""
 
 
 def why_not_invariant(name: str, backend: str, needs: Needs) -> str:
-    """Why a token's bits may depend on the batch around it under a resolved `backend`, as a clause; empty if they do
-    not. `name`: the backend that was asked for."""
+    """Why a token's bits may depend on its batch with a resolved `backend`, as a clause; empty if they do not. `name`:
+    the requested backend."""
     if needs.model.model_impl == "transformers":
         return "the model is computed by transformers' code"
     if backend in ("cpu", "triton"):

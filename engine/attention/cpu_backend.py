@@ -1,7 +1,7 @@
-"""Paged attention on a CPU, in bfloat16, by kernels of our own (engine/kernels/source/attention.h).
+"""Paged attention on a CPU, in bfloat16, by our own kernels (engine/kernels/source/attention.h).
 
-Keys and values are read where they lie: nothing is gathered or padded. Its pool has the order `PAIRED_KV_ORDER`, which
-the kernels write, read, and alone understand.
+The kernels read keys and values in place: nothing is gathered or padded. The pool has the order `PAIRED_KV_ORDER`,
+which only these kernels write and read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from engine.layers import HeadProjection
 from engine.models.scores import Scores
 
 GRAIN = 16
-"""Lanes of the kernels' vectors: divides block sizes and head sizes."""
+"""Lanes of the kernels' vectors: must divide block sizes and head sizes."""
 MAX_HEAD_DIM = 256
 MAX_GROUPS = 96
-"""MAX_ROWS of the kernels."""
+"""The kernels' MAX_ROWS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class CpuPlan:
 
 
 class CpuAttention(AttentionBackend[CpuPlan]):
-    """`why_not` says whether it can serve a model. `load_cpu_kernels` comes before the first step."""
+    """`why_not` says whether it can serve a model. Call `load_cpu_kernels` before the first step."""
 
     @staticmethod
     def why_not(needs: Needs) -> str:
-        """What is in the way, as a clause; empty if nothing is."""
+        """Why it cannot serve, as a clause; empty if it can."""
         model = needs.model
         if needs.device != "cpu":
             return f"the device is {needs.device}"

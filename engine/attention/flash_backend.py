@@ -1,8 +1,9 @@
-"""Paged attention on a GPU without Triton: by FlashAttention (engine/attention/flash_calls.py), over plain torch.
+"""Paged attention on a GPU without Triton: FlashAttention (engine/attention/flash_calls.py), with plain torch around
+it.
 
-Its pool has the order `KV_ORDER`: what the library gets is a view of a layer with its axes in another order. Keys and
-values are written by plain torch. Steps are not recorded: torch cannot leave a row unwritten. Where there is Triton,
-FlashAttention computes prompts alone: engine/attention/triton_flash.py.
+The pool has the order `KV_ORDER`; the library gets a permuted view of a layer. Plain torch writes keys and values.
+Steps are not recorded as CUDA graphs, since torch cannot leave a row unwritten. With Triton, FlashAttention computes
+only prompts: engine/attention/triton_flash.py.
 
 Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
 """
@@ -27,11 +28,11 @@ from engine.to_device import to_device
 @dataclass(frozen=True, slots=True)
 class FlashPlan:
     plain: TorchPlan
-    """What plain torch writes by"""
+    """The plan by which plain torch writes keys and values"""
     decodes: PagedBatch | None
-    """The sequences that compute one token each, if there are any"""
+    """The decoding sequences, which compute one token each; None if there are none"""
     prefills: PagedBatch | None
-    """All others"""
+    """All other sequences; None if there are none"""
     num_decodes: int
 
 
@@ -90,13 +91,14 @@ class FlashAttention(AttentionBackend[FlashPlan]):
 
 
 def pages_of(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer, [block, slot, K, H]: views."""
+    """Views of a layer's keys and values, [block, slot, K, H]."""
     k_pages, v_pages = (kv[:, i].transpose(1, 2) for i in (0, 1))
     return k_pages, v_pages
 
 
 def paged_batch(layout: StepLayout, members: slice, device: str) -> PagedBatch | None:
-    """Some of a step's sequences for one call, in one copy to the device. None: there are none."""
+    """Copy the arrays of some of a step's sequences to the device, in one copy, for one call. None if there are no
+    sequences."""
     query_lens, context_lens = layout.query_lens[members], layout.context_lens[members]
     if len(query_lens) == 0:
         return None

@@ -1,21 +1,21 @@
 """FlashAttention over a paged pool (T. Dao, "FlashAttention-2", 2023; J. Shah et al., "FlashAttention-3", 2024; and
-T. Zadouri et al., "FlashAttention-4", 2026), by whichever library is there: which one, what it demands, and its calls
-behind one pair of signatures.
+T. Zadouri et al., "FlashAttention-4", 2026), by whichever library is installed. Chooses the library, checks what it
+demands, and wraps its calls in one pair of signatures.
 
-Owns no tensor. Each library reads pages where they lie, through a table of page ids:
+Owns no tensor. Each library reads pages in place, through a table of page ids:
 
     FlashAttention-3    `flash_attn_interface`           compute capability 9, pages of any size
     FlashAttention-4    `flash_attn.cute`                9, 10 and 11, pages of any size, compiled when first called
     FlashAttention-2    `flash_attn` from 2.6            8.0 and up, pages of multiples of 256 tokens
     torch's own         `torch.nn.attention.varlen`      FlashAttention-2 within torch from 2.13, the same demands
 
-All of them ask that a page's last axis be contiguous, and take the strides of the others as they are, so that a
-permuted view of the pool will do and nothing is copied (FlashAttention-4, where they are multiples of 16 bytes). Read
-in their sources: flash-attn 2.6.0 to 2.8.4, flash-attn-4 4.0.0b36, torch 2.13.
+All of them require that a page's last axis is contiguous, and accept any strides of the other axes (FlashAttention-4:
+multiples of 16 bytes). So a permuted view of the pool works without copying. Checked in the sources of flash-attn 2.6.0
+to 2.8.4, flash-attn-4 4.0.0b36 and torch 2.13.
 
-No call splits a context: `num_splits` is 1. Otherwise a library chooses by the number of sequences and the longest of
-them, and a sequence's bits would depend on its neighbours; and FlashAttention-2's split and paged calls over queries of
-several lengths write to wrong places (pytorch/pytorch issue 194167).
+No call splits a context: `num_splits` is 1. Otherwise a library chooses the number of splits by the number of sequences
+and the longest one, so that a sequence's bits would depend on its batch. Also, FlashAttention-2's split, paged calls
+with queries of several lengths write to wrong places (pytorch/pytorch issue 194167).
 
 Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
 """
@@ -36,60 +36,60 @@ from engine.models.scores import Scores
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
-"""16 bytes. FlashAttention-2 would copy, padded, a pool whose head size is no multiple of it."""
+"""16 bytes. FlashAttention-2 would copy and pad the whole pool if its head size were not a multiple."""
 HEAD_DIMS = tuple(range(HEAD_DIM_MULTIPLE, MAX_HEAD_DIM + 1, HEAD_DIM_MULTIPLE))
 DTYPES = ("float16", "bfloat16")
 FLASH_ATTN_4_FIRST = "4.0.0b36"
-"""The first version whose demands are known. In earlier ones pages of other sizes than a tile of keys are missing, or
-fail for heads of 256 (sgl-project/sglang pull request 35757)."""
+"""The first version whose demands are known. Earlier ones lack pages of other sizes than a tile of keys, or fail with
+them for heads of 256 (sgl-project/sglang pull request 35757)."""
 _BLACKWELL = (*range(16, 129, 16), 256)
 FLASH_ATTN_4_HEAD_DIMS = {9: tuple(range(16, 257, 16)), 10: _BLACKWELL, 11: _BLACKWELL}
-"""By the major compute capability, in pages. Its kernels for 8.x and 12.x know none."""
+"""Head sizes with paged KV, by major compute capability. Its kernels for 8.x and 12.x do not support pages."""
 FLASH_ATTN_2_PAGE_MULTIPLE = 256
 TORCH_WITH_PAGES = (2, 13)
-"""2.12 has the arguments; 2.13 is the first whose FlashAttention-2 is told how often to split."""
+"""2.12 has the arguments for pages, but only 2.13 passes `num_splits` on to FlashAttention-2."""
 
 
 class FlashUnavailable(Exception):  # noqa: N818 - named for what is the case
-    """No library can serve here. The message is a clause that says why, for each of them."""
+    """No library can serve here. The message is a clause that says why, for each library."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Sequences of one call, and where their keys and values lie. Each one's queries are its last tokens."""
+    """Sequences of one call, and where their keys and values are. The queries of a sequence are its last tokens."""
 
     query_starts: torch.Tensor
-    """[S + 1] int32: where each sequence's queries begin among the call's, and the number of all"""
+    """[S + 1] int32: where each sequence's queries begin among the call's, and the number of all queries"""
     context_starts: torch.Tensor
-    """[S + 1] int32: the same of the keys, as if they lay one sequence after the other"""
+    """[S + 1] int32: the same for the keys, as if they were concatenated"""
     context_lens: torch.Tensor
     """[S] int32"""
     block_tables: torch.Tensor
     """[S, pages of the longest] int32"""
     max_query_len: int
     max_context_len: int
-    """No context is longer; shorter ones may all be."""
+    """Upper bound of the context lengths."""
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch, Scores], torch.Tensor]
-"""(q [T, N, H], keys and values [page, slot, K, H], batch, scores without a cap) -> [T, N, H]. Causal, aligned at the
-end: a sequence's last query sees its whole context. A sequence without a context gets zeros."""
+"""(q [T, N, H], keys and values [page, slot, K, H], batch, scores without a soft cap) -> [T, N, H]. Causal, aligned at
+the end: a sequence's last query sees its whole context. A sequence without a context gets zeros."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashCalls:
     name: str
     page_multiple: int = 1
-    """A page's slots must be a multiple of it."""
+    """The slots per page must be a multiple of this."""
     head_dims: tuple[int, ...] = HEAD_DIMS
     decode: Attend
-    """Of sequences with one query each."""
+    """For sequences with one query each."""
     prefill: Attend
-    """Of sequences with any number of queries."""
+    """For sequences with any number of queries."""
 
 
 def load_flash_calls(*, device: str, dtype: str, kv_dtype: str, head_dim: int, block_size: int) -> FlashCalls:
-    """The first of these libraries that can serve here. Raises `FlashUnavailable`."""
+    """Load the first library that can serve here. Raises `FlashUnavailable` if none can."""
     why_not = why_no_flash(device=device, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim)
     if why_not:
         raise FlashUnavailable(why_not)
@@ -111,7 +111,7 @@ def load_flash_calls(*, device: str, dtype: str, kv_dtype: str, head_dim: int, b
 
 
 def why_no_flash(*, device: str, dtype: str, kv_dtype: str, head_dim: int) -> str:
-    """What keeps all of them from serving, as a clause; empty if nothing does."""
+    """Why no library can serve, as a clause; empty if that depends on the library."""
     if device != "cuda":
         return f"the device is {device}"
     if dtype not in DTYPES:
@@ -127,7 +127,7 @@ def why_no_flash(*, device: str, dtype: str, kv_dtype: str, head_dim: int) -> st
     return "" if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
-# Each `load_` gives a library's calls, or what is in their way.
+# Each `load_` function returns a library's calls, or a clause that says why there are none.
 
 # -- FlashAttention-3 -----------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ def why_no_flash(*, device: str, dtype: str, kv_dtype: str, head_dim: int) -> st
 def load_flash_attn_3(capability: tuple[int, int]) -> FlashCalls | str:
     if find_spec("flash_attn_interface") is None:
         return "FlashAttention-3 (flash_attn_interface) is not installed"
-    # Its kernels for 8.x are built on demand only, and there are none for what came after 9.
+    # Its kernels for 8.x are built on demand only, and it has none for GPUs after 9.x.
     if capability[0] != 9:
         return f"FlashAttention-3 is for compute capability 9, and this GPU has {_dotted(capability)}"
     return flash_attn_3_calls(_function("flash_attn_interface", "flash_attn_with_kvcache"))
@@ -181,8 +181,8 @@ def load_flash_attn_4(capability: tuple[int, int]) -> FlashCalls | str:
 
 
 def flash_attn_4_calls(varlen_func: Callable[..., Any], head_dims: tuple[int, ...]) -> FlashCalls:
-    """What differs in heads, window, decoding or not, many tokens or few is compiled apart, for seconds, when it is
-    first called: by the warm-up, but for the first step that has more than 256 prompts."""
+    """FlashAttention-4 compiles each variant (heads, window, decoding or not, many or few tokens) at its first call,
+    which takes seconds. The warm-up covers all variants but that of the first step with more than 256 prompts."""
 
     def decode(
         q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
@@ -212,7 +212,7 @@ def flash_attn_4_calls(varlen_func: Callable[..., Any], head_dims: tuple[int, ..
 
 
 def load_flash_attn_2(capability: tuple[int, int]) -> FlashCalls | str:
-    # The compiled part: FlashAttention-4 installs another `flash_attn`, without it.
+    # Look for the compiled module: FlashAttention-4 installs another `flash_attn` without it.
     if find_spec("flash_attn_2_cuda") is None:
         return "FlashAttention-2 (flash_attn) is not installed"
     module = _import("flash_attn")
@@ -237,7 +237,7 @@ def flash_attn_2_calls(varlen_func: Callable[..., Any], with_kvcache: Callable[.
     def prefill(
         q_TNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
-        # Told that no sequence has more than one query, it would split contexts as it likes.
+        # With max_seqlen_q = 1 it would choose the number of splits itself.
         o_TNH: torch.Tensor = varlen_func(
             q_TNH, k_pages, v_pages, batch.query_starts, batch.context_starts, max(batch.max_query_len, 2),
             batch.max_context_len, causal=True, softmax_scale=scores.scale, window_size=_window(scores),
@@ -282,8 +282,8 @@ def torch_calls(varlen_attn: Callable[..., Any]) -> FlashCalls:
     def decode(
         q_SNH: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch, scores: Scores
     ) -> torch.Tensor:
-        # One query sees all: only where it is told no bound on the right are the query heads of a key head put into
-        # one product.
+        # A single query sees the whole context anyway. Only without a bound on the right does the library compute the
+        # query heads of a key head in one product.
         return call(q_SNH, k_pages, v_pages, batch, scores.scale, _window(scores))
 
     def prefill(
@@ -301,12 +301,12 @@ def torch_calls(varlen_attn: Callable[..., Any]) -> FlashCalls:
 
 
 def _window(scores: Scores) -> tuple[int, int]:
-    """How many tokens before and after its own a query sees; -1: no bound. A window of ours counts the token itself."""
+    """How many tokens before and after its own a query sees; -1: no bound. Our window includes the token itself."""
     return (scores.sliding_window - 1, 0) if scores.sliding_window else (-1, -1)
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """The first three numbers, also of one that follows no standard: "2.8.3.post1" is (2, 8, 3)."""
+    """The first three numbers, even of a non-standard version: "2.8.3.post1" is (2, 8, 3)."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
@@ -319,7 +319,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """Raises `FlashUnavailable`. On PyPI a package of FlashAttention-3's name has nothing in it."""
+    """Raises `FlashUnavailable` if `module` lacks `name`: PyPI's package of FlashAttention-3's name is empty."""
     found = getattr(_import(module), name, None)
     if found is None:
         raise FlashUnavailable(f"{module} is installed and has no {name}: it is another package of this name")
@@ -327,7 +327,7 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 
 def _import(name: str) -> Any:
-    """A library that is installed and does not load is an error, not a reason to take another one."""
+    """Raises `FlashUnavailable` if an installed library cannot be loaded: no other library is tried then."""
     try:
         return import_module(name)
     except (ImportError, OSError, RuntimeError) as error:

@@ -1,14 +1,16 @@
-"""Which of a step's sequences attend to latents as they are, and which to keys and values unfolded from them.
+"""Decides which of a step's sequences attend to latents directly (absorbed), and which to keys and values that are
+computed from them first (unfolded).
 
-    absorbed     queries go into the space of latents; a query and a token it sees: 2C + P multiplications of a head
-    unfolded     latents become keys and values of heads first; a query and a token: Q + P + V, a token: C * (Q + V)
+    absorbed     queries are mapped to the latent space; multiplications per head: 2C + P for a query and a seen token
+    unfolded     latents become keys and values of heads first; Q + P + V for a query and a token, C * (Q + V) for a
+    token
 
-DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1: both have the same result. Sequences that decode are
-always absorbed. Of others it depends on how many tokens they compute in the step, that is, how many of them see a token
-that is unfolded for all. Decided from a step's lengths, on the host; nothing here holds a tensor.
+DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1: both give the same result. Decoding sequences are
+always absorbed. Other sequences are unfolded if they compute enough tokens in the step, since all of these share the
+unfolded context. Decided on the host from a step's lengths; nothing here holds a tensor.
 
-Shapes: T tokens and S sequences of the step; C numbers of a latent, P of a rotated key; Q numbers of a head's query
-without positions, V of its value.
+Shapes: T tokens and S sequences of the step; C latent dim, P rotated key dim; Q dim of a head's query without
+positions, V dim of its value.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from engine.attention.base import StepLayout
 from engine.models.deepseek_config import LatentConfig
 
 UNFOLDED_BYTES = 256 << 20
-"""Of keys and values of heads that are there at once, unless a piece of them as small as can be has more."""
+"""Memory limit of unfolded keys and values at any time, unless the smallest possible piece is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfolding:
-    """When latents are unfolded, and to what."""
+    """When latents are unfolded, and the dimensions of the result."""
 
     from_tokens: int
-    """As many new tokens of a sequence unfold what they see."""
+    """A sequence is unfolded if it computes at least this many tokens in the step."""
     query_dim: int
     """Q."""
     value_dim: int
@@ -39,10 +41,11 @@ class Unfolding:
 
     @staticmethod
     def of(mla: LatentConfig) -> Unfolding | None:
-        """From as many tokens on as save more arithmetic than unfolding takes what they all see; None: never.
+        """Unfold from the number of tokens on that saves more arithmetic than unfolding their context costs; None:
+        never.
 
-        A prompt without context would gain from its first token on, as its queries need not be absorbed then, nor its
-        outputs taken out of the space of latents; but with few tokens hardly anything."""
+        A prompt without earlier context would gain from its first token on, since it also saves mapping queries to the
+        latent space and outputs back; but with few tokens it gains hardly anything."""
         query_dim, value_dim = mla.qk_nope_head_dim, mla.v_head_dim
         saved = 2 * mla.kv_lora_rank - query_dim - value_dim
         if saved <= 0:
@@ -52,24 +55,24 @@ class Unfolding:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens that lie side by side."""
+    """Consecutive tokens."""
 
     step: slice
-    """Among the step's."""
+    """Their indices among the step's tokens."""
     part: slice
-    """Among the part's."""
+    """Their indices among the part's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A step's sequences of one form."""
+    """A step's absorbed sequences, or its unfolded ones."""
 
     layout: StepLayout
-    """Of these alone, as if the step had no others."""
+    """The layout of these sequences, as if the step had no others."""
     runs: list[Run]
-    """All their tokens, in order. There are few: what is unfolded is long."""
+    """All tokens of the part, in order. There are few runs, since unfolded sequences compute many tokens."""
     first_tokens: NDArray[np.int64]
-    """[sequences of the part] where the tokens of each begin among the step's."""
+    """[sequences of the part] where each sequence's tokens begin among the step's."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +80,7 @@ class Part:
 
 
 def unfolded_seqs(layout: StepLayout, unfolding: Unfolding | None) -> NDArray[np.bool_]:
-    """[S] whether a sequence is unfolded: one that does not decode and has as many new tokens."""
+    """[S] whether each sequence is unfolded: it does not decode and has at least `from_tokens` new tokens."""
     if unfolding is None:
         return np.zeros(len(layout.query_lens), dtype=np.bool_)
     is_long = layout.query_lens >= unfolding.from_tokens
@@ -86,12 +89,12 @@ def unfolded_seqs(layout: StepLayout, unfolding: Unfolding | None) -> NDArray[np
 
 
 def part_of(layout: StepLayout, is_in_S: NDArray[np.bool_]) -> Part | None:
-    """The sequences for which it is true; None where there are none."""
+    """The sequences for which `is_in_S` is true; None if there are none."""
     if not is_in_S.any():
         return None
     starts = np.concatenate(([0], np.cumsum(layout.query_lens)))
     runs: list[Run] = []
-    # Where a run of sequences begins, and where the next others do.
+    # Alternately: where a run of the part's sequences begins, and where it ends.
     edges = np.flatnonzero(np.diff(is_in_S.astype(np.int8), prepend=0, append=0)).tolist()
     for first, end in zip(edges[::2], edges[1::2], strict=True):
         step = slice(int(starts[first]), int(starts[end]))

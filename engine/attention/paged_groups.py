@@ -1,10 +1,10 @@
-"""Which sequences plain torch attends to in one call, and a gathered copy of what they attend to.
+"""Groups sequences for plain torch's attention calls, and gathers a copy of the KV that each group attends to.
 
-Owns the copy, in the queries' dtype whatever the pool has. Sequences are put into groups of similar length, each group
-is one scaled-dot-product call over padded tensors, and padding never doubles the work: of sequences sorted by length,
-one joins a group only while the group's padded area stays within `MAX_PADDING` times its useful area.
+Owns the copy, which has the queries' dtype, whatever the pool's dtype is. Sequences of similar length form a group;
+each group is one scaled-dot-product call over padded tensors. Padding at most doubles the work: sequences are sorted by
+length, and one joins a group only while the group's padded area stays within `MAX_PADDING` times its useful area.
 
-Shapes: T tokens, P parts of the pool (keys and values, or latents alone), K key heads, H head dim; B sequences of a
+Shapes: T tokens, P parts of the pool (keys and values, or only latents), K key heads, H head dim; B sequences of a
 group, L its longest query, C the slots of its gathered blocks. A layer of the pool: [block, P, K, slot, H].
 """
 
@@ -26,21 +26,21 @@ MAX_PADDING = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences that one scaled-dot-product call serves."""
+    """Sequences of one scaled-dot-product call."""
 
     num_seqs: int
     query_len: int
-    """L: of the longest."""
+    """L: the longest query."""
     num_slots: int
-    """C: gathered, per sequence."""
+    """C: slots gathered per sequence."""
     kv_rows: torch.Tensor
-    """[P * B * K * blocks] rows of the layer seen as [block * P * K, slot * H]."""
+    """[P * B * K * blocks] rows of the layer viewed as [block * P * K, slot * H]."""
     token_rows: slice | torch.Tensor
-    """Where the group's tokens lie among T."""
+    """The group's tokens among T."""
     padded_rows: torch.Tensor | None
-    """[B * L] the token of each padded query (its sequence's last, where there is none); None: B = 1 or L = 1."""
+    """[B * L] the token of each padded query (for padding, its sequence's last token); None: B = 1 or L = 1."""
     valid_rows: torch.Tensor | None
-    """Which of [B * L] are tokens, in the order of `token_rows`; None as above."""
+    """Which of [B * L] are tokens, in the order of `token_rows`; None: B = 1 or L = 1."""
     mask: torch.Tensor | None
     """[B, 1, L, C], added to the scores; None: causal from the first token."""
 
@@ -49,21 +49,21 @@ class Group:
 class TorchPlan:
     layout: StepLayout
     kv_write_rows: torch.Tensor
-    """[P, T * K] rows of the layer seen as [block * P * K * slot, H]."""
+    """[P, T * K] rows of the layer viewed as [block * P * K * slot, H]."""
     groups: dict[int, list[Group]] = field(default_factory=dict)
-    """By sliding window, made when first asked for."""
+    """By sliding window, built at first use."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Of each sequence of a step: [S] each."""
+    """Three [S] arrays about a step's sequences."""
 
     first_tokens: NDArray[np.int64]
-    """Where its tokens begin among T."""
+    """Where the sequence's tokens begin among T."""
     first_blocks: NDArray[np.int64]
-    """Of its block table, the first that its queries see."""
+    """The first block of the sequence's block table that its queries see."""
     num_blocks: NDArray[np.int64]
-    """That they see."""
+    """How many blocks its queries see."""
 
     @staticmethod
     def of(layout: StepLayout, window: int, block_size: int) -> _Spans:
@@ -78,7 +78,7 @@ class _Spans:
 
 
 class PagedGroups:
-    """Of one backend's steps."""
+    """One per backend."""
 
     def __init__(self, *, num_parts: int, num_kv_heads: int, head_dim: int, block_size: int, device: str) -> None:
         self._num_parts = num_parts
@@ -88,9 +88,9 @@ class PagedGroups:
         self._device = device
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         if torch.device(device).type == "cuda":
-            # On newer GPUs torch asks cuDNN first, which makes a plan for each new shape, some tenths of a second, and
-            # keeps it: here shapes are others in each step. For the whole process, since torch knows no smaller scope:
-            # its context managers set the same switch, under other threads' feet.
+            # On newer GPUs torch prefers cuDNN, which builds and keeps a plan for each new shape, for some tenths of a
+            # second; our shapes differ in each step. Switched off for the whole process: torch has no smaller scope,
+            # since its context managers set the same global switch, which affects other threads.
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def prepare(self, layout: StepLayout) -> TorchPlan:
@@ -103,19 +103,19 @@ class PagedGroups:
         return TorchPlan(layout, self._tensor(rows.reshape(self._num_parts, -1)))
 
     def write(self, kv: torch.Tensor, parts_TKH: tuple[torch.Tensor, ...], plan: TorchPlan) -> None:
-        """The step's tokens into a layer of the pool."""
+        """Write the step's tokens into a layer of the pool."""
         rows = as_movable(kv).view(-1, self._head_dim)
         for row_ids, x_TKH in zip(plan.kv_write_rows, parts_TKH, strict=True):
             rows.index_copy_(0, row_ids, as_movable(rounded_for_pool(x_TKH.reshape(-1, self._head_dim), kv.dtype)))
 
     def of(self, plan: TorchPlan, window: int, dtype: torch.dtype) -> list[Group]:
-        """All groups of a step, for layers of that sliding window and queries of that dtype."""
+        """All groups of a step, for layers with sliding window `window` and queries of `dtype`."""
         if window not in plan.groups:
             plan.groups[window] = self._make_groups(plan.layout, window, dtype)
         return plan.groups[window]
 
     def gather(self, kv: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
-        """[P, B, K, C, H], valid until the next call."""
+        """Gather the group's KV: [P, B, K, C, H], valid until the next call."""
         gathered = self._gather_rows(kv, group, dtype)
         return gathered.view(self._num_parts, group.num_seqs, self._num_kv_heads, group.num_slots, self._head_dim)
 
@@ -129,7 +129,7 @@ class PagedGroups:
         return self._scratch_of(dtype, gathered.numel()).view(-1, row_size).copy_(gathered.view(kv.dtype))
 
     def _scratch_of(self, dtype: torch.dtype, num_values: int) -> torch.Tensor:
-        # A fresh tensor of some megabytes per layer would cost more in page faults than the copy itself.
+        # Allocating some megabytes anew for each layer would cost more in page faults than the copy itself.
         scratch = self._scratch.get(dtype)
         if scratch is None or scratch.numel() < num_values:
             scratch = self._scratch[dtype] = torch.empty(num_values, dtype=dtype, device=self._device)
@@ -178,8 +178,8 @@ class PagedGroups:
     def _kv_rows(
         self, block_tables: NDArray[np.int64], first_blocks: NDArray[np.int64], max_blocks: int
     ) -> NDArray[np.int64]:
-        """See `Group`. A shorter sequence's surplus blocks are some of its own again (see `StepLayout`): finite, and
-        masked."""
+        """See `Group.kv_rows`. Beyond a shorter sequence's end, its own blocks repeat (see `StepLayout`): they are
+        finite and masked."""
         columns = np.minimum(first_blocks[:, None] + np.arange(max_blocks), block_tables.shape[1] - 1)
         blocks = np.take_along_axis(block_tables, columns, axis=1)[:, None]
         heads = np.arange(self._num_kv_heads)[:, None]
@@ -193,7 +193,7 @@ class PagedGroups:
         window: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        # Compared, not subtracted: distances would be 8 bytes for each pair of a long context.
+        # Compare instead of subtracting: distances would take 8 bytes for each pair of a long context.
         last_BL1, slot_B1C = self._tensor(positions_BL)[:, :, None], self._tensor(slot_positions_BC)[:, None, :]
         is_hidden = slot_B1C > last_BL1
         if window:
@@ -206,7 +206,7 @@ class PagedGroups:
 
 
 def in_token_order(groups: list[Group], num_tokens: int, compute: Callable[[Group], torch.Tensor]) -> torch.Tensor:
-    """[T, ...] of what `compute` makes of each group: [tokens of the group, ...]."""
+    """Assemble [T, ...] from the groups' results: `compute` returns [tokens of the group, ...]."""
     if len(groups) == 1 and isinstance(groups[0].token_rows, slice):
         return compute(groups[0])
     o: torch.Tensor | None = None
@@ -221,7 +221,7 @@ def in_token_order(groups: list[Group], num_tokens: int, compute: Callable[[Grou
 def split_by_padding(
     candidates: NDArray[np.int64], query_lens: NDArray[np.int64], num_blocks: NDArray[np.int64]
 ) -> list[NDArray[np.int64]]:
-    """Split `candidates` (indices of sequences) into groups whose padded work stays within `MAX_PADDING` of the useful.
+    """Split `candidates` (indices of sequences) into groups with at most `MAX_PADDING` times the useful work.
 
     Work is queries times blocks; a group pads every member to its longest query and its most blocks.
     """

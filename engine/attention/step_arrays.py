@@ -1,5 +1,5 @@
-"""A step's index arrays as one buffer, so that they travel to a device as one copy; and steps filled up to a plan's
-size, for plans that keep their addresses.
+"""Packs a step's index arrays into one buffer, so that one copy brings them to a device; and pads steps to the size of
+a plan with fixed addresses.
 
 Owns nothing. numpy on the host, torch on the device.
 """
@@ -17,18 +17,18 @@ from engine.attention.base import StepLayout
 IntArray = NDArray[np.int32] | NDArray[np.int64]
 
 ALIGNMENT = 4
-"""int32 numbers: 16 bytes. Arrays begin at multiples of it, as kernels are compiled to expect."""
+"""In int32 numbers: 16 bytes. Arrays begin at multiples of it, as the compiled kernels expect."""
 _FILLING = np.zeros(ALIGNMENT, dtype=np.int32)
 
 
 def pack(arrays: Sequence[IntArray]) -> NDArray[np.int32]:
-    """All of them, one after the other: [int32 numbers]."""
+    """Concatenate all arrays, aligned: [int32 numbers]."""
     flat = [array.reshape(-1).view(np.int32) for array in arrays]
     return np.concatenate([each for part in flat for each in (part, _FILLING[: -len(part) % ALIGNMENT])])
 
 
 def unpack(buffer: torch.Tensor, arrays: Sequence[IntArray]) -> list[torch.Tensor]:
-    """The parts of a copy of `pack(arrays)`, wherever it lies: views, of the arrays' shapes and types."""
+    """Split a copy of `pack(arrays)`, on any device, into views with the arrays' shapes and types."""
     parts, start = [], 0
     for array in arrays:
         num_words = array.nbytes // 4
@@ -39,8 +39,8 @@ def unpack(buffer: torch.Tensor, arrays: Sequence[IntArray]) -> list[torch.Tenso
 
 
 def empty_decodes(num_seqs: int, num_blocks: int) -> StepLayout:
-    """A step of `num_seqs` rows without a sequence: contexts of 0, which are attended to by nobody, and slots of -1,
-    where nothing is written."""
+    """A step of `num_seqs` rows without a sequence: contexts of length 0, so that they attend to nothing, and slots of
+    -1, so that nothing is written."""
     return StepLayout(
         query_lens=np.ones(num_seqs, dtype=np.int64),
         context_lens=np.zeros(num_seqs, dtype=np.int64),
@@ -51,7 +51,7 @@ def empty_decodes(num_seqs: int, num_blocks: int) -> StepLayout:
 
 
 def fill_up_decodes(layout: StepLayout, num_seqs: int, num_blocks: int, max_context_len: int) -> StepLayout:
-    """A decoding step with rows without a sequence after its own. Raises `ValueError` where it does not fit."""
+    """Pad a decode step to `num_seqs` with rows without a sequence. Raises `ValueError` if the step does not fit."""
     count, width = layout.block_tables.shape
     if layout.num_decodes < count or count > num_seqs or layout.context_lens.max() > max_context_len:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Paged attention in plain torch: the reference of all other backends, on any device.
+"""Paged attention in plain torch, on any device: the reference for all other backends.
 
-Owns nothing but its groups (engine/attention/paged_groups.py), each of which is one scaled-dot-product call.
+Owns only its groups (engine/attention/paged_groups.py), each of which is one scaled-dot-product call.
 
 A decoding group folds the query heads that share a key head into the query axis, so that keys are never repeated. A
-group of whole prompts needs no mask: it is causal from its first token. Everything else gets an explicit mask.
+group of whole prompts needs no mask, since it is causal from its first token. All other groups get an explicit mask.
 
 Shapes: T tokens, N query heads, K key/value heads, G = N / K, H head dim; B sequences of a group, L its longest query,
 C the slots of its gathered blocks.
@@ -88,8 +88,8 @@ def _weighted_values(
     scores: Scores,
     sinks_NL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[B, N, L, H]. `mask` [B, 1, L, C] is added to the scores; None: causal from the first token, L = C. `sinks_NL`:
-    or [N, 1]."""
+    """[B, N, L, H]. `mask` [B, 1, L, C] is added to the scores; None: causal from the first token, L = C. `sinks_NL`
+    may also be [N, 1]."""
     if scores.soft_cap or sinks_NL is not None:
         return _weighted_values_by_hand(q_BNLH, k_BKCH, v_BKCH, mask, scores, sinks_NL)
     shares_keys = q_BNLH.shape[1] != k_BKCH.shape[1]
@@ -109,9 +109,9 @@ def _weighted_values(
 def weighted_values_head_by_head(
     q_BNLH: torch.Tensor, k_BKCH: torch.Tensor, v_BKCH: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """The same, each call with a key head for every query head. On a GPU torch's flash kernel takes neither masks nor
-    float32, and the memory-efficient one no shared keys: it would write all scores into memory, gigabytes for a chunk
-    of a long context. Nothing is repeated here."""
+    """Like `_weighted_values`, with calls in which each query head has its own key head. On a GPU, torch's flash kernel
+    takes neither masks nor float32, and its memory-efficient kernel no shared key heads, so that torch would write all
+    scores to memory: gigabytes for a chunk of a long context. No keys are copied here."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
@@ -120,7 +120,7 @@ def weighted_values_head_by_head(
     K = k_BKCH.shape[1]
     q_BKGLH = q_BNLH.view(B, K, N // K, L, H)
     if B == 1:
-        # In one call: the query heads of a key head as sequences over the same keys.
+        # One call: the query heads of a key head become sequences over the same keys.
         q_GKLH = q_BKGLH[0].transpose(0, 1)
         o_GKLH = attend(q_GKLH, k_BKCH.expand(N // K, -1, -1, -1), v_BKCH.expand(N // K, -1, -1, -1))
         return o_GKLH.transpose(0, 1).reshape(B, N, L, H)
@@ -135,10 +135,10 @@ def _weighted_values_by_hand(
     scores: Scores,
     sinks_NL: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Under a cap, or with sinks, which torch has no call for."""
+    """Like `_weighted_values`, for a soft cap or sinks, which torch has no call for."""
     B, N, L, H = q_BNLH.shape
     K, C = k_BKCH.shape[1:3]
-    q_BKRH = q_BNLH.reshape(B, K, N // K * L, H)  # the query heads of a key head side by side
+    q_BKRH = q_BNLH.reshape(B, K, N // K * L, H)  # the query heads of a key head are adjacent
     s = (q_BKRH @ k_BKCH.mT).mul_(scores.scale / (scores.soft_cap or 1.0))
     if scores.soft_cap:
         s = s.tanh_().mul_(scores.soft_cap)

@@ -1,10 +1,10 @@
-"""Paged attention to latents in plain torch: the reference of other backends, on any device.
+"""Paged attention to latents in plain torch, on any device: the reference for other backends.
 
-Owns nothing but its groups (engine/attention/paged_groups.py), each of which is one scaled-dot-product call, and room
-for what is unfolded. In the absorbed form all query heads share one key, a decoding group's heads are its queries. What
-a prompt attends to is unfolded where that pays (engine/attention/latent_forms.py).
+Owns only its groups (engine/attention/paged_groups.py), each of which is one scaled-dot-product call, and memory for
+unfolded keys and values. In the absorbed form all query heads share one key, so the heads of a decoding group become
+its queries. The context of a prompt is unfolded where that pays (engine/attention/latent_forms.py).
 
-Shapes: T tokens, A of them absorbed, N query heads, C numbers of a latent, P of a rotated key, R = C + P, V of a head's
+Shapes: T tokens, A of them absorbed, N query heads, C latent dim, P rotated key dim, R = C + P, V dim of a head's
 value; B sequences of a group, L its longest query, S the slots of its gathered blocks.
 """
 
@@ -26,10 +26,10 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MixedTorchPlan:
-    """Of a step in which some sequences, or all, are unfolded."""
+    """The plan of a step in which some or all sequences are unfolded."""
 
     step: TorchPlan
-    """Where its tokens are written."""
+    """Says where the step's tokens are written."""
     absorbed: tuple[Part, TorchPlan] | None
     unfolded: tuple[Part, TorchPlan]
 
@@ -44,7 +44,7 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
         device: str,
         unfolding: Unfolding | None = None,
     ) -> None:
-        """`latent_dim`: all that a token has in the pool, R. `unfolding`: None for none."""
+        """`latent_dim`: R, the size of a token in the pool. `unfolding`: None for none."""
         self._value_dim, self._unfolding = kv_lora_rank, unfolding
         self._groups = PagedGroups(
             num_parts=1, num_kv_heads=1, head_dim=latent_dim, block_size=block_size, device=device
@@ -98,7 +98,7 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
         heads: LatentProjection,
         cos_sin: CosSin,
     ) -> torch.Tensor:
-        """Latents and keys into the pool; queries [T, N, R], in the space of latents."""
+        """Write latents and keys into the pool. Returns queries [T, N, R] in the latent space."""
         q_TNR, latent_TR = heads(q_TX, latent_TR, cos_sin)
         self.store(latent_TR, kv, plan)
         return q_TNR
@@ -107,7 +107,7 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
         self._groups.write(kv, (latent_TR,), plan)
 
     def attend_absorbed(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TorchPlan, scale: float) -> torch.Tensor:
-        """Weighted sums of latents: [T, N, C]."""
+        """Compute weighted sums of latents: [T, N, C]."""
         groups = self._groups.of(plan, 0, q_TNR.dtype)
         return in_token_order(groups, len(q_TNR), lambda group: self._attend_group(q_TNR, kv, group, scale))
 
@@ -148,13 +148,13 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
         return o if group.valid_rows is None else o[group.valid_rows]
 
     def _values_in(self, k_BNSR: torch.Tensor) -> torch.Tensor:
-        """Latents; on a CPU with the rotated keys behind them, whose sums nobody looks at: torch's fast kernel there
-        takes values as long as keys alone, and with others all scores are written."""
+        """The latents as values. On a CPU the values include the rotated keys, whose sums are ignored: torch's fast CPU
+        kernel requires values as long as keys, and the other one writes all scores to memory."""
         return k_BNSR if k_BNSR.device.type == "cpu" else k_BNSR[..., : self._value_dim]
 
 
 def _absorbed_queries(q_TX: torch.Tensor, cos_sin: CosSin, heads: LatentProjection, part: Part) -> torch.Tensor:
-    """[A, N, R] of the part's tokens."""
+    """[A, N, R]: the queries of the part's tokens in the latent space."""
     N, Q, C = heads.up_key.shape
     q_ANR = q_TX.new_empty(part.num_tokens, N, C + q_TX.shape[1] // N - Q)
     cos, sin = cos_sin

@@ -1,12 +1,12 @@
-"""Attention in plain torch to keys and values that are unfolded from latents: some heads at a time, so that their keys
-and values have at most so many bytes. Heads know nothing of one another, so nothing is put together afterwards.
+"""Attention in plain torch to keys and values that are unfolded from latents. Unfolds some heads at a time, to limit
+the memory of keys and values; heads are independent, so their results need no merging.
 
-Owns the room for keys and values. Values are padded to as many numbers as keys have: with fewer, torch's fast kernel
-for CPUs refuses them, and all scores would be written; what comes out of the padding is cut off.
+Owns the memory for keys and values. Pads values to the length of keys: torch's fast CPU kernel refuses shorter values,
+and the other one writes all scores to memory. The padding is cut off the result.
 
-Shapes: U tokens that are attended for, N query heads, H of them at a time; C numbers of a latent, P of a rotated key,
-R = C + P; Q numbers of a head's query without positions, V of its value, X = max(Q + P, V); B sequences of a group, L
-its longest query, S the slots of its gathered blocks, Y = B * S.
+Shapes: U unfolded tokens, N query heads, H of them at a time; C latent dim, P rotated key dim, R = C + P; Q dim of a
+head's query without positions, V dim of its value, X = max(Q + P, V); B sequences of a group, L its longest query, S
+the slots of its gathered blocks, Y = B * S.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.layers import LatentProjection
 
 class UnfoldedHeads:
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of keys and values; one head's of a group may have more."""
+        """`max_bytes`: limit of the memory for keys and values, unless one head of a group needs more."""
         self._max_bytes = max_bytes
         self._room: torch.Tensor | None = None
 
     def attend(
         self, q_UNX: torch.Tensor, latent_BSR: torch.Tensor, group: Group, heads: LatentProjection, scale: float
     ) -> torch.Tensor:
-        """[tokens of the group, N, V]. `q_UNX`: as `unfolded_queries` makes them."""
+        """[tokens of the group, N, V]. `q_UNX`: the result of `unfolded_queries`."""
         B, L, N, V = group.num_seqs, group.query_len, q_UNX.shape[1], heads.up_value.shape[2]
         q = q_UNX[group.token_rows] if group.padded_rows is None else q_UNX[group.padded_rows]
         q_BNLX = q.view(B, L, N, -1).transpose(1, 2)
@@ -53,7 +53,7 @@ class UnfoldedHeads:
     def _unfold(
         self, latent_BSR: torch.Tensor, heads: LatentProjection, size: int
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Which heads, and their keys and values, valid until the next ones."""
+        """Yield slices of heads with their keys and values, which are valid until the next ones."""
         B, S, R = latent_BSR.shape
         (N, Q, C), V, X = heads.up_key.shape, heads.up_value.shape[2], size
         at_once = min(N, max(1, self._max_bytes // (2 * B * S * X * latent_BSR.itemsize)))
@@ -68,7 +68,7 @@ class UnfoldedHeads:
             yield some, k_BHSX, v_BHSX
 
     def _room_for(self, shape: tuple[int, int, int], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Kept: fresh memory for each layer would cost a CPU more in page faults than what is written to it."""
+        """Memory that is kept: on a CPU, page faults of new memory per layer would cost more than writing to it."""
         size = 2 * math.prod(shape)
         if self._room is None or len(self._room) < size or self._room.dtype != like.dtype:
             self._room = like.new_empty(size)
@@ -79,7 +79,7 @@ class UnfoldedHeads:
 def unfolded_queries(
     q_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], heads: LatentProjection, part: Part
 ) -> torch.Tensor:
-    """[U, N, X] of the part's tokens: rotated, and zeros where values are longer."""
+    """[U, N, X]: the rotated queries of the part's tokens, padded with zeros if values are longer."""
     (N, Q, _), V = heads.up_key.shape, heads.up_value.shape[2]
     size = q_TX.shape[1] // N
     q_UNX = q_TX.new_zeros(part.num_tokens, N, max(size, V))

@@ -1,12 +1,12 @@
 """Paged attention on a GPU, by Triton kernels (engine/kernels/gpu/).
 
-Keys and values are read where they lie: nothing is gathered or padded. Its pool has the order `KV_ORDER`.
+The kernels read keys and values in place: nothing is gathered or padded. The pool has the order `KV_ORDER`.
 
-A step's arrays travel to the device as one copy (engine/attention/triton_plans.py). Nothing is ever read back, and the
-grids of a decoding step depend on what the host knows: such a step can be captured as a CUDA graph.
+One copy brings a step's arrays to the device (engine/attention/triton_plans.py). Nothing is read back, and the grids of
+a decode step depend only on what the host knows, so that such a step can be captured as a CUDA graph.
 
-Sequences that decode have a kernel of their own, which cuts contexts by their length, and adds up otherwise than that
-for prompts. Where a token is to have the same bits in both: engine/attention/triton_invariant.py.
+Decoding sequences have a kernel of their own, which splits contexts by their length and adds up in another order than
+the kernel for prompts. engine/attention/triton_invariant.py gives a token the same bits in both.
 
 Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
 """
@@ -26,7 +26,7 @@ from engine.models.scores import Scores
 
 
 class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
-    """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether it can run at all."""
+    """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether Triton can run here."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         kind: GpuKind,
         kv_dtype: str = "",
     ) -> None:
-        """`kind`: of the device. `kv_dtype`: of the pool, where it is not the queries' `dtype`."""
+        """`kind`: the device's. `kv_dtype`: the pool's, if it is not the queries' `dtype`."""
         self._num_heads, self._head_dim = num_heads, head_dim
         self._device = device
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
@@ -56,7 +56,7 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
 
     @staticmethod
     def why_not(needs: Needs) -> str:
-        """What is in the way, as a clause; empty if nothing is."""
+        """Why it cannot serve, as a clause; empty if it can."""
         if why_not := why_not_either(needs):
             return why_not
         head_dim = needs.model.head_dim
@@ -93,7 +93,7 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         scores: Scores,
         sinks_N: torch.Tensor | None = None,
     ) -> None:
-        """The first rows of `o_TNH`: of the sequences that decode. `q_TNH`: contiguous."""
+        """Compute the first rows of `o_TNH`, those of decoding sequences. `q_TNH` must be contiguous."""
         decodes = plan.num_decodes
         if decodes:
             paged_decode(

@@ -1,13 +1,13 @@
-"""Paged attention on a GPU: prompts by FlashAttention (engine/attention/flash_calls.py), and all else by our Triton
-kernels (engine/attention/triton_backend.py).
+"""Paged attention on a GPU: FlashAttention (engine/attention/flash_calls.py) computes prompts, and our Triton kernels
+(engine/attention/triton_backend.py) compute everything else.
 
-Its kernels for Hopper have warps that load while others multiply, as Triton's do not: on an H200 a prompt of 8,192
-takes them seven tenths of the time, and a whole step with it 6 % less. Decoding is ours: FlashAttention is told not to
-split contexts (docs/decisions.md), and with one sequence a step then takes 6 % longer. Both read the same pool, in the
-order `KV_ORDER`.
+FlashAttention's kernels for Hopper have warps that load while others multiply, which Triton's do not have. On an H200,
+attention of a prompt of 8,192 tokens takes seven tenths of the time, and a whole step with it takes 6 % less. Decoding
+uses our kernels: we do not let FlashAttention split contexts (docs/decisions.md), and without splits a step with one
+sequence takes 6 % longer. Both read the same pool, in the order `KV_ORDER`.
 
-Decoding steps are recorded as with `TritonAttention`, whose plans they have. Those with prompts bring FlashAttention's
-arrays to the device by a copy of their own.
+Decode steps are recorded as with `TritonAttention`, and use its plans. Steps with prompts need a second copy to the
+device, for FlashAttention's arrays.
 
 Shapes: T tokens, S sequences, N query heads, K key/value heads, H head dim.
 """
@@ -30,9 +30,9 @@ from engine.models.scores import Scores
 @dataclass(frozen=True, slots=True)
 class TritonFlashPlan:
     ours: TritonPlan
-    """Of all sequences. Its tiles of prompts nobody computes."""
+    """The plan of all sequences. Its tiles of prompts are not used."""
     prompts: PagedBatch | None
-    """Those that compute more than one token, or are not called decoding, if there are any"""
+    """The sequences after the first `num_decodes`; None if there are none"""
 
 
 class TritonFlashAttention(AttentionBackend[TritonFlashPlan]):

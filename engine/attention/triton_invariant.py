@@ -1,11 +1,11 @@
-"""Paged attention on a GPU that has the same bits for a token in any step (`batch_invariant`), by Triton kernels
+"""Paged attention on a GPU that gives a token the same bits in any step (`batch_invariant`), by Triton kernels
 (engine/kernels/gpu/pieces.py).
 
-A token's sums are those of its own context, cut at fixed places, whoever else is in the step and however many tokens
-of its sequence are: a preempted sequence, one that moved to another worker, and one whose drafts are checked go on with
-the bits that they would have had.
+A token's sums run over its own context, cut at fixed positions, whichever other sequences and however many tokens of
+its own sequence the step computes. So a sequence that is preempted, moved to another worker, or checked with drafts
+continues with the bits that it would have had.
 
-Plans, and what a CUDA graph asks of them, are those of `TritonAttention`, and so is what it can serve.
+It uses the same plans as `TritonAttention`, is captured in CUDA graphs the same way, and serves the same models.
 
 Shapes: T tokens, N query heads, H head dim.
 """
@@ -35,7 +35,7 @@ class InvariantTritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         kind: GpuKind,
         kv_dtype: str = "",
     ) -> None:
-        """As of `TritonAttention`."""
+        """See `TritonAttention`."""
         self._num_heads, self._head_dim = num_heads, head_dim
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
         num_groups = num_heads // num_kv_heads

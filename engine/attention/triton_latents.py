@@ -1,19 +1,19 @@
 """Paged attention to latents on a GPU, by Triton kernels (engine/kernels/gpu/latents.py).
 
-Latents are read where they lie. Plans, and what a CUDA graph asks of them, are those of the backend for keys and values
-(engine/attention/triton_plans.py). Owns the scratch memory of pieces of contexts: steps run one after the other, so
-that all plans share it, where each having its own would take gigabytes.
+The kernels read latents in place. Plans, also those for CUDA graphs, are the same as for keys and values
+(engine/attention/triton_plans.py). Owns the scratch memory for the pieces of contexts. All plans share it, since steps
+run one after the other; one per plan would take gigabytes.
 
-What a prompt attends to is unfolded where that pays (engine/attention/latent_forms.py, triton_unfolded.py); steps in
-which all sequences decode, and plans that are refilled, are absorbed alone.
+The context of a prompt is unfolded where that pays (engine/attention/latent_forms.py, triton_unfolded.py). Steps in
+which all sequences decode, and reserved plans, use only the absorbed form.
 
-Sequences that decode have a kernel of their own, which cuts contexts by their length, and adds up otherwise than that
-for prompts. With `batch_invariant` all tokens go through the latter, absorbed, in tiles of one size: a token has the
-same bits whether its sequence decodes, its prompt is computed again, or drafts are checked. With few sequences and long
-contexts much of a GPU has nothing to do then: registers have no room for a second sum, as pieces need
-(triton_invariant.py).
+Decoding sequences have a kernel of their own, which splits contexts by their length and adds up in another order than
+the kernel for prompts. With `batch_invariant`, the latter computes all tokens, absorbed, in tiles of one size: a token
+has the same bits whether its sequence decodes, its prompt is computed again, or drafts are checked. With few sequences
+and long contexts, much of the GPU is then idle: cutting contexts into pieces (triton_invariant.py) needs a second sum,
+for which there are not enough registers.
 
-Shapes: T tokens, A of them absorbed, N query heads, C numbers of a latent, P of a rotated key, R = C + P, V of a head's
+Shapes: T tokens, A of them absorbed, N query heads, C latent dim, P rotated key dim, R = C + P, V dim of a head's
 value.
 """
 
@@ -45,14 +45,14 @@ from engine.models.deepseek_config import LatentConfig
 
 @dataclass(frozen=True, slots=True)
 class MixedTritonPlan:
-    """Of a step in which some sequences, or all, are unfolded."""
+    """The plan of a step in which some or all sequences are unfolded."""
 
     unfolded: UnfoldedPlan
     absorbed: tuple[Part, TritonPlan] | None
 
 
 class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedTritonPlan]):
-    """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether it can run at all."""
+    """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether Triton can run here."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
         batch_invariant: bool = False,
         unfolding: Unfolding | None = None,
     ) -> None:
-        """`kind`: of the device. `kv_dtype`: of the pool, where it is not the queries' `dtype`. `unfolding`: None for
-        none; nor is there any where a tile has no room for what a head has."""
+        """`kind`: the device's. `kv_dtype`: the pool's, if it is not the queries' `dtype`. `unfolding`: None for none;
+        ignored if a head is too large for a tile, and with `batch_invariant`."""
         self._num_heads, self._latent_dim, self._device = num_heads, kv_lora_rank, device
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
         self._decode_config = LatentTileConfig.of_decode(kind, num_heads, itemsize, kv_itemsize)
@@ -90,7 +90,7 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
 
     @staticmethod
     def why_not(needs: Needs, mla: LatentConfig) -> str:
-        """What is in the way, as a clause; empty if nothing is."""
+        """Why it cannot serve, as a clause; empty if it can."""
         if why_not := why_not_either(needs):
             return why_not
         if mla.kv_lora_rank > MAX_LATENT or mla.qk_rope_head_dim > MAX_ROTATED:
@@ -147,7 +147,7 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
         heads: LatentProjection,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Latents and keys into the pool; queries [T, N, R], in the space of latents."""
+        """Write latents and keys into the pool. Returns queries [T, N, R] in the latent space."""
         q_TNR = q_TX.new_empty(len(q_TX), self._num_heads, latent_TR.shape[1])
         heads.absorb(q_TX, q_TNR)
         rotate_and_store_latents(
@@ -156,7 +156,7 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
         return q_TNR
 
     def attend_absorbed(self, q_TNR: torch.Tensor, kv: torch.Tensor, plan: TritonPlan, scale: float) -> torch.Tensor:
-        """Weighted sums of latents: [T, N, C]."""
+        """Compute weighted sums of latents: [T, N, C]."""
         q_TNR = q_TNR.contiguous()
         o_TNC = q_TNR.new_empty(*q_TNR.shape[:2], self._latent_dim)
         decodes = plan.num_decodes
@@ -179,7 +179,7 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
 def _absorbed_queries(
     q_TX: torch.Tensor, rotated_TNP: torch.Tensor, heads: LatentProjection, part: Part
 ) -> torch.Tensor:
-    """[A, N, R] of the part's tokens."""
+    """[A, N, R]: the queries of the part's tokens in the latent space."""
     N, _, C = heads.up_key.shape
     q_ANR = q_TX.new_empty(part.num_tokens, N, C + rotated_TNP.shape[2])
     for run in part.runs:

@@ -1,9 +1,9 @@
-"""A step's arrays on the device: the plans of the Triton backends.
+"""The plans of the Triton backends: a step's arrays on the device.
 
-A plan can keep its addresses, so that a CUDA graph captured over it replays other steps:
+A reserved plan has fixed addresses, so that a CUDA graph captured with it can replay other steps:
 
     plan = plans.reserve_decode_plan(num_seqs, max_context_len)     once; then capture with it
-    plans.refill(plan, layout)                                      before every replay; fewer sequences fit too
+    plans.refill(plan, layout)                                      before every replay; fewer sequences fit, too
 
 Shapes: T tokens, S sequences.
 """
@@ -27,7 +27,7 @@ from engine.to_device import fill, to_device
 
 
 def why_not_either(needs: Needs) -> str:
-    """What is in the way of both Triton backends, as a clause; empty if nothing is."""
+    """Why no Triton backend can serve, as a clause; empty if one might."""
     if needs.kv_dtype == FLOAT8 and needs.capability is not None and (why_not := why_no_float8(needs.capability)):
         return f"kv_cache_dtype is fp8, and {why_not}"
     if needs.model.hidden_size > MAX_HIDDEN_SIZE:
@@ -37,10 +37,10 @@ def why_not_either(needs: Needs) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """A step's arrays: parts of `buffer`, in this order."""
+    """A step's arrays, which are parts of `buffer`, in this order."""
 
     buffer: torch.Tensor
-    """[all of the below] int32"""
+    """int32: the arrays below up to `prefill_tiles`"""
     slot_mapping: torch.Tensor
     """[T] int64"""
     context_lens: torch.Tensor
@@ -50,17 +50,17 @@ class TritonPlan:
     block_tables: torch.Tensor
     """[S, blocks of the longest] int32"""
     prefill_tiles: torch.Tensor
-    """[tiles, 2] int32: `engine.kernels.gpu.prefill.list_tiles`, of the other sequences"""
+    """[tiles, 2] int32: `engine.kernels.gpu.prefill.list_tiles` of the sequences after the first `num_decodes`"""
     num_decodes: int
-    """The first so many sequences are left to the kernel that splits contexts."""
+    """How many leading sequences go to the decode kernel, which splits contexts."""
     max_context_len: int
-    """No decoding sequence's context is longer."""
+    """Upper bound of the context lengths of these sequences."""
     scratch: torch.Tensor
-    """float32, at least what the pieces of decoding sequences take. Plans share it."""
+    """float32, large enough for the pieces of decoding sequences. Shared by all plans."""
 
 
 class TritonPlans:
-    """Of one backend. They share their scratch: steps run one after the other."""
+    """One per backend. Its plans share scratch memory, since steps run one after the other."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class TritonPlans:
         scratch_size: Callable[[int, int], int],
         splits_decodes: bool = True,
     ) -> None:
-        """`tokens_per_tile`: of prefill. `scratch_size`: float32 numbers for so many decoding sequences, up to that
-        many tokens long. `splits_decodes`: otherwise sequences that decode have tiles as prompts have, one each."""
+        """`tokens_per_tile`: of the prefill kernel. `scratch_size(num_seqs, max_context_len)`: float32 numbers that the
+        decode kernel needs. `splits_decodes`: if False, decoding sequences get a prefill tile each instead."""
         self._block_size, self._tokens_per_tile, self._device = block_size, tokens_per_tile, device
         self._splits_decodes = splits_decodes
         self._scratch_size = scratch_size
@@ -84,28 +84,29 @@ class TritonPlans:
         return self._plan(layout, max_context_len, self.scratch(decodes, max_context_len))
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
-        """A plan for steps in which up to `num_seqs` sequences decode, none longer than `max_context_len`; made by
-        `refill`. Rows that it leaves empty attend to nothing and write nothing."""
+        """Make a plan for steps in which up to `num_seqs` sequences of up to `max_context_len` tokens decode, to be
+        filled by `refill`. Rows without a sequence attend to nothing and write nothing."""
         layout = empty_decodes(num_seqs, -(-max_context_len // self._block_size))
         return self._plan(layout, max_context_len, self.scratch(num_seqs, max_context_len))
 
     def scratch(self, num_seqs: int, max_context_len: int) -> torch.Tensor:
-        """That of steps in which up to so many sequences decode, none longer; kept from then on."""
+        """Scratch memory for steps in which up to `num_seqs` sequences of up to `max_context_len` tokens decode. It is
+        kept."""
         size = self._scratch_size(num_seqs, max_context_len) if self._splits_decodes else 0
         if len(self._scratch) < size:
-            # Twice as large at least: what reserved plans keep of it is together no larger than the last one.
+            # Grow at least twofold, so that older buffers, which reserved plans keep, add up to no more than the last.
             larger = max(size, 2 * len(self._scratch))
             self._scratch = torch.empty(larger, dtype=torch.float32, device=self._device)
         return self._scratch
 
     def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
-        """Put a decoding step into a reserved plan, in stream order. Raises `ValueError` where it does not fit."""
+        """Put a decode step into a reserved plan, in stream order. Raises `ValueError` if the step does not fit."""
         num_seqs, num_blocks = plan.block_tables.shape
         filled = fill_up_decodes(layout, num_seqs, num_blocks, plan.max_context_len)
         fill(plan.buffer, pack(self._arrays(filled)))
 
     def _arrays(self, layout: StepLayout) -> list[IntArray]:
-        """In the order of `TritonPlan`."""
+        """The step's arrays in the order of `TritonPlan`."""
         starts = np.concatenate(([0], np.cumsum(layout.query_lens))).astype(np.int32)
         tiles = list_tiles(layout.query_lens, layout.context_lens, self._num_split(layout), self._tokens_per_tile)
         return [
@@ -120,7 +121,7 @@ class TritonPlans:
         return layout.num_decodes if self._splits_decodes else 0
 
     def _plan(self, layout: StepLayout, max_context_len: int, scratch: torch.Tensor) -> TritonPlan:
-        """`max_context_len`: of sequences that decode, in this step or in one that is put into the plan later."""
+        """`max_context_len`: of decoding sequences, in this step or in one that is put into the plan later."""
         arrays, num_decodes = self._arrays(layout), self._num_split(layout)
         buffer = to_device(pack(arrays), self._device)
         slot_mapping, context_lens, query_starts, block_tables, prefill_tiles = unpack(buffer, arrays)
@@ -138,8 +139,7 @@ class TritonPlans:
 
 
 class WithReservedPlans:
-    """A backend's part of this: what it does with plans that keep their addresses it leaves to `_plans`, which it
-    makes."""
+    """Mixin: methods for reserved plans and scratch memory, by the backend's `_plans`, which the backend creates."""
 
     _plans: TritonPlans
 
@@ -156,7 +156,7 @@ class WithReservedPlans:
 
 
 class WithTritonPlans(WithReservedPlans):
-    """The same of all plans, and what those for keys and values of heads do with them alike."""
+    """Mixin: also `prepare`, and `project` for the keys and values of heads."""
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
         return self._plans.prepare(layout)

@@ -1,13 +1,13 @@
-"""Attention on a GPU to keys and values that are unfolded from latents, a slice of contexts after the other.
+"""Attention on a GPU to keys and values that are unfolded from latents, one slice of the contexts after the other.
 
-    a step     slices listed (engine/attention/unfolded_slices.py), copied to the device with where tokens are written
-    a slice    latents gathered from the pool ──> keys and values by the library's products ──> one launch, all tiles
+    a step     list slices (engine/attention/unfolded_slices.py), copy them and the slot mapping to the device
+    a slice    gather latents from the pool ──> keys and values by the library's products ──> one launch for all tiles
 
-Owns nothing: what a slice has is let go after it. With latents gathered, and the sums of softmax that go on in a later
-slice, a step takes at most `Unfolding.max_bytes` and some more; the KV pool's size is measured with it.
+Owns nothing: a slice's memory is freed after the slice. A step takes at most `Unfolding.max_bytes`, and some more for
+gathered latents and for softmax sums that continue in a later slice. The size of the KV pool is measured with it.
 
-Shapes: T tokens of the step, N query heads; C numbers of a latent, P of a rotated key, R = C + P; Q numbers of a head's
-query without positions, V of its value; S slots of a slice. A layer of the pool: [block, 1, 1, slot, R].
+Shapes: T tokens of the step, N query heads; C latent dim, P rotated key dim, R = C + P; Q dim of a head's query without
+positions, V dim of its value; S slots of a slice. A layer of the pool: [block, 1, 1, slot, R].
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from engine.to_device import to_device
 
 @dataclass(frozen=True, slots=True)
 class UnfoldedPlan:
-    """On the device."""
+    """Tensors on the device."""
 
     slot_mapping: torch.Tensor
-    """[T] int64, of all the step's tokens"""
+    """[T] int64, of all tokens of the step"""
     slices: list[tuple[torch.Tensor, torch.Tensor]]
-    """int32: blocks and tiles, as `Slice` has them"""
+    """int32: `Slice.block_ids` and `Slice.tiles` of each slice"""
     is_cut: bool
-    """Whether any sequence goes on in another slice."""
+    """Whether any sequence continues in another slice."""
 
 
 class UnfoldedAttention:
@@ -49,7 +49,7 @@ class UnfoldedAttention:
         self._num_slots = slots_of_slice(bytes_per_token, unfolding.max_bytes, block_size)
 
     def prepare(self, layout: StepLayout, part: Part) -> UnfoldedPlan:
-        """Of a step whose sequences in `part` are unfolded."""
+        """Plan a step whose sequences in `part` are unfolded."""
         slices = list_slices(
             part, block_size=self._block_size, num_slots=self._num_slots, tokens_per_tile=self._config.block_m
         )
@@ -70,8 +70,8 @@ class UnfoldedAttention:
         out_TNV: torch.Tensor,
         scale: float,
     ) -> None:
-        """Of the tokens in `plan`, written to their rows of `out_TNV`. `q_TX`: as `LatentBackend` has it;
-        `rotated_TNP`: its last parts, rotated."""
+        """Attend for the tokens in `plan` and write to their rows of `out_TNV`. `q_TX`: see `LatentBackend`;
+        `rotated_TNP`: the rotated last P numbers of its heads."""
         (N, Q, C), V = heads.up_key.shape, heads.up_value.shape[2]
         size = state_size(len(q_TX), N, V) if plan.is_cut else 1
         state = torch.empty(size, dtype=torch.float32, device=q_TX.device)
@@ -85,6 +85,6 @@ class UnfoldedAttention:
 
 
 def _gathered(kv: torch.Tensor, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[S, R] of whole blocks, widened from 8-bit floats."""
+    """[S, R]: whole blocks, converted to `dtype`."""
     blocks = as_movable(kv).view(len(kv), -1).index_select(0, block_ids)
     return blocks.view(kv.dtype).view(-1, kv.shape[-1]).to(dtype)

@@ -1,10 +1,12 @@
-"""The slices of contexts that are unfolded one after the other, and the tiles of queries that attend to each of them.
+"""Cuts contexts into slices, which are unfolded one after the other, and lists the tiles of queries that attend to
+each.
 
-    sequences, longest ones cut ──> slices of so many slots ──> per slice: its blocks, and tiles (rows of `Slice.tiles`)
+    sequences, long ones cut ──> slices of `num_slots` slots ──> per slice: its blocks, and tiles (rows of
+    `Slice.tiles`)
 
-Keys and values of a slice are there at once, so it bounds their memory. A sequence begins in a slice that has room for
-all of it, or in one of its own: only what is longer than a slice is cut, and the sums of its queries are carried over.
-Decided from a step's lengths, on the host; nothing here holds a tensor.
+A slice limits the memory for keys and values, which exist for one slice at a time. A sequence goes into a slice that
+has room for all of it, or begins a new slice. Only sequences longer than a slice are cut; the sums of their queries are
+carried over. Decided on the host from a step's lengths; nothing here holds a tensor.
 """
 
 from __future__ import annotations
@@ -19,30 +21,30 @@ from numpy.typing import NDArray
 from engine.attention.latent_forms import Part
 
 ALIGNMENT = 128
-"""Cuts lie at multiples of it, and of a block: tiles of keys begin where they would without them, so that a token has
-the same bits with any cut."""
+"""Cuts are at multiples of this and of the block size. So cuts do not move the tiles of keys, and a token has the same
+bits with any cut."""
 FIRST, LAST = 1, 2
-"""A tile's marks: nothing of its sequence came in an earlier slice; nothing that it sees comes in a later one."""
+"""Marks of a tile. FIRST: no earlier slice has tokens of its sequence. LAST: no later slice has tokens that it sees."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     block_ids: NDArray[np.int32]
-    """[blocks] of the pool, whose slots are the slice's rows."""
+    """[blocks] of the pool; their slots are the slice's rows."""
     tiles: NDArray[np.int32]
-    """[tiles, 6]: its first token among the step's; how many tokens it has; the row where its sequence's keys begin;
-    how many of them its first token sees (any number: none, or more than there are); how many its last one does;
-    marks."""
+    """[tiles, 6]: the tile's first token among the step's; its number of tokens; the row where its sequence's keys
+    begin; how many of these keys its first token sees (may be none or negative, or more than there are); how many its
+    last token sees; marks."""
 
 
 def slots_of_slice(bytes_per_token: int, max_bytes: int, block_size: int) -> int:
-    """As many as have `max_bytes`, or as few as can be cut off."""
+    """As many slots as fit into `max_bytes`, but at least the smallest possible cut."""
     step = math.lcm(ALIGNMENT, block_size)
     return max(max_bytes // bytes_per_token // step, 1) * step
 
 
 def list_slices(part: Part, *, block_size: int, num_slots: int, tokens_per_tile: int) -> list[Slice]:
-    """Of all sequences of `part`. `num_slots`: of a slice, as `slots_of_slice` says."""
+    """List the slices of all sequences of `part`. `num_slots`: per slice, from `slots_of_slice`."""
     slices = []
     for pieces in _slices_of_pieces(part.layout.context_lens.tolist(), block_size, num_slots):
         blocks, tiles, row = [], [], 0
@@ -52,14 +54,14 @@ def list_slices(part: Part, *, block_size: int, num_slots: int, tokens_per_tile:
             blocks.append(of_piece)
             row += len(of_piece) * block_size
         all_tiles = np.concatenate(tiles)
-        # Those that read most come first: they would otherwise end last, alone.
+        # Tiles that read most come first: otherwise they would finish last, with the GPU idle around them.
         in_order = all_tiles[np.argsort(-all_tiles[:, 4], kind="stable")]
         slices.append(Slice(np.concatenate(blocks).astype(np.int32), in_order))
     return slices
 
 
 def _slices_of_pieces(context_lens: list[int], block_size: int, num_slots: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Of each slice: pieces of sequences, by their number, first token and end."""
+    """Yield each slice's pieces of sequences: index of the sequence, first token, end."""
     pieces: list[tuple[int, int, int]] = []
     room = num_slots
     for seq, context_len in enumerate(context_lens):
@@ -76,7 +78,7 @@ def _slices_of_pieces(context_lens: list[int], block_size: int, num_slots: int) 
 
 
 def _tiles_of(part: Part, seq: int, first: int, end: int, row: int, tokens_per_tile: int) -> NDArray[np.int32]:
-    """Of the queries that see any of a sequence's tokens from `first` to `end`, whose keys begin at `row`."""
+    """The tiles of queries that see any of a sequence's tokens from `first` to `end`, whose keys begin at `row`."""
     query_len, context_len = int(part.layout.query_lens[seq]), int(part.layout.context_lens[seq])
     starts = np.arange(0, query_len, tokens_per_tile)
     num_tokens = np.minimum(tokens_per_tile, query_len - starts)
