@@ -1,5 +1,6 @@
-"""`python -m engine.kernels`: compile the CPU kernels ahead of time for all kinds of machines. For images, whose last
-stage has no compiler: the libraries lie beside this file, and the engine takes the fastest that its machine can run."""
+"""`python -m engine.kernels`: compile the CPU kernels ahead of time for all kinds of machines, for container images
+without a compiler. The libraries are written beside this file; the engine loads the fastest that its machine can run.
+"""
 
 from __future__ import annotations
 

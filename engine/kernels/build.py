@@ -1,10 +1,10 @@
 """Compiles source/ into the cache directory, once for each machine, compiler, torch and source.
 
-    a compiler is there ── cpu_library ──> compiled for this very machine, into the cache directory
-    none is             ── cpu_library ──> the best of prebuilt/KIND that this machine can run (container images)
+    with a compiler     ── cpu_library ──> compiled for this machine, into the cache directory
+    without             ── cpu_library ──> the best of prebuilt/KIND that this machine can run (container images)
 
-Not with torch.utils.cpp_extension: for one unit that needs neither Python's headers nor setuptools nor ninja, one call
-of the compiler is less to install and to explain. Two processes that want the same library wait for one build
+It does not use torch.utils.cpp_extension: the single source file needs no Python headers, so one call of the compiler
+is simpler than setuptools and ninja. Processes that want the same library wait for one build
 (`engine.cache_dir.build_once`).
 """
 
@@ -31,7 +31,7 @@ LIBRARY = "tandem_cpu.so"
 CHECKSUM = "tandem_cpu.so.blake2b"
 PREBUILT = Path(__file__).with_name("prebuilt")
 BUILT_FROM = "built-from"
-"""Beside a prebuilt library: the digest of what it was compiled from."""
+"""File beside a prebuilt library: the digest of what it was compiled from."""
 V3 = frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
 V4 = V3 | frozenset(["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"])
 BF16 = V4 | {"avx512_bf16"}
@@ -44,8 +44,8 @@ KINDS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "x86-64-v4": (("-march=x86-64-v4",), V4),
     "x86-64-v3": (("-march=x86-64-v3",), V3),
 }
-"""Kinds of machines that libraries are prebuilt for, the fastest first: the compiler's flags, and those of
-/proc/cpuinfo without which such a library would kill the process."""
+"""Kinds of machines that libraries are prebuilt for, the fastest first: compiler flags, and the flags of /proc/cpuinfo
+without which the library would crash the process."""
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT_S = 300.0
 FLAGS = (
@@ -55,14 +55,14 @@ FLAGS = (
 
 
 class KernelsUnavailable(Exception):  # noqa: N818 - named for what is the case
-    """The kernels cannot be compiled or loaded here. The message says why, and what would help."""
+    """The kernels cannot be compiled or loaded here. The message says why, and what helps."""
 
 
 @functools.cache
 def load_cpu_kernels() -> None:
-    """Make torch.ops.tandem_cpu available in this process; compiles it if that has not been done on this machine.
+    """Load torch.ops.tandem_cpu into this process; compiles it first if this machine has not done so before.
 
-    Takes some ten seconds the first time, with a line on stderr. Raises `KernelsUnavailable`.
+    Compiling takes some ten seconds and is reported on stderr. Raises `KernelsUnavailable`.
     """
     library = cpu_library(kernels_dir())
     try:
@@ -73,15 +73,15 @@ def load_cpu_kernels() -> None:
 
 
 def cpu_arithmetic() -> str:
-    """How the kernels add up here, once they are loaded: by "tiles" (AMX), "pairs" (AVX512-BF16) or "floats16", 8 or 4
-    (so many in a vector), and which version of ours that is."""
+    """How the loaded kernels add up on this machine: "tiles" (AMX), "pairs" (AVX512-BF16), or "floats16", 8 or 4
+    (floats per vector), with the version of our arithmetic."""
     name: str = torch.ops.tandem_cpu.arithmetic()
     return name
 
 
 def cpu_library(directory: Path) -> Path:
-    """The compiled library, in a folder of `directory`; built anew if it is not what was built. Without a compiler a
-    prebuilt one. Raises `KernelsUnavailable`."""
+    """Return the compiled library, in a folder of `directory`; builds it if it is missing or damaged. Without a
+    compiler, returns a prebuilt one. Raises `KernelsUnavailable`."""
     try:
         compiler = find_compiler()
     except KernelsUnavailable:
@@ -102,7 +102,7 @@ def cpu_library(directory: Path) -> Path:
 
 
 def prebuilt_library() -> Path | None:
-    """The fastest of the prebuilt libraries that is whole, of our source and torch, and that this machine can run."""
+    """The fastest undamaged prebuilt library of our source and torch that this machine can run, or None."""
     features = _cpu_features().split()
     for kind, (_, needed) in KINDS.items():
         folder = PREBUILT / kind
@@ -114,7 +114,7 @@ def prebuilt_library() -> Path | None:
 
 
 def prebuild() -> list[Path]:
-    """Compile for each of `KINDS`; what is there is replaced. Raises `KernelsUnavailable`."""
+    """Compile for each of `KINDS`, replacing existing libraries. Raises `KernelsUnavailable`."""
     if platform.machine() not in ("x86_64", "AMD64"):
         raise KernelsUnavailable(f"libraries are prebuilt for kinds of x86-64 only; this is {platform.machine()}")
     folders = []
@@ -129,7 +129,7 @@ def prebuild() -> list[Path]:
 
 
 def find_compiler() -> list[str]:
-    """CXX (with its flags, if it has some), or the first C++ compiler on the path. Raises `KernelsUnavailable`."""
+    """Return CXX (with its flags, if any), or the first C++ compiler on the path. Raises `KernelsUnavailable`."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     for name in wanted[:1] or COMPILERS:
         if path := shutil.which(name):
@@ -138,8 +138,8 @@ def find_compiler() -> list[str]:
 
 
 def compile_command(compiler: list[str], machine: Sequence[str] = ()) -> list[str]:
-    """Everything but the output. `machine`: flags that say for which, by default this one. CXXFLAGS come last:
-    "-march=x86-64-v3", say, to compute as older machines do."""
+    """The compile command without the output option. `machine`: flags of the target machine; default: this one.
+    CXXFLAGS come last: for example, "-march=x86-64-v3" computes as older machines do."""
     root = Path(torch.__path__[0])
     native = "-mcpu=native" if platform.machine().lower() in ("aarch64", "arm64") else "-march=native"
     return [
@@ -156,7 +156,7 @@ def _checksum(folder: Path) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the library is as it was built: loading a file that was cut off kills the process."""
+    """Whether the library is undamaged: loading a truncated file would crash the process."""
     try:
         return (folder / CHECKSUM).read_text() == _checksum(folder)
     except OSError:
@@ -164,7 +164,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a prebuilt library is of our source and torch: another torch's would not load, or crash."""
+    """Whether a prebuilt library matches our source and torch: one for another torch would not load, or would crash."""
     try:
         return (folder / BUILT_FROM).read_text() == _built_from()
     except OSError:
@@ -172,7 +172,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _digest(command: list[str]) -> str:
-    """Of all that the library depends on. The cache directory may be shared by machines of different kinds."""
+    """Digest of everything that the library depends on. Machines of different kinds may share the cache directory."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
     parts = [*_sources(), " ".join(command), version, torch.__version__, _cpu_features()]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
@@ -183,7 +183,7 @@ def _sources() -> list[str]:
 
 
 def _built_from() -> str:
-    """What a prebuilt library must have in common with us; the machine's kind is its folder's name."""
+    """Digest of what a prebuilt library must share with us, except the machine's kind, which is its folder's name."""
     return hashlib.blake2b("\n".join([*_sources(), torch.__version__]).encode(), digest_size=8).hexdigest()
 
 

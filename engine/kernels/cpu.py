@@ -1,8 +1,9 @@
-"""A decoder's parts, by the CPU kernels. `load_cpu_kernels` comes first. bfloat16, but for weights in int8 or int4.
+"""A decoder's parts, computed by the CPU kernels. Call `load_cpu_kernels` first. bfloat16, except weights in int8 or
+int4.
 
-    Decoder(…, KERNEL_PARTS): each part computes what its parent does, to bfloat16's precision, and in such a way that a
-    token's numbers do not depend on what else is computed in the same step. QUANTIZED_KERNEL_PARTS quantise the weights
-    of layers' products first; all take those that are in int8 or int4 as they are
+    Decoder(…, KERNEL_PARTS): each part computes what its base class does, to bfloat16's precision, and a token's
+    numbers do not depend on what else the step computes. QUANTIZED_KERNEL_PARTS quantise the weights of layers'
+    products first. All parts accept weights that are in int8 or int4 already
 
 Shapes: T tokens, D hidden.
 """
@@ -31,14 +32,14 @@ from engine.weight import Weight, as_int4, dequantized, joined
 
 LANES = 16
 PANEL = 2 * LANES
-"""Outputs whose weights stand together (source/matmul.h)."""
+"""Outputs whose weights are stored together (source/matmul.h)."""
 
 
 class PanelLinear(Linear):
-    """Keeps the weight in panels, and not as it was given."""
+    """Stores the weight only in panels."""
 
     added: Any = None
-    """By adapters: see cpu_adapters.py."""
+    """What adapters add: see cpu_adapters.py."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         self.num_outputs = len(weight)
@@ -51,8 +52,8 @@ class PanelLinear(Linear):
 
 
 def in_panels(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[N, K] in bfloat16, in int4, or in int8 with a scale for each output: its panels, and the scales for int8 in
-    float32."""
+    """Pack a weight [N, K] in bfloat16, int4, or int8 with a scale per output. Returns its panels, and for int8 the
+    scales in float32."""
     if isinstance(weight, torch.Tensor):
         return torch.ops.tandem_cpu.pack_weight(weight), None
     if isinstance(weight, Int4Weight):
@@ -73,7 +74,7 @@ class PanelLogits(PanelLinear):
 
 
 class PanelGatedLinear(GatedLinear):
-    """Each panel holds 16 outputs of the gate and the same 16 of `up`, so that one is applied to the other at once."""
+    """Each panel holds 16 outputs of the gate and the same 16 outputs of `up`, so that the gate is applied at once."""
 
     added: Any = None
 
@@ -88,7 +89,7 @@ class PanelGatedLinear(GatedLinear):
 
 
 class Int8PanelLinear(PanelLinear):
-    """Weights in int8, quantised here where they are not: half the bytes to read. Sums are of the same products."""
+    """Weights in int8, quantised here if necessary: half the bytes to read."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         super().__init__(as_int8(weight), bias)
@@ -100,8 +101,8 @@ class Int8PanelGatedLinear(PanelGatedLinear):
 
 
 class Int4PanelLinear(PanelLinear):
-    """Weights in int4, quantised here where they are not: a product is that of what they stand for in bfloat16, bit for
-    bit."""
+    """Weights in int4, quantised here if necessary: a product equals, bit for bit, that with the dequantised weights in
+    bfloat16."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         super().__init__(as_int4(weight), bias)
@@ -121,7 +122,7 @@ def as_int8(weight: Weight) -> ScaledWeight:
 
 
 def _side_by_side(gate_and_up: list[torch.Tensor]) -> torch.Tensor:
-    """[N, ...] twice -> [2 * N, ...], 16 of one and 16 of the other in turn; zeros where N ends within 16."""
+    """[N, ...] twice -> [2 * N, ...], alternately 16 of one and 16 of the other; N is padded with zeros to 16."""
     missing = -len(gate_and_up[0]) % LANES
     padded = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in gate_and_up)
     sixteens = [x.view(-1, LANES, *x.shape[1:]) for x in padded]
@@ -129,7 +130,7 @@ def _side_by_side(gate_and_up: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _of_even_size(weight: ExpertWeight) -> ExpertWeight:
-    """Products take inputs in pairs: where a last one is alone, zeros beside it, which nothing comes out of."""
+    """Pad an odd intermediate size with zeros, since products read inputs in pairs. The result is the same."""
     gate, up, down = weight
     if len(gate) % 2 == 0:
         return weight
@@ -138,7 +139,7 @@ def _of_even_size(weight: ExpertWeight) -> ExpertWeight:
 
 
 class PanelExperts(ExpertProducts):
-    """One expert after the other, each of which reads its weights once for all its rows."""
+    """Computes one expert after the other; each reads its weights once for all its rows."""
 
     reads_back = True
 
@@ -163,12 +164,12 @@ class KernelRMSNorm(RMSNorm):
 
 
 class FusedLayers:
-    """All layers as one call, or one each where somebody listens."""
+    """Computes all layers in one call, or in one call per layer if `on_layer` is given."""
 
     def __init__(
         self, layers: list[DecoderLayer], adapter_ids: Callable[[], torch.Tensor | None] = lambda: None
     ) -> None:
-        """`adapter_ids`: of a step's rows, [T] int32; None: nobody asks for one."""
+        """`adapter_ids` returns the step's adapter per row, [T] int32, or None if no row uses one."""
         self._adapter_ids = adapter_ids
         self._layers = [fused(layer) for layer in layers]
         self._all = torch.classes.tandem_cpu.DecoderLayers()
@@ -198,13 +199,13 @@ class FusedLayers:
 def fastest_stack(
     layers: list[DecoderLayer], adapter_ids: Callable[[], torch.Tensor | None] = lambda: None
 ) -> LayerStack:
-    """`FusedLayers`, whose arguments these are; layers with experts one after the other, part by part."""
+    """`FusedLayers` with these arguments; `PlainLayers` if any layer has experts."""
     is_dense = all(isinstance(layer.feed_forward, GatedFeedForward) for layer in layers)
     return FusedLayers(layers, adapter_ids) if is_dense else PlainLayers(layers)
 
 
 def fused(layer: DecoderLayer) -> Any:
-    """torch.classes.tandem_cpu.DecoderLayer with the weights of `layer`."""
+    """Make a torch.classes.tandem_cpu.DecoderLayer with the weights of `layer`."""
     attention, feed_forward = layer.attention, layer.feed_forward
     assert isinstance(attention, HeadAttention)
     assert isinstance(feed_forward, GatedFeedForward)

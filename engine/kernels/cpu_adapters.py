@@ -1,12 +1,12 @@
-"""Adapters by the CPU kernels: what all of a step's adapters add to a product is in the call that computes it
-(source/adapters.h), and a step in which nobody asks for one is as if there were none.
+"""LoRA adapters for the CPU kernels: the call that computes a product also adds what all of the step's adapters add to
+it (source/adapters.h). A step without adapters costs nothing extra.
 
     with_adapters(KERNEL_PARTS, modules) ──> parts whose products are AdaptedPanelLinear or AdaptedPanelGatedLinear
-                                             where some adapter changes them; their layers know whose rows are whose
+                                             where some adapter changes them; their layers know each row's adapter
 
-Owns the adapters' weights, packed at load, read-only afterwards.
+Owns the adapters' weights, which are packed at load and read-only afterwards.
 
-Shapes: T tokens, R ranks of an adapter's products side by side.
+Shapes: T tokens, R the concatenated ranks of an adapter's products.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.weight_cut import CutOf, uncut
 
 
 def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf, room: LoRARoom = NO_ROOM) -> Parts:
-    """`parts`: the kernels'. `cut_of`, `room`: see `Adapters`."""
+    """`parts`: the CPU kernels' parts. `cut_of`, `room`: see `Adapters`."""
     adapters = PanelAdapters(modules, cut_of, room)
     return replace(parts, stack=partial(fastest_stack, adapter_ids=lambda: adapters.ids_T), adapters=adapters)
 
@@ -36,7 +36,7 @@ class PanelAdapters(Adapters):
     def __init__(self, modules: Sequence[LoRAModule], cut_of: CutOf = uncut, room: LoRARoom = NO_ROOM) -> None:
         super().__init__(modules, "bfloat16", "cpu", cut_of=cut_of, room=room)
         self.ids_T: torch.Tensor | None = None
-        """[T] int32, each row's adapter, 0 for none; None: nobody asks for one."""
+        """[T] int32, each row's adapter, 0 for none; None: no row uses one."""
 
     def assign(self, adapter_ids: AdapterIds) -> None:
         self.ids_T = torch.from_numpy(adapter_ids).int() if adapter_ids.any() else None
@@ -58,7 +58,7 @@ class PanelAdapters(Adapters):
 
 
 class _AddedInPanels:
-    """What adapters add to one product, where its kernels find it."""
+    """Holds what adapters add to one product, in the kernels' form."""
 
     def __init__(self, inputs: int, sixteens: Sixteens) -> None:
         self.added = torch.classes.tandem_cpu.AddedProduct(inputs, len(sixteens))
@@ -110,7 +110,7 @@ class AdaptedPanelGatedLinear(_AddedInPanels, PanelGatedLinear):
 
 
 Sixteens = Sequence[tuple[int, int]]
-"""Where a product's panels take their outputs from, 16 by 16: the first, and where those end that may be taken."""
+"""For every 16 outputs in a product's panels: the first output, and the end of the outputs that they may contain."""
 
 
 def sixteens_of(linear: PanelLinear) -> Sixteens:
@@ -118,19 +118,19 @@ def sixteens_of(linear: PanelLinear) -> Sixteens:
 
 
 def gated_sixteens(gated: PanelGatedLinear) -> Sixteens:
-    """16 of the gate and 16 of what it is applied to, in turn."""
+    """Alternately 16 outputs of the gate and 16 of `up`."""
     size = gated.num_outputs
     return [(start + first, start + size) for first in range(0, size, LANES) for start in (0, size)]
 
 
 PackedParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""A, B, and of each sixteen its first pair of ranks and their number, as torch.classes.tandem_cpu.AddedProduct.add
-takes them."""
+"""A, B, and for every 16 outputs their first pair of ranks and the number of pairs: the arguments of
+torch.classes.tandem_cpu.AddedProduct.add."""
 
 
 def packed(parts: Sequence[AddedPart], inputs: int, sixteens: Sixteens) -> PackedParts:
-    """Of one adapter. No sixteen may have outputs of two parts."""
-    # Each part's ranks are filled up to a pair, and all of them together to sixteens.
+    """Pack the parts of one adapter. No group of 16 outputs may contain outputs of two parts."""
+    # Pad each part's ranks to pairs, and all ranks together to multiples of 16.
     downs = [F.pad(part.down, (0, 0, 0, len(part.down) % 2)) for part in parts]
     down_RK = torch.cat(downs)
     down_RK = F.pad(down_RK, (0, 0, 0, -len(down_RK) % LANES))
@@ -153,7 +153,7 @@ def _end(part: AddedPart) -> int:
 
 
 def _of_sixteen(part: AddedPart, first: int) -> torch.Tensor:
-    """[pairs, 16, 2] what the part adds to the 16 outputs from there on."""
+    """[pairs, 16, 2]: B of the 16 outputs from `first` on."""
     up = part.up[first - part.start : first - part.start + LANES]
     up = F.pad(up, (0, up.shape[1] % 2, 0, LANES - len(up)))
     return up.view(LANES, -1, 2).transpose(0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""Choices of `engine.sampling.sampler` by CPU kernels, the same tokens. `load_cpu_kernels` comes first."""
+"""CPU kernels that choose the same tokens as `engine.sampling.sampler`. Call `load_cpu_kernels` first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.scheduling.sequence import Sequence
 
 
 def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
-    """As `engine.sampling.sampler.draw`. float32; rows with filters are overwritten."""
+    """Like `engine.sampling.sampler.draw`, for float32 logits. Overwrites rows with filters."""
     params, vocab_size = [seq.sampling_params for seq in seqs], logits_RV.shape[1]
     integers = [
         (p.seed, seq.num_output_tokens, min(max(p.top_k, 0), vocab_size)) for p, seq in zip(params, seqs, strict=True)
@@ -23,6 +23,6 @@ def draw(logits_RV: torch.Tensor, seqs: Seq[Sequence]) -> torch.Tensor:
 
 
 def choose_largest(logits_SV: torch.Tensor, _: Seq[Sequence] = ()) -> torch.Tensor:
-    """As `engine.sampling.sampler.choose_largest`. float32."""
+    """Like `engine.sampling.sampler.choose_largest`, for float32 logits."""
     token_ids: torch.Tensor = torch.ops.tandem_cpu.largest(logits_SV)
     return token_ids

@@ -1,4 +1,4 @@
-"""Models: which architectures are known, and who builds them."""
+"""Models: which architectures are known, and which implementation computes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ARCHITECTURES", "DecoderConfig", "ModelShape", "load_decoder_config"
 
 
 def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
-    """What the engine has to know of the model of a Hugging Face config.json. `model_impl`: of `EngineArgs`.
+    """Read what the engine must know about a model from its Hugging Face config.json. `model_impl`: see `EngineArgs`.
 
     Raises `ValueError` that says what cannot be served.
     """
@@ -34,7 +34,7 @@ def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
 
 
 def _check_architecture_of(model_type: Any) -> None:
-    """Raises `ValueError` that says what config.json has to name, where its `model_type` is a known one."""
+    """Raise `ValueError` that says what config.json must name, if its `model_type` is known."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
@@ -46,7 +46,7 @@ def _check_architecture_of(model_type: Any) -> None:
 
 
 def load_decoder_config(hf_config: dict[str, Any]) -> DecoderConfig:
-    """The canonical form of a Hugging Face config.json.
+    """Read a Hugging Face config.json into its canonical form.
 
     Raises `ValueError` that lists the known architectures, or names the field that is missing or unsupported.
     """

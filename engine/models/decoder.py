@@ -1,7 +1,7 @@
-"""A whole decoder, as `DecoderConfig` describes it: embedding, layers, the product of the logits.
+"""A whole decoder, as `DecoderConfig` describes it: embedding, layers, logits.
 
-Owns the weights (in the shapes it computes with: q, k, v fused; gate and up fused). Knows neither sequences nor blocks:
-tokens come flat, and attention is the backend's.
+Owns the weights, in the shapes that it computes with (q, k, v fused; gate and up fused). Knows neither sequences nor
+blocks: tokens are flattened, and the backend does attention.
 
     layer.py            a layer and a stack of them        parts.py   classes that layers are made of
     head_attention.py   attention to keys and values       feed_forward.py   dense
@@ -34,7 +34,7 @@ HEAD = "lm_head.weight"
 
 
 class Decoder:
-    """A whole model. Raises `ValueError` at construction where the weights do not fit the config."""
+    """A whole model. Raises `ValueError` at construction if the weights do not fit the config."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Decoder:
             parts.adapters.check_all_taken()
 
     def _head_weight(self, config: DecoderConfig, weights: Weights) -> torch.Tensor:
-        """Tied to the embedding where the configuration says so, unless the files have another one beside it: as
-        transformers has it."""
+        """The embedding, if the configuration ties them, unless the files have a different `lm_head`: as in
+        transformers."""
         if config.ties_embeddings and not weights.has(HEAD):
             return self._embedding_VD
         own = weights.take(HEAD, (config.vocab_size, config.hidden_size))

@@ -1,7 +1,8 @@
-"""What a decoder is made of, read from a Hugging Face config.json. Integers only, no torch.
+"""A decoder's configuration, read from a Hugging Face config.json. Integers only, no torch.
 
-The Llama family, and DeepSeek's, whose own fields are in deepseek_config.py; those of experts are in experts_config.py.
-Where a field is absent its architecture's default holds, as in transformers' configuration classes.
+Covers the Llama family, and DeepSeek, whose own fields are in deepseek_config.py; fields of experts are in
+experts_config.py. The default of an absent field depends on the architecture, as in transformers' configuration
+classes.
 """
 
 from __future__ import annotations
@@ -21,33 +22,34 @@ __all__ = ["ARCHITECTURES", "DecoderConfig", "RopeConfig"]
 
 MOST_LAYERS = 1024
 MOST_HEAD_DIM = 4096
-"""Several times what any model has: beyond, a number is a slip, and would be found as a pool that fits nowhere."""
+"""Several times what any model has. A larger number is a mistake, which would otherwise show as a pool that fits
+nowhere."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How one architecture differs from its relatives, where config.json does not say."""
+    """What distinguishes one architecture from the others and is not in config.json."""
 
     has_qkv_bias: bool = False
-    """Whatever `attention_bias` says; the output projection then has none."""
+    """Regardless of `attention_bias`; the output projection then has no bias."""
     has_attention_bias_field: bool = False
     has_mlp_bias_field: bool = False
     has_qk_norm: bool = False
     head_dim: int | None = None
-    """Where config.json gives none; None: hidden_size / num_attention_heads."""
+    """Default if config.json gives none; None: hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
     sliding: str = "none"
     """"none"; "all": every layer, if there is a `sliding_window`; "if used": the same, if `use_sliding_window`; "late":
-    then `layer_types`, or layers from `max_window_layers` on."""
+    like "if used", but only the layers of `layer_types`, or those from `max_window_layers` on."""
     max_positions: int = 2048
     has_latents: bool = False
-    """Latent attention: DeepSeek's alone."""
+    """Latent attention, which only DeepSeek's models have."""
     experts: Callable[[dict[str, Any], int], ExpertsConfig | None] | None = None
-    """Reads what config.json says of them, for so many layers."""
+    """Reads the experts' fields of config.json, given the number of layers."""
     always_interleaves_rope: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Of further fields."""
+    """Defaults of further fields."""
 
 
 ARCHITECTURES = {
@@ -88,9 +90,9 @@ class DecoderConfig(ModelShape):
     intermediate_size: int
     rms_norm_eps: float
     has_qkv_bias: bool
-    """With latent attention: of the products that yield latents."""
+    """With latent attention: whether the products that yield latents have a bias."""
     has_output_bias: bool
-    """Of the attention's output projection."""
+    """Whether the attention's output projection has a bias."""
     has_mlp_bias: bool
     has_qk_norm: bool
     ties_embeddings: bool
@@ -98,7 +100,7 @@ class DecoderConfig(ModelShape):
     sliding_windows: tuple[int, ...]
     """Per layer: a token sees itself and this many minus one before it; 0 means all."""
     num_nextn_predict_layers: int = 0
-    """Further layers of the checkpoint, which predict tokens ahead: not computed."""
+    """Further layers of the checkpoint, for multi-token prediction. They are not computed."""
 
     @property
     def product_inputs(self) -> tuple[int, ...]:
@@ -185,7 +187,7 @@ def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: 
 
 
 def _layer_types(hf_config: dict[str, Any], num_layers: int) -> list[str] | None:
-    """None: there are none. They are checked where nothing hangs on them, too: what is wrong there is no such model."""
+    """None if config.json has none. They are checked even if they are not used: wrong ones mean another model."""
     layer_types = hf_config.get("layer_types")
     if layer_types is None:
         return None

@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and V3 have beside a plain decoder with experts: latent attention, read from config.json. No torch.
+"""DeepSeek-V2's and V3's latent attention, read from config.json. No torch.
 
 DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1; "DeepSeek-V3 Technical Report", 2024
 (arXiv 2412.19437), section 2.1. Fields and their defaults are those of transformers' configuration classes.
@@ -30,22 +30,22 @@ class LatentConfig:
     """Multi-head latent attention. A token's KV is one latent for all heads, and one rotated key for all heads."""
 
     q_lora_rank: int
-    """Of the queries' own latent; 0: they come from the hidden state by one product."""
+    """Dim of the queries' own latent; 0: one product computes queries from the hidden state."""
     kv_lora_rank: int
-    """Numbers of a latent."""
+    """Dim of a latent."""
     qk_nope_head_dim: int
-    """Of a query or key without positions."""
+    """Dim of the part of a query or key without positions."""
     qk_rope_head_dim: int
-    """Of a query or key with rotary positions."""
+    """Dim of the part of a query or key with rotary positions."""
     v_head_dim: int
     interleaves_rope: bool
-    """A rotation turns neighbouring numbers, not numbers half a head apart."""
+    """Rotations turn pairs of adjacent numbers, not of numbers half a head apart."""
     softmax_scale: float
-    """What products of queries and keys are multiplied with."""
+    """Factor of the products of queries and keys."""
 
     @property
     def latent_dim(self) -> int:
-        """Numbers that a token has in the pool."""
+        """Dim of a token in the pool."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @staticmethod

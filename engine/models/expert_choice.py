@@ -1,7 +1,7 @@
-"""Which experts a token gets, and with which weights, from their scores' logits. In float32.
+"""Chooses each token's experts and their weights from the router's logits. In float32.
 
-DeepSeek-AI, "DeepSeek-V2", section 2.2 (groups); "DeepSeek-V3 Technical Report", section 2.1.2 (scores by themselves,
-and the bias of the choice).
+DeepSeek-AI, "DeepSeek-V2", section 2.2 (groups); "DeepSeek-V3 Technical Report", section 2.1.2 (sigmoid scores, and the
+bias of the choice).
 
 Shapes: T tokens, E experts, G groups, A experts of a token.
 """
@@ -15,15 +15,15 @@ import torch
 from engine.models.experts_config import ExpertsConfig
 
 Choice = tuple[torch.Tensor, torch.Tensor]
-"""Experts [T, A] int64, those that are preferred most first; weights [T, A] float32."""
+"""Experts [T, A] int64, the most preferred first; weights [T, A] float32."""
 ChooseExperts = Callable[[torch.Tensor, torch.Tensor | None, ExpertsConfig], Choice]
-"""Called as `choose_experts` is."""
+"""Has the signature of `choose_experts`."""
 SMALLEST_SUM = 1e-20
-"""Weights that sum up to nothing must not divide by it."""
+"""Avoids a division by zero if weights sum up to zero."""
 
 
 def choose_experts(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, config: ExpertsConfig) -> Choice:
-    """`bias_E`: of the choice; where scores are those of a sigmoid."""
+    """`bias_E`: bias of the choice, with sigmoid scores. None: softmax scores."""
     scores_TE = logits_TE.softmax(dim=-1) if bias_E is None else logits_TE.sigmoid()
     preference_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if config.num_chosen_groups < config.num_groups:
@@ -36,8 +36,8 @@ def choose_experts(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, config:
 
 
 def _of_best_groups(preference_TE: torch.Tensor, num_telling: int, config: ExpertsConfig) -> torch.Tensor:
-    """Minus infinity where an expert's group is not among the best. `num_telling`: a group is as good as its best so
-    many experts together."""
+    """Set the preferences of experts outside the best groups to minus infinity. A group's merit is the sum of its
+    `num_telling` best experts."""
     in_groups = preference_TE.view(len(preference_TE), config.num_groups, -1)
     merit_TG = in_groups.topk(num_telling, dim=-1).values.sum(dim=-1)
     chosen = merit_TG.topk(config.num_chosen_groups, dim=-1).indices

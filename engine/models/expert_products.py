@@ -1,11 +1,11 @@
 """The feed-forwards of a mixture's experts, for rows that are sorted by expert.
 
-    plain    weights in the model's dtype: one grouped product of all experts (`torch.nn.functional.grouped_mm`)
-    scaled   weights in 8 or 4 bits, as the checkpoint has them. Here one expert after the other, which reads back how
-             many rows each has: a reference, and what engine/kernels/gpu/ computes in one launch for all (experts.py,
+    plain    weights in the model's dtype: one grouped product for all experts (`torch.nn.functional.grouped_mm`)
+    scaled   weights in 8 or 4 bits, as in the checkpoint. Here one expert after the other, which reads back the number
+             of rows of each: the reference for engine/kernels/gpu/, which computes all in one launch (experts.py,
              int4_experts.py)
 
-Neither knows who chose the experts, nor what becomes of a token's several rows.
+Neither knows how experts are chosen, or how a token's rows are summed.
 
 Shapes: T tokens, A experts of each, R = T * A rows, D hidden, E experts, I intermediate, padded to `EXPERT_GRAIN` if
 plain; of a product, N outputs, K inputs, G groups of inputs.
@@ -29,10 +29,10 @@ from engine.weight import Weight, stacked
 
 
 class ExpertProducts(ABC):
-    """`down(silu(gate(x)) * up(x))` of each row, with its expert's weights."""
+    """Computes `down(silu(gate(x)) * up(x))` of each row with its expert's weights."""
 
     reads_back: bool
-    """The host has to know how many rows each expert has, and waits for that on a GPU."""
+    """The host needs the number of rows of each expert, and waits for a GPU to compute it."""
 
     @abstractmethod
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class ExpertProducts(ABC):
 
 
 class PlainExperts(ExpertProducts):
-    """Nothing is padded but weights, and where torch has one kernel for all experts no length goes back to the host."""
+    """Only weights are padded. Where torch has one kernel for all experts, the host need not know their lengths."""
 
     def __init__(self, gate_up_EXD: torch.Tensor, down_EDI: torch.Tensor) -> None:
         """X: 2 I."""
@@ -54,11 +54,12 @@ class PlainExperts(ExpertProducts):
 
 
 ExpertStack = ScaledWeight | Int4Weight
-"""One weight of every expert, all of the same form: one below the other, as one of E * N outputs."""
+"""One weight of every expert, all of the same form, stacked into one weight of E * N outputs."""
 
 
 def stack_of(weights: Iterable[Weight], num_experts: int) -> ExpertStack | None:
-    """None where one is plain, or in another form than the first. They are asked for one after the other."""
+    """Stack the experts' weights. Returns None if one is plain, or in another form than the first. Takes one weight at
+    a time from the iterable."""
     stack: ExpertStack | None = None
     for e, weight in enumerate(weights):
         if isinstance(weight, torch.Tensor):
@@ -73,13 +74,13 @@ def stack_of(weights: Iterable[Weight], num_experts: int) -> ExpertStack | None:
 
 
 def of_expert(stack: ExpertStack, e: int, num_experts: int) -> ExpertStack:
-    """Not a copy."""
+    """A view of expert `e`'s weight."""
     size = len(stack) // num_experts
     return stack.rows(range(e * size, (e + 1) * size))
 
 
 class ScaledExperts(ExpertProducts):
-    """Weights alone: what is multiplied with them keeps its dtype."""
+    """Only weights are quantised: activations keep their dtype."""
 
     reads_back = True
 
@@ -93,7 +94,7 @@ class ScaledExperts(ExpertProducts):
 
 
 def _multiplied(x_RK: torch.Tensor, stack: ExpertStack, bounds: list[int]) -> torch.Tensor:
-    """Each expert's weight is widened for its rows, and let go."""
+    """Multiply with each expert's weight, which is dequantised for its rows and then freed."""
     parts = [
         F.linear(x_RK[start:end], of_expert(stack, e, len(bounds) - 1).dequantized())
         for e, (start, end) in enumerate(pairwise(bounds))
@@ -103,13 +104,13 @@ def _multiplied(x_RK: torch.Tensor, stack: ExpertStack, bounds: list[int]) -> to
 
 
 SumOfExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Called as `sum_of_experts` is."""
+"""Has the signature of `sum_of_experts`."""
 
 
 def sum_of_experts(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TA: torch.Tensor) -> torch.Tensor:
-    """What tokens get from their experts together, added up in float32: [T, D] in y's dtype.
+    """Sum each token's weighted expert outputs in float32: [T, D] in y's dtype.
 
-    `order_R`: int64, of which token and choice (t * A + a) each row is.
+    `order_R`: int64, the token and choice (t * A + a) of each row.
     """
     y_TAD = torch.empty_like(y_RD).index_copy_(0, order_R, y_RD).view(*weights_TA.shape, -1)
     return (y_TAD * weights_TA.unsqueeze(-1)).sum(dim=1).to(y_RD.dtype)
@@ -121,7 +122,7 @@ ExpertWeight = tuple[Weight, Weight, Weight]
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of a layer's experts, by their names: `name`.<expert>.<product>.weight."""
+    """The weights of a layer's experts, named `name`.<expert>.<product>.weight."""
 
     weights: Weights
     name: str
@@ -129,13 +130,13 @@ class ExpertWeights:
     hidden_size: int
 
     def take_stacked(self) -> tuple[ExpertStack, ExpertStack] | None:
-        """(gate and up, down) as they are stored; None where all experts' are not in fewer bits, and alike."""
+        """(gate and up, down) as stored; None unless all experts' weights are quantised, in the same form."""
         gate_up = stack_of(self._gate_up(), self.config.num_experts)
         down = None if gate_up is None else stack_of(self._down(), self.config.num_experts)
         return None if gate_up is None or down is None else (gate_up, down)
 
     def take_each(self) -> Iterator[ExpertWeight]:
-        """One expert after the other, each weight as it is stored."""
+        """Yield one expert after the other, with its weights as stored."""
         D, I = self.hidden_size, self.config.intermediate_size  # noqa: E741
         shapes = dict(zip(self.config.products, ((I, D), (I, D), (D, I)), strict=True))
         for e in range(self.config.num_experts):
@@ -143,7 +144,7 @@ class ExpertWeights:
             yield gate, up, down
 
     def take_plain(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """([E, 2 I, D], [E, D, I]), padded by zeros, which nothing comes out of."""
+        """([E, 2 I, D], [E, D, I]), with I padded by zeros, which does not change the result."""
         weights, D, E, I = self.weights, self.hidden_size, self.config.num_experts, self.config.intermediate_size  # noqa: E741
         gate, up, down = self.config.products
         padded = -(-I // EXPERT_GRAIN) * EXPERT_GRAIN

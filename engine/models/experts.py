@@ -1,14 +1,14 @@
-"""A mixture of experts: each token's feed-forward is that of a few experts, chosen by scores, and of the shared ones.
+"""A mixture of experts: a token's feed-forward is the sum of a few experts, chosen by scores, and of the shared ones.
 
-DeepSeek-AI, "DeepSeekMoE", 2024 (arXiv 2401.06066). Who is chosen: expert_choice.py.
+DeepSeek-AI, "DeepSeekMoE", 2024 (arXiv 2401.06066). expert_choice.py chooses the experts.
 
-Tokens are sorted by expert and multiplied with all experts' weights at once (expert_products.py): no length goes back
-to the host, so that a CUDA graph can hold it. What a token gets from an expert is a row of a product, and its experts
-are added up in the order in which they were chosen: it depends on who else is in the step as rows of products do, and
-no more.
+Tokens are sorted by expert and multiplied with all experts' weights at once (expert_products.py). No length goes back
+to the host, so that a CUDA graph can record it. An expert's output for a token is a row of a product, and a token's
+experts are added up in the order in which they were chosen. So the result depends on the rest of the batch only as far
+as rows of products do.
 
-Of several ranks each has a part of every expert, and of the shared ones: all choose alike, and one sum over ranks makes
-the whole of both.
+With several ranks, each has a part of every expert and of the shared ones. All ranks choose the same experts, and one
+sum over ranks completes both.
 
 Shapes: T tokens, D hidden, E experts, G groups, A experts of a token, R = T * A rows.
 """
@@ -27,7 +27,7 @@ from engine.models.parts import PartsFactory
 
 
 class Router:
-    """Which experts a token gets, and with which weights. In float32."""
+    """Chooses each token's experts and their weights, in float32."""
 
     def __init__(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class Router:
         self._logits = factory.parts.scores(factory.weights.take(f"{name}.weight", (E, hidden_size)))
         self._bias_E = None
         if config.scoring == "sigmoid":
-            # Differences between experts are far below what 16 bits keep of the sum.
+            # float32: differences between experts are far below the precision of 16 bits.
             self._bias_E = factory.weights.take(f"{name}.e_score_correction_bias", (E,), torch.float32)
 
     def __call__(self, h_TD: torch.Tensor) -> Choice:
@@ -44,7 +44,7 @@ class Router:
 
 
 class ChosenExperts:
-    """What tokens get from the experts that were chosen for them."""
+    """Computes the weighted sum of each token's chosen experts."""
 
     def __init__(self, products: ExpertProducts, sum_of_experts: SumOfExperts, num_experts: int, device: torch.device):
         self.reads_back = products.reads_back
@@ -61,12 +61,12 @@ class ChosenExperts:
 
 class ExpertsFeedForward:
     def __init__(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int, has_bias: bool):
-        """`has_bias`: of the shared experts."""
+        """`has_bias`: whether the shared experts have biases."""
         self._router = Router(config, factory, f"{name}.gate", hidden_size)
         self._shared = None
         if config.num_shared_experts:
             size = config.num_shared_experts * config.intermediate_size
-            parts = replace(factory.parts, sum_over_ranks=None)  # summed with the others below
+            parts = replace(factory.parts, sum_over_ranks=None)  # summed together with the chosen experts below
             alone = replace(factory, parts=parts)
             self._shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
         self._sum_over_ranks = factory.parts.sum_over_ranks

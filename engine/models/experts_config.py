@@ -1,4 +1,4 @@
-"""Mixtures of experts, as config.json describes them: each family in fields of its own. No torch.
+"""Configuration of mixtures of experts, read from config.json, where each family has its own fields. No torch.
 
 DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.2; "DeepSeek-V3 Technical Report", 2024
 (arXiv 2412.19437), section 2.1.2. Fields and their defaults are those of transformers' configuration classes.
@@ -12,14 +12,14 @@ from typing import Any
 from engine.models.hf_fields import flag, integer, number, one_of
 
 EXPERT_GRAIN = 8
-"""Divides the hidden size: `torch.nn.functional.grouped_mm` wants rows of whole 16 bytes."""
+"""Must divide the hidden size: `torch.nn.functional.grouped_mm` requires rows of whole 16 bytes."""
 GROUPED_MAJORS = (9, 10)
-"""Compute capabilities of GPUs for which torch has one kernel for all experts, in bfloat16: elsewhere it loops over
-them, and reads their sizes back."""
+"""Major compute capabilities for which torch has one kernel for all experts, in bfloat16. Elsewhere it loops over the
+experts and reads their sizes back."""
 
 
 def reads_groups_back(dtype: str, capability: tuple[int, int] | None) -> bool:
-    """Whether `grouped_mm` waits for a GPU of that compute capability."""
+    """Whether `grouped_mm` waits for a GPU of this compute capability."""
     return not (dtype == "bfloat16" and capability is not None and capability[0] in GROUPED_MAJORS)
 
 
@@ -28,36 +28,36 @@ class ExpertsConfig:
     """A mixture of experts in place of the feed-forward, from some layer on."""
 
     first_layer: int
-    """Layers before it are dense."""
+    """Earlier layers are dense."""
     num_experts: int
     num_experts_per_token: int
     num_shared_experts: int
-    """That see every token, as one feed-forward of so many times the size."""
+    """Experts that every token uses, computed as one feed-forward of this many times the size."""
     intermediate_size: int
     num_groups: int
-    """Of as many experts each."""
+    """Groups of equally many experts."""
     num_chosen_groups: int
-    """A token's experts are all of so many groups."""
+    """All experts of a token come from this many groups."""
     scoring: str
-    """"softmax": over all experts, a group is as good as its best. "sigmoid": each by itself, chosen with a bias that
-    the weights do not see, a group is as good as its best two together (DeepSeek-V3)."""
+    """"softmax": over all experts; a group's merit is its best expert. "sigmoid": each expert on its own, chosen with a
+    bias that does not affect the weights; a group's merit is the sum of its best two experts (DeepSeek-V3)."""
     norms_weights: bool
-    """A token's weights sum up to 1 before `scaling`."""
+    """A token's weights are normalised to sum up to 1 before `scaling`."""
     scaling: float = 1.0
     module: str = "mlp"
-    """Of a layer in a checkpoint, as are these: gate, up and down of each expert."""
+    """Name of the layer's module in a checkpoint. `products`: names of each expert's gate, up and down."""
     products: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 def qwen_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig | None:
-    """Qwen3-MoE's. None where no layer has experts. Raises `ValueError` naming the field."""
+    """Qwen3-MoE's experts; None if no layer has experts. Raises `ValueError` naming the field."""
     dense = hf_config.get("mlp_only_layers") or []
     one_of(hf_config, "decoder_sparse_step", (1,))
     if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise ValueError(f"config.json: mlp_only_layers must be the first layers, from 0 on, is {dense!r}")
     if len(dense) >= num_layers:
         return None
-    # transformers writes the second name, checkpoints have the first.
+    # Published checkpoints have the first name; transformers writes the second.
     field = "num_experts" if hf_config.get("num_experts") is not None else "num_local_experts"
     return _without_groups(
         hf_config, field, "moe_intermediate_size", flag(hf_config, "norm_topk_prob"), first_layer=len(dense)
@@ -65,7 +65,7 @@ def qwen_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig | 
 
 
 def mixtral_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig:
-    """Raises `ValueError` naming the field."""
+    """Mixtral's experts. Raises `ValueError` naming the field."""
     del num_layers
     experts = _without_groups(hf_config, "num_local_experts", "intermediate_size", norms_weights=True, first_layer=0)
     return replace(experts, module="block_sparse_moe", products=("w1", "w3", "w2"))
@@ -74,7 +74,7 @@ def mixtral_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig
 def _without_groups(
     hf_config: dict[str, Any], num_experts: str, intermediate_size: str, norms_weights: bool, first_layer: int
 ) -> ExpertsConfig:
-    """Scores by a softmax over all experts. `num_experts`, `intermediate_size`: fields of these names."""
+    """Experts without groups, with softmax scores. `num_experts`, `intermediate_size`: names of fields."""
     _check_hidden_size(hf_config)
     total, per_token = integer(hf_config, num_experts), integer(hf_config, "num_experts_per_tok")
     if per_token > total:
@@ -93,7 +93,7 @@ def _without_groups(
 
 
 def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -> ExpertsConfig | None:
-    """None where no layer has experts. Raises `ValueError` naming the field."""
+    """DeepSeek's experts; None if no layer has experts. Raises `ValueError` naming the field."""
     first_layer = integer(hf_config, "first_k_dense_replace", 0)
     if first_layer >= num_layers:
         return None
@@ -101,7 +101,7 @@ def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -
     one_of(hf_config, "moe_layer_freq", (1,))
     norms_weights = flag(hf_config, "norm_topk_prob")
     if scoring == "softmax" and norms_weights:
-        # transformers does not look at it, the code beside the checkpoints does.
+        # transformers ignores the field, the code that comes with the checkpoints does not.
         raise ValueError("config.json: norm_topk_prob is not supported with softmax scores")
     num_groups, num_chosen = _groups(hf_config, scoring)
     num_experts, per_token = integer(hf_config, "n_routed_experts"), integer(hf_config, "num_experts_per_tok")
@@ -140,7 +140,7 @@ def _groups(hf_config: dict[str, Any], scoring: str) -> tuple[int, int]:
 
 
 def _check_groups(num_experts: int, per_token: int, num_groups: int, num_chosen: int, least: int) -> None:
-    """`least`: experts that a group must have."""
+    """`least`: minimum number of experts in a group."""
     if num_experts % num_groups or num_experts // num_groups < least:
         raise ValueError(
             f"config.json: n_routed_experts={num_experts} must be a multiple of n_group={num_groups}, "

@@ -1,9 +1,9 @@
-"""The feed-forwards of a mixture's experts whose weights stay in MXFP4, as gpt-oss has them.
+"""Experts' weights that stay in MXFP4, as gpt-oss has them, and their gate.
 
 OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025: `down(gate * sigmoid(alpha * gate) * (up + 1))` of clamped gate
-and up, whose outputs lie in turn; each product with a bias. The form of the weights: engine/model_loader/mxfp4.py.
+and up, whose outputs alternate; each product has a bias. The form of the weights: engine/model_loader/mxfp4.py.
 
-Nobody computes with them in plain torch: where there are no kernels for them they are widened when they are loaded.
+Plain torch cannot compute with them: without kernels for them, they are dequantised when they are loaded.
 
 Shapes: E experts, N outputs, K inputs, G = K / 32 groups; of a gate, I intermediate.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 GROUP, BIAS = 32, 127
-"""Inputs that share a power of two, and what is added to its exponent."""
+"""Number of inputs that share a power of two, and the bias of its exponent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class FourBitStack:
     pairs: torch.Tensor
     """[E, N, K / 2] uint8: two numbers each, the lower half first."""
     scales: torch.Tensor
-    """[E, N, G] uint8: the power's exponent and 127."""
+    """[E, N, G] uint8: the power's exponent + 127."""
     bias: torch.Tensor
     """[E, N] in the model's dtype."""
 
@@ -36,7 +36,7 @@ class ClampedGate:
     limit: float
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[..., 2I], gate and up in turn -> [..., I]. In float32, rounded once."""
+        """[..., 2I], gate and up alternately -> [..., I]. In float32, rounded once."""
         gate, up = gate_up.float()[..., ::2], gate_up.float()[..., 1::2]
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return (gate * (gate * self.alpha).sigmoid() * (up + 1)).to(gate_up.dtype)

@@ -18,7 +18,7 @@ from engine.models.scores import Scores
 
 
 class HeadAttention:
-    """q, k and v by one product, rotated; the backend's attention; the product of all heads' outputs."""
+    """One product for q, k and v, and their rotation; the backend's attention; the output projection."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Reads fields of a config.json, and names the one that does not fit. Absent and null are one: the default holds."""
+"""Reads fields of a config.json; errors name the field. A null field counts as absent: the default is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def integer(
     hf_config: dict[str, Any], field: str, least: int = 1, default: int | None = None, most: int | None = None
 ) -> int:
-    """Raises `ValueError` where the field, and the default, is missing, no integer, below `least` or above `most`."""
+    """Raises `ValueError` if the value is missing without a default, no integer, below `least` or above `most`."""
     value = _value(hf_config, field, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"config.json: {field} must be an integer of at least {least}, is {value!r}")
@@ -19,7 +19,7 @@ def integer(
 
 
 def number(hf_config: dict[str, Any], field: str, default: float | None = None, least: float = -math.inf) -> float:
-    """Raises `ValueError` where the field, and the default, is missing, no finite number, or below `least`."""
+    """Raises `ValueError` if the value is missing without a default, no finite number, or below `least`."""
     value = _value(hf_config, field, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"config.json: {field} must be a number, is {value!r}")
@@ -37,7 +37,7 @@ def positive(hf_config: dict[str, Any], field: str, default: float | None = None
 
 
 def flag(hf_config: dict[str, Any], field: str, default: bool = False) -> bool:
-    """Raises `ValueError` where the field is neither true nor false."""
+    """Raises `ValueError` if the field is neither true nor false."""
     value = _value(hf_config, field, default)
     if not isinstance(value, bool):
         raise ValueError(f"config.json: {field} must be true or false, is {value!r}")
@@ -45,7 +45,7 @@ def flag(hf_config: dict[str, Any], field: str, default: bool = False) -> bool:
 
 
 def section(hf_config: dict[str, Any], field: str) -> dict[str, Any]:
-    """The fields within the field; none where it is absent. Raises `ValueError` where it is not a JSON object."""
+    """The fields of an object; none if it is absent. Raises `ValueError` if it is not a JSON object."""
     value = _value(hf_config, field, {})
     if not isinstance(value, dict):
         raise ValueError(f"config.json: {field} must be an object of fields, is {value!r}")
@@ -53,7 +53,7 @@ def section(hf_config: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def one_of(hf_config: dict[str, Any], field: str, known: tuple[Any, ...]) -> Any:
-    """The field, or the first of `known`. Raises `ValueError` where it is another."""
+    """The field's value; by default the first of `known`. Raises `ValueError` if it is not in `known`."""
     value = _value(hf_config, field, known[0])
     if value not in known:
         names = ", ".join(str(each) for each in known)

@@ -1,15 +1,15 @@
 """Multi-head latent attention: DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1 and appendix C.
 
-A token's KV is one latent, from which each head's key and value are products, and one rotated key for all heads.
-While a sequence decodes the products are absorbed: a head's query goes through the key's product instead (`up_key`),
-its output through the value's (`up_value`). So attention is that of N query heads to one key of C + P numbers, of which
-the first C are also the value. Prompts that are long enough attend to keys and values unfolded for them, which takes
-less arithmetic (engine/attention/latent_forms.py). Nothing but latents is ever kept.
+A token's KV is one latent, from which products compute each head's key and value, and one rotated key for all heads.
+For decoding sequences these products are absorbed: the key's product (`up_key`) is applied to a head's query instead,
+and the value's product (`up_value`) to its output. So N query heads attend to one key of C + P numbers, of which the
+first C are also the value. Long enough prompts attend to unfolded keys and values, which takes less arithmetic
+(engine/attention/latent_forms.py). Only latents and rotated keys are stored.
 
-Of several ranks each has some of the heads, and all of the latents.
+With several ranks, each has some of the heads and all of the latents.
 
-Shapes: T tokens, D hidden, N heads; C numbers of a latent (kv_lora_rank), P of a rotated key, R = C + P; Q numbers of a
-head's query without positions, V of its value.
+Shapes: T tokens, D hidden, N heads; C latent dim (kv_lora_rank), P rotated key dim, R = C + P; Q dim of a head's query
+without positions, V dim of its value.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from engine.models.layer import CosSin
 from engine.models.parts import PartsFactory, WeightAndBias
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` says: as in transformers and in the code beside the checkpoints."""
+"""Epsilon of the latents' norms, regardless of `rms_norm_eps`: as in transformers and in the checkpoints' own code."""
 
 
 class LatentAttention:
-    """q, latents and keys by products; the backend's attention; the product of all heads' outputs."""
+    """Products for q, latents and keys; the backend's attention; the output projection."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class LatentAttention:
 
 
 def _rows_in_halves(product: WeightAndBias, num_heads: int, mla: LatentConfig) -> WeightAndBias:
-    """The product with its last outputs of each head, which rotations turn, in the order of `RotaryEmbedding`: numbers
-    that are turned together half a head apart. Queries and keys alike, so that their products stay what they are."""
+    """Reorder each head's rotated outputs (its last ones) as `RotaryEmbedding` expects them: numbers of a pair are half
+    the rotated part apart. Applied to queries and keys alike, so that their products do not change."""
     if not mla.interleaves_rope:
         return product
 

@@ -1,7 +1,7 @@
-"""One layer of a decoder, of whatever parts, and a stack of them.
+"""One layer of a decoder, made of any parts, and a stack of layers.
 
-Owns the order of a layer: norm, attention, norm, feed-forward, and the two sums between. What attention and
-feed-forward are made of is theirs (engine/models/head_attention.py, feed_forward.py and their siblings).
+Defines the order within a layer: norm, attention, norm, feed-forward, and the two residual sums. Attention and
+feed-forward are in engine/models/head_attention.py, feed_forward.py and their siblings.
 
 Shapes: T tokens, D hidden.
 """
@@ -20,15 +20,15 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(Protocol):
-    """A layer's attention, from its normed hidden state to what is added to it."""
+    """A layer's attention, from the normed hidden state to what is added to the residual."""
 
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
-        """[T, D] -> [T, D]. `kv`: the layer's part of the pool; when this returns, the step's own KV is in it."""
+        """[T, D] -> [T, D]. `kv`: the layer's part of the pool, into which this writes the step's own KV."""
 
 
 class FeedForward(Protocol):
     def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] -> [T, D], each token by itself."""
+        """[T, D] -> [T, D], each token independently."""
 
 
 class DecoderLayer:
@@ -45,7 +45,7 @@ class DecoderLayer:
     def __call__(
         self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, kv: torch.Tensor, plan: Any, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes and returns the hidden state in two parts, whose sum is due: the next norm makes it on its way."""
+        """Takes and returns the hidden state as two terms, which the next norm adds up (fused add and norm)."""
         x_TD, h_TD = self.input_norm.add(x_TD, delta_TD)
         x_TD, h_TD = self.post_attention_norm.add(x_TD, self.attention(h_TD, kv, plan, cos_sin))
         return x_TD, self.feed_forward(h_TD)
@@ -61,7 +61,7 @@ class LayerStack(Protocol):
 
 
 class PlainLayers:
-    """One layer after the other."""
+    """Calls one layer after the other."""
 
     def __init__(self, layers: list[DecoderLayer]) -> None:
         self._layers = layers

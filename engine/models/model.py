@@ -1,5 +1,5 @@
-"""What the runner asks of a model, whoever computes it: our decoder (decoder.py) or transformers' code
-(transformers_model.py)."""
+"""The interface of models for the runner: our decoder (decoder.py) and transformers' code (transformers_model.py)
+implement it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """Owns the weights. Knows neither sequences nor blocks: tokens come flat, and attention is the backend's.
+    """Owns the weights. Knows neither sequences nor blocks: tokens are flattened, and the backend does attention.
 
     Shapes: T tokens, D hidden, V vocabulary.
     """
 
     adapters: Adapters | None
-    """Of the engine. Who calls `forward` has told them whose rows are whose."""
+    """The engine's adapters. The caller of `forward` must first assign the step's rows to them (`Adapters.assign`)."""
 
     reads_back: bool
-    """A step asks for numbers of the device, so that none can be recorded."""
+    """A step reads values back from the device, so that steps cannot be recorded."""
 
     def forward(
         self,
@@ -33,9 +33,9 @@ class Model(Protocol):
         kv_pool: torch.Tensor,
         on_layer: OnLayer | None,
     ) -> torch.Tensor:
-        """What `compute_logits` takes, of each token: [T, D].
+        """Compute each token's input for `compute_logits`: [T, D].
 
-        `on_layer(i)` is called when layer i's KV of this step is in the pool.
+        `on_layer(i)` is called when the pool holds layer i's KV of this step.
         """
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:

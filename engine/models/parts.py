@@ -1,7 +1,7 @@
-"""What a decoder is made of, and how its products and norms come from a checkpoint's tensors.
+"""The classes that a decoder is made of, and a factory that makes its products and norms from a checkpoint's tensors.
 
-`Parts` are the classes: plain torch's, or those that compute the same faster on some device. `PartsFactory` makes
-objects of them from weights, by their Hugging Face names. Neither keeps a tensor.
+`Parts` holds the classes: plain torch, or faster ones for some device. `PartsFactory` makes objects of these classes
+from weights, by their Hugging Face names. Neither keeps a tensor.
 """
 
 from __future__ import annotations
@@ -44,68 +44,68 @@ from engine.weight import Weight, stacked
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a decoder is made of: plain torch, or what computes the same faster on some device."""
+    """The classes that a decoder is made of: plain torch, or faster ones for some device."""
 
     linear: MakeLinear = Linear
     gated_linear: Callable[..., GatedLinear] = GatedLinear
-    """Called as `GatedLinear` is; with a `linear` by `with_products` and plain adapters alone."""
+    """Has the signature of `GatedLinear`; only `with_products` and plain adapters pass a `linear`."""
     lm_head: MakeLinear = Linear
     rms_norm: type[RMSNorm] = RMSNorm
     stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
-    """Makes of the layers what computes them one after the other."""
+    """Makes a stack of the layers."""
     scores: MakeLinear = FloatLinear
-    """Of experts, in float32."""
+    """The product of experts' scores, in float32."""
     choose_experts: ChooseExperts = choose_experts
     head_products: type[HeadProducts] = HeadProducts
-    """Of latent attention."""
+    """The products of heads in latent attention."""
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
     each_expert: Callable[[Iterator[ExpertWeight]], ExpertProducts] | None = None
-    """Of experts whose weights are kept one by one, as stored; None: all are stacked, as one of those around this."""
+    """Takes each expert's weights separately, as stored. None: weights are stacked, for one of the other classes."""
     scaled_experts: Callable[[ScaledWeight, ScaledWeight], ExpertProducts] = ScaledExperts
-    """Of (gate and up, down), in 8 bits."""
+    """Takes (gate and up, down) in 8 bits."""
     int4_experts: Callable[[Int4Weight, Int4Weight], ExpertProducts] = ScaledExperts
-    """The same in 4 bits (engine/int4_weight.py)."""
+    """Takes (gate and up, down) in 4 bits (engine/int4_weight.py)."""
     four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
-    """Of (gate and up, down), in MXFP4. None: such weights are widened when they are loaded."""
+    """Takes (gate and up, down) in MXFP4. None: such weights are dequantised when they are loaded."""
     sum_of_experts: SumOfExperts = sum_of_experts
     sum_over_ranks: SumOverRanks | None = None
     """None: one rank computes the whole model."""
     adapters: Adapters | None = None
-    """What some requests' products are changed by."""
+    """The LoRA adapters that requests may use, if any."""
 
     def with_products(self, linear: MakeLinear) -> Parts:
-        """The same parts, but for the products of layers: not that of the logits. Of parts whose `gated_linear` takes
-        a `linear`."""
+        """The same parts with `linear` for the layers' products, but not for the logits. Only for parts whose
+        `gated_linear` takes a `linear`."""
         return replace(self, linear=linear, gated_linear=partial(self.gated_linear, linear=linear))
 
 
 PLAIN_PARTS = Parts()
 
 WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
-"""[outputs, inputs] and, where there is one, [outputs]."""
+"""[outputs, inputs], and [outputs] or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartsFactory:
-    """Takes tensors from `weights` and makes `parts` of them. Each raises `ValueError` where a tensor does not fit."""
+    """Makes `parts` from the tensors of `weights`. Its methods raise `ValueError` if a tensor does not fit."""
 
     weights: Weights
     parts: Parts
     rms_norm_eps: float
 
     def linear(self, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
-        """The products of those names as one, one below the other; sizes in numbers."""
+        """One product that stacks the named ones. `outputs`: number of outputs by name."""
         linear = self.fused([self._as_stored(name, size, inputs, has_bias) for name, size in outputs.items()])
         return self._adapted(linear, outputs, inputs)
 
     def row_parallel_linear(self, name: str, outputs: int, inputs: int, has_bias: bool) -> Linear:
-        """A product whose inputs are a rank's own."""
+        """A product whose inputs are split over ranks, so that its outputs are summed over them."""
         linear = self.linear({name: outputs}, inputs, has_bias)
         sum_over_ranks = self.parts.sum_over_ranks
         return linear if sum_over_ranks is None else RowParallelLinear(linear, sum_over_ranks)
 
     def fused(self, products: Sequence[tuple[Weight, torch.Tensor | None]]) -> Linear:
-        """Products of the same inputs as one. Either all have a bias or none."""
+        """Fuse products of the same inputs into one. Either all or none must have a bias."""
         biases = [bias for _, bias in products if bias is not None]
         weight = stacked([weight for weight, _ in products])
         return self.parts.linear(weight, torch.cat(biases) if biases else None)
@@ -120,7 +120,7 @@ class PartsFactory:
         return adapters.adapt_gated(gated_linear, self.parts.linear, {gate: outputs, up: outputs}, inputs)
 
     def experts(self, name: str, config: ExpertsConfig, hidden_size: int) -> ExpertProducts:
-        """As stored where each is kept for itself; else in 8 or 4 bits where the weights of all are, and alike."""
+        """Experts one by one if the parts keep them so; else stacked, in 8 or 4 bits if all weights have that form."""
         weights = ExpertWeights(self.weights, name, config, hidden_size)
         if self.parts.each_expert is not None:
             return self.parts.each_expert(weights.take_each())
@@ -132,7 +132,7 @@ class PartsFactory:
         return self.parts.plain_experts(*weights.take_plain())
 
     def rms_norm(self, name: str, size: int, eps: float | None = None) -> RMSNorm:
-        """`eps`: where it is not the model's."""
+        """`eps`: default: the model's."""
         weight = self.weights.take(f"{name}.weight", (size,))
         return self.parts.rms_norm(weight, self.rms_norm_eps if eps is None else eps)
 

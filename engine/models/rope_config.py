@@ -1,6 +1,6 @@
-"""Rotary positions, read from a Hugging Face config.json. No torch.
+"""Configuration of rotary positions, read from a Hugging Face config.json. No torch.
 
-Both spellings are read: `rope_theta` + `rope_scaling` of transformers 4 and `rope_parameters` of transformers 5.
+Reads both spellings: `rope_theta` + `rope_scaling` of transformers 4 and `rope_parameters` of transformers 5.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class RopeConfig:
     original_max_positions: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    """Of "yarn": waves that turn more often than the one within `original_max_positions` stay, less often than the
-    other are stretched."""
+    """For "yarn": waves with more than `beta_fast` turns within `original_max_positions` are kept, those with fewer
+    than `beta_slow` turns are stretched."""
     is_ramp_whole: bool = True
-    """Of "yarn": the ramp between the two begins and ends at whole dimensions."""
+    """For "yarn": the ramp between the two begins and ends at whole dimensions."""
     attention_factor: float = 1.0
-    """What cosines and sines are multiplied with."""
+    """Factor of cosines and sines."""
     mscale_all_dim: float = 0.0
-    """Of "yarn" with latent attention: grows the softmax' scale; 0: not."""
+    """For "yarn" with latent attention: increases the softmax scale; 0: does not."""
 
     @staticmethod
     def from_hf(hf_config: dict[str, Any], max_positions: int) -> RopeConfig:

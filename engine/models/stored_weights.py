@@ -1,8 +1,8 @@
-"""How a checkpoint keeps its weights, by the `quantization_config` of its config.json. No torch.
+"""How a checkpoint stores its weights, read from the `quantization_config` of its config.json. No torch.
 
-Which tensors are in 8 or 4 bits their files say themselves, by type or name, and each has its scales beside it: lists
-of modules that were left out (`ignore`, `modules_to_not_convert`) say it once more and are not needed. What activations
-were quantised with is not, either: engine/quantization.py finds a scale for each row of them as it comes.
+The files show which tensors are in 8 or 4 bits, by type or name, and each such tensor has its scales beside it. So the
+lists of excluded modules (`ignore`, `modules_to_not_convert`) are not needed. Nor are the scales of activations:
+engine/quantization.py computes a scale per row at run time.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ KNOWN = (
 CT_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 CT_PACKED = "pack-quantized"
 OWN = "tandem-int4"
-"""Of GGUF files that were converted here."""
+"""Method of GGUF files that Tandem has converted."""
 CT_STRATEGIES = ("tensor", "channel", "block")
 CT_ORDERS = (None, "static", "weight", "group", "dynamic")
-"""In which columns were quantised: with the last two, which are the same, groups are not of neighbours."""
+"""Orders in which columns were quantised. With the last two, which are synonyms, a group's columns are not adjacent."""
 AS_STORED = "stored"
-"""Products in what the checkpoint has, each weight for itself: 8 or 4 bits, or plain."""
+"""Quantization "stored": each weight stays as the checkpoint has it, in 8 or 4 bits, or plain."""
 QUANTIZATION_OF_TYPE = {"float": "fp8", "int": "int8"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """What tensors of the checkpoint may be, beside plain ones."""
+    """The forms that the checkpoint's tensors may have, besides plain ones."""
 
     quantizations: tuple[str, ...] = ()
-    """Of "fp8" (float8_e4m3fn) and "int8", or "int4" alone; none: all tensors are plain."""
+    """"fp8" (float8_e4m3fn) or "int8" or both, or only "int4"; empty: all tensors are plain."""
     block: tuple[int, int] | None = None
-    """Outputs and inputs that share a scale, where scales are those of blocks."""
+    """Outputs and inputs of a block that shares a scale, if scales are per block."""
     packing: str = ""
-    """How 4 bits lie in words, and what is beside them: engine/model_loader/int4_weights.py."""
+    """How 4-bit weights are packed, and which tensors come with them: engine/model_loader/int4_weights.py."""
     group_size: int = -1
-    """Inputs that share a scale, as config.json says of 4 bits; -1: all. The files say it once more, and count."""
+    """For 4 bits: inputs that share a scale, by config.json; -1: all. If the files differ from this, they count."""
 
     is_symmetric: bool = False
-    """Of gptq: the zero point of all is the middle, by config.json. The files say it once more, too."""
+    """For gptq: all zero points are the middle, by config.json. The files have them, too."""
 
     @property
     def name(self) -> str:
@@ -50,8 +50,8 @@ class StoredWeights:
 
     @staticmethod
     def from_hf(hf_config: dict[str, Any]) -> StoredWeights:
-        """Raises `ValueError` naming the field that is not supported, and what is."""
-        # The second is how compressed-tensors called it at first.
+        """Raises `ValueError` naming the unsupported field, and what is supported."""
+        # The second is the earlier name of compressed-tensors.
         config = hf_config.get("quantization_config") or hf_config.get("compression_config")
         if not config:
             return StoredWeights()
@@ -74,13 +74,13 @@ class StoredWeights:
 
 
 def is_mxfp4(hf_config: dict[str, Any]) -> bool:
-    """Experts in 4 bits, as gpt-oss has them (engine/model_loader/mxfp4.py): widened when they are loaded."""
+    """Whether experts are in MXFP4, as in gpt-oss (engine/model_loader/mxfp4.py)."""
     config = hf_config.get("quantization_config")
     return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
 
 
 def _of_fp8(config: dict[str, Any]) -> StoredWeights:
-    """DeepSeek-V3's and Qwen3's own (blocks), and that of AutoFP8 and Mistral (a scale for each tensor)."""
+    """The format of DeepSeek-V3 and Qwen3 (blocks), and of AutoFP8 and Mistral (a scale per tensor)."""
     _expect(config, "fmt", (None, "e4m3"))
     _expect(config, "scale_fmt", (None, "float", "ue8m0"))
     _expect(config, "expert_dtype", (None, "fp8"))
@@ -109,7 +109,7 @@ def _of_compressed_tensors(config: dict[str, Any]) -> StoredWeights:
 
 
 def _of_group(at: str, group: Any, default_format: Any) -> StoredWeights:
-    """What its weights are in."""
+    """The form of a config group's weights."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise _unsupported(f"{at}.weights", weights)
@@ -144,9 +144,9 @@ def _of_packed(weights: dict[str, Any], at: str) -> StoredWeights:
 
 
 def _of_gptq(config: dict[str, Any]) -> StoredWeights:
-    """AutoGPTQ's and GPTQModel's. Zero points of the first format are stored less one."""
+    """The format of AutoGPTQ and GPTQModel. The format "gptq" stores zero points minus one."""
     _expect(config, "bits", (4,))
-    # The second is what GPTQModel calls it in code, and some have in the file.
+    # "format" is the name in GPTQModel's code, which some files have, too.
     field = "checkpoint_format" if config.get("checkpoint_format") else "format"
     _expect(config, field, (None, "", "gptq", "gptq_v2"))
     _expect(config, "pack_dtype", (None, "int32"))
@@ -158,18 +158,18 @@ def _of_gptq(config: dict[str, Any]) -> StoredWeights:
 
 
 def _of_awq(config: dict[str, Any]) -> StoredWeights:
-    """AutoAWQ's. Symmetric ones of other tools (`zero_point` false) have zero points beside them, too."""
+    """The format of AutoAWQ. Other tools' symmetric files (`zero_point` false) contain zero points, too."""
     _expect(config, "bits", (4,))
     for field in ("version", "format", "checkpoint_format"):
         _expect(config, field, (None, "gemm", "GEMM"))
-    # All others are kernels of who wrote the file, for the one form.
+    # All other backends are kernels of the writing tool, for the same form.
     if config.get("backend") == "llm-awq":
         raise _unsupported("backend", config["backend"])
     return StoredWeights(quantizations=("int4",), packing="awq", group_size=_group_size(config))
 
 
 def _of_auto_round(config: dict[str, Any]) -> StoredWeights:
-    """Intel's AutoRound, whose own form is one of the two others."""
+    """The format of Intel's AutoRound, which packs like GPTQ or AWQ."""
     _expect(config, "bits", (4,))
     _expect(config, "data_type", (None, "int"))
     _expect(config, "packing_format", ("auto_round:auto_gptq", "auto_round:auto_awq"))
@@ -179,12 +179,12 @@ def _of_auto_round(config: dict[str, Any]) -> StoredWeights:
 
 
 def _check_bits(config: dict[str, Any], field: str, known: tuple[int | None, ...]) -> None:
-    """Of what some modules have in place of the model's settings, by their names."""
+    """Check the bits of modules that have their own settings, by name."""
     modules = config.get(field) or {}
     if not isinstance(modules, dict):
         raise _unsupported(field, modules)
     for name, settings in modules.items():
-        # GPTQModel leaves those plain whose pattern begins so.
+        # With this prefix GPTQModel leaves the matching modules plain.
         if isinstance(settings, dict) and not name.startswith("-:"):
             _expect(settings, "bits", known, f"{field}.{name}.")
 

@@ -1,7 +1,7 @@
-"""A model that transformers' own code computes: what the engine has to know of it. No torch.
+"""What the engine must know about a model that transformers' own code computes. No torch.
 
-For architectures that have no decoder of our own. Nothing here is believed of config.json, whose fields mean something
-else in every family: all of it is seen while that code takes a step (engine/models/transformers_probe.py).
+For architectures that our own decoder does not cover. The fields of config.json mean something else in every family, so
+this does not rely on them: it observes transformers' code in a step (engine/models/transformers_probe.py).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ NOT_OF_THE_COMPUTATION = frozenset({
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id",
 })  # fmt: skip
-"""Fields of config.json by which no KV differs, or which the compatibility digest has from elsewhere."""
+"""Fields of config.json that do not change KV, or that are in the compatibility digest anyway."""
 ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
-"""Rotations that are chosen by the largest position of a step: beyond the length that a model was first trained for, a
-request would be computed by what else is in its batch."""
+"""Rotations that depend on the largest position of a step: beyond the original training length, a request's result
+would depend on its batch."""
 
 
 MOST_POSITIONS = 1 << 20
-"""That masks are looked at for."""
+"""The most positions for which masks are examined."""
 POSITIONS_WITHOUT_BOUND = 2048
-"""The same, where nothing says how many there are."""
+"""The same, for models that do not say how many positions they have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class TransformersConfig(ModelShape):
 
     attention: tuple[AttentionModule, ...]
     num_expert_tensors: int
-    """Weights of several products at once, one for each expert."""
+    """Number of weights that hold one product of all experts."""
     body: str
-    """Name of the module that makes hidden states of tokens; all else of the causal language model makes logits of
-    them."""
+    """Name of the module that computes hidden states from tokens; the rest of the causal language model computes logits
+    from them."""
     computation: str
     """Digest of the rest of config.json and of transformers' version."""
 
@@ -62,8 +62,8 @@ class TransformersConfig(ModelShape):
 
     @staticmethod
     def from_hf(hf_config: dict[str, Any]) -> TransformersConfig:
-        """Raises `ValueError` where transformers does not know the architecture, or computes it in a way that this
-        engine cannot serve."""
+        """Raises `ValueError` if transformers does not know the architecture, or computes it in a way that this engine
+        cannot serve."""
         import transformers
 
         from engine.models.transformers_probe import causal_lm_config, watch_a_step
@@ -96,7 +96,8 @@ class TransformersConfig(ModelShape):
 
 
 def _check_positions(config: Any) -> None:
-    """Raises `ValueError` where config.json does not say how many there are, or that for which it does not."""
+    """Raise `ValueError` if config.json does not give the number of positions. A reason why such a model cannot be
+    served anyway takes precedence."""
     from engine.models.transformers_probe import watch_a_step
 
     if hasattr(config, "text_config"):
@@ -105,13 +106,14 @@ def _check_positions(config: Any) -> None:
     if isinstance(most, int) and most >= 1:
         return
     if most is None:
-        # Models that have no such field cannot be served for other reasons, as a rule; those come first.
+        # Models without this field usually cannot be served for other reasons; report those first.
         watch_a_step(config, POSITIONS_WITHOUT_BOUND)
     raise ValueError(f"config.json: max_position_embeddings must be an integer of at least 1, is {most!r}")
 
 
 def _max_positions(config: Any) -> tuple[int, str]:
-    """Of a sequence, as far as its tokens' numbers hang on nothing else; and why not more, if config.json allows it."""
+    """Return the most positions for which a sequence's result does not depend on its batch, and why not more, if
+    config.json allows more."""
     most: int = config.max_position_embeddings
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
@@ -124,7 +126,7 @@ def _max_positions(config: Any) -> tuple[int, str]:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """One, or one for each kind of layer."""
+    """The rope parameters: one set, or one for each kind of layer."""
     if not isinstance(parameters, dict):
         return []
     if "rope_type" in parameters:

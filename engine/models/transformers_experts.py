@@ -1,8 +1,8 @@
-"""Experts of ours in the place of transformers', where weights in MXFP4 stay so.
+"""Our replacement for transformers' experts, which keeps MXFP4 weights as they are.
 
     with_four_bit_experts(class) ──transformers makes and loads one──> FourBitExperts ──compute_by(parts)──> serves
 
-Their parameters have the names that a checkpoint gives its tensors, so that whoever loads it needs to know nothing.
+Its parameters have the names of the checkpoint's tensors, so that transformers loads them without further code.
 
 Shapes: T tokens, D hidden, A experts of each, E experts, I intermediate, G = inputs / 32 groups.
 """
@@ -24,10 +24,10 @@ MADE_UP_SIZE = 0.02
 
 
 class FourBitExperts(nn.Module):
-    """Called as `GptOssExperts` is."""
+    """Has the interface of `GptOssExperts`."""
 
     def __init__(self, like: GptOssExperts) -> None:
-        """`like`: of the same sizes, whose biases are taken over."""
+        """`like`: the experts to replace; gives the sizes and the biases."""
         super().__init__()
         E, D, X = like.gate_up_proj.shape
         device = like.gate_up_proj.device
@@ -38,7 +38,7 @@ class FourBitExperts(nn.Module):
         self._experts: ChosenExperts | None = None
 
     def compute_by(self, parts: Parts) -> None:
-        """Once the weights are there."""
+        """Build the products with `parts`. Call it once the weights are loaded."""
         assert parts.four_bit_experts is not None
         gate_up = _stack(self.gate_up_proj_blocks, self.gate_up_proj_scales, self.gate_up_proj_bias)
         down = _stack(self.down_proj_blocks, self.down_proj_scales, self.down_proj_bias)
@@ -46,12 +46,12 @@ class FourBitExperts(nn.Module):
         self._experts = ChosenExperts(products, parts.sum_of_experts, len(down.bias), down.bias.device)
 
     def make_up_weights(self) -> None:
-        """Numbers as those that transformers begins training with, some 0.02 large. From torch's generator."""
+        """Fill in random weights of about 0.02, like transformers' initial weights, from torch's generator."""
         for parameter in self.parameters():
             numbers = parameter.data
             if numbers.is_floating_point():
                 numbers.normal_(std=MADE_UP_SIZE)
-            elif numbers.ndim == 4:  # blocks, of which any bits are numbers; on average they are 3
+            elif numbers.ndim == 4:  # blocks: any bits are valid numbers, with an average magnitude of 3
                 numbers.random_(0, 256)
             else:
                 numbers.fill_(BIAS + round(math.log2(MADE_UP_SIZE / 3)))
@@ -62,12 +62,12 @@ class FourBitExperts(nn.Module):
 
 
 class WithFourBitExperts:
-    """A model that has them."""
+    """Marks a model class that has `FourBitExperts`."""
 
 
 def with_four_bit_experts(model_class: Any) -> Any:
-    """A class of models like `model_class`, a causal language model of transformers', with such experts in place of
-    gpt-oss'. Making one raises `ValueError` where it has others."""
+    """Derive a class from transformers' `model_class` with `FourBitExperts` in place of gpt-oss' experts. Its
+    constructor raises `ValueError` if the model has no gpt-oss experts."""
 
     class Model(WithFourBitExperts, model_class):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:

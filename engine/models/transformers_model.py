@@ -1,8 +1,9 @@
 """A model that transformers' own code computes, over our paged pool.
 
-Owns the weights, as modules of transformers'. Tokens of all sequences lie flat, as one text; where that code attends,
-it calls us, and we attend by sequence. Nowhere else may a token see another: they may be two users'. And where a token
-stands in its text must come from its position alone. Both are tried when a model is made (`_check_tokens_are_apart`).
+Owns the weights, as transformers' modules. The tokens of all sequences are flattened into one text. transformers' code
+calls our attention, which attends within each sequence. Nowhere else may a token see another, since they may belong to
+two users. And transformers' code must take a token's place from its position id only. `_check_tokens_are_apart` tests
+both when a model is made.
 
     forward(tokens) ──> transformers' body ──(layer i: q, k, v)──> AttentionBackend.project, attend ──> … ──> [T, D]
     compute_logits  ──> the rest of its causal language model (`Head`)
@@ -33,21 +34,21 @@ if TYPE_CHECKING:
     from engine.lora.adapters import Adapters
 
 PAGED = "tandem_paged"
-"""What transformers calls our attention. No mask is registered under this name, so that none is made."""
+"""The name of our attention in transformers. No mask is registered under this name, so that none is built."""
 NUM_TRIED = 16
 SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-"""As a share of the largest number: rounding is less, another position more."""
+"""Tolerance as a share of the largest number: rounding stays below it, a wrong position exceeds it."""
 
 
 class TransformersModel:
-    """Raises `ValueError` at construction where tokens see each other outside of attention."""
+    """Raises `ValueError` at construction if tokens see each other outside of attention."""
 
     def __init__(
         self, config: TransformersConfig, causal_lm: Any, backend: AttentionBackend[Any], parts: Parts
     ) -> None:
-        """`causal_lm`: transformers', with weights on the device and `PAGED` for its attention. It is taken apart."""
+        """`causal_lm`: transformers' model, with weights on the device and `PAGED` attention. This modifies it."""
         self.adapters: Adapters | None = None
-        self.reads_back = False  # where it would, the configuration has turned recording off
+        self.reads_back = False  # if it does read back, the configuration has already turned recording off
         replace_products(causal_lm, parts)
         for module in causal_lm.modules():
             if isinstance(module, FourBitExperts):
@@ -91,14 +92,14 @@ class TransformersModel:
         return x_TD
 
     def _check_tokens_are_apart(self, attending: list[nn.Module], config: TransformersConfig) -> None:
-        """Each token attends to itself alone. So a poisoned one must leave others clean, the same tokens in another
-        order must come out in that order, and where no positions are given they must be 0, 1, 2 and so on."""
+        """Let each token attend only to itself. Then a NaN in one token must not reach others, the same tokens in
+        another order must give the same results in that order, and default positions must be 0, 1, 2 and so on."""
         for module in attending:
             module.tandem_attention = _ToItself()  # type: ignore[assignment]
         device = self._embedding.weight.device
         num_tokens = min(NUM_TRIED, config.max_positions)
         positions = torch.arange(num_tokens, device=device)
-        # From the end of the vocabulary, where special tokens are rare: padding has positions of its own.
+        # Take tokens from the end of the vocabulary, where special tokens are rare: padding tokens get own positions.
         tokens = (len(self._embedding.weight) - 1 - 3 * positions).clamp_min(0)
         x_TD = self._hidden(tokens, positions).float()
         hook = self._embedding.register_forward_hook(_poison_the_second)
@@ -125,7 +126,7 @@ class TransformersModel:
 
 
 class _Attention(Protocol):
-    """What `tandem_attention` of a module that attends is."""
+    """The type of `tandem_attention`, an attribute of modules that attend."""
 
     def attend(
         self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
@@ -141,7 +142,7 @@ def _attend(
     attention_mask: None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
-    del attention_mask  # it, and all other arguments, were seen when the model was watched
+    del attention_mask  # the probe has checked it, and all other arguments
     attention: _Attention = module.tandem_attention
     sinks: Any = arguments.get(SINKS)
     return attention.attend(query, key, value, sinks), None
@@ -195,7 +196,7 @@ class _PagedAttention:
 
 
 class _ToItself:
-    """Lets no token see another. What comes out hangs on queries and keys too, which positions went into."""
+    """Lets no token see another. The result also depends on queries and keys, so that wrong positions show."""
 
     def attend(
         self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
@@ -213,7 +214,7 @@ def _poison_the_second(_module: nn.Module, _inputs: Any, output: torch.Tensor) -
 
 
 class _Product(nn.Module):
-    """A part of ours in the place of a linear layer of torch's."""
+    """One of our parts in place of torch's linear layer."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -225,14 +226,14 @@ class _Product(nn.Module):
 
 
 def replace_products(causal_lm: Any, parts: Parts) -> None:
-    """Put `parts` in the places of linear layers, as far as they are more than torch's own."""
+    """Replace linear layers by `parts`, unless these are plain torch."""
     head = causal_lm.get_output_embeddings()
     for parent in list(causal_lm.modules()):
         for name, module in list(parent.named_children()):
             make = parts.lm_head if module is head else parts.linear
             if type(module) not in (nn.Linear, Conv1D) or make is Linear:
                 continue
-            # Conv1D is GPT-2's linear layer, the other way round.
+            # Conv1D is GPT-2's linear layer, with a transposed weight.
             weight = module.weight.data.T.contiguous() if type(module) is Conv1D else module.weight.data
             bias = () if module.bias is None else (module.bias.data,)
             if weight.shape[1] % 2 or (module is head and bias):

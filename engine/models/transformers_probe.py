@@ -1,14 +1,14 @@
-"""Watches transformers' code take a step of a model without weights, to see what it computes.
+"""Observes transformers' code in a step of a model without weights, to learn what it computes.
 
     config.json ──causal_lm_config──> transformers' config ──watch_a_step──> Step, or ValueError that says why not
 
-The model lies on torch's meta device: shapes without numbers, so that 70 billion parameters take a second and no
-memory. Its attention is ours, by transformers' `AttentionInterface`, and so are its masks, by `AttentionMaskInterface`:
-both note what they are asked for and compute nothing.
+The model is on torch's meta device, which has shapes without numbers: 70 billion parameters take a second and no
+memory. Our own attention (by transformers' `AttentionInterface`) and masks (by `AttentionMaskInterface`) record their
+arguments and compute nothing.
 
-What can be served: tokens that meet in attention alone, in each layer once, causal, in full or in a sliding window,
-with keys and values of one size. That no token sees another on any other way takes numbers to find out:
-engine/models/transformers_model.py does, once there are weights.
+A model can be served if its tokens interact only in attention, once per layer, causally, in full or in a sliding
+window, with keys and values of one size. That tokens do not interact elsewhere can only be tested with weights:
+engine/models/transformers_model.py does that.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from engine.models.scores import AttentionModule, Scores
 
 WATCHED = "tandem_watched"
-"""What transformers calls the attention that notes and does not compute."""
+"""The name of the recording attention in transformers."""
 NUM_TOKENS = 5
 MOST_LAYERS = 1024
-"""Of which making one without weights takes a millisecond or two."""
+"""Making one layer without weights takes a millisecond or two."""
 MAKING = threading.Lock()
-"""While transformers makes a model it changes torch's default dtype, for all threads: two at once would leave it so."""
+"""While transformers makes a model, it changes torch's default dtype for all threads: two at once might not restore it.
+"""
 SINKS = "s_aux"
-"""What transformers calls scores without values, one for each query head."""
+"""transformers' name of attention sinks: scores without values, one per query head."""
 HARMLESS = frozenset({
     "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
     SINKS,
 })  # fmt: skip
-"""Arguments of an attention that are read here, or that the masks say once more, or that change nothing."""
+"""Attention arguments that are read here, that repeat what the masks say, or that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     attention: tuple[AttentionModule, ...]
-    """In the order of their calls."""
+    """In the order of the calls."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -59,7 +60,7 @@ class Step:
 
 
 def causal_lm_config(hf_config: dict[str, Any]) -> Any:
-    """transformers' own, of a causal language model that it has code for. Raises `ValueError` where it has none."""
+    """Return transformers' configuration of a causal language model. Raises `ValueError` if it has no code for it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -72,9 +73,9 @@ def causal_lm_config(hf_config: dict[str, Any]) -> Any:
         )
     plain = {
         field: value for field, value in hf_config.items() if field != "quantization_config"
-    }  # seen to by ourselves
+    }  # we handle quantization ourselves
     try:
-        # From a file, where transformers reads what JSON has no words for, infinities.
+        # From a file: there transformers also reads infinities, which JSON lacks.
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(json.dumps(plain))
             file.flush()
@@ -88,7 +89,7 @@ def causal_lm_config(hf_config: dict[str, Any]) -> Any:
 
 
 def watch_a_step(config: Any, max_positions: int) -> Step:
-    """Raises `ValueError` that says what of the model cannot be served."""
+    """Run a step without weights and record it. Raises `ValueError` that says what cannot be served."""
     name = type(config).__name__.removesuffix("Config")
     calls: list[_Call] = []
     try:
@@ -104,7 +105,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         logits_1TV = Head(model, body).logits(hidden_1TD)
     except _CannotServeError as error:
         raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
-    except Exception as error:  # whatever somebody else's code raises
+    except Exception as error:  # transformers' code may raise anything
         raise ValueError(f"config.json: {name} models cannot be served: {_meaning_of(error)}") from error
     why_not = _why_not(calls, getattr(config, "num_hidden_layers", 0))
     if why_not:
@@ -124,8 +125,8 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
 
 
 class Head:
-    """Makes logits of hidden states: all of a causal language model that comes after its body, whatever that is (a cap,
-    a scale, a bias). The body is taken out of it."""
+    """Computes logits from hidden states, with everything that a causal language model has after its body (such as a
+    cap, a scale, a bias). Removes the body from the model."""
 
     def __init__(self, model: Any, body: str) -> None:
         self._model = model
@@ -142,7 +143,7 @@ class Head:
 
 
 class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
-    """A body's output. Heads ask it for more (router logits, cross attentions), to pass it on: that is not there."""
+    """A body's output. Further attributes, which heads read to pass them on (such as router logits), are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -150,7 +151,7 @@ class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers ha
 
 
 class _HandedOver(nn.Module):
-    """In place of a body: what it would have computed is there already."""
+    """Replaces a body, and returns hidden states that were computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Watcher:
-    """What every module carries, so that the attention's function, which is told of a module, knows which."""
+    """An attribute of every module, by which the attention function, which is passed a module, learns its name."""
 
     name: str
     calls: list[_Call]
@@ -207,7 +208,7 @@ class _Watcher:
 
 
 def _why_not_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, arguments: dict[str, Any]) -> str:
-    """What our attention does not have of what one call asks for, as a clause; empty if it has all."""
+    """What one call requires that our attention does not have, as a clause; empty if nothing."""
     further = sorted(
         n for n, value in arguments.items() if n not in HARMLESS and value is not None and value is not False
     )
@@ -242,10 +243,11 @@ AttentionMaskInterface.register(WATCHED, _watched_mask)
 
 
 def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
-    """Of a mask, as transformers describes it: a function of (sequence, head, query's position, key's position).
+    """The sliding window of a mask, which transformers gives as a function of (sequence, head, query's position, key's
+    position).
 
-    0: a token sees all before it. Looked at where a window would show, not everywhere. Raises `_CannotServeError` where
-    it is neither that nor a sliding window.
+    0: a token sees all before it. Examines only positions at which a window would show. Raises `_CannotServeError` if
+    the mask is neither of them.
     """
     keys = torch.arange(num_positions)
     zero = torch.tensor(0)
@@ -271,12 +273,12 @@ def _model_without_weights(config: Any) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=WATCHED, dtype=torch.get_default_dtype(), trust_remote_code=False
         )
-    # What experts are multiplied by knows no other type on a device without numbers.
+    # On the meta device, experts' grouped products support no other dtype.
     return model.eval().to(torch.bfloat16)
 
 
 def _body_of(model: Any) -> str:
-    """Name of the module whose last hidden state the head takes."""
+    """Name of the module whose last hidden state is the head's input."""
     decoder = model.get_decoder()
     names = [name for name, module in model.named_modules() if module is decoder]
     if not names or not names[0]:
@@ -301,7 +303,7 @@ def _hidden_states(model: Any, body: str) -> torch.Tensor:
 
 
 def _meaning_of(error: Exception) -> str:
-    """Of what ended a step without weights, as a clause."""
+    """What an exception in a step without weights means, as a clause."""
     if isinstance(error, KeyError) and WATCHED in str(error):
         return "their code takes no attention but its own"
     if "meta tensor" in str(error):
@@ -314,15 +316,15 @@ def _meaning_of(error: Exception) -> str:
 
 
 def _why_no_calls(model: Any) -> str:
-    """As a clause."""
-    # transformers' own word for models whose layers cannot be cut back to an earlier token.
+    """Why the step did not call our attention, as a clause."""
+    # transformers' mark of models whose layers cannot be rolled back to an earlier token.
     if getattr(model, "_is_stateful", False):
         return "its layers keep a state (state-space, recurrent) in place of keys and values"
     return "its attention is its own: none of its layers attends by transformers' attention interface"
 
 
 def _why_not(calls: list[_Call], num_layers: int) -> str:
-    """As a clause; empty if all is well. Of some calls."""
+    """Why the recorded calls, at least one, cannot be served, as a clause; empty if they can."""
     names = [call.name for call in calls]
     if len(set(names)) != len(names):
         return "a layer attends more than once in a step"
