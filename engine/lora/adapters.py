@@ -1,13 +1,13 @@
-"""The adapters' weights, and products with what they add.
+"""The adapters' weights, and the products that they change.
 
-    Adapters(modules) ──adapt(product)──> one for each product that some adapter changes, or may come to change
-          ├── assign, before each step: which of its rows are whose
-          └── read (any thread) ──> put, and some day remove, between two steps: one that comes while the engine runs
+    Adapters(modules) ──adapt(product)──> one for each product that some adapter changes, or may change later
+          ├── assign, before each step: each row's adapter
+          └── read (any thread) ──> put, and later remove, between two steps: for adapters that come while running
 
-Owns the weights: in the model's dtype, `s` multiplied into B. Read whole and checked, read-only afterwards. What is
-assigned holds until the next time.
+Owns the weights, in the model's dtype, with `s` multiplied into B. They are read completely, checked, and read-only
+afterwards. An assignment holds until the next one.
 
-Shapes: T tokens of a step, n those of one adapter, R ranks of a product's adapters side by side.
+Shapes: T tokens of a step, n tokens of one adapter, R the concatenated ranks of a product's adapters.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from engine.weight import Weight
 from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf, uncut
 
 PREFIX = "base_model.model."
-"""Of all names in PEFT's files: its wrappers around the model."""
+"""Prefix of all names in PEFT's files, from its wrappers around the model."""
 RANK_GRAIN = 16
-"""Ranks are filled up with zeros to a multiple: kernels take inputs in pairs, and more at once."""
+"""Ranks are padded with zeros to a multiple of this, since kernels read inputs in pairs, and in larger vectors."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_NUMBER_BYTES = 8
-"""In a file."""
+"""Bytes of the widest number in a file."""
 
 NO_ROOM = LoRARoom()
 _Adapted = TypeVar("_Adapted", bound="AdaptedProduct")
 
 AdapterIds = NDArray[np.int64]
-"""[T] the adapter of each row of a step, from 1 on in the order of the modules, 0 for none; [0] where nobody asks."""
+"""[T] the adapter of each row of a step, numbered from 1, 0 for none; shape [0] if no row uses one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,32 @@ class AddedPart:
     """What one adapter adds to some of a product's outputs."""
 
     start: int
-    """The first of these."""
+    """The first of these outputs."""
     down: torch.Tensor
     """[R, inputs]"""
     up: torch.Tensor
-    """[outputs, R], multiplied by the scale"""
+    """[outputs, R], with the scale multiplied in"""
 
 
 Added = Mapping[int, Sequence[AddedPart]]
-"""To one product, by the adapters' ids; of those alone that change it."""
+"""By adapter id: what each adapter that changes a product adds to it."""
 
 
 class AdaptedProduct(Protocol):
-    """A product that adapters change. `prepare` is called on any thread, the others between two steps."""
+    """A product that adapters change. `prepare` may be called on any thread, the other methods between two steps."""
 
     def prepare(self, parts: Sequence[AddedPart]) -> Any:
-        """What `put` takes, of one adapter."""
+        """Convert one adapter's parts to the form that `put` takes."""
 
     def put(self, adapter_id: int, prepared: Any) -> None:
-        """From now on it adds this to its rows, of which there are none yet."""
+        """Install an adapter; no row of a step in flight may use `adapter_id`."""
 
     def remove(self, adapter_id: int) -> None:
-        """It has no rows any more, and adds nothing."""
+        """Remove an adapter, which no row uses any more."""
 
 
 class Place(NamedTuple):
-    """A product that adapters may come to change, and what it computes."""
+    """A product that later adapters may change, with its outputs by name and its number of inputs."""
 
     product: AdaptedProduct
     outputs: Mapping[str, int]
@@ -82,15 +82,15 @@ class Place(NamedTuple):
 
 
 ReadAdapter = Sequence[tuple[AdaptedProduct, Any]]
-"""An adapter's weights, on the device, as its products take them."""
+"""An adapter's weights on the device, prepared for each product."""
 
 
 class Adapters:
-    """Of one engine. These compute with plain products, two for each adapter in a step; kernels have their own, which
-    take all at once (`engine.kernels.cpu_adapters`, `engine.kernels.gpu.adapters`).
+    """One per engine. This class computes plain products, two for each adapter in a step. The kernels' subclasses
+    compute all adapters at once (`engine.kernels.cpu_adapters`, `engine.kernels.gpu.adapters`).
 
-    Raises `ValueError` where a file is no adapter's; where one does not fit the model, `adapt` and `check_all_taken`
-    do."""
+    The constructor raises `ValueError` if a file is not an adapter's; `adapt` and `check_all_taken` do if an adapter
+    does not fit the model."""
 
     def __init__(
         self,
@@ -101,20 +101,20 @@ class Adapters:
         cut_of: CutOf = uncut,
         room: LoRARoom = NO_ROOM,
     ) -> None:
-        """`linear`: what multiplies with an adapter's weights. `cut_of`: which part of the model's products is here, to
-        which a part of what adapters add belongs. `room`: for adapters that come later."""
+        """`linear`: multiplies with an adapter's weights. `cut_of`: this rank's part of each product, and so of each
+        adapter. `room`: for adapters that come later."""
         self.rows: Sequence[tuple[int, torch.Tensor]] = ()
-        """For each adapter in the step its id and its rows."""
+        """The id and the rows of each adapter in the step."""
         self._linear = linear
         self._dtype, self._device = TORCH_DTYPES[dtype], device
         self._cut_of = cut_of
         self._room = room
         self._files = [self._open(module) for module in modules]
         self._places: list[Place] = []
-        """Where there is room."""
+        """Products for later adapters; empty without room for such."""
 
     def assign(self, adapter_ids: AdapterIds) -> None:
-        """In what is computed from now on these rows are those adapters', and all others nobody's."""
+        """Set each row's adapter for what is computed from now on."""
         ids = [number for number in np.unique(adapter_ids).tolist() if number]
         rows = [np.flatnonzero(adapter_ids == number) for number in ids]
         if not ids:
@@ -124,14 +124,15 @@ class Adapters:
         self.rows = list(zip(ids, on_device, strict=True))
 
     def adapt(self, linear: Linear, outputs: Mapping[str, int], inputs: int) -> Linear:
-        """`linear` and what adapters add to it: it computes the products of those names, one below the other."""
+        """Return `linear` with the adapters' part added. `linear` computes the stacked products named in `outputs`."""
         added = self._take(outputs, inputs)
         return self._adapted(linear, added, outputs, inputs) if self._is_to_adapt(added) else linear
 
     def adapt_gated(
         self, gated_linear: Callable[..., GatedLinear], linear: MakeLinear, outputs: Mapping[str, int], inputs: int
     ) -> GatedLinear:
-        """The same of a gate and what it is applied to: what `gated_linear` makes, of products that `linear` makes."""
+        """Like `adapt`, for a gate and `up`: `gated_linear` makes the product; `linear` makes its two parts if
+        needed."""
         added = self._take(outputs, inputs)
         if not self._is_to_adapt(added):
             return gated_linear()
@@ -139,27 +140,28 @@ class Adapters:
         def adapted(weight: Weight, bias: torch.Tensor | None) -> Linear:
             return self._adapted(linear(weight, bias), added, outputs, inputs)
 
-        # What adapters add comes before one is applied to the other, so these are two steps.
+        # Adapters add to gate and up before the gate is applied, so these must be separate products.
         return gated_linear(linear=adapted)
 
     def check_all_taken(self) -> None:
-        """Raises `ValueError` where an adapter changes what it cannot change here."""
+        """Raise `ValueError` if an adapter changes a product that it cannot change here."""
         for file in self._files:
             file.check_all_taken()
 
     # -- adapters that come and go ------------------------------------------------------------------------------
 
     def read(self, module: LoRAModule) -> ReadAdapter:
-        """Its weights, for `put`. On any thread, beside steps. Raises `ValueError` where it does not fit the model, or
-        is not what `module` is of any more: what several ranks have read is one adapter."""
-        # Others may do anything to its files meanwhile.
+        """Read an adapter's weights for `put`. May run on any thread, in parallel to steps. Raises `ValueError` if the
+        adapter does not fit the model, or if its file has changed since `module` was read: all ranks must read the same
+        adapter."""
+        # The file may change meanwhile: read it completely first, instead of mapping it.
         file = self._open(module, self.max_bytes(module.name, module.rank))
         parts = [(place.product, file.take_all(place.outputs, place.inputs)) for place in self._places]
         file.check_all_taken()
         return [(product, product.prepare(of_product)) for product, of_product in parts if of_product]
 
     def max_bytes(self, name: str, rank: int) -> int:
-        """That a file of that rank may have. Raises `ValueError` for a rank that is too large."""
+        """The largest possible file of an adapter of this rank. Raises `ValueError` if the rank is too large."""
         self._room.check_rank(name, rank)
         numbers = 0
         for place in self._places:
@@ -170,12 +172,12 @@ class Adapters:
         return MAX_HEADER_BYTES + MAX_NUMBER_BYTES * rank * numbers
 
     def put(self, adapter_id: int, adapter: ReadAdapter) -> None:
-        """Between two steps: the number's rows are this adapter's from now on. Nothing else has the number."""
+        """Install an adapter under a free number. Call it between two steps."""
         for product, prepared in adapter:
             product.put(adapter_id, prepared)
 
     def remove(self, adapter_id: int) -> None:
-        """Between two steps: nobody asks for it any more."""
+        """Remove an adapter that no request uses any more. Call it between two steps."""
         for place in self._places:
             place.product.remove(adapter_id)
 
@@ -196,7 +198,7 @@ class Adapters:
         return self._with_place(adapted, added, outputs, inputs)
 
     def _with_place(self, adapted: _Adapted, added: Added, outputs: Mapping[str, int], inputs: int) -> _Adapted:
-        """It, with what the adapters of the start add, and to be found by later ones."""
+        """Install the initial adapters' parts in `adapted`, and register it for later adapters."""
         for adapter_id, parts in added.items():
             adapted.put(adapter_id, adapted.prepare(parts))
         if self._room.num:
@@ -205,7 +207,7 @@ class Adapters:
 
 
 class AdaptedLinear(Linear):
-    """A product of all rows, and for the rows of each adapter what it adds."""
+    """A product for all rows, plus each adapter's part for its rows."""
 
     def __init__(self, linear: Linear, num_outputs: int, adapter_linear: MakeLinear, adapters: Adapters) -> None:
         self._linear = linear
@@ -234,8 +236,8 @@ class AdaptedLinear(Linear):
 
 
 class AddedProduct:
-    """What one adapter adds to a product. Of several side by side it is one product, too: their A below one another,
-    and of B each has its own outputs and its own ranks, with zeros elsewhere, which change no sum."""
+    """What one adapter adds to a product. Several parts form one product, too: their A are stacked, and B is block
+    diagonal: each part has its own outputs and ranks, with zeros elsewhere."""
 
     def __init__(self, parts: Sequence[AddedPart], num_outputs: int, linear: MakeLinear) -> None:
         downs = [F.pad(part.down, (0, 0, 0, -len(part.down) % RANK_GRAIN)) for part in parts]
@@ -249,7 +251,7 @@ class AddedProduct:
         self._down, self._up = linear(whole_down), linear(whole_up)
 
     def add(self, x: torch.Tensor, rows_n: torch.Tensor, y: torch.Tensor) -> None:
-        """To those rows of y: [T, out], of those of x: [T, in]."""
+        """Add to the rows `rows_n` of y [T, out], computed from these rows of x [T, in]."""
         if len(rows_n) == len(x):
             y += self._up(self._down(x))
         else:
@@ -257,12 +259,12 @@ class AddedProduct:
 
 
 class _AdapterFile:
-    """One adapter's tensors, each handed out once."""
+    """One adapter's tensors, each of which is taken once."""
 
     def __init__(
         self, module: LoRAModule, dtype: torch.dtype, device: str, cut_of: CutOf, max_bytes: int | None
     ) -> None:
-        """`max_bytes`: where the file is to be read at once, which may have as many; None: it is mapped."""
+        """`max_bytes`: read the whole file, which may have at most this size; None: map the file."""
         self._module = module
         self._cut_of = cut_of
         self._dtype, self._device = dtype, device
@@ -279,7 +281,7 @@ class _AdapterFile:
             raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")
 
     def take_all(self, outputs: Mapping[str, int], inputs: int) -> list[AddedPart]:
-        """What it adds to the products of those names, which are one product, one below the other."""
+        """What the adapter adds to the named products, which are stacked into one."""
         parts, start = [], 0
         for name, size in outputs.items():
             pair = self.take(name, size, inputs)
@@ -289,8 +291,8 @@ class _AdapterFile:
         return parts
 
     def take(self, product: str, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A [R, inputs] and s B [outputs, R] of the product of that name; None: it is left as it is. Of a part of its
-        outputs A is whole, of a part of its inputs B."""
+        """A [R, inputs] and s B [outputs, R] of a product; None if the adapter does not change it. If this rank has a
+        part of the outputs, A is whole; if it has a part of the inputs, B is whole."""
         names = [f"{PREFIX}{product}.lora_{which}.weight" for which in "AB"]
         if not self._left.intersection(names):
             return None
@@ -313,7 +315,7 @@ class _AdapterFile:
             )
 
     def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
-        """`shape`: of the part that `cut` says."""
+        """`shape`: of the part that `cut` selects."""
         if cut is not None:
             part = cut.part(shape)
             return self._read(name, cut.whole(shape), None).narrow(cut.axis, part.start, len(part))

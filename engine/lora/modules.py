@@ -1,4 +1,4 @@
-"""What adapters there are: names, folders, what their adapter_config.json says. Reads no weights, imports no torch."""
+"""Describes adapters: name, folder, and the contents of adapter_config.json. Reads no weights, imports no torch."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "use_bdlora": (None, False),
     "use_qalora": (None, False),
     "velora_config": (None,),
-    # All others (pissa, olora, corda, loftq, ...) are trained beside a base that they have changed.
+    # All other methods (pissa, olora, corda, loftq, ...) change the base model, too.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Fields that change what an adapter means, with the values that leave it as it is."""
+"""Fields that change what an adapter means, with the values that do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,32 +51,32 @@ class LoRAModule:
     path: Path
     rank: int
     scale: float
-    """What is added is multiplied by it."""
+    """Factor of what the adapter adds."""
     digest: str
-    """Of all that its numbers depend on, the name not among them: 32 characters."""
+    """Digest of weights and scale, without the name: 32 characters."""
 
     def check_weights(self, digest_of_weights: str) -> None:
-        """Raises `ValueError` where its weights' file is another one than when the folder was read."""
+        """Raise `ValueError` if the weights' file has changed since the folder was read."""
         if _digest_of(digest_of_weights, self.scale) != self.digest:
             raise ValueError(f"adapter {self.name!r}: {self.path / WEIGHTS_FILE} has changed since it was looked at")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRARoom:
-    """Of adapters that come while the engine runs."""
+    """Room for adapters that come while the engine runs."""
 
     num: int = 0
-    """How many there may be at once, those included that are leaving."""
+    """How many there may be at once, including those that are leaving."""
     max_rank: int = MAX_RANK
 
     def check_rank(self, name: str, rank: int) -> None:
-        """Raises `ValueError` for an adapter that is too large."""
+        """Raise `ValueError` if an adapter's rank is too large."""
         if rank > self.max_rank:
             raise ValueError(f"adapter {name!r}: r must be at most max_lora_rank={self.max_rank}, is {rank}")
 
 
 def parse_lora_modules(text: str) -> dict[str, Path]:
-    """`name=folder,name=folder` or a JSON object. Raises `ValueError` that begins with the field's name."""
+    """Parse `name=folder,name=folder` or a JSON object. Raises `ValueError` that begins with the field's name."""
     pairs: list[tuple[Any, Any]]
     if text.lstrip().startswith("{"):
         try:
@@ -103,8 +103,8 @@ def parse_lora_modules(text: str) -> dict[str, Path]:
 
 
 def check_lora_folder(name: str, path: Path) -> None:
-    """Raises `ValueError` where it is none, or lacks a file: one that can be read to its end, no pipe and no device."""
-    if not os.path.isdir(path):  # also of a path that is too long
+    """Raise `ValueError` if `path` is no folder, or lacks one of the two regular files (no pipe, no device)."""
+    if not os.path.isdir(path):  # also False for a path that is too long
         raise ValueError(f"adapter {name!r}: there is no folder {path}")
     for file in (path / CONFIG_FILE, path / WEIGHTS_FILE):
         if not file.is_file():
@@ -114,8 +114,8 @@ def check_lora_folder(name: str, path: Path) -> None:
 
 
 def read_lora_module(name: str, path: Path, digest_of_weights: Callable[[int], str]) -> LoRAModule:
-    """Of a folder that `check_lora_folder` has seen. `digest_of_weights`: of such a rank, asked once all else is right.
-    Raises `ValueError` where its adapter_config.json describes no adapter that can be served."""
+    """Read a folder that `check_lora_folder` has checked. Calls `digest_of_weights(rank)` once everything else is
+    valid. Raises `ValueError` if adapter_config.json describes no adapter that can be served."""
     config = _read_config(name, path / CONFIG_FILE)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"adapter {name!r}: peft_type must be 'LORA', is {config.get('peft_type')!r:.80}")

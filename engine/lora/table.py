@@ -1,9 +1,9 @@
-"""Which adapters an engine has, and by what numbers. Integers and names alone.
+"""The adapters of an engine and their numbers. Integers and names only.
 
-    add ──> served ──another of its name is added, or remove──> leaving ──nobody uses it──> its number is free
-                                                                   └── who means it by its digest may still have it
+    add ──> served ──another of its name is added, or remove──> leaving ──no request uses it──> its number is free
+                                                                   └── requests that give its digest still get it
 
-Those that the engine begins with stay. The numbers of others are reused.
+Adapters that the engine starts with are permanent. The numbers of other adapters are reused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from engine.lora.modules import LoRAModule
 
 
 class AdapterGone(ValueError):  # noqa: N818 - named for what happened
-    """The adapter that a request means is not here, or not any more: another engine may have it."""
+    """The adapter whose digest a request gives is not here, or no longer: another engine may have it."""
 
 
 class NoRoomForAdapter(ValueError):  # noqa: N818 - named for what happened
-    """As many are here as there may be. Some day one may have left."""
+    """There are as many adapters as there may be. It may work later, once one has left."""
 
 
 class AdapterTable:
-    """Of one engine. Used by the stepping thread; `served` and `leaving_modules` may be read by any."""
+    """One per engine. Used by the stepping thread; any thread may read `served` and `leaving_modules`."""
 
     def __init__(self, modules: Sequence[LoRAModule], num_rooms: int) -> None:
         self._fixed = {module.name for module in modules}
@@ -31,15 +31,15 @@ class AdapterTable:
         self._free = list(range(len(modules) + num_rooms, len(modules), -1))
         self.num_rooms = num_rooms
         self.served: tuple[LoRAModule, ...] = ()
-        """What new requests may ask for, by name."""
+        """Adapters that new requests may ask for by name."""
         self.leaving_modules: tuple[LoRAModule, ...] = ()
-        """What only those get who mean it."""
+        """Adapters that a request only gets if it gives their digest."""
         self._note()
 
     def number_and_digest(self, name: str, digest: str) -> tuple[int, str]:
-        """Of the adapter of that name, 0 and nothing for none. With a `digest`, the one that has it.
+        """Find the adapter `name`; (0, "") if `name` is empty. With a `digest`, find the adapter that has it.
 
-        Raises `AdapterGone`, and `ValueError` where there is none of that name."""
+        Raises `AdapterGone` if no adapter has the digest, and `ValueError` if there is none of that name."""
         if not name:
             if digest:
                 raise AdapterGone(f"lora_digest {digest[:64]!r} is given without lora_name")
@@ -55,7 +55,7 @@ class AdapterTable:
         return number, self._module_of[number].digest
 
     def check_may_add(self, name: str) -> None:
-        """Raises `NoRoomForAdapter`, and `ValueError` where there will never be any, as `add` does."""
+        """Raise what `add` would raise: `NoRoomForAdapter`, or `ValueError` if a permanent adapter has this name."""
         if name in self._fixed:
             raise ValueError(f"adapter {name!r}: lora_modules has one of that name, which stays")
         if not self._free:
@@ -64,12 +64,12 @@ class AdapterTable:
             )
 
     def next_number(self, name: str) -> int:
-        """That one of that name has if it is added next. Raises as `check_may_add`."""
+        """The number that the next added adapter gets. Raises what `check_may_add` raises."""
         self.check_may_add(name)
         return self._free[-1]
 
     def add(self, module: LoRAModule) -> int:
-        """Its number. One that had its name is leaving."""
+        """Add an adapter and return its number. An adapter that had its name starts leaving."""
         number = self.next_number(module.name)
         self._free.pop()
         self.remove(module.name)
@@ -78,7 +78,7 @@ class AdapterTable:
         return number
 
     def remove(self, name: str) -> bool:
-        """It is served no more. False: nothing happens, as there is none of that name, or one that stays."""
+        """Make an adapter leave. Returns False, and does nothing, if there is none of that name or it is permanent."""
         is_removed = name not in self._fixed and self._served.pop(name, None) is not None
         if is_removed:
             self._note()
@@ -86,7 +86,7 @@ class AdapterTable:
 
     @property
     def num_free(self) -> int:
-        """How many more there is room for."""
+        """How many more adapters there is room for."""
         return len(self._free)
 
     @property
@@ -95,7 +95,7 @@ class AdapterTable:
         return [number for number in self._module_of if number not in served]
 
     def free(self, number: int) -> None:
-        """Of one that is leaving: nobody uses it any more."""
+        """Free the number of a leaving adapter that no request uses any more."""
         assert number in self.leaving, f"adapter {number} is served"
         del self._module_of[number]
         self._free.append(number)
@@ -109,6 +109,6 @@ class AdapterTable:
         return None
 
     def _note(self) -> None:
-        # In this order: whoever reads both misses none of those that leave just now.
+        # In this order, so that a concurrent reader of both finds an adapter in at least one.
         self.leaving_modules = tuple(self._module_of[number] for number in self.leaving)
         self.served = tuple(self._module_of[number] for _, number in sorted(self._served.items()))

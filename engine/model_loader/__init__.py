@@ -1,10 +1,10 @@
-"""Finds a model, describes it, loads it.
+"""Finds, describes and loads a model.
 
     name, folder, .gguf file or hub id ──resolve_model──> folder
     EngineArgs ──create_engine_config──> EngineConfig ──load_model──> Model
 
-A folder is in Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Finding a
-model needs no torch, which takes a second to import, and only a conversion needs transformers.
+A folder has Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Finding a model does
+not import torch, which takes a second, and only a conversion imports transformers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
 def create_engine_config(args: EngineArgs) -> EngineConfig:
-    """Resolve every default of `args`; may download and convert the model, with progress on stderr.
+    """Resolve all defaults of `args`. May download and convert the model, with progress on stderr.
 
-    Raises `ValueError` naming the field and its bound, or saying what the model lacks.
+    Raises `ValueError` that names the field and its bound, or says what the model lacks.
     """
     from engine.model_loader.model_config import make_engine_config
 
@@ -49,12 +49,12 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
 
 
 def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:
-    """The local folder of `model`.
+    """Return the local folder of `model`.
 
-    A folder is itself. A .gguf file, the default model's name or a hub id is fetched and converted where that has not
-    been done before. `download_dir`: where to; by default ~/.cache/tandem/models.
+    A folder is returned as it is. A .gguf file, the default model's name or a hub id is fetched and converted, unless
+    that has been done before. `download_dir`: target; default: ~/.cache/tandem/models.
 
-    Raises `ValueError` saying what to do where there is no such model or it cannot be fetched.
+    Raises `ValueError` that says what to do if there is no such model, or it cannot be fetched.
     """
     from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
     from engine.model_loader.gguf import convert_gguf_file
@@ -91,9 +91,9 @@ def _fetch_from_hub(model: str) -> Path:
 
 
 def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None = None) -> Model:
-    """The model with its weights on the device, and its attention done by `backend`; of several ranks, one's share.
+    """Load the model's weights onto the device; `backend` does its attention. `group`: load this rank's share only.
 
-    Raises `ValueError` where weights and config.json do not fit.
+    Raises `ValueError` if weights and config.json do not fit.
     """
     from engine.models import DecoderConfig, load_model_shape
     from engine.models.decoder import Decoder
@@ -113,7 +113,7 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGrou
 
 
 def _cuts_of(shape: DecoderConfig, group: RankGroup | None) -> CutOf:
-    """Which part of the whole model's products is here."""
+    """This rank's part of each product."""
     from engine.weight_cut import uncut
 
     if group is None:
@@ -124,7 +124,7 @@ def _cuts_of(shape: DecoderConfig, group: RankGroup | None) -> CutOf:
 
 
 def _adapted(config: EngineConfig, parts: Parts, cut_of: CutOf) -> Parts:
-    """These, with the engine's adapters, of which each product has the part that it has of the model's."""
+    """Add the engine's adapters to `parts`. `cut_of`: this rank's part of each product, and so of each adapter."""
     modules, room = config.lora_modules, config.lora_room
     dtype, device = config.model.dtype, config.device.device
     if config.device.attention_backend == "cpu":
@@ -137,7 +137,7 @@ def _adapted(config: EngineConfig, parts: Parts, cut_of: CutOf) -> Parts:
         return replace(parts, adapters=TritonAdapters(modules, dtype, device, cut_of, room))
     from engine.lora.adapters import Adapters
 
-    # What adapters' weights are multiplied by is never in 8 bits.
+    # Adapters' weights are never quantised.
     linear = replace(config, model=replace(config.model, quantization="none"))
     return replace(parts, adapters=Adapters(modules, dtype, device, _parts_of(linear).linear, cut_of, room))
 
@@ -176,7 +176,7 @@ def _weights_of(config: EngineConfig) -> Weights:
 
 
 def _parts_of(config: EngineConfig) -> Parts:
-    """What a decoder is made of: the device's parts, with quantised products in place of theirs."""
+    """The decoder's parts for the device, with quantised products if configured."""
     from engine.models.decoder import PLAIN_PARTS
     from engine.quantization import QUANTIZED_LINEARS
 

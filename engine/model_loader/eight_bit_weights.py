@@ -1,12 +1,12 @@
-"""Weights of a checkpoint that has them in 8 bits already, with scales beside them: `weight * scale`.
+"""Weights of a checkpoint that stores them in 8 bits, with scales: a weight is `weight * scale`.
 
-Widened to the engine's dtype while they are read, a tensor at a time, so that every family computes with them as with
-plain ones: in float32, then rounded. Or kept as they are (`ScaledWeight`): for products in what the checkpoint has, all
-of them; for products in 8 bits that were asked for by name, which take a scale for each output, those that have one: a
-scale for a tensor is that of all its outputs, one for a block of inputs is not.
+They are either dequantised to the engine's dtype while they are read, one tensor at a time (computed in float32, then
+rounded), so that every model family can use them like plain ones. Or they are kept (`ScaledWeight`): with quantization
+"stored", all of them; with a quantization in 8 bits given by name, those of that type with one scale per output (or per
+tensor), but not those with a scale per block of inputs.
 
-    name             in 8 bits: int8 or float8_e4m3fn [N, K]; in any other type it is a plain weight, without a scale
-    name_scale       or name_scale_inv, which is the same: one number, [N], [N, 1], or [blocks of N, blocks of K]
+    name             in 8 bits: int8 or float8_e4m3fn [N, K]; in any other type: a plain weight, without a scale
+    name_scale       or name_scale_inv, with the same meaning: one number, [N], [N, 1], or [blocks of N, blocks of K]
 
 Shapes: N outputs, K inputs.
 """
@@ -30,15 +30,15 @@ NOT_NEEDED = (
     ".input_scale", ".activation_scale", ".input_zero_point", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
     ".k_proj.output_scale", ".v_proj.output_scale",
 )  # fmt: skip
-"""Of activations, for which a scale is found as they come, and of keys and values, which a pool in 8 bits holds without
-one: neither changes a weight."""
+"""Scales of activations, which the engine computes at run time, and of keys and values, which a pool in 8 bits does not
+use: neither changes a weight."""
 FLOAT8_NAN = 0x7F
-"""But for the sign; float8_e4m3fn has no other."""
+"""The bits of float8_e4m3fn's only NaN, without the sign."""
 
 
 class EightBitWeights(SafetensorsWeights):
     def __init__(self, folder: Path, dtype: str, device: str, stored: StoredWeights, quantization: str) -> None:
-        """`quantization`: of the engine's products, resolved; weights in another form are widened."""
+        """`quantization`: the engine's resolved quantization; weights in another form are dequantised."""
         super().__init__(folder, dtype, device)
         self._block = stored.block
         self._dtypes = [DTYPES[each] for each in stored.quantizations]
@@ -80,8 +80,8 @@ class EightBitWeights(SafetensorsWeights):
         return ScaledWeight(stored.contiguous(), scale.expand(num_outputs, -1).contiguous(), group_size, self.dtype)
 
     def _scale_of(self, name: str, stored_NK: torch.Tensor) -> torch.Tensor:
-        """In float32, for each output or all of them, and for each block of inputs or all of them. Raises `ValueError`
-        where it or the weight is none."""
+        """The scale in float32: per output or for all outputs, and per block of inputs or for all inputs. Raises
+        `ValueError` if scales or weights are not valid numbers."""
         scale_name, scale = self._read_scale(name)
         where = f"{self._file_of[scale_name]}: {scale_name}"
         if scale.dtype not in (*PLAIN_DTYPES, torch.float8_e8m0fnu):
@@ -118,7 +118,7 @@ class EightBitWeights(SafetensorsWeights):
 
 
 class DummyEightBitWeights(DummyWeights):
-    """As a checkpoint that has all products of its layers in 8 bits, in the first form that config.json names."""
+    """Made-up weights with all products of layers in 8 bits, in the first form that config.json names."""
 
     def __init__(self, seed: int, dtype: str, device: str, stored: StoredWeights) -> None:
         super().__init__(seed, dtype, device)

@@ -1,8 +1,8 @@
-"""Turns a GGUF file into a Hugging Face folder: config.json, safetensors, tokenizer, chat template. Weights become
-bfloat16, or, where the file is asked for by name, stay in its 4 bits (gguf_int4.py).
+"""Converts a GGUF file to a Hugging Face folder: config.json, safetensors, tokenizer, chat template. Weights become
+bfloat16, or, for a file that the user names, stay in 4 bits if they are (gguf_int4.py).
 
-Done once per file. transformers reads the file (tensors, their order, tokenizer) and is imported here alone: it costs
-seconds that a start from a converted folder does not pay.
+This is done once per file. transformers reads the file (tensors, their order, tokenizer). Only the conversion imports
+it, which takes seconds that a start from a converted folder saves.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from engine.cache_dir import build_once, report
 from engine.models.stored_weights import OWN
 
 FORM = "v3"
-"""Of a converted folder: raised when what is written changes."""
+"""Version of converted folders: increased when their content changes."""
 _TOKENIZER_FIELDS_OF_THIS_MACHINE = ("is_local", "local_files_only")
 
 
 def convert_gguf_file(gguf_file: Path, download_dir: Path) -> Path:
-    """The converted folder of `gguf_file`, made where it is not there yet: named after the file and its content."""
+    """Return the converted folder of `gguf_file`, which is named after the file and its content; converts if
+    missing."""
     digest = xxhash.xxh3_64()
     with gguf_file.open("rb") as file:
         while chunk := file.read(1 << 24):
@@ -41,10 +42,10 @@ def convert_gguf_file(gguf_file: Path, download_dir: Path) -> Path:
 
 
 def convert_gguf(gguf_file: Path, folder: Path, *, keeps_int4: bool = False) -> None:
-    """Write the model of `gguf_file` into the existing `folder`. `keeps_int4`: products of layers that are in 4 bits
-    stay so, in models of our own decoders.
+    """Write the model of `gguf_file` into the existing `folder`. `keeps_int4`: layers' products in 4 bits stay so, in
+    models that our own decoder computes.
 
-    Raises `ValueError` where transformers cannot read the file.
+    Raises `ValueError` if transformers cannot read the file.
     """
     report(f"converting {gguf_file.name} to safetensors (once; takes about a quarter of a minute)")
     import torch
@@ -85,7 +86,7 @@ def convert_gguf(gguf_file: Path, folder: Path, *, keeps_int4: bool = False) -> 
 
 
 def _check_whole(missing: Iterable[str]) -> None:
-    """Raises `ValueError` where there are weights that transformers has made up."""
+    """Raise `ValueError` if weights are missing, which transformers would make up."""
     names = sorted(missing)
     if names:
         raise ValueError(
@@ -95,8 +96,8 @@ def _check_whole(missing: Iterable[str]) -> None:
 
 
 def _check_ours(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """What config.json's `rope_parameters` lack, of a model of our own decoders. Raises `ValueError` where transformers
-    has left something else out."""
+    """Return what config.json's `rope_parameters` lack, for a model that our own decoder computes. Raises `ValueError`
+    if transformers has left something else out."""
     import gguf
 
     from engine.model_loader.gguf_left_out import check_biases_taken, rope_scaling
@@ -115,8 +116,8 @@ def _is_ours(model: Any) -> bool:
 
 
 def _keep_int4(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Put weights in 4 bits in the place of `tensors`. What config.json then says of them; empty: there are none, as in
-    a model that transformers' code computes, which has no product for them."""
+    """Replace `tensors` by weights in 4 bits where possible, and return the `quantization_config` for config.json.
+    Empty if there are none, as always in a model that transformers' code computes, which has no product for them."""
     import gguf
 
     from engine.model_loader.gguf_int4 import GROUP_SIZE, keep_int4
@@ -132,8 +133,8 @@ def _keep_int4(gguf_file: Path, model: Any, tensors: dict[str, Any]) -> dict[str
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """transformers opens the file for the config, the weights and the tokenizer, and each time its vocabulary is read
-    anew, word by word: a quarter of the conversion. Here what was opened is kept until the end."""
+    """Cache GGUF readers within this context. transformers opens the file for the config, the weights and the
+    tokenizer, and each time reads its vocabulary word by word, which takes a quarter of the conversion."""
     import gguf
 
     reader = gguf.GGUFReader
@@ -146,7 +147,7 @@ def _read_once() -> Iterator[None]:
 
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
-    """Of the millions of objects that a vocabulary makes, none is garbage: looking for some is another quarter."""
+    """Stop garbage collection: a vocabulary is millions of live objects, and traversing them takes another quarter."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

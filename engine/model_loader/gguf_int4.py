@@ -1,8 +1,8 @@
-"""Weights of a GGUF file that stay in its 4 bits: Q4_0, Q4_1 and Q4_K, each 32 numbers with a scale and an offset.
+"""Keeps weights of a GGUF file in its 4 bits: Q4_0, Q4_1 and Q4_K, in each of which 32 numbers share scale and offset.
 
-transformers reads the file, names its tensors and puts rows of heads in another order. What it makes of a tensor is
-compared with the tensor: where rows are the same, in whatever order, their blocks are kept in that order, so that what
-is kept stands for the very numbers that were read. A file's other forms (5, 6 and 8 bits) are widened.
+transformers reads the file, renames its tensors and reorders rows of heads. Its result is compared with the file's
+tensor: if the rows are the same in any order, their blocks are kept in transformers' order, so that they stand for
+exactly the numbers that transformers has read. The file's other forms (5, 6 and 8 bits) are dequantised.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.model_loader.gguf_left_out import tensor_names
 from engine.model_loader.int4_weights import OWN_NAMES
 
 GROUP_SIZE = 32
-"""Numbers that share a scale, of all of the file's forms in 4 bits."""
+"""Numbers that share a scale, in all 4-bit forms of GGUF."""
 Blocks = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Of rows: integers 0 to 15 [rows, groups, 32], scales and offsets [rows, groups] in float32."""
+"""Integers 0 to 15 [rows, groups, 32], scales and offsets [rows, groups] in float32."""
 
 
 def keep_int4(reader: Any, tensors: dict[str, torch.Tensor], num_layers: int) -> int:
-    """Put what stands for them in 4 bits in the place of `tensors`, by their Hugging Face names in bfloat16, where the
-    file has them so. Returns how many."""
+    """Replace those of `tensors` (bfloat16, by Hugging Face names) that the file has in 4 bits by their 4-bit form.
+    Returns how many."""
     kept = 0
     for name, stored in _tensors_of(reader, [*tensors], num_layers):
         wide = tensors[name]
@@ -45,7 +45,7 @@ def keep_int4(reader: Any, tensors: dict[str, torch.Tensor], num_layers: int) ->
 
 
 def _tensors_of(reader: Any, names: list[str], num_layers: int) -> Iterator[tuple[str, Any]]:
-    """Those in 4 bits, with their Hugging Face names."""
+    """Yield the file's tensors in 4 bits, with their Hugging Face names."""
     of_name = {tensor.name: tensor for tensor in reader.tensors}
     map_ = tensor_names(reader, num_layers)
     if map_ is None:
@@ -58,7 +58,7 @@ def _tensors_of(reader: Any, names: list[str], num_layers: int) -> Iterator[tupl
 
 
 def _order_of(wide: torch.Tensor, stored: torch.Tensor) -> torch.Tensor | None:
-    """The rows of `stored` that those of `wide` are; None where one is none of them."""
+    """For each row of `wide`, the equal row of `stored`; None if some row has none."""
     if torch.equal(wide, stored):
         return torch.arange(len(wide))
     row_of = {digest: row for row, digest in enumerate(_digests(stored))}
@@ -68,7 +68,7 @@ def _order_of(wide: torch.Tensor, stored: torch.Tensor) -> torch.Tensor | None:
 
 
 def _digests(weight: torch.Tensor) -> list[bytes]:
-    """Of rows. Zero has two signs, and is one number."""
+    """A digest per row. Both zeros count as equal."""
     return [xxhash.xxh3_128_digest(row) for row in (weight + 0.0).contiguous().view(torch.int16).numpy()]
 
 
@@ -78,7 +78,7 @@ def _as_torch(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _halves(data: np.ndarray) -> np.ndarray:
-    """[…, n] bytes -> […, 2 * n]: the lower halves of all, then the upper ones."""
+    """[…, n] bytes -> […, 2 * n]: the lower halves of all bytes, then the upper ones."""
     return np.concatenate((data & 15, data >> 4), axis=-1)
 
 
@@ -88,22 +88,22 @@ def _floats(data: np.ndarray) -> np.ndarray:
 
 
 def _q4_0(data: np.ndarray) -> Blocks:
-    """A scale, 16 bytes; zero is 8."""
+    """A block: a scale, 16 bytes of integers; the zero point is 8."""
     blocks = data.reshape(len(data), -1, 18)
     scale = _floats(blocks[:, :, :2])
     return _halves(blocks[:, :, 2:]), scale, -8 * scale
 
 
 def _q4_1(data: np.ndarray) -> Blocks:
-    """A scale, the smallest number, 16 bytes."""
+    """A block: a scale, the smallest number, 16 bytes of integers."""
     blocks = data.reshape(len(data), -1, 20)
     return _halves(blocks[:, :, 4:]), _floats(blocks[:, :, :2]), _floats(blocks[:, :, 2:4])
 
 
 def _q4_k(data: np.ndarray) -> Blocks:
-    """256 numbers: a scale of scales, one of what is subtracted, 8 of either in 6 bits in 12 bytes, 128 bytes. The
-    first four of each have their 6 bits in a byte, whose upper two are those of the last four; the lower four of these
-    are halves of the last four bytes."""
+    """A block of 256 numbers: a scale of the scales, a scale of the minima, 8 scales and 8 minima of 6 bits in 12
+    bytes, 128 bytes of integers. The first four scales and minima have the lower 6 bits of a byte each; its upper two
+    bits are the upper ones of one of the last four, whose lower four bits are halves of the last four bytes."""
     blocks = data.reshape(len(data), -1, 144)
     first, second, last = (blocks[:, :, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate((first & 63, (last & 15) | (first >> 6 << 4)), axis=-1).astype(np.float32)

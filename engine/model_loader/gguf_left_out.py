@@ -1,5 +1,5 @@
-"""What transformers leaves out of a GGUF file without an error: biases it has no name for, and how rotary positions
-are scaled. The model would be another than the file's.
+"""Finds what transformers silently omits from a GGUF file: biases that it has no name for, and the scaling of rotary
+positions. Without these, the model would differ from the file's.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 ROPE_FREQS = "rope_freqs.weight"
-"""By what each pair's frequency is divided, in Llama 3.1 and later."""
+"""Divisors of each pair's frequency, in Llama 3.1 and later."""
 LLAMA3_POSITIONS, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
-"""Of all models with these factors: positions that they were trained with before, and between how many turns in these
-the factors change."""
+"""The same for all models with such factors: their original number of positions, and the numbers of turns within these
+between which the factors change."""
 
 ROPE_FIELDS = ("type", "factor", "original_context_length", "finetuned")
 
 
 def tensor_names(reader: Any, num_layers: int) -> Any:
-    """`gguf.TensorNameMap` from Hugging Face names to the file's; None where the package does not know the model."""
+    """`gguf.TensorNameMap` from Hugging Face names to the file's; None if the gguf package does not know the model."""
     import gguf
 
     architecture = _contents(reader, "general.architecture")
@@ -29,7 +29,7 @@ def tensor_names(reader: Any, num_layers: int) -> Any:
 
 
 def check_biases_taken(reader: Any, taken: Iterable[str], num_layers: int) -> None:
-    """Raises `ValueError` where the file has a bias that is none of `taken`, by Hugging Face names."""
+    """Raise `ValueError` if the file has a bias that is not in `taken` (Hugging Face names)."""
     names = tensor_names(reader, num_layers)
     if names is None:
         return
@@ -41,9 +41,9 @@ def check_biases_taken(reader: Any, taken: Iterable[str], num_layers: int) -> No
 
 
 def rope_scaling(reader: Any, theta: float) -> dict[str, Any]:
-    """What config.json's `rope_parameters` lack; empty where nothing is scaled.
+    """Return what config.json's `rope_parameters` lack; empty if positions are not scaled.
 
-    Raises `ValueError` where positions are scaled in a way that is not known here.
+    Raises `ValueError` if positions are scaled in an unknown way.
     """
     factors = next((tensor.data for tensor in reader.tensors if tensor.name == ROPE_FREQS), None)
     if factors is not None:
@@ -64,10 +64,10 @@ def rope_scaling(reader: Any, theta: float) -> dict[str, Any]:
 
 
 def _of_factors(factors: np.ndarray, theta: float) -> dict[str, Any]:
-    """Those of `ROPE_FREQS`."""
+    """The `rope_parameters` of the factors in `ROPE_FREQS`."""
     if np.all(factors == 1):
         return {}
-    factor = float(f"{factors.max():.6g}")  # which float32 has rounded
+    factor = float(f"{factors.max():.6g}")  # undoes float32's rounding
     frequencies = theta ** (-np.arange(len(factors)) / len(factors))
     turns = LLAMA3_POSITIONS * frequencies / (2 * math.pi)
     kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clip(0, 1)

@@ -1,15 +1,15 @@
-"""Weights of a checkpoint that has them in 4 bits: integers packed in words of 32 bits, with scales beside them.
+"""Weights of a checkpoint that stores them in 4 bits: integers packed in 32-bit words, with scales.
 
     packing          integers, 8 in a word                  zero points, 8 in a word               scales
-    gptq, gptq_v2    qweight [K / 8, N], of neighbouring K  qzeros [G, N / 8]                      scales [G, N]
+    gptq, gptq_v2    qweight [K / 8, N], of adjacent K      qzeros [G, N / 8]                      scales [G, N]
     awq              qweight [K, N / 8], of N in AWQ_ORDER  qzeros [G, N / 8], in AWQ_ORDER        scales [G, N]
     pack-quantized   weight_packed [N, K / 8]               weight_zero_point [N / 8, G], or none  weight_scale [N, G]
-    tandem-int4      an `Int4Weight`: packed, scale and offset; of GGUF files (engine/model_loader/gguf_int4.py)
+    tandem-int4      an `Int4Weight`: packed, scale and offset; from GGUF files (engine/model_loader/gguf_int4.py)
 
-Names stand in place of `weight`; a tensor `weight` is plain. What is first in a word is in its lowest bits. A number is
-(integer - zero point) * scale; gptq stores zero points less one, and pack-quantized without them has 8. Which group an
-input belongs to is in g_idx (weight_g_idx) [K], if it is there: where groups are not of neighbours (quantised in the
-order of activations), the weight is widened, as it is where a group's size is no multiple of INT4_GRAIN.
+These names replace `weight`; a tensor named `weight` is plain. The first integer of a word is in its lowest bits. A
+number is (integer - zero point) * scale. gptq stores zero points minus one; without zero points, pack-quantized uses 8.
+g_idx (weight_g_idx) [K], if present, is each input's group. If a group's inputs are not adjacent (quantised in the
+order of activations), or its size is no multiple of INT4_GRAIN, the weight is dequantised.
 
 Shapes: N outputs, K inputs, G groups.
 """
@@ -30,22 +30,22 @@ from engine.weight import Weight, dequantized
 
 IN_WORD = 8
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Of 8 neighbours, the one that is at each place of a word."""
+"""Which of 8 adjacent columns is at each place of a word."""
 MIDDLE = 8
-"""The zero point of integers that are symmetric."""
+"""The zero point of symmetric integers."""
 LESS_ONE = 0x11111111
-"""What gptq has taken from a word of zero points, as from one integer: a zero point of 0 borrows from the next."""
+"""gptq subtracts this from a word of zero points as a single integer: a zero point of 0 borrows from the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What stands in place of `weight`."""
+    """The names that replace `weight`."""
 
     integers: str
     zero_points: str
     scales: str
     groups: str = ""
-    """Empty: there is none."""
+    """Empty: no such tensor."""
 
     def all(self) -> list[str]:
         return [name for name in (self.integers, self.zero_points, self.scales, self.groups) if name]
@@ -62,12 +62,12 @@ NAMES_OF = {
 
 class Int4Weights(SafetensorsWeights):
     def __init__(self, folder: Path, dtype: str, device: str, stored: StoredWeights, quantization: str) -> None:
-        """`quantization`: of the engine's products, resolved; but for "stored" and "int4" weights are widened."""
+        """`quantization`: the engine's, resolved; weights are dequantised unless it is "stored" or "int4"."""
         super().__init__(folder, dtype, device)
         self._packing, self._is_symmetric = stored.packing, stored.is_symmetric
         self._names = NAMES_OF.get(stored.packing, GPTQ_AND_AWQ_NAMES)
         self._keeps = quantization in (AS_STORED, "int4")
-        self._widened: set[str] = set()  # of those that would be kept; some are asked for more than once
+        self._widened: set[str] = set()  # names of dequantised weights; some are taken more than once
         for suffix in (*NOT_NEEDED, ".weight_shape"):
             super().ignore(suffix)
 
@@ -89,7 +89,8 @@ class Int4Weights(SafetensorsWeights):
                 super().ignore(_beside(suffix, ending))
 
     def check_all_taken(self) -> None:
-        """AutoGPTQ has once written a bias beside every weight. Of zeros it adds nothing."""
+        """Ignores all-zero biases of quantised weights, which old versions of AutoGPTQ have written for every
+        weight."""
         for name in [name for name in self._left if name.endswith(".bias")]:
             is_beside = super().has(name.removesuffix("bias") + self._names.integers)
             if is_beside and not self._handle_of[name].get_tensor(name).any():
@@ -113,7 +114,7 @@ class Int4Weights(SafetensorsWeights):
         return dequantized(weight)
 
     def _unpack(self, name: str, shape: tuple[int, int]) -> Weight:
-        """Raises `ValueError` where a tensor does not fit."""
+        """Raises `ValueError` if a tensor does not fit."""
         num_outputs, num_inputs = shape
         if self._packing == OWN:
             return self._take_own(name, shape)
@@ -139,7 +140,7 @@ class Int4Weights(SafetensorsWeights):
         return weight
 
     def _packed(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
-        """As of an `Int4Weight`. Without unpacking: words of neighbouring inputs are such bytes already."""
+        """`Int4Weight.packed`. Words of adjacent inputs have these bytes already, so that they are not unpacked."""
         name = _beside(name, self._names.integers)
         if self._packing == CT_PACKED:
             return _bytes(self._words(name, (num_outputs, num_inputs // IN_WORD)))
@@ -182,10 +183,10 @@ class Int4Weights(SafetensorsWeights):
         return scale_NG.float()
 
     def _groups(self, name: str, num_inputs: int, num_groups: int) -> torch.Tensor | None:
-        """[K] each input's group, where they are not of neighbours. Raises `ValueError` where a group is none."""
+        """[K] each input's group; None if groups are adjacent inputs. Raises `ValueError` if groups are invalid."""
         at = _beside(name, self._names.groups)
         group_of = self._read_beside(at) if super().has(at) else None
-        # What compressed-tensors has there until it has put inputs into an order.
+        # compressed-tensors fills the tensor with -1 if it has not reordered the inputs.
         if group_of is None or (self._packing == CT_PACKED and bool((group_of == -1).any())):
             if num_inputs % num_groups or num_inputs // num_groups % 2:
                 raise ValueError(f"{name} has {num_inputs} inputs, which are not {num_groups} groups of one even size")
@@ -215,7 +216,7 @@ class Int4Weights(SafetensorsWeights):
 
 
 class DummyInt4Weights(DummyWeights):
-    """As a checkpoint that has all products of its layers in 4 bits."""
+    """Made-up weights with all products of layers in 4 bits."""
 
     def __init__(self, seed: int, dtype: str, device: str, stored: StoredWeights) -> None:
         super().__init__(seed, dtype, device)
@@ -229,8 +230,8 @@ class DummyInt4Weights(DummyWeights):
 
 
 def _widened(weight: Int4Weight, group_of: torch.Tensor) -> torch.Tensor:
-    """[N, K] in the model's dtype, of inputs whose groups are not of neighbours; some rows after the others, as beside
-    the weight each number takes 12 bytes."""
+    """Dequantise to [N, K] in the model's dtype, for groups of inputs that are not adjacent. Done for some rows at a
+    time, since it takes 12 bytes of scratch per number."""
     wide_NK = torch.empty(len(weight), weight.num_inputs, dtype=weight.dtype, device=weight.packed.device)
     num_rows = max(MAX_NUMBERS // weight.num_inputs, 1)
     for start in range(0, len(weight), num_rows):
@@ -246,16 +247,16 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
 
 
 def in_awq_order(packed: torch.Tensor) -> torch.Tensor:
-    """[rows, N] as they stand in words -> as their columns."""
+    """[rows, N] in the order within words -> in the order of columns."""
     place_of = torch.tensor(AWQ_ORDER, device=packed.device).argsort()
     return packed.view(len(packed), -1, IN_WORD)[:, :, place_of].flatten(1)
 
 
 def awq_packed(words: torch.Tensor) -> torch.Tensor:
-    """[K, N / 8] int32 -> [N, K / 2] bytes, as of an `Int4Weight`."""
+    """[K, N / 8] int32 -> [N, K / 2] bytes, as in `Int4Weight.packed`."""
     num_inputs, num_words = words.shape
     pairs = _bytes(words).view(num_inputs, num_words, IN_WORD // 2).permute(1, 2, 0).contiguous()
-    first, second = pairs[:, :, ::2], pairs[:, :, 1::2]  # of two neighbouring inputs, each a byte of two outputs
+    first, second = pairs[:, :, ::2], pairs[:, :, 1::2]  # of two adjacent inputs; each byte has two outputs
     packed = pairs.new_empty(num_words, IN_WORD, num_inputs // 2)
     packed[:, AWQ_ORDER[::2]] = (first & 15) | (second << 4)
     packed[:, AWQ_ORDER[1::2]] = (first >> 4) | (second & 0xF0)

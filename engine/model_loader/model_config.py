@@ -1,6 +1,6 @@
-"""From `EngineArgs` and a model's folder to `EngineConfig`: reads config.json, fills in defaults, checks bounds.
+"""Makes an `EngineConfig` from `EngineArgs` and a model's folder: reads config.json, fills in defaults, checks bounds.
 
-Owns the compatibility digest, that is, what must be equal for two engines to exchange KV.
+Defines the compatibility digest: what must be equal for two engines to exchange KV.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ from engine.tensor_parallel.shares import share_of
 from prefix_hash.compat import join_parts
 
 GPU_ARITHMETIC_VERSION = 1
-"""Of the order in which `batch_invariant` adds up: sizes of tiles of inputs and keys, and of pieces of contexts."""
+"""Version of the order in which `batch_invariant` adds up: tile sizes of inputs and keys, and piece sizes of contexts.
+"""
 CPU_KV_CACHE_GIB = 1.0
 CPU_PREFILL_BATCH_TOKENS = 256
-"""So many rows keep a core's products at its limit; twice as many take twice as long."""
+"""With this many rows, products reach a core's limit: twice as many rows take twice as long."""
 CPU_DRAFT_BATCH_TOKENS = 16
-"""Up to eight rows take hardly longer than one, which is the time to read the weights; from sixteen on each takes its
-own (docs/performance.md)."""
+"""Up to eight rows take hardly longer than one, since reading the weights dominates; from sixteen on, the time grows
+with each row (docs/performance.md)."""
 GPU_DRAFT_BATCH_TOKENS = 256
-"""A guess: not measured."""
+"""A guess, not measured."""
 
 
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
@@ -73,13 +74,13 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     hf_config = _read_json(folder / "config.json")
     num_ranks = args.tensor_parallel_size
     shape = share_of(load_model_shape(hf_config, args.model_impl), num_ranks)
-    # Of models by transformers' code it has been looked at: what they compute with is plain.
+    # For models by transformers' code, `load_model_shape` has checked this: their weights are plain in use.
     stored = StoredWeights.from_hf(hf_config) if shape.model_impl == "tandem" else StoredWeights()
     device, dtype = _device(args), _dtype(args, hf_config)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)
     _check_devices(device, num_ranks)
-    # Before weights are read and kernels compiled, which takes a while.
+    # Checked before reading weights and compiling kernels, which take a while.
     lora_modules = _lora_modules(args, shape)
     needs = Needs(
         model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size,
@@ -148,7 +149,7 @@ def _scheduler_config(args: EngineArgs, device: str) -> SchedulerConfig:
         prefill_batch_tokens=args.prefill_batch_tokens or batch_tokens,
         max_itl_ms=args.max_itl_ms,
         stream_interval=args.stream_interval,
-        # What follows a token can be guessed once it is known.
+        # Drafts can only be proposed once the host knows the last token.
         async_scheduling=args.async_scheduling and not is_cpu and speculation is None,
         speculation=speculation,
         draft_batch_tokens=CPU_DRAFT_BATCH_TOKENS if is_cpu else GPU_DRAFT_BATCH_TOKENS,
@@ -156,7 +157,7 @@ def _scheduler_config(args: EngineArgs, device: str) -> SchedulerConfig:
 
 
 def _can_record(backend: str, needs: Needs) -> bool:
-    """Whether decoding steps can be CUDA graphs. Reports why not where one would expect them."""
+    """Whether decode steps can be recorded as CUDA graphs. If users may expect that, reports why not."""
     why_not = why_no_graphs(backend, needs)
     if why_not and needs.device == "cuda" and backend in ("flash_attn", "triton"):
         report(f"decoding steps are not recorded as CUDA graphs: {why_not}")
@@ -164,7 +165,7 @@ def _can_record(backend: str, needs: Needs) -> bool:
 
 
 def _arithmetic(backend: str, needs: Needs) -> dict[str, str]:
-    """How kernels add up, where that is promised: part of the compatibility digest."""
+    """How kernels add up, where they promise that: part of the compatibility digest."""
     if backend == "cpu":
         return {"cpu_arithmetic": cpu_arithmetic()}
     if not needs.batch_invariant:
@@ -176,8 +177,8 @@ def _arithmetic(backend: str, needs: Needs) -> dict[str, str]:
 
 
 def _as_computed(args: EngineArgs, model: ModelConfig, stored: StoredWeights, backend: str) -> ModelConfig:
-    """By the name under which others compute the same: with a file's 4 bits the CPU kernels do as with the widened
-    weights, to the bit."""
+    """Replace the quantization by the one that gives the same results: with a file's 4 bits, the CPU kernels compute
+    the same as with dequantised weights, to the bit."""
     keeps_int4 = model.quantization == AS_STORED and stored.quantizations == ("int4",)
     is_widened = keeps_int4 and backend == "cpu" and args.load_format != "dummy"
     return replace(model, quantization="none") if is_widened else model
@@ -191,15 +192,15 @@ def compat_digest(
     num_ranks: int,
     arithmetic: dict[str, str],
 ) -> str:
-    """Of architecture, weights, dtypes, the bytes' order and the ends. Not of the pool's size or the length limit, nor
-    of adapters, each of which has a digest of its own: those who ask for none can be computed beside any.
+    """Digest of architecture, weights, dtypes, KV order and end tokens. Leaves out the pool's size, the length limit
+    and adapters: each adapter has its own digest, and requests without one are not affected by adapters.
 
-    `arithmetic`: how kernels add up, where that is promised. An answer that moves to a machine of another kind would go
-    on with other tokens where two are nearly as likely.
+    `arithmetic`: how kernels add up, where they promise that. An answer that moved to a machine with another arithmetic
+    could continue with other tokens where two are nearly as likely.
     """
-    # How many positions the checkpoint allows changes no KV, and RoPE keeps its own copy where it matters.
+    # The number of positions changes no KV; where RoPE depends on it, its configuration has it.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
-    # Ranks sum up in another order than one device does, and a block of theirs has other heads in it.
+    # Ranks add up in another order than a single device, and their blocks hold other heads.
     ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
     return join_parts(
         ranks
@@ -212,10 +213,10 @@ def compat_digest(
             "block_size": cache.block_size,
             "kv_order": cache.kv_order,
             "model": _digest_of(architecture),
-            # What the bytes of the weights stand for.
+            # How the bytes of the weights are interpreted.
             "stored_weights": stored.name,
             "weights": model.weights_digest,
-            # No KV differs by it, but an answer that moves to another engine must end at the same tokens.
+            # Does not affect KV, but an answer that moves to another engine must end at the same tokens.
             "eos_token_ids": _digest_of(sorted(model.eos_token_ids)),
         }
     )
@@ -266,7 +267,7 @@ def _model_config(
 
 
 def _served_model_name(args: EngineArgs) -> str:
-    """The first, if there are several: the others are the router's."""
+    """The first of several names; the others are aliases, which the router handles."""
     return args.served_model_name.partition(",")[0].strip() or Path(args.model).name
 
 
@@ -287,14 +288,14 @@ def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]
 
 
 def lora_module_of(name: str, path: Path, max_bytes: Callable[[str, int], int] | None = None) -> LoRAModule:
-    """The adapter in a folder, whose weights are read through for their digest. `max_bytes`: that their file may have,
-    by name and rank. Raises `ValueError` where there is none that can be served."""
+    """Describe the adapter in a folder; reads its weights to compute their digest. `max_bytes`: the largest file, by
+    name and rank. Raises `ValueError` if the folder holds no adapter that can be served."""
     check_lora_folder(name, path)
     weights = path / WEIGHTS_FILE
 
     def digest_of_weights(rank: int) -> str:
         if max_bytes is not None:
-            # Before it is read: whoever ends meanwhile waits for that.
+            # Check the size before reading, since reading cannot be interrupted.
             check_size(weights, weights.stat().st_size, max_bytes(name, rank), f"adapter {name!r}")
         return digest_by_reading(weights)
 
@@ -327,17 +328,17 @@ def _check_devices(device: str, num_ranks: int) -> None:
 
 
 def _num_threads(num_ranks: int) -> int:
-    """Each rank's part of the cores; 0: all."""
+    """Threads per rank: its part of the cores; 0: all."""
     return 0 if num_ranks == 1 else max(1, torch.get_num_threads() // num_ranks)
 
 
 def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str) -> int:
-    """0: to be measured."""
+    """The number of KV blocks; 0: to be measured."""
     if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
         return 0
     shape = kv_cache_shape(model, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
     needed = -(-model.max_model_len // args.block_size)
-    # On a CPU the pools of all ranks come out of the same memory.
+    # On a CPU the pools of all ranks share the same memory.
     block_bytes = shape.pool_bytes * (args.tensor_parallel_size if device == "cpu" else 1)
     most = memory_bytes(device) // block_bytes
     if most < 1:

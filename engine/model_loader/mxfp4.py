@@ -1,12 +1,12 @@
-"""Weights in MXFP4, as gpt-oss' checkpoints keep their experts: looked through, and widened where nobody computes with
+"""Weights in MXFP4, as in the experts of gpt-oss' checkpoints: checks them, and dequantises them if no kernel can use
 them as they are (engine/models/four_bit_experts.py).
 
-Four bits a number (sign, two of exponent, one of mantissa), and for 32 of them one power of two, in 8 bits (Open
-Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023). Of a weight NAME [E experts,
+A number has four bits (sign, two of exponent, one of mantissa), and 32 numbers share a power of two in 8 bits (Open
+Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023). For a weight NAME [E experts,
 I inputs, O outputs] a checkpoint holds
 
     NAME_blocks [E, O, I / 32, 16]   bytes: two numbers each, the lower half first
-    NAME_scales [E, O, I / 32]       bytes: the power's exponent and 127
+    NAME_scales [E, O, I / 32]       bytes: the power's exponent + 127
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from engine.models.four_bit_experts import BIAS, GROUP
 
 BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the lower three bits; the fourth is the sign."""
+"""The numbers that the lower three bits stand for; the fourth bit is the sign."""
 NOT_A_NUMBER = 255
 
 
 def check_all(tensors: dict[str, torch.Tensor]) -> None:
-    """Raises `ValueError` naming a tensor that does not fit its other half, or has no numbers."""
+    """Raise `ValueError` naming a tensor whose blocks and scales do not fit, or whose scales are not numbers."""
     for weight in _weights_in_halves(tensors):
         _check(weight + BLOCKS, tensors[weight + BLOCKS], tensors[weight + SCALES])
 
 
 def widen_all(tensors: dict[str, torch.Tensor], *, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
-    """`tensors`, which have been checked, with each NAME_blocks and NAME_scales as NAME, on the device, one at a time;
-    all others as they are."""
+    """Replace each pair NAME_blocks and NAME_scales of the checked `tensors` by a dequantised NAME on the device, one
+    at a time; other tensors stay."""
     in_halves = _weights_in_halves(tensors)
     halves = {weight + half for weight in in_halves for half in (BLOCKS, SCALES)}
     widened = {name: tensor for name, tensor in tensors.items() if name not in halves}
@@ -45,7 +45,7 @@ def _weights_in_halves(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def widen(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[E, I, O], expert by expert: what is in between takes several times as much."""
+    """Dequantise to [E, I, O], expert by expert, since intermediate results take several times the memory."""
     numbers = torch.tensor([*NUMBERS, *(-x for x in NUMBERS)], dtype=torch.float32, device=blocks.device)
     num_experts, num_outputs = scales.shape[:2]
     widened = torch.empty(num_experts, scales.shape[2] * GROUP, num_outputs, dtype=dtype, device=blocks.device)

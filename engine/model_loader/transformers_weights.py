@@ -1,7 +1,7 @@
-"""A causal language model of transformers' with its weights: from safetensors files, or made up from a seed.
+"""Loads transformers' causal language model with its weights: from safetensors files, or made up from a seed.
 
-The files are read here, those that the weights' digest is of: transformers would choose by itself, and read pickled
-ones where an index names them.
+We read the files ourselves, exactly those that the weights' digest covers: transformers would choose files itself, and
+would read pickled ones that an index names.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from engine.models.transformers_probe import MAKING, causal_lm_config
 
 
 def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
-    """On the device, in the engine's dtype, with our attention. Raises `ValueError` where files and config.json do not
-    fit: transformers itself would make up what is missing.
+    """Load the model onto the device, in the engine's dtype, with our attention. Raises `ValueError` if files and
+    config.json do not fit; transformers itself would make up missing weights.
 
-    `keeps_four_bits`: experts in MXFP4 stay so, in modules of ours (engine/models/transformers_experts.py); otherwise
-    they are widened."""
+    `keeps_four_bits`: experts in MXFP4 stay so, in our own modules (engine/models/transformers_experts.py); otherwise
+    they are dequantised."""
     model, device = config.model, config.device.device
     hf_config = causal_lm_config(model.hf_config)
     arguments = {"attn_implementation": PAGED, "dtype": TORCH_DTYPES[model.dtype]}
@@ -56,10 +56,10 @@ def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
 
 
 def _made_up(model_class: Any, hf_config: Any, arguments: dict[str, Any], device: str) -> Any:
-    """With weights that transformers makes up, and in 4 bits we do."""
+    """A model with weights that transformers makes up; weights in 4 bits are made up here."""
     if not issubclass(model_class, WithFourBitExperts):
         return model_class._from_config(hf_config, **arguments)
-    # Without numbers first: plain experts, in whose place those in 4 bits come, take four times the memory.
+    # Create it without weights first: the plain experts that 4-bit ones replace would take four times the memory.
     causal_lm, _ = _loaded(model_class, hf_config, {}, arguments, device)
     for module in causal_lm.modules():
         if isinstance(module, FourBitExperts):
@@ -70,14 +70,14 @@ def _made_up(model_class: Any, hf_config: Any, arguments: dict[str, Any], device
 def _loaded(
     model_class: Any, hf_config: Any, tensors: dict[str, torch.Tensor], arguments: dict[str, Any], device: str
 ) -> tuple[Any, dict[str, Any]]:
-    """A model, and what transformers says of its loading."""
+    """Load a model. Returns it with transformers' loading info."""
     causal_lm, loaded = model_class.from_pretrained(
         None,
         config=hf_config,
         state_dict=tensors,
         output_loading_info=True,
-        device_map=device,  # by accelerate: transformers refuses without it
-        ignore_mismatched_sizes=True,  # found out by `_check_all_fits`, and said in our words
+        device_map=device,  # requires accelerate
+        ignore_mismatched_sizes=True,  # `_check_all_fits` reports them in our words
         trust_remote_code=False,
         **arguments,
     )
@@ -85,7 +85,7 @@ def _loaded(
 
 
 def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """As they lie in the files, which are mapped, not read."""
+    """The tensors of the files, which are memory-mapped."""
     tensors: dict[str, torch.Tensor] = {}
     for path in safetensors_files(folder):
         with opening(path), safe_open(path, framework="pt", device="cpu") as file:
@@ -94,7 +94,7 @@ def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_all_fits(folder: str, loaded: dict[str, Any]) -> None:
-    """`loaded`: what transformers says of a loading."""
+    """`loaded`: transformers' loading info."""
     for key, says in (
         ("missing_keys", "lack tensors"),
         ("unexpected_keys", "hold tensors that the architecture does not use"),
@@ -110,7 +110,7 @@ def _check_all_fits(folder: str, loaded: dict[str, Any]) -> None:
 
 @contextmanager
 def _progress_where_it_is_seen() -> Iterator[None]:
-    """A bar is for terminals. The switch is transformers' own, of the whole process."""
+    """Show progress bars only on a terminal. transformers' switch affects the whole process."""
     is_on = transformers.logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
@@ -123,8 +123,8 @@ def _progress_where_it_is_seen() -> Iterator[None]:
 
 @contextmanager
 def _told_of_errors_alone() -> Iterator[None]:
-    """transformers warns of weights that are missing: all are, where they are made up. The switch is of the whole
-    process, too."""
+    """Silence transformers' warnings of missing weights, which all are if they are made up. This switch, too, affects
+    the whole process."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -135,7 +135,7 @@ def _told_of_errors_alone() -> Iterator[None]:
 
 @contextmanager
 def _errors_as_values(folder: str) -> Iterator[None]:
-    """Whatever transformers' code raises over what it is given."""
+    """Turn whatever transformers' code raises into `ValueError`, except `torch.OutOfMemoryError`."""
     try:
         yield
     except (ValueError, torch.OutOfMemoryError):

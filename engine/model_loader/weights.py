@@ -1,7 +1,7 @@
-"""A model's weights, tensor by tensor: from safetensors files, or made up.
+"""Sources of a model's weights, tensor by tensor: safetensors files, or made-up numbers.
 
-A source hands out every tensor once, checked for shape, in the engine's dtype, on its device. Files are memory-mapped:
-nothing is read before it is taken, and the map is let go with the source.
+A source hands out each tensor once, with a checked shape, in the engine's dtype, on its device. Files are
+memory-mapped: nothing is read before it is taken, and the map is released with the source.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from engine.weight import Weight
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Whose numbers are what they say, without scales."""
+"""Dtypes of tensors that need no scales."""
 _DTYPES_IN_FILES = dict(zip(("F32", "BF16", "F16", "F64"), PLAIN_DTYPES, strict=True))
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights, sorted by name. Raises `ValueError` where there are none or one lacks."""
+    """The files of a folder's weights, sorted by name. Raises `ValueError` if there are none, or one is missing."""
     index = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file() and not index.is_file():
         return _not_empty([folder / SINGLE_FILE])
@@ -70,7 +70,7 @@ def _not_empty(files: list[Path]) -> list[Path]:
 
 @contextmanager
 def opening(path: Path, whose: str = "") -> Iterator[None]:
-    """Raises `ValueError` where what is done with this file finds it broken."""
+    """Context for reading a file. Raises `ValueError` if the file turns out to be broken."""
     try:
         yield
     except SafetensorError as error:
@@ -79,9 +79,10 @@ def opening(path: Path, whose: str = "") -> Iterator[None]:
 
 
 def open_tensors(path: Path, device: str, whose: str = "") -> Any:
-    """A safetensors file whose tensors come to `device`: "cuda" is this thread's. `whose` it is, for errors.
+    """Open a safetensors file whose tensors are loaded to `device`; "cuda" is this thread's current one. `whose`: owner
+    of the file, for errors.
 
-    The library itself takes "cuda" for the machine's first one, whichever a rank has set.
+    The library itself would take "cuda" for the machine's first GPU, whichever a rank has set.
     """
     if device == "cuda":
         device = f"cuda:{torch.cuda.current_device()}"
@@ -90,16 +91,16 @@ def open_tensors(path: Path, device: str, whose: str = "") -> Any:
 
 
 class TensorsInMemory:
-    """A safetensors file that is read whole at once, and is what it was then, whatever becomes of it. Who has mapped a
-    file (as `open_tensors`) dies of SIGBUS where somebody cuts it short."""
+    """A safetensors file that is read completely at once, so that later changes of the file do not matter. A process
+    that has mapped a file (as `open_tensors` does) dies of SIGBUS if the file is truncated."""
 
     def __init__(self, path: Path, device: str, max_bytes: int, whose: str) -> None:
-        """Raises `ValueError` where it is larger, or broken."""
+        """Raises `ValueError` if the file is larger than `max_bytes`, or broken."""
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
         check_size(path, len(data), max_bytes, whose)
         self.digest = xxhash.xxh3_128_hexdigest(data)
-        """As `digest_files`."""
+        """Equals `digest_files` of the file."""
         with opening(path, whose):
             self._found = dict(deserialize(data))  # type: ignore[no-untyped-call]
         self._device, self._whose = device, whose
@@ -108,7 +109,7 @@ class TensorsInMemory:
         return self._found.keys()
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Raises `ValueError` where it is in none of `PLAIN_DTYPES`."""
+        """Raises `ValueError` if the tensor's dtype is not in `PLAIN_DTYPES`."""
         found = self._found[name]
         dtype = _DTYPES_IN_FILES.get(found["dtype"])
         if dtype is None:
@@ -120,13 +121,13 @@ class TensorsInMemory:
 
 
 def check_size(path: Path, num_bytes: int, max_bytes: int, whose: str) -> None:
-    """Raises `ValueError` where an adapter's file has more than any of its rank."""
+    """Raise `ValueError` if an adapter's file is larger than its rank allows."""
     if num_bytes > max_bytes:
         raise ValueError(f"{whose}: {path} has more than {max_bytes} bytes, which its rank can take in this model")
 
 
 def digest_by_reading(path: Path) -> str:
-    """`digest_files` of a file that others may cut short meanwhile. Slower by a copy."""
+    """`digest_files` of one file that may be truncated meanwhile; slower, since it copies."""
     digest = xxhash.xxh3_128()
     piece = memoryview(bytearray(1 << 20))
     with path.open("rb", buffering=0) as file:
@@ -136,7 +137,7 @@ def digest_by_reading(path: Path) -> str:
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """xxh3-128 over the files' bytes in order. Reads all of them, through the page cache."""
+    """xxh3-128 of the files' bytes in order. Reads all of them through the page cache."""
     digest = xxhash.xxh3_128()
     for path in files:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -152,33 +153,33 @@ class Weights(ABC):
         self.device = device
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor of that name, in the engine's dtype or the one given. Raises `ValueError` where it is missing or
-        of another shape."""
+        """Return a tensor in the engine's dtype, or in `dtype`. Raises `ValueError` if it is missing or has another
+        shape."""
         return self._read(name, shape).to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
     def take_product(self, name: str, shape: tuple[int, int]) -> Weight:
-        """The same of a weight that a layer multiplies with: in 8 bits where the files have it so and products are to
-        be in the same."""
+        """Like `take`, for the weight of a layer's product: quantised if the files have it so and the engine's products
+        use this form."""
         return self.take(name, shape)
 
     @abstractmethod
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
     def has(self, name: str) -> bool:
-        """Whether files hold that tensor. What is made up is made when it is asked for."""
+        """Whether the files hold a tensor. False for made-up weights."""
         del name
         return False
 
     def ignore(self, suffix: str) -> None:
-        """Tensors whose names end so need not be taken."""
+        """Tensors whose names end in `suffix` need not be taken."""
         del suffix
 
     def ignore_layer(self, layer: int) -> None:
-        """Tensors of that layer need not be taken."""
+        """Tensors of a layer need not be taken."""
         del layer
 
     def check_all_taken(self) -> None:
-        """Raises `ValueError` where a tensor is left: the model would not be the one that was trained."""
+        """Raise `ValueError` if a tensor was not taken: the model would not be the trained one."""
         return
 
 
@@ -204,7 +205,7 @@ class SafetensorsWeights(Weights):
         return tensor
 
     def _read_stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """As it lies in its file."""
+        """Read a tensor in its stored dtype."""
         handle = self._handle(name)
         tensor: torch.Tensor = handle.get_tensor(name)
         if tuple(tensor.shape) != shape:
@@ -216,7 +217,7 @@ class SafetensorsWeights(Weights):
         return self._own(tensor)
 
     def _handle(self, name: str) -> Any:
-        """Of the file that has it. Raises `ValueError` where none has."""
+        """The handle of the file that holds a tensor. Raises `ValueError` if none does."""
         handle = self._handle_of.get(name)
         if handle is None:
             module, _, kind = name.rpartition(".")
@@ -231,7 +232,7 @@ class SafetensorsWeights(Weights):
         return handle
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, where it is a view of its file: one such would keep all of the map, and what has been read of it."""
+        """Copy a tensor that is a view of its file: a single view would keep the whole map and all pages read."""
         return tensor.clone() if self.device == "cpu" else tensor
 
     def has(self, name: str) -> bool:
@@ -250,15 +251,16 @@ class SafetensorsWeights(Weights):
 
 
 def dummy_digest(seed: int, device: str) -> str:
-    """What `digest_files` is to weights that are read. A GPU's random numbers are those of its kind."""
+    """The digest of made-up weights. A GPU's random numbers depend on its kind."""
     kind = "" if device == "cpu" else f"-{torch.cuda.get_device_name()}"
     return f"dummy-{seed}{kind}"
 
 
 class DummyWeights(Weights):
-    """Weights of any shape from a seed: equal for equal (seed, name, shape), whatever was taken before.
+    """Random weights of any shape: equal for equal (seed, name, shape), whatever was taken before.
 
-    Made where they stay, since a CPU takes a minute for a model of 8B: equal on equal devices alone (`dummy_digest`).
+    Made on the target device, since a CPU takes a minute for a model of 8B. So they are only equal on devices of the
+    same kind (`dummy_digest`).
     """
 
     def __init__(self, seed: int, dtype: str, device: str) -> None:
@@ -273,5 +275,5 @@ class DummyWeights(Weights):
             return 1 + 0.1 * noise
         if len(shape) == 1 or "embed_tokens" in name:
             return 0.1 * noise
-        # Keeps the size of activations from layer to layer, so that logits neither vanish nor explode.
+        # Keeps the magnitude of activations from layer to layer, so that logits neither vanish nor explode.
         return noise / math.sqrt(shape[1])

@@ -1,4 +1,5 @@
-"""One model, shared out among several processes of a machine, its ranks: M. Shoeybi et al., "Megatron-LM", 2019.
+"""Tensor parallelism: one model, split among several processes (ranks) of a machine. M. Shoeybi et al., "Megatron-LM",
+2019.
 
     rank 0: the engine's own process             rank r: `python -m engine.tensor_parallel` (rank.py)
     ---------------------------------            -------------------------------------------------
@@ -9,13 +10,14 @@
       its part of the vocabulary       gather    its part of the vocabulary
     sample, apply
 
-Every rank has the KV of its own heads: a pool of its own on its own device. On a CPU these lie side by side in memory
-that all of them map; on GPUs whoever sends blocks asks each rank's process for its own (`KVMemory.rank_program`).
-Either way blocks travel to other workers as if the model had as many more layers. What of them goes to host memory goes
-to that of the rank's process (rank_copies.py). Of adapters that come while the engine runs each reads its part
+Every rank has the KV of its own heads, in its own pool on its own device. On a CPU the pools are adjacent in memory
+that all ranks map. On GPUs, each rank's process sends its own blocks (`KVMemory.rank_program`). In both cases blocks
+are transferred to other workers as if the model had that many times more layers. Each rank's process offloads its
+blocks to its own host memory (rank_copies.py), and reads its part of adapters that come while the engine runs
 (rank_adapters.py).
 
-Ranks live and die together. Where one ends, the step of all others fails: its connections break, and rank 0 aborts what
-its device waits for (rank_watch.py). A worker's process then ends, as for any failed step, and answers go on elsewhere;
-`LLM` says so and lets go of the other ranks. When the engine's process ends, in whatever way, so do they.
+Ranks live and die together. When one ends, the step of all others fails: its connections break, and rank 0 aborts what
+its device waits for (rank_watch.py). A worker's process then ends, as after any failed step, and other workers continue
+its answers; `LLM` reports the failure and ends the other ranks. When the engine's process ends for any reason, the
+other ranks end, too.
 """

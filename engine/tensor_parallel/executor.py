@@ -1,7 +1,7 @@
 """Runs steps on several ranks: rank 0 in this process, each other one in a process of its own.
 
-Owns the other ranks' processes, and the watch over them: once one has ended, nothing is launched any more, and no
-tokens are taken. See `engine.tensor_parallel` for what they do.
+Owns the other ranks' processes and the watch over them: once one has ended, nothing more is launched, and no tokens are
+taken. See `engine.tensor_parallel` for what ranks do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from engine.tensor_parallel.rank_watch import RankWatch
 
 
 class TensorParallelExecutor(Executor):
-    """Used by the stepping thread alone, but for `rank_pids`. The constructor loads the model, on all ranks at once."""
+    """Used only by the stepping thread, except `rank_pids`. The constructor loads the model on all ranks in
+    parallel."""
 
     def __init__(self, config: EngineConfig, on_layer_written: OnLayerWritten | None, memory: KVMemory) -> None:
         self._num_ranks = config.parallel.tensor_parallel_size
@@ -38,14 +39,14 @@ class TensorParallelExecutor(Executor):
         self._ranks = RankProcesses(config, memory)
         self._rank_adapters = RankAdapters(self._ranks.adapter_connections, self._ranks.tell_change)
         self._watch: RankWatch | None = None
-        """From when all have loaded."""
+        """Set once all ranks have loaded."""
         self._pool: torch.Tensor | None = None
-        """Of all ranks, on a CPU."""
+        """The pool of all ranks, on a CPU."""
         device = config.device.device
         try:
             self._ranks.wait_until_here()
             told = None if on_layer_written is None else self._of_all_ranks(on_layer_written, config.model.num_layers)
-            # On a CPU an exchange with a rank that is gone fails; on GPUs it waits.
+            # If a rank has ended, exchanges with it fail on a CPU but hang on GPUs.
             with nullcontext() if device == "cpu" else self._ranks.ending_with_them():
                 group = RankGroup(0, self._num_ranks, device, self._ranks.meeting_file)
                 self._worker = Worker(config, told, self._allocate, group)
@@ -53,14 +54,14 @@ class TensorParallelExecutor(Executor):
             self._watch = self._ranks.watch(group.abort)
         except BaseException as error:
             if not isinstance(error, ValueError):
-                self._ranks.check()  # whoever ended first says why
+                self._ranks.check()  # reports the rank that ended first, and why
             self._ranks.close()
             raise
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """[layer, block, part, kv_head, slot, head_dim]: on a CPU all layers of rank 0, all of rank 1, and so on. On
-        GPUs those of rank 0 alone: others have theirs."""
+        """[layer, block, part, kv_head, slot, head_dim]. On a CPU: all layers of rank 0, then all of rank 1, and so on.
+        On GPUs: only those of rank 0; the other ranks have theirs."""
         return super().kv_pool if self._pool is None else self._pool
 
     @property
@@ -100,11 +101,11 @@ class TensorParallelExecutor(Executor):
             return super().wait_for_copies()
 
     def read_adapter(self, module: LoRAModule) -> ReadAdapter:
-        """Raises `RankLost`, too. On several ranks an adapter is put before the next one is read."""
+        """May also raise `RankLost`. With several ranks, an adapter must be put before the next one is read."""
         try:
             return self._rank_adapters.read(module, super().read_adapter)
         except RankLost:
-            self._ranks.check()  # it says who has ended, and how
+            self._ranks.check()  # raises with the rank that ended, and how
             raise
 
     def put_adapter(self, number: int, adapter: ReadAdapter) -> None:
@@ -121,12 +122,12 @@ class TensorParallelExecutor(Executor):
     def close(self) -> None:
         super().close()
         self._ranks.close()
-        # NCCL's abort waits for recorded steps, and torch would take that for a hang and end the process. Where all is
-        # well nothing is aborted: who closes must not depend on when NCCL returns.
+        # Free recorded steps: NCCL's abort waits for them, which torch would treat as a hang and end the process.
+        # Without an error nothing is aborted, so that closing does not depend on NCCL.
         self._worker.runner.close()
 
     def _taking(self) -> AbstractContextManager[None]:
-        """Around what is nothing without the other ranks. Raises `RankLost` where one has ended."""
+        """Context for work that needs the other ranks. Raises `RankLost` if one has ended."""
         assert self._watch is not None
         return self._watch.taking()
 
@@ -138,7 +139,7 @@ class TensorParallelExecutor(Executor):
         return self._pool[: shape.num_layers]
 
     def _host_copies_of(self, num_blocks: int) -> HostCopies:
-        if self._pool is not None:  # this process has all
+        if self._pool is not None:  # this process maps the pool of all ranks
             return super()._host_copies_of(num_blocks)
         return RankCopies(self.kv_pool, num_blocks, self._ranks.copy_connections)
 
@@ -146,8 +147,8 @@ class TensorParallelExecutor(Executor):
         return replace(shape, num_layers=self._num_ranks * shape.num_layers)
 
     def _of_all_ranks(self, on_layer_written: OnLayerWritten, num_layers: int) -> OnLayerWritten:
-        """When rank 0 has done a layer (its device, where that is a GPU), every rank has written its part of it: they
-        have summed up since, and no sum ends before all have come to it, each behind what it wrote."""
+        """Report a layer for all ranks. When rank 0 (or its GPU) has done a layer, every rank has written its part: a
+        sum over ranks follows the writes, and ends on no rank before all ranks have reached it."""
 
         def tell(layer: int, exports: list[BlockExport]) -> None:
             for rank in range(self._num_ranks):

@@ -1,14 +1,14 @@
-"""What ranks do together in a step: sums, and the logits of all parts of the vocabulary. Over gloo on a CPU, over NCCL
-between GPUs, by the same calls.
+"""Collective operations of the ranks in a step: sums, and gathering the logits of all parts of the vocabulary. Uses
+gloo on a CPU and NCCL between GPUs, with the same calls.
 
-Owns the connections between ranks, on this machine's loopback or between its GPUs. Every rank makes the same calls in
-the same order; a call returns on none before all have made it (on a GPU: the device waits, the host does not). Where a
-rank has ended, the calls of the others raise `RuntimeError` on a CPU; on a GPU nothing does, and the device waits on,
-until whoever watches the ranks aborts (rank_watch.py). Where one hangs, whoever watches the engine ends it.
+Owns the connections between ranks, on this machine's loopback or between its GPUs. Every rank must make the same calls
+in the same order; a call returns on no rank before all ranks have made it (on a GPU: the device waits, the host does
+not). If a rank has ended, the calls of the others raise `RuntimeError` on a CPU. On a GPU nothing raises: the device
+waits until `RankWatch` aborts the group (rank_watch.py). If a rank hangs, the engine's watchdog ends the process.
 
-A sum is made in float32 and in the order of ranks, so an element's does not depend on the batch around it, as an
-all-reduce's does: that one adds up in an order which follows from where in the message the element lies. It costs no
-more bytes: the two halves of an all-reduce are made one by one, every rank adding up its part of the elements.
+A sum is computed in float32 and in the order of ranks, so that an element's sum does not depend on the batch. In an
+all-reduce, the order of adding up depends on the element's place in the message. Our sum transfers no more bytes: it
+does the two halves of an all-reduce one after the other, and every rank adds up its part of the elements.
 
 Shapes: T tokens, R ranks, V vocabulary.
 """
@@ -33,20 +33,20 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 PATIENCE = timedelta(minutes=30)
-"""For ranks that are still loading, or that hang: while an engine steps, its watchdog is there much sooner."""
+"""Timeout for ranks that are still loading, or that hang; while an engine steps, its watchdog acts much sooner."""
 MEETING = timedelta(minutes=1)
-"""For ranks to find each other, once all have begun."""
+"""Timeout for ranks to find each other, once all have started."""
 LOOPBACK = "127.0.0.1"
 SMALL_BYTES = 256 * 1024
-"""Up to here every rank gets all and adds up all: one exchange instead of two. Of 8 ranks a GPU then takes in 1.8 MB, a
-few microseconds by NVLink, what an exchange takes in any case."""
+"""Up to this size every rank receives and adds up everything: one exchange instead of two. With 8 ranks a GPU then
+receives 1.8 MB, which takes a few microseconds by NVLink, like any exchange."""
 
 
 class RankGroup:
-    """One rank's end. Used by the stepping thread alone."""
+    """One rank's end. Used only by the stepping thread."""
 
     def __init__(self, rank: int, num_ranks: int, device: str, meeting_file: Path) -> None:
-        """`meeting_file`: where ranks find each other, in a folder of their own. Returns when all are there."""
+        """`meeting_file`: by which ranks find each other, in its own folder. Returns when all ranks are connected."""
         self.rank = rank
         self.num_ranks = num_ranks
         store = FileStore(str(meeting_file), num_ranks)
@@ -56,7 +56,7 @@ class RankGroup:
         self._group._set_default_timeout(PATIENCE)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' `x`, rounded once to its dtype."""
+        """Sum all ranks' `x`, rounded once to its dtype."""
         if self.num_ranks == 2 or x.nbytes <= SMALL_BYTES:
             return _added_up(self._gathered(x))
         num_padded = -x.numel() % self.num_ranks
@@ -67,29 +67,29 @@ class RankGroup:
         return total.view(-1)[: x.numel()].view(x.shape)
 
     def gather_outputs(self, y_TP: torch.Tensor, num_outputs: int) -> torch.Tensor:
-        """Each rank's [T, part of V], parts alike, side by side: [T, num_outputs], what is beyond them left out."""
+        """Concatenate the ranks' equally large parts [T, part of V] and cut off the padding: [T, num_outputs]."""
         return torch.cat(list(self._gathered(y_TP)), dim=1)[:, :num_outputs].contiguous()
 
     def smallest(self, number: int) -> int:
-        """Of all ranks' numbers."""
+        """The smallest of all ranks' numbers."""
         return int(self._gathered(torch.tensor([number], device=self._device)).min())
 
     def check_alike(self, name: str, what: str) -> None:
-        """Raises `ValueError`, on every rank, where one has another `name` of `what`."""
+        """Raise `ValueError` on every rank unless all ranks have the same `name`. `what`: describes it in the error."""
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         if self.smallest(number) != -self.smallest(-number):
             raise ValueError(f"tensor_parallel_size: {what} must be alike on all ranks; rank {self.rank} has {name}")
 
     def share_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x`; of the others it is overwritten."""
+        """Broadcast rank 0's `x` into the other ranks' `x`, and return it."""
         self._wait(self._group.broadcast([x], _now(BroadcastOptions())))
         return x
 
     def abort(self) -> None:
-        """On any thread. What a device waits for here ends, at once and with rubbish; no other call comes after it. On
-        a CPU nothing waits, and nothing changes. Returns when nothing uses the communicator, recorded steps included:
-        NCCL waits for their end before it lets go of what they use."""
-        with suppress(RuntimeError):  # it has waited for PATIENCE: the device has long gone on
+        """End what a device waits for in this group at once, with invalid results. May be called on any thread; no
+        other call may follow. Without effect on a CPU, where nothing waits. Returns once nothing uses the communicator
+        any more, including recorded steps: NCCL waits for these to be freed."""
+        with suppress(RuntimeError):  # a timeout after PATIENCE: the device has long continued
             self._group.abort()
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,12 +99,12 @@ class RankGroup:
         return gathered.view(self.num_ranks, *x.shape)
 
     def _wait(self, work: Any) -> None:
-        if work is not None:  # on a GPU it is in the current stream already
+        if work is not None:  # on a GPU the operation is already in the current stream
             work.wait()
 
 
 def _now(options: Any) -> Any:
-    """In the current stream of a GPU, instead of beside it."""
+    """Run the operation in a GPU's current stream, not in one of its own."""
     options.asyncOp = False
     return options
 
@@ -125,7 +125,7 @@ def _gloo(store: Store, rank: int, num_ranks: int) -> Any:
 
 
 def _nccl(store: Store, rank: int, num_ranks: int) -> Any:
-    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs have none
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # torch's CPU builds lack it
 
     options = ProcessGroupNCCL.Options()
     options._timeout = MEETING

@@ -1,9 +1,9 @@
 """One rank other than 0, in its own process, started by `RankProcesses`.
 
-run_rank ──"here"──> all meet ──> loaded ──on_loaded──> computes what it is told, step by step, until its connection
-                                                        ends: then its engine has, and so does this process at once
+run_rank ──"here"──> all meet ──> loaded ──on_loaded──> computes the steps that rank 0 sends, until its connection
+                                                        closes: the engine has ended, and this process ends at once
 
-Beside the steps, on threads of their own, it copies blocks to host memory and back (rank_copies.py), and reads adapters
+In parallel to the steps, threads of its own copy blocks to and from host memory (rank_copies.py) and read adapters
 (rank_adapters.py).
 """
 
@@ -37,7 +37,7 @@ from engine.tensor_parallel.rank_copies import follow_copies
 from engine.tensor_parallel.rank_processes import CHANGE, CONFIG, HERE, STEP
 
 PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
+"""From linux/prctl.h."""
 
 
 def run_rank(
@@ -46,12 +46,12 @@ def run_rank(
     meeting_file: Path,
     on_loaded: Callable[[EngineConfig, Worker], None] = lambda config, worker: None,
 ) -> int:
-    """Until its engine ends. Returns the exit code. `fds`: what it is told by, of steps, of copies (rank_copies.py) and
-    of adapters (rank_adapters.py). `on_loaded`: called before the first step."""
+    """Run until the engine ends. Returns the exit code. `fds`: connections for steps, copies (rank_copies.py) and
+    adapters (rank_adapters.py). `on_loaded` is called before the first step."""
     fd, copies_fd, adapters_fd = fds
     _be_killed_with_engine()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the engine's process, which lets running answers finish
+        signal.signal(number, signal.SIG_IGN)  # left to the engine's process, which lets running answers finish
     connection: Connection[bytes, bytes] = Connection(fd)
     threading.Thread(target=_end_with, args=(fd,), name="engine-watch", daemon=True).start()
     config = CONFIG.validate_json(connection.recv_bytes())
@@ -93,7 +93,7 @@ def run_rank(
 def _map_pool(
     config: EngineConfig, shape: KVCacheShape, rank: int, connection: Connection[bytes, bytes]
 ) -> torch.Tensor:
-    """This rank's part of what rank 0 allocates for all."""
+    """Map this rank's part of the pool that rank 0 allocates for all ranks."""
     told = json.loads(connection.recv_bytes())
     shape = replace(shape, num_blocks=told["num_blocks"])
     fd = os.open(told["path"], os.O_RDWR | os.O_CLOEXEC)
@@ -106,14 +106,15 @@ def _map_pool(
 
 
 def _be_killed_with_engine() -> None:
-    """When the engine's thread ends, whatever it is, also where this process is stopped or hangs: it would keep its
-    device's memory, and the worker's pipes. Where the system has no such thing, `_end_with` is all there is."""
+    """Let the kernel kill this process when the engine's thread ends, even if this process is stopped or hangs: it
+    would keep its device's memory and the worker's pipes. Linux only; on other systems only `_end_with` ends the
+    process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _end_with(fd: int) -> None:
-    """When the other end is closed. A rank that waits for the others in the middle of a step would not look."""
+    """End this process when the other end of `fd` is closed. A rank that waits within a step would not notice."""
     connection = select.poll()
     connection.register(fd, select.POLLRDHUP)
     connection.poll()

@@ -1,13 +1,13 @@
-"""Adapters that come and go on several ranks: each reads its own part of one, and all have it before the same step.
+"""Adapters that come and go with several ranks: each rank reads its own part, and all install it before the same step.
 
-    rank 0's RankAdapters: read ──which──> follow: read, on a thread of its own; "" or what is wrong ──> read returns
+    rank 0's RankAdapters: read ──which──> follow: read, on a thread of its own; "" or an error ──> read returns
                    put, remove ──────────> change, between the same two steps as here
 
-Owns on rank 0 what is known of the adapter that was read last, on another rank that adapter: until it is put, or the
-next one is read. What is to be read comes on a connection of its own: a rank that reads goes on computing. What is put
-is told in turn with the steps: none computes with it on some ranks alone.
+Until the adapter that was read last is put, or the next one is read, rank 0 owns a record of it, and the other ranks
+own what they have read. Requests to read come over a connection of their own, so that a rank computes while it reads.
+Changes are sent in order with the steps, so that no step uses an adapter on some ranks only.
 
-Where a rank cannot put what it has read, it ends, and the engine with it: ranks must not differ.
+If a rank cannot put what it has read, it ends, and so does the engine, since ranks must not differ.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class _Reading:
     number: int
     module: LoRAModule
     unwanted: int
-    """The one before, which nobody has put; 0: somebody has."""
+    """Number of the previous reading if it was never put, so that it can be dropped; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """`adapter_id`'s rows are from now on those of what was read with this number; 0: nobody's."""
+    """Put the adapter of this reading under `adapter_id`; `reading` 0: remove `adapter_id`."""
 
     adapter_id: int
     reading: int
@@ -47,16 +47,17 @@ class _Change:
 @dataclass(frozen=True, slots=True)
 class _Answer:
     number: int
-    """Of the reading."""
+    """Number of the reading."""
     why_not: str
-    """Empty: it has been read."""
+    """The error; empty if the adapter has been read."""
 
 
 _READING, _ANSWER, _CHANGE = TypeAdapter(_Reading), TypeAdapter(_Answer), TypeAdapter(_Change)
 
 
 class RankAdapters:
-    """Rank 0's. `read` on any thread, the others on the stepping thread; `tell`: on that, all others of a change."""
+    """Rank 0's end. `read` may run on any thread, the other methods on the stepping thread. `tell` sends a change to
+    all other ranks."""
 
     def __init__(self, connections: Sequence[Connection[bytes, bytes]], tell: Callable[[bytes], None]) -> None:
         self._connections = connections
@@ -65,15 +66,15 @@ class RankAdapters:
         self._changing = threading.Lock()
         self._num_readings = 0
         self._unput = 0
-        """The last one, unless it was put: others may have what it read."""
+        """Number of the last reading unless it was put: other ranks may hold its adapter."""
         self._read_last: ReadAdapter | None = None
-        """What it read, once every rank has."""
+        """Rank 0's result of the last reading, once every rank has read the adapter."""
 
     def read(self, module: LoRAModule, read_here: Callable[[LoRAModule], ReadAdapter]) -> ReadAdapter:
-        """What rank 0 has of it, once all have read theirs. Raises `ValueError` as `read_here`, and where another rank
-        cannot read it; `RankLost`."""
+        """Let all ranks read their parts, and return rank 0's. Raises what `read_here` raises, `ValueError` if another
+        rank cannot read its part, and `RankLost`."""
         with self._is_reading:
-            adapter = read_here(module)  # first: whatever is wrong with it mostly is for all
+            adapter = read_here(module)  # first: most errors affect all ranks
             with self._changing:
                 reading = _Reading(self._num_readings + 1, module, unwanted=self._unput)
                 message = _READING.dump_json(reading)
@@ -92,7 +93,8 @@ class RankAdapters:
             return adapter
 
     def put(self, adapter_id: int, adapter: ReadAdapter, put_here: Callable[[int, ReadAdapter], None]) -> None:
-        """What `read` returned last. Raises what `put_here` raises, of which others then do not hear; `RankLost`."""
+        """Put the adapter that `read` returned last, on all ranks. If `put_here` raises, other ranks change nothing.
+        Raises `ValueError` for any other adapter, and `RankLost`."""
         with self._changing:
             if adapter is not self._read_last:
                 raise ValueError("another adapter has been read since: on several ranks they are put one by one")
@@ -107,18 +109,18 @@ class RankAdapters:
 
 
 def _answer(connection: Connection[bytes, bytes], number: int) -> str:
-    """What is wrong with it there."""
+    """Receive another rank's answer: the error, or an empty string."""
     while True:
         answer = _ANSWER.validate_json(connection.recv_bytes())
-        if answer.number == number:  # else of one that nobody waits for any more: Ctrl-C came meanwhile
+        if answer.number == number:  # else the answer to a reading that Ctrl-C interrupted
             return answer.why_not
 
 
 class FollowedAdapters:
-    """Another rank's. `change` on its stepping thread, as it is told between two steps."""
+    """Another rank's end. Its stepping thread calls `change` between two steps."""
 
     def __init__(self, adapters: Adapters, connection: Connection[bytes, bytes], device: torch.device | None) -> None:
-        """From now on it reads what `connection` says, on a thread. `device`: the GPU."""
+        """Start the thread that reads the adapters that `connection` requests. `device`: the rank's GPU, or None."""
         self._adapters = adapters
         self._connection = connection
         self._device = device
@@ -134,7 +136,7 @@ class FollowedAdapters:
 
     def _follow(self) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # each thread has its own
+            torch.cuda.set_device(self._device)  # the current device is per thread
         with suppress(EOFError, OSError):
             while True:
                 reading = _READING.validate_json(self._connection.recv_bytes())
@@ -143,13 +145,13 @@ class FollowedAdapters:
                 self._connection.send_bytes(_ANSWER.dump_json(answer))
 
     def _try_to_read(self, reading: _Reading) -> str:
-        """What is wrong."""
+        """Return the error, or an empty string."""
         try:
             with torch.inference_mode():
                 self._read[reading.number] = self._adapters.read(reading.module)
         except (ValueError, OSError) as error:
             return f"{error}" or type(error).__name__
-        except Exception as error:  # none of the adapter's, perhaps: for want of memory others compute on
+        except Exception as error:  # such as too little memory: the engine goes on without the adapter
             traceback.print_exc()
             return f"{type(error).__name__}: {error}"
         return ""

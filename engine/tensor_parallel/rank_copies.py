@@ -1,15 +1,15 @@
-"""Copies blocks between pools and host memory on several GPUs: each rank its own part of a block, in its own process.
+"""Copies blocks between pools and host memory on several GPUs: each rank's process copies its own part of a block.
 
     rank 0's RankCopies: begin ──copies──> follow_copies: begin          (and HostCopies on both, of its own pool)
               take_done <── done on all ──┬── done here
                                           └──────copies───── done there
 
-Owns the threads that read. A connection of their own, beside that of the steps, carries them: a rank that is launching
-a step hears of a copy, and tells of one. On both ends somebody reads who never writes: no two wait for each other.
+Owns the threads that receive. Copies have a connection of their own, besides that of the steps, so that a rank handles
+copies while it launches a step. Each end has a thread that only receives, so that two ends never wait for each other.
 
-A copy needs no more order than on one GPU. What is saved: rank 0 has the tokens of the steps that computed it, and no
-sum of theirs ended on its device before every rank's had come to it, behind all that it wrote and read until then. What
-is loaded is on every rank's device when rank 0 hears of it, and the steps that read it are told of afterwards.
+Copies need no more synchronization than on one GPU. Saves: rank 0 has the tokens of the steps that computed the block,
+and these steps' sums ended on no device before every rank's device had done its earlier writes. Loads: when rank 0
+learns that a load is done, the block is on every rank's device, and steps that read it are sent afterwards.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ LEFT = b"left"
 
 
 class RankCopies(HostCopies):
-    """Rank 0's, and by it all ranks': a copy is done when each has done it. Raises `RankLost` where one ends."""
+    """Rank 0's end: a copy is done when every rank has done it. Raises `RankLost` if a rank has ended."""
 
     def __init__(
         self, pool: torch.Tensor, num_host_blocks: int, connections: Sequence[Connection[bytes, bytes]]
     ) -> None:
-        """`connections`: to `follow_copies` of all others."""
+        """`connections`: to `follow_copies` on all other ranks."""
         self._connections = connections
         self._nums_missing: dict[BlockCopy, int] = {}
-        """Ranks that have not done it, by what is under way."""
+        """By copy in progress: how many ranks have not done it."""
         self._wakes, self._woken = Pipe()
         super().__init__(pool, num_host_blocks)
         self._reader = threading.Thread(target=self._read, name="rank-copies", daemon=True)
@@ -59,7 +59,7 @@ class RankCopies(HostCopies):
             raise RankLost(LOST) from error
 
     def leave(self) -> None:
-        # Said, not closed: a process that was forked off meanwhile has this end, too.
+        # Send a message instead of closing: a forked process may hold this end, too.
         self._wakes.send_bytes(LEFT)
         super().leave()
 
@@ -68,7 +68,7 @@ class RankCopies(HostCopies):
         self._reader.join()
 
     def _tell(self, copies: list[BlockCopy], error: BaseException | None) -> None:
-        """By one rank, on any thread."""
+        """Record copies that one rank has done. Called on any thread."""
         with self._changed:
             done = [copy for copy in copies if self._is_last(copy)]
         if done or error:
@@ -94,15 +94,15 @@ class RankCopies(HostCopies):
 
 
 def follow_copies(copies: HostCopies, connection: Connection[bytes, bytes]) -> None:
-    """On another rank, from now on: what rank 0 begins is begun here, too. Where a copy fails, this process ends."""
+    """On another rank: from now on, repeat the copies that rank 0 begins. If a copy fails, this process ends."""
 
     def tell() -> None:
         try:
             done = copies.take_done()
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # rank 0 hears of that
-        with suppress(OSError):  # it has ended, and so does this process
+            os._exit(1)  # rank 0 notices that
+        with suppress(OSError):  # rank 0 has ended, and this process ends, too
             connection.send_bytes(_to_bytes(done))
 
     def follow() -> None:
@@ -111,7 +111,7 @@ def follow_copies(copies: HostCopies, connection: Connection[bytes, bytes]) -> N
                 copies.begin(_from_bytes(connection.recv_bytes()))
 
     copies.on_done = tell
-    tell()  # of what went wrong before
+    tell()  # ends the process if the copying thread has failed already
     threading.Thread(target=follow, name="rank-copies", daemon=True).start()
 
 

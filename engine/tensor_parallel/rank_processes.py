@@ -1,14 +1,14 @@
-"""The processes of ranks other than 0, as rank 0 has them: started, told of each step, ended.
+"""Rank 0's view of the other ranks' processes: starts them, sends them each step, ends them.
 
     RankProcesses(config, …) ──start, configuration──> "here" ──> all meet (group.py), and load
-           └── tell_pool, then tell once a step ──> … ── close, or this process' end, whatever it is ──> they end
+           └── tell_pool, then tell once a step ──> … ── close, or any end of this process ──> they end
 
-Owns the processes and three connections to each, which carry bytes, never pickles: for steps and what comes between
-them, for copies, and for adapters that are to be read.
+Owns the processes and three connections to each, which carry bytes, never pickles: for steps and changes between them,
+for copies, and for reading adapters.
 
-Where a rank ends, exchanges of the others fail over gloo. NCCL's do not: on the device they wait for it, and whoever
-waits for the device does. Once all have loaded, `RankWatch` ends that wait (rank_watch.py). Before, there may be no
-communicator that could be aborted: `ending_with` ends the process.
+When a rank ends, exchanges of the others fail with gloo. With NCCL they hang on the device, and so does the host when
+it waits for the device. Once all ranks have loaded, `RankWatch` ends that wait (rank_watch.py). Before that, there may
+be no communicator to abort: `ending_with` ends the process.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ from engine.step_input import StepInput
 from engine.tensor_parallel.rank_watch import LOST, NOTICE_S, RankWatch, what_ended
 
 FOLDER_PREFIX = "tandem-ranks-"
-"""Of the folder in which ranks meet."""
+"""Name prefix of the folder of the ranks' meeting file."""
 HERE = b"here"
 START_S = 300.0
-"""Until a rank says that it is there: what it imports takes seconds."""
+"""Timeout until a rank reports that it has started; its imports take seconds."""
 END_S = 10.0
-"""A rank ends at once when its connection does; one that does not, on a device that hangs, is killed after so long."""
+"""A rank ends at once when its connection closes; if it does not, as on a device that hangs, it is killed after
+this."""
 WATCH_S = 1.0
-"""Between two looks at the ranks, while all load."""
+"""Interval of checking the ranks while all load."""
 CONFIG = TypeAdapter(EngineConfig)
 STEP, CHANGE = b"s", b"a"
-"""What a message after the first ones begins with: a step, and an adapter's change before the next one."""
+"""First byte of a message after the initial ones: a step, or a change of an adapter before the next step."""
 
 
 class RankProcesses:
-    """Made and used by the stepping thread. `close` may be called again, and is where nobody calls it."""
+    """Created and used by the stepping thread. `close` may be called repeatedly; a finalizer calls it if nobody
+    does."""
 
     def __init__(self, config: EngineConfig, memory: KVMemory) -> None:
         self._folder = OwnedFolder(FOLDER_PREFIX)
@@ -58,7 +60,7 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection[bytes, bytes]] = []
         self.copy_connections: list[Connection[bytes, bytes]] = []
-        """See rank_copies.py. Whoever looks at them ends that before `close`."""
+        """See rank_copies.py. Their user must stop using them before `close`."""
         self.adapter_connections: list[Connection[bytes, bytes]] = []
         """See rank_adapters.py."""
         self._watches: list[RankWatch] = []
@@ -69,7 +71,8 @@ class RankProcesses:
         self._send(CONFIG.dump_json(config))
 
     def wait_until_here(self) -> None:
-        """Until all have begun, so that nobody waits at the meeting for one that never comes. Raises `RankLost`."""
+        """Wait until all ranks have started, so that none waits at the meeting for one that never comes. Raises
+        `RankLost`."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
                 if not connection.poll(START_S) or connection.recv_bytes() != HERE:
@@ -82,19 +85,20 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def tell_pool(self, fd: int, num_blocks: int) -> None:
-        """Of the memory that all ranks' pools lie in, on a CPU: a file descriptor of this process."""
+        """Tell the ranks, on a CPU, which memory holds all pools: `fd` is a file descriptor of this process."""
         self._send(json.dumps({"path": f"/proc/{os.getpid()}/fd/{fd}", "num_blocks": num_blocks}).encode())
 
     def tell(self, step: StepInput) -> None:
-        """What they are to compute next. Raises `RankLost`."""
+        """Send the next step to compute. Raises `RankLost`."""
         self._send(STEP + step.to_bytes())
 
     def tell_change(self, change: bytes) -> None:
-        """Of an adapter, before the next step (rank_adapters.py). Raises `RankLost`."""
+        """Send an adapter's change, before the next step (rank_adapters.py). Raises `RankLost`."""
         self._send(CHANGE + change)
 
     def check(self) -> None:
-        """Raises `RankLost` where one has ended, or does within a second: its connections break before."""
+        """Raise `RankLost` if a rank has ended or ends within a second: its connections break before its process
+        ends."""
         until_s = time.monotonic() + 1.0
         for rank, process in enumerate(self._processes, start=1):
             with suppress(subprocess.TimeoutExpired):
@@ -102,7 +106,7 @@ class RankProcesses:
                 raise RankLost(what_ended(rank, status))
 
     def watch(self, abort: Callable[[], None]) -> RankWatch:
-        """From now on: over ranks that have loaded. `abort`: see `RankWatch`. Closed before they are ended."""
+        """Watch the ranks, which must have loaded. `abort`: see `RankWatch`. `close` closes the watch first."""
         self._watches.append(watch := RankWatch(self._processes, self._connections, abort))
         return watch
 
@@ -111,7 +115,7 @@ class RankProcesses:
         return ending_with(self._processes)
 
     def close(self) -> None:
-        """End them; returns when they have ended."""
+        """End the ranks, and wait until they have ended."""
         self._close()
 
     def _start(self, rank: int, program: RankProgram) -> None:
@@ -143,7 +147,7 @@ class RankProcesses:
 
 @contextmanager
 def ending_with(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Within, this process ends when a rank of these has, unless the context is left soon after."""
+    """Within this context, the process ends when one of these ranks ends, unless the context is left soon after."""
     is_left = threading.Event()
     threading.Thread(target=_watch, args=(processes, is_left), name="rank-watch", daemon=True).start()
     try:
@@ -157,7 +161,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], is_left: threading.Even
         ended = [what_ended(rank, p.returncode) for rank, p in enumerate(processes, start=1) if p.poll() is not None]
         if ended and not is_left.wait(NOTICE_S):
             report(f"{ended[0]}; this process ends, too")
-            os._exit(1)  # what waits for a device cannot be woken
+            os._exit(1)  # a thread that waits for a device cannot be woken
 
 
 def _close(
@@ -166,7 +170,7 @@ def _close(
     connections: Sequence[Sequence[Connection[bytes, bytes]]],
     folder: OwnedFolder,
 ) -> None:
-    # First: a connection that somebody still looks at stays open when it is closed, and its rank would not hear of it.
+    # First: a connection that a thread still polls stays open when it is closed, and its rank would not notice.
     for watch in watches:
         watch.close()
     for connection in chain(*connections):

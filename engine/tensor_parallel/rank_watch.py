@@ -1,15 +1,15 @@
-"""Watches the other ranks while an engine lives, so that nobody waits for one that has ended.
+"""Watches the other ranks while an engine lives, so that nothing waits for a rank that has ended.
 
-    RankWatch(…) ── a connection ends ──> lost: who, and how ──> `abort`: the device's wait ends ──> RankLost
-         │                                                          └─ it does not, in NOTICE_S ──> this process ends
-         └── close ──> it watches no more
+    RankWatch(…) ── a connection ends ──> lost: which rank, how ──> `abort`: the device's wait ends ──> RankLost
+         │                                                             └─ not within NOTICE_S ──> this process ends
+         └── close ──> stops watching
 
-Who owns the ranks closes it before it ends them (rank_processes.py). Owns one thread, which sleeps until a rank ends,
-and what it has found. A step pays for two looks at that.
+The owner of the ranks closes the watch before it ends them (rank_processes.py). Owns one thread, which sleeps until a
+rank ends, and its finding, which each step checks twice.
 
-Over gloo exchanges with a rank that is gone fail. NCCL's wait on the device, and whoever waits for the device does.
-Once the communicator is aborted, what waits there ends and says nothing: its numbers are rubbish. So whoever was lost
-is known before, and no step's tokens are taken without a look at that.
+With gloo, exchanges with a rank that has ended fail. With NCCL they hang on the device, and so does the host when it
+waits for the device. After the communicator is aborted, they end without an error and with invalid results. So the
+watch records the lost rank before it aborts, and no step's tokens are taken without checking that record.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from engine.cache_dir import report
 from engine.running.executor import RankLost
 
 LOST = "a rank of the engine has ended; what it said stands above"
-"""Where nobody knows yet which one, nor how."""
+"""The message if it is not known yet which rank ended, and how."""
 STATUS_S = 1.0
-"""From the end of a rank's connection until it has ended. Its connections break before."""
+"""Timeout from the end of a rank's connection until its process has ended, which comes later."""
 LAUNCH_S = 1.0
-"""What is being launched when a rank ends is let into the device's queue, unless that is full: it waits, too."""
+"""Timeout for a launch in progress to finish before the abort; if the device's queue is full, the launch hangs, too."""
 LEFT = b"left"
 END_S = 10.0
-"""At most, for a thread that has been told to end, and may be noting a loss."""
+"""Timeout for the thread to end; it may be recording a loss."""
 NOTICE_S = 30.0
-"""After a rank's end, until what waits for it, or has failed for a reason of its own, is given up with the process."""
+"""Time after a rank's end for the stepping thread to notice; then this process ends."""
 
 
 class RankWatch:
-    """`launching` and `taking` are the stepping thread's."""
+    """The stepping thread uses `launching` and `taking`."""
 
     def __init__(
         self,
@@ -47,33 +47,36 @@ class RankWatch:
         connections: Sequence[Connection[bytes, bytes]],
         abort: Callable[[], None],
     ) -> None:
-        """Of ranks 1, 2, … `abort`: ends what the device waits for, on a thread of its own: it may wait itself."""
+        """`processes`, `connections`: of ranks 1, 2, … `abort`: ends what the device waits for; called on a thread of
+        its own, since it may block."""
         self._state = _State(processes, connections, abort)
         self._thread = threading.Thread(target=self._state.watch, name="rank-watch", daemon=True)
         self._thread.start()
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """A step. Raises `RankLost`, before where a rank is gone already; of errors within, where one is the reason."""
+        """Context for launching a step. Raises `RankLost` at once if a rank has ended, and instead of an error within
+        that a rank's end has caused."""
         with self._state.launch_lock, self._state.within():
             yield
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """A step's tokens from the device, or what else all ranks do, waiting for it. Raises `RankLost`: what was taken
-        is not to be used."""
+        """Context for taking a step's tokens from the device, or for other work that waits for all ranks. Raises
+        `RankLost`; what was taken must not be used then."""
         with self._state.within():
             yield
 
     def close(self) -> None:
-        """Before the ranks are ended, and their connections. Returns when nobody looks at these any more."""
+        """Stop watching, before the ranks and their connections are ended. Returns when the thread no longer uses the
+        connections."""
         self._state.leave()
         if self._thread is not threading.current_thread():
             self._thread.join(END_S)
 
 
 class _State:
-    """What both threads know."""
+    """State that the stepping thread and the watching thread share."""
 
     def __init__(
         self,
@@ -83,23 +86,23 @@ class _State:
     ) -> None:
         self._processes, self._connections, self._abort = processes, connections, abort
         self._lost = ""
-        """Why nothing can be computed any more, once a rank has ended."""
+        """Which rank has ended, and how; empty if none has."""
         self._is_lost = threading.Event()
         self._is_within = False
         self._is_left = threading.Event()
-        """The stepping thread has heard of it, or lets go of all ranks."""
+        """Set when the stepping thread has noticed the loss, or when the watch is closed."""
         self.launch_lock = threading.Lock()
         self._wakes, self._woken = Pipe()
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        self._is_within = True  # before the look: whoever notes a loss looks here after it
+        self._is_within = True  # set before the check: the watching thread reads this after recording a loss
         try:
             self._check()
             try:
                 yield
             except RuntimeError as error:
-                # A connection that broke says less than who ended first, and how: that is known soon.
+                # The error may be a broken connection; which rank ended, and how, is known soon and says more.
                 if self._is_lost.wait(2 * STATUS_S):
                     raise RankLost(self._lost) from error
                 raise
@@ -116,18 +119,18 @@ class _State:
         rank = min(rank for rank, connection in enumerate(self._connections, start=1) if connection in ended)
         self._lost = _what_ended(rank, self._processes[rank - 1])
         self._is_lost.set()
-        # NCCL lets go of what a call on another thread still uses.
+        # Let a launch finish: NCCL's abort frees what a call on another thread still uses.
         if self.launch_lock.acquire(timeout=LAUNCH_S):
             self.launch_lock.release()
-        # It waits until no recorded step is left that would use the communicator, long after the device goes on.
+        # The abort returns only when no recorded step uses the communicator, long after the device has continued.
         threading.Thread(target=self._abort, name="rank-abort", daemon=True).start()
         if self._is_within and not self._is_left.wait(NOTICE_S):
             report(f"{self._lost}; this process ends, too")
-            os._exit(1)  # what waits for a device that was told not to cannot be woken
+            os._exit(1)  # the thread still waits for the device in spite of the abort, and cannot be woken
 
     def leave(self) -> None:
         self._is_left.set()
-        # Said, not closed: a process that was forked off meanwhile has this end, too.
+        # Send a message instead of closing: a forked process may hold this end, too.
         self._wakes.send_bytes(LEFT)
 
     def _check(self) -> None:

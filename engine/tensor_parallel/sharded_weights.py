@@ -1,11 +1,11 @@
-"""One rank's part of each weight, cut out of another source's.
+"""Cuts one rank's part of each weight out of the whole weights.
 
-    q, gate, up, kv_b    outputs: each rank has some heads, or some of the feed-forward's inner numbers
-    k, v                 outputs; of fewer key heads than ranks, several ranks have the same one
-    o, down              inputs, of the same; their products are partial sums, which ranks add up (engine/layers.py)
+    q, gate, up, kv_b    outputs: each rank has some heads, or a part of the feed-forward's intermediate size
+    k, v                 outputs; with fewer key heads than ranks, several ranks have the same one
+    o, down              the corresponding inputs; the products are partial sums, which ranks add up (engine/layers.py)
     all else             whole
 
-Every rank reads all of a weight, one at a time, and keeps its part. Of experts likewise: each rank has a part of each.
+Every rank reads whole weights, one at a time, and keeps its part. Each rank also has a part of every expert.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def cuts_of_rank(rank: int, num_ranks: int, num_key_parts: int) -> CutOf:
 
 
 class ShardedWeights(Weights):
-    """Asked for the shapes of a rank's part. `whole`: the model's weights; they are this object's from now on."""
+    """Takes shapes of the rank's parts. `whole`: the model's weights, which this object then owns."""
 
     def __init__(self, whole: Weights, cut_of: CutOf, *, has_biases: bool) -> None:
-        """`has_biases`: of products whose sums ranks add up, which one rank alone may have."""
+        """`has_biases`: whether this rank adds the biases of products that are summed over ranks; only one rank may."""
         self.dtype, self.device = whole.dtype, whole.device
         self._whole = whole
         self._cut_of = cut_of

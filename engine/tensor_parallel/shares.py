@@ -1,7 +1,7 @@
-"""What one rank computes of a model: some of the heads, some of the feed-forward. Integers only, no torch.
+"""The part of a model that one rank computes: some heads, and a part of the feed-forward. Integers only, no torch.
 
-Ranks that have query heads of the same key head each have that key head. Latents are for all heads: every rank has
-them, and keeps them in its own pool.
+Ranks that share a key head's query heads each have that key head. Latents serve all heads: every rank has them in its
+own pool.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from engine.models.decoder_config import DecoderConfig
 from engine.models.model_shape import ModelShape
 
 MOST_NAMED = 16
-"""Ranks, of those that would do where others do not."""
+"""Errors list working numbers of ranks up to this."""
 
 
 def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """The shape of what each of so many ranks computes. Raises `ValueError` where the model cannot be shared out so."""
+    """The shape of the part that each of `num_ranks` ranks computes. Raises `ValueError` if the model cannot be split
+    so."""
     if num_ranks == 1:
         return shape
     if not isinstance(shape, DecoderConfig):
@@ -37,7 +38,7 @@ def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
 
 
 def _why_not(shape: DecoderConfig, num_ranks: int) -> str:
-    """What so many ranks must do and do not, as a clause; empty if the model can be shared out so."""
+    """The condition that `num_ranks` does not meet, as a clause; empty if the model can be split so."""
     moe = shape.moe
     sizes = {"num_attention_heads": shape.num_heads}
     if moe is None or moe.first_layer > 0:
@@ -54,6 +55,6 @@ def _why_not(shape: DecoderConfig, num_ranks: int) -> str:
 
 
 def num_key_parts(shape: DecoderConfig, num_ranks: int) -> int:
-    """How many parts the key heads are cut into, each of which as many ranks have. Of a model that can be shared out
-    so."""
+    """How many parts the key heads are cut into; equally many ranks have each part. The model must be divisible among
+    `num_ranks`."""
     return 1 if shape.mla is not None else min(shape.num_kv_heads, num_ranks)

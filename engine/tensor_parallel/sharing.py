@@ -1,4 +1,4 @@
-"""A decoder's shape, weights and parts, as one rank of several has them.
+"""One rank's version of a decoder's shape, weights and parts.
 
 Shapes: T tokens, V vocabulary, P a rank's part of it.
 """
@@ -24,11 +24,12 @@ from engine.weight_cut import CutOf
 def shared_out(
     shape: DecoderConfig, weights: Weights, parts: Parts, group: RankGroup
 ) -> tuple[DecoderConfig, Weights, Parts]:
-    """Of a whole model's. Raises `ValueError` as `share_of`."""
+    """Derive a rank's shape, weights and parts from the whole model's. Raises what `share_of` raises, and `ValueError`
+    if the ranks' GPUs differ and the model has experts."""
     share = share_of(shape, group.num_ranks)
     assert isinstance(share, DecoderConfig)
     if share.moe is not None and weights.device != "cpu":
-        # Ranks that compute scores otherwise would add up parts of different experts.
+        # Different GPUs may compute scores differently; ranks would then add up parts of different experts.
         group.check_alike(torch.cuda.get_device_name(), "GPUs that choose experts")
 
     linear = parts.lm_head
@@ -36,18 +37,18 @@ def shared_out(
     def lm_head(weight: torch.Tensor) -> Linear:
         return VocabParallelLinear(weight, linear, group)
 
-    # One layer after the other: what computes all in one call could not sum up between them.
+    # Compute layers one by one: a single call for all layers could not sum over ranks in between.
     parts = replace(parts, stack=PlainLayers, lm_head=lm_head, sum_over_ranks=group.sum)
     return share, ShardedWeights(weights, cuts_of(shape, group), has_biases=group.rank == 0), parts
 
 
 def cuts_of(shape: DecoderConfig, group: RankGroup) -> CutOf:
-    """What this rank has of a whole model's products."""
+    """This rank's part of each product."""
     return cuts_of_rank(group.rank, group.num_ranks, num_key_parts(shape, group.num_ranks))
 
 
 class VocabParallelLinear(Linear):
-    """Logits: each rank multiplies with its rows of the weight, and gets all. Without a bias."""
+    """Logits: each rank multiplies with its rows of the weight and gathers the logits of all. Without a bias."""
 
     def __init__(self, weight: torch.Tensor, linear: MakeLinear, group: RankGroup) -> None:
         self._num_outputs = len(weight)
