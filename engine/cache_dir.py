@@ -1,7 +1,7 @@
-"""The folder where fetched models and compiled kernels lie: each is made once, by one process, and appears whole.
+"""The cache folder of fetched models and compiled kernels. One process makes each entry, once, and it appears complete.
 
 absent ──lock──> <name>.part-* being filled ──rename──> <name>
-                      │ failure: removed, and the next one starts anew; killed: the next one removes it
+                      │ failure: removed, and the next process starts over; killed: the next process removes it
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from pathlib import Path
 
 
 def default_download_dir() -> Path:
-    """Of models."""
+    """The folder of models."""
     return Path.home() / ".cache" / "tandem" / "models"
 
 
 def kernels_dir() -> Path:
-    """Of compiled kernels."""
+    """The folder of compiled kernels."""
     return Path.home() / ".cache" / "tandem" / "kernels"
 
 
 PROGRESS = "tandem: "
-"""How a line of `report` begins."""
+"""Prefix of each line of `report`."""
 
 
 def report(line: str) -> None:
-    """One line on stderr: of progress, or of what ends the process."""
+    """Print one line on stderr: progress, or why the process ends."""
     print(f"{PROGRESS}{line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def build_once(directory: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """`directory/name`, filled by `build(empty folder)` if it is not there. Others who want it wait meanwhile."""
+    """Return `directory/name`; if it is missing, `build(empty folder)` fills it. Other processes wait meanwhile."""
     target = directory / name
     if target.is_dir():
         return target
@@ -44,13 +44,13 @@ def build_once(directory: Path, name: str, build: Callable[[Path], None]) -> Pat
     with _locked(directory / f".{name}.lock"):
         if target.is_dir():
             return target
-        for left in directory.glob(f"{escape(name)}.part-*"):  # by one that was killed: who fills it holds the lock
+        for left in directory.glob(f"{escape(name)}.part-*"):  # left by a killed process: a live one holds the lock
             shutil.rmtree(left, ignore_errors=True)
-        # Under a name of its own: a compiler of the one that was killed may still be at work.
+        # A unique name: a compiler that a killed process has started may still be running.
         part = Path(tempfile.mkdtemp(prefix=f"{name}.part-", dir=directory))
         try:
             build(part)
-            # Made private by mkdtemp and safetensors; a model may be read by other users of a shared cache.
+            # mkdtemp and safetensors make files private; other users of a shared cache may read a model.
             part.chmod(0o755)
             for path in part.iterdir():
                 path.chmod(0o644)
@@ -69,4 +69,4 @@ def _locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             report(f"another process is making {path.name.removeprefix('.').removesuffix('.lock')}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file lets go of the lock, also if this process dies
+        yield  # closing the file releases the lock, also if this process dies

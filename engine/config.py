@@ -1,6 +1,6 @@
-"""Configuration: `EngineArgs` (what a person sets) -> `EngineConfig` (what the engine reads), with vLLM's words.
+"""Configuration: `EngineArgs` (what a user sets) -> `EngineConfig` (what the engine reads), with vLLM's names.
 
-Frozen, validated when made, never written back to. The environment is read in entry points only.
+Frozen, validated at construction, never changed. Only entry points read the environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", *OTHER_NAMES_OF_DTYPES)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 MODEL_IMPLS = ("auto", "tandem", "transformers")
-"""Who computes a model: our decoder, transformers' code over our attention, or the first of them that can."""
+"""Which code computes a model: our decoder, transformers' code over our attention, or ("auto") the first that can."""
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
@@ -36,7 +36,7 @@ LEAST = {
 MAX_RANKS = 64
 MAX_STREAM_INTERVAL = 1024
 MAX_THREADS = 1024
-"""What keeps threads together has a word for each on a stack, and a system has few enough for all its processes."""
+"""The thread barrier keeps a word per thread on the stack, and a system limits the threads of all its processes."""
 RANGES = {
     "tensor_parallel_size": (1, MAX_RANKS), "num_threads": (0, MAX_THREADS), "max_itl_ms": (0, 3_600_000),
     "stream_interval": (1, MAX_STREAM_INTERVAL),
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (int,)), "float": ("a number", (int, float)), "bool": ("true or false", (bool,)),
     "str": ("a text", (str,)),
 }  # fmt: skip
-"""What a field's type is called, and what may be given for it. Which texts, each field's own check says."""
+"""By a field's type: its name in errors, and the accepted types. Each field's own check decides about its value."""
 
 
 def _check_type(name: str, kind: str, value: object) -> None:
@@ -65,13 +65,13 @@ def _check(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model's shape and place. Made by `engine.model_loader.create_engine_config`."""
+    """The model's shape and location. Made by `engine.model_loader.create_engine_config`."""
 
     model: str
     """As the user named it."""
     served_model_name: str
     aliases: tuple[str, ...] = ()
-    """Its other names, which the router knows; no adapter may have one."""
+    """The model's other names, which the router handles; no adapter may have one of them."""
     path: Path
     """Local folder with config.json and, unless weights are dummy, weights."""
     hf_config: dict[str, Any]
@@ -79,28 +79,28 @@ class ModelConfig:
     dtype: str
     """"float32", "bfloat16" or "float16", resolved."""
     quantization: str
-    """Of the weights of layers' products: "none", "fp8", "int8", "int4" or "stored", resolved."""
+    """Format of the weights of layers' products: "none", "fp8", "int8", "int4" or "stored", resolved."""
     model_impl: str
-    """Who computes it: "tandem" or "transformers"."""
+    """Which code computes the model: "tandem" or "transformers"."""
     max_model_len: int
-    """Prompt and answer together, in tokens."""
+    """Maximum length of prompt and answer together, in tokens."""
     vocab_size: int
     num_layers: int
     num_heads: int
-    """Of those that one rank computes, as `num_kv_heads`."""
+    """Heads that one rank computes; so is `num_kv_heads`."""
     num_kv_heads: int
     head_dim: int
-    """Of a key in the pool."""
+    """Dim of a key in the pool."""
     mla: LatentConfig | None
     """None: the pool holds keys and values of heads, not latents."""
     hidden_size: int
     eos_token_ids: frozenset[int]
     weights_digest: str
-    """Of the weights' bytes (or the dummy seed): equal digests compute equal KV."""
+    """Digest of the weights' bytes (or of the dummy seed): weights with equal digests compute equal KV."""
 
     @property
     def num_kv_parts(self) -> int:
-        """What a token has in a layer of the pool: keys and values, or latents."""
+        """Parts of a token in a layer of the pool: 2, keys and values; or 1, latents."""
         return 2 if self.mla is None else 1
 
 
@@ -108,21 +108,21 @@ class ModelConfig:
 class CacheConfig:
     block_size: int
     kv_dtype: str
-    """What the pool holds: the model's dtype or "float8_e4m3fn"."""
+    """The pool's dtype: the model's, or "float8_e4m3fn"."""
     num_blocks: int
-    """0: what a GPU has room for, measured when the model is there (engine/running/pool_size.py)."""
+    """0: as many as fit on the GPU, measured after the model is loaded (engine/running/pool_size.py)."""
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     kv_offloading_bytes: int
-    """Of host memory, for blocks that the pool has no room for (engine/scheduling/offloading.py); 0: none."""
+    """Host memory for blocks that the pool evicts (engine/scheduling/offloading.py); 0: none."""
     kv_order: str
-    """What the bytes of a block mean: the attention backend's choice (engine/kv_cache.py)."""
+    """The order of a block's bytes, which the attention backend chooses (engine/kv_cache.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     tensor_parallel_size: int
-    """Processes, each with a device of its own, that compute every step together (engine/tensor_parallel)."""
+    """Number of processes that compute every step together, each on its own device (engine/tensor_parallel)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,19 +131,19 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     """Token budget of one step."""
     prefill_chunk_tokens: int
-    """At most this many prompt tokens of one sequence in one step."""
+    """Maximum prompt tokens of one sequence in one step."""
     prefill_batch_tokens: int
-    """A step takes in no further prompt once it has this many tokens of prompts."""
+    """A step takes no further prompt once it has this many prompt tokens."""
     max_itl_ms: float
-    """Aim for a step that decodes and prefills (engine/scheduling/pace.py); 0: none."""
+    """Target duration of a step that decodes and prefills (engine/scheduling/pace.py); 0: none."""
     stream_interval: int
-    """So many tokens of an answer are told at a time (engine/scheduling/stream_interval.py)."""
+    """Tokens of an answer that are reported at a time (engine/scheduling/stream_interval.py)."""
     async_scheduling: bool
-    """A step is scheduled and launched while the one before is computed (engine/llm_engine.py)."""
+    """Schedule and launch a step while the previous one is being computed (engine/llm_engine.py)."""
     speculation: SpeculativeConfig | None
-    """What is guessed ahead (engine/scheduling/speculation.py). None: nothing."""
+    """Speculative decoding (engine/scheduling/speculation.py). None: off."""
     draft_batch_tokens: int
-    """A step takes in no further draft once it has this many rows for sequences that decode."""
+    """A step takes no further draft once it has this many rows for decoding sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,20 +154,20 @@ class DeviceConfig:
     attention_backend: str
     """Resolved: "cpu", "triton", "flash_attn" or "torch"."""
     uses_triton: bool
-    """What surrounds attention is done by the Triton kernels."""
+    """The Triton kernels compute what surrounds attention."""
     batch_invariant: bool
-    """A token's bits depend on nothing but its sequence up to there. On a CPU that is what the kernels do anyway."""
+    """A token's bits depend only on its sequence up to it. The CPU kernels always guarantee this."""
     uses_graphs: bool
-    """Decoding steps are recorded and replayed (engine/running/decode_graphs.py)."""
+    """Decode steps are recorded as CUDA graphs and replayed (engine/running/decode_graphs.py)."""
     max_seq_len_to_capture: int
-    """A step over a longer context is not recorded."""
+    """Steps with a longer context are not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
     load_format: str
     seed: int
-    """Of dummy weights."""
+    """Seed of dummy weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +179,11 @@ class EngineConfig:
     device: DeviceConfig
     load: LoadConfig
     lora_modules: tuple[LoRAModule, ...]
-    """Adapters beside the model from the start on, in the order of their names."""
+    """Adapters that are loaded at the start, sorted by name."""
     lora_room: LoRARoom = LoRARoom()  # noqa: RUF009 - it is frozen
-    """For those that come while the engine runs."""
+    """Room for adapters that come while the engine runs."""
     compat_digest: str
-    """Of everything that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""
+    """Covers all that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""
 
     @property
     def prefix_key(self) -> bytes:

@@ -1,7 +1,7 @@
-"""8-bit floats, as the KV pool and quantised products use them: float8_e4m3fn.
+"""8-bit floats of the KV pool and of quantised products: float8_e4m3fn.
 
-One bit of sign, 4 of the exponent, 3 of the fraction, no infinity (P. Micikevicius et al., "FP8 Formats for Deep
-Learning", 2022). A number is off by 1/16 of itself at most, and by 2**-10 where it is below 2**-6.
+One bit of sign, 4 of exponent, 3 of fraction, no infinity (P. Micikevicius et al., "FP8 Formats for Deep Learning",
+2022). The rounding error is at most 1/16 of a number, and at most 2**-10 below 2**-6.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 FLOAT8 = "float8_e4m3fn"
-"""In torch's words; Triton calls it float8e4nv."""
+"""torch's name; Triton's is float8e4nv."""
 MAX_FLOAT8 = 448.0
 MIN_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs that have them: Ada, then Hopper."""
+"""Compute capability of the first GPUs that support them: Ada, then Hopper."""
 
 
 def why_no_float8(capability: tuple[int, int] | None) -> str:
-    """What keeps a GPU of that compute capability (None: there is no GPU) from them, as a clause; empty if nothing."""
+    """Why a GPU of this compute capability (None: no GPU) cannot use them, as a clause; empty if it can."""
     needed = "it needs a GPU of compute capability {}.{} or later".format(*MIN_CAPABILITY)
     if capability is None:
         return needed
@@ -24,6 +24,6 @@ def why_no_float8(capability: tuple[int, int] | None) -> str:
 
 
 def saturated_float8(x: torch.Tensor) -> torch.Tensor:
-    """`x` in 8 bits, rounded to the nearest, what is too large to the largest. Of that, conversions differ by version
-    and device: some make NaN of it. NaN stays NaN."""
+    """Round `x` to 8 bits, and numbers that are too large to the largest. Plain conversions of those differ by version
+    and device: some give NaN. NaN stays NaN."""
     return x.clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn)

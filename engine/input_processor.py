@@ -1,6 +1,6 @@
-"""From what a request asks for to a `Sequence`, checked against what the engine's model can serve.
+"""Makes a `Sequence` from a request, and checks that the engine's model can serve it.
 
-Whatever comes to a scheduler has passed here: it can run, alone if need be, and names no token that there is not.
+Every sequence that reaches a scheduler has passed here: it can run (alone, if necessary), and names no unknown token.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from engine.scheduling.thinking import Thinking
 
 
 class FurtherArguments(TypedDict, total=False):
-    """What a request may say beside its id, prompt and parameters, by whichever way it comes into an engine."""
+    """Optional arguments of a request, for all ways into an engine."""
 
     output_token_ids: Seq[int]
-    """The part of the answer that exists already; the engine continues after it."""
+    """The part of the answer that exists already; the engine continues it."""
     cache_salt: str
-    """The request shares blocks only with requests of the same salt."""
+    """The request shares blocks only with requests that have the same salt."""
     lora_name: str
-    """The adapter to compute it with."""
+    """The adapter to use."""
     lora_digest: str
-    """Which of that name, where that is said."""
+    """Which adapter of that name, if given."""
 
 
 class InputProcessor:
-    """Of one engine. Used by the stepping thread."""
+    """One per engine. Used by the stepping thread."""
 
     def __init__(self, config: EngineConfig, in_use: Container[str], grammars: Grammars, loras: AdapterTable) -> None:
-        """`in_use`: ids of the requests that are there."""
+        """`in_use`: ids of the engine's current requests."""
         self._model = config.model
         self._in_use = in_use
         self._loras = loras
@@ -54,10 +54,10 @@ class InputProcessor:
         lora_name: str = "",
         lora_digest: str = "",
     ) -> Sequence:
-        """Raises `ValueError` naming the field and its bound, for a request that could never run, and `AdapterGone` for
-        one that might elsewhere.
+        """Make a sequence. Raises `ValueError`, naming the field and its bound, for a request that can never run, and
+        `AdapterGone` for one that might run on another engine.
 
-        A grammar begins to be compiled: whoever does not hand the sequence to a scheduler closes it.
+        Starts to compile the grammar, if any: a caller that does not add the sequence to a scheduler must close it.
         """
         if request_id in self._in_use:
             raise ValueError(f"request_id {request_id!r} is in use")
@@ -77,7 +77,7 @@ class InputProcessor:
             lora_id=lora_id,
             grammar=None if params.grammar is None else self._grammars.state(params.grammar),
             thinking=Thinking(budget, len(prompt_token_ids)) if (budget := params.thinking_budget) else None,
-            # Where an answer has begun, they came with its first token.
+            # If the answer has begun, its first token has brought them.
             prompt_logprobs=None if params.prompt_logprobs is None or output_token_ids else [],
             arrived_s=time.monotonic(),
         )

@@ -1,11 +1,10 @@
-"""A weight of a product in 4 bits: integers, and a scale and an offset for each output and group of its inputs.
+"""A product's weight in 4 bits: integers, with a scale and an offset for each output and group of inputs.
 
     number = integer * scale + offset     in float32, rounded once; then to the model's dtype
 
-So every way of writing 4 bits down is this one: an integer that is symmetric about a zero point z has -z * scale for an
-offset, and blocks with a smallest number have that. With scales of 20 significant bits or fewer, such as those in
-bfloat16 or float16, integer * scale is exact, and so is (integer - z) * scale: nothing is rounded but what the dtype
-rounds.
+This covers all 4-bit formats: with a zero point z the offset is -z * scale, and with blocks that have a smallest number
+the offset is that number. With scales of at most 20 significant bits, such as bfloat16 or float16, both
+integer * scale and (integer - z) * scale are exact, so that only the final rounding to the dtype remains.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from engine.narrow_weight import NarrowWeight, joined_narrow
 
 LEVELS = 16
 INT4_GRAIN = 32
-"""Divides the size of groups that our kernels multiply with: as many inputs as one of them takes at once."""
+"""Group sizes must be a multiple of this for our kernels, which take this many inputs at once."""
 INT4_GROUP_SIZE = 32
-"""Of weights that are quantised here: that of GGUF's formats, whose errors are half of those of 128 inputs."""
+"""Group size of weights that are quantised here: as in GGUF's formats; its errors are half of those of 128 inputs."""
 MAX_NUMBERS = 1 << 20
-"""Of a weight that are widened at once: 8 MiB in float64 beside the weight and what becomes of it."""
+"""Numbers that are dequantised at once: 8 MiB of scratch in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Int4Weight(NarrowWeight):
     offset: torch.Tensor
     """[N, G] float32."""
     dtype: torch.dtype
-    """Of the model: what the weight stands for."""
+    """The model's dtype, to which the weight is dequantised."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,7 +58,7 @@ class Int4Weight(NarrowWeight):
     def of_integers(
         integers_NK: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, dtype: torch.dtype
     ) -> Int4Weight:
-        """`integers_NK`: 0 to 15, of any type of integer."""
+        """`integers_NK`: 0 to 15, in any integer dtype."""
         pairs = integers_NK.to(torch.uint8).reshape(len(integers_NK), -1, 2)
         packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
         return Int4Weight(packed.contiguous(), scale.contiguous(), offset.contiguous(), dtype)
@@ -75,8 +74,8 @@ class Int4Weight(NarrowWeight):
         for start in range(0, len(self), num_rows):
             rows = self.rows(range(start, start + num_rows))
             of_groups = rows.integers().view(*rows.scale.shape, -1).double()
-            # In float64 product and sum are exact, so that what follows is their only rounding, as of one instruction
-            # that multiplies and adds.
+            # In float64, product and sum are exact, so that only the conversion to float32 rounds, as in a fused
+            # multiply-add.
             of_groups.mul_(rows.scale[:, :, None]).add_(rows.offset[:, :, None])
             wide_NK[start : start + num_rows] = of_groups.float().flatten(1)
         return wide_NK
@@ -90,8 +89,8 @@ class Int4Weight(NarrowWeight):
         return Int4Weight(packed, scale, offset, self.dtype)
 
     def part(self, axis: int, part: range) -> Int4Weight:
-        """A copy of those outputs (axis 0) or inputs (axis 1). Where a group is cut, its pieces are groups of the same
-        scale. Raises `ValueError` where their size would be no multiple of INT4_GRAIN."""
+        """Copy some outputs (axis 0) or inputs (axis 1). If a group is cut, its pieces become groups with the same
+        scale. Raises `ValueError` if their size would not be a multiple of INT4_GRAIN."""
         if axis == 0:
             return self.like(*(each.clone() for each in self.rows(part).tensors))
         size = math.gcd(self.group_size, part.start, len(part))
@@ -107,11 +106,11 @@ class Int4Weight(NarrowWeight):
 
 
 def quantize_int4(weight_NK: torch.Tensor, group_size: int = INT4_GROUP_SIZE) -> Int4Weight:
-    """Each group's smallest number becomes 0, its largest 15; scale and offset are rounded to bfloat16 (to float32 for
-    other dtypes) before integers are chosen, to the nearest. `group_size` divides the inputs.
+    """Quantise: each group's smallest number becomes 0, its largest 15. Scale and offset are rounded to bfloat16
+    (float32 for other dtypes) before the integers are rounded to the nearest. `group_size` must divide the inputs.
 
-    Some rows at a time: what is between takes several times a weight's size. Raises `ValueError` where a weight is not
-    finite.
+    Processes some rows at a time, since intermediate results take several times a weight's size. Raises `ValueError` if
+    a weight is not finite.
     """
     num_rows = max(MAX_NUMBERS // weight_NK.shape[1], 1)
     return joined_narrow([_quantized(rows, group_size) for rows in torch.split(weight_NK, num_rows)], torch.cat)

@@ -1,4 +1,4 @@
-"""Where the memory of a KV pool comes from, and what else has to run where others are to reach it."""
+"""Allocates the memory of KV pools, and says which program a rank runs so that others can reach its pool."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_pool_in
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgram:
-    """What the process of an engine's other rank runs (engine/tensor_parallel)."""
+    """The program that the process of another rank runs (engine/tensor_parallel)."""
 
     module: str = "engine.tensor_parallel"
     connection: Connection[bytes, bytes] | None = None
-    """For that process, beside the engine's own. Whoever starts it hands this one over, and closes it here."""
+    """An additional connection for that process. Whoever starts the process passes it on, and closes it here."""
 
 
 class KVMemory:
-    """Where a pool's memory comes from: here this process' own. Who lets others reach it brings a class of its own."""
+    """Allocates pools in this process' own memory. Subclasses allocate memory that other processes can reach."""
 
     def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
-        """The pool, contiguous and zeroed. Raises `ValueError` where a CPU has not so much memory."""
+        """Allocate a pool, contiguous and zeroed. Raises `ValueError` if the host has not enough memory."""
         return allocate_kv_pool(shape, device)
 
     def rank_program(self, device: str) -> RankProgram:
-        """For the next one of several ranks, which allocates a pool of its own on a GPU. Asked in their order."""
+        """The program of the next rank, which on a GPU allocates its own pool. Called once per rank, in order."""
         del device
         return RankProgram()
 
     def allocate_shared(self, shape: KVCacheShape) -> tuple[torch.Tensor, int]:
-        """A pool on a CPU, zeroed, in memory that other processes may map; and its file descriptor, open as long as
-        this object lives."""
+        """Allocate a zeroed pool on a CPU in memory that other processes can map. Also returns its file descriptor,
+        which stays open as long as this object lives."""
         fd = os.memfd_create("tandem-kv")
         weakref.finalize(self, os.close, fd)
         os.ftruncate(fd, shape.pool_bytes)

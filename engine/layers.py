@@ -1,6 +1,6 @@
-"""The layers that decoders are made of: linear, RMS norm, rotary positions. Each computes as transformers' does.
+"""The layers of decoders: linear, RMS norm, rotary positions. Each computes what transformers' layer computes.
 
-Plain objects that hold tensors and are called; no autograd, no module tree. Made once at load, read-only afterwards.
+They are plain callable objects that hold tensors: no autograd, no module tree. Made once at load, read-only afterwards.
 
 Shapes: T tokens, N heads, H head dim.
 """
@@ -21,8 +21,8 @@ from engine.weight import Weight, stacked
 class Linear:
     """`x @ weight.T + bias`.
 
-    bfloat16 weights on a CPU are kept in oneDNN's blocked order, which plain `linear` would produce anew in every call:
-    with few rows that costs more than the product. The weight as given is not kept.
+    On a CPU, bfloat16 weights are stored in oneDNN's blocked order only. Plain `linear` would reorder them in every
+    call, which with few rows costs more than the product.
     """
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
@@ -40,7 +40,7 @@ class Linear:
 
 
 class FloatLinear(Linear):
-    """In float32, whatever comes in. Without a bias."""
+    """A product in float32, whatever the input's dtype. Without a bias."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight.float()
@@ -50,9 +50,9 @@ class FloatLinear(Linear):
 
 
 MakeLinear = Callable[..., Linear]
-"""Makes the product with a weight and, where there is one, a bias. Called as `Linear` is."""
+"""Makes a product from a weight and an optional bias. Has the signature of `Linear`."""
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
-"""Of what each rank has, on all of them. What is given may be overwritten."""
+"""Sums a tensor over all ranks, on all of them. The argument may be overwritten."""
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
@@ -61,7 +61,7 @@ def _has_onednn_bf16() -> bool:
 
 
 class RowParallelLinear(Linear):
-    """A product whose inputs ranks have parts of: what each makes of its own, summed over all."""
+    """A product whose inputs are split over ranks: the ranks' partial products are summed."""
 
     def __init__(self, linear: Linear, sum_over_ranks: SumOverRanks) -> None:
         self._linear = linear
@@ -80,22 +80,23 @@ class HeadProducts:
         self.shape = tuple(weight_NKO.shape)
 
     def __call__(self, x_TNK: torch.Tensor, out_TNO: torch.Tensor) -> None:
-        """Write them to `out_TNO`. Either may be a part of a larger tensor."""
+        """Write the products to `out_TNO`. Both tensors may be views of larger ones."""
         torch.bmm(x_TNK.transpose(0, 1), self._weight_NKO, out=out_TNO.transpose(0, 1))
 
     def of_shared(self, x_TK: torch.Tensor, out_NTO: torch.Tensor, heads: slice) -> None:
-        """Of inputs that all `heads` share. What comes out lies head by head."""
+        """Multiply inputs that all `heads` share. The output is ordered head by head."""
         weight = self._weight_NKO[heads]
         torch.bmm(x_TK.expand(len(weight), -1, -1), weight, out=out_NTO)
 
     def back_of_shared(self, x_TO: torch.Tensor, out_NTK: torch.Tensor, heads: slice) -> None:
-        """The same with `weight[n].T`."""
+        """Like `of_shared`, with `weight[n].T`."""
         weight = self._weight_NKO[heads]
         torch.bmm(x_TO.expand(len(weight), -1, -1), weight.mT, out=out_NTK)
 
 
 class RMSNorm:
-    """B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019. In float32, rounded before the weight."""
+    """B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019. In float32, rounded before multiplying with
+    the weight."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight
@@ -107,13 +108,13 @@ class RMSNorm:
         return self.weight * (h * scale).to(x.dtype)
 
     def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + delta, and the norm of that. `x` may be overwritten."""
+        """Return x + delta, and the norm of that. `x` may be overwritten."""
         x = x if delta is None else x + delta
         return x, self(x)
 
 
 class GatedLinear:
-    """`silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`, both products as one."""
+    """`silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`, with both products fused."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class GatedLinear:
         up_bias: torch.Tensor | None,
         linear: MakeLinear = Linear,
     ) -> None:
-        """Either both have a bias or neither. `linear`: what makes the product."""
+        """Either both or none must have a bias. `linear`: makes the product."""
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         self._gate_up = linear(stacked((gate, up)), bias)
 
@@ -136,14 +137,14 @@ class GatedLinear:
 class RotaryEmbedding:
     """Rotary positions (J. Su et al., "RoFormer", 2021), in the half-split order of Hugging Face checkpoints.
 
-    Cosines and sines of all positions up to `max_positions` are kept: 4 * H bytes each in bfloat16.
+    Stores cosines and sines of all positions up to `max_positions`: 4 * H bytes per position in bfloat16.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: str) -> None:
         frequencies = inverse_frequencies(config, head_dim)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        # The sign of rotate_half(x) = (-x2, x1) is put into the table.
+        # The table of sines includes the sign of rotate_half(x) = (-x2, x1).
         sin = angles.sin()
         sin[:, : head_dim // 2].neg_()
         self._cos = (angles.cos() * config.attention_factor).to(device=device, dtype=dtype)
@@ -160,10 +161,10 @@ class RotaryEmbedding:
 
 
 class Unrotated:
-    """In the place of `RotaryEmbedding` where queries and keys come with their positions in them."""
+    """Replaces `RotaryEmbedding` if queries and keys are rotated already."""
 
     def select(self, x_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For kernels that rotate: by nothing. [T, 1, H] each."""
+        """Cosines 1 and sines 0, for kernels that always rotate: [T, 1, H] each."""
         one = torch.ones_like(x_TNH[:, :1], memory_format=torch.contiguous_format)
         return one, torch.zeros_like(one)
 
@@ -174,7 +175,7 @@ class Unrotated:
 
 @dataclass(frozen=True, slots=True)
 class HeadProjection:
-    """What a layer's q, k, v go through between their product and attention."""
+    """The norms and rotation of a layer's q and k between their product and attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -186,7 +187,7 @@ class HeadProjection:
     def __call__(
         self, qkv_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, (N + 2K) * H] -> q [T, N, H], k and v [T, K, H]: q and k normed, where the model does, and rotated."""
+        """[T, (N + 2K) * H] -> q [T, N, H], k and v [T, K, H]: q and k normed, if the model does that, and rotated."""
         N, K = self.num_heads, self.num_kv_heads
         qkv = qkv_TX.view(-1, N + 2 * K, self.head_dim)
         qk, v_TKH = qkv[:, : N + K], qkv[:, N + K :]
@@ -198,25 +199,24 @@ class HeadProjection:
 
 @dataclass(frozen=True, slots=True)
 class LatentProjection:
-    """What a layer's queries and latents go through between their products and latent attention.
+    """The norm, rotation and absorbed products of a layer's queries and latents, around latent attention.
 
-    Shapes: C numbers of a latent, P of a rotated key, R = C + P; Q numbers of a head's query without positions, V of
-    its value.
+    Shapes: C latent dim, P rotated key dim, R = C + P; Q dim of a head's query without positions, V dim of its value.
     """
 
     rotary: RotaryEmbedding
     norm: RMSNorm
-    """Of latents."""
+    """The latents' norm."""
     up_key: HeadProducts
-    """[N, Q, C] each head's product from latents to keys, which its queries go through instead."""
+    """[N, Q, C] each head's product from latents to keys; absorbed attention applies it to queries instead."""
     up_value: HeadProducts
-    """[N, C, V] each head's product from latents to values, which its outputs go through instead."""
+    """[N, C, V] each head's product from latents to values; absorbed attention applies it to outputs instead."""
 
     def __call__(
         self, q_TX: torch.Tensor, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, N * (Q + P)] and [T, R] -> queries [T, N, R], absorbed and rotated; latents [T, R], normed, then the key
-        rotated."""
+        """[T, N * (Q + P)] and [T, R] -> queries [T, N, R], absorbed and rotated; and [T, R], the normed latent and the
+        rotated key."""
         N, _, C = self.up_key.shape
         q_TNR = q_TX.new_empty(len(q_TX), N, latent_TR.shape[1])
         self.absorb(q_TX, q_TNR)
@@ -224,38 +224,38 @@ class LatentProjection:
         return q_TNR, self.latents(latent_TR, cos_sin)
 
     def rotated(self, q_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """[T, N, P]: the part of queries that has positions."""
+        """[T, N, P]: the rotated part of the queries."""
         N, Q, _ = self.up_key.shape
         return self.rotary.rotate(q_TX.view(len(q_TX), N, -1)[:, :, Q:], cos_sin)
 
     def latents(self, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """[T, R]: normed, then the key rotated."""
+        """[T, R]: the normed latent and the rotated key."""
         C = self.up_key.shape[2]
         key_T1P = self.rotary.rotate(latent_TR[:, C:].unsqueeze(1), cos_sin)
         return torch.cat((self.norm(latent_TR[:, :C]), key_T1P.squeeze(1)), dim=-1)
 
     def absorb(self, q_TX: torch.Tensor, out_TNR: torch.Tensor) -> None:
-        """Write the queries without positions, in the space of latents, to the first C numbers of `out_TNR`."""
+        """Map the queries without positions to the latent space, into the first C numbers of `out_TNR`."""
         N, Q, C = self.up_key.shape
         self.up_key(q_TX.view(len(q_TX), N, -1)[:, :, :Q], out_TNR[:, :, :C])
 
     def unfold(
         self, latent_TC: torch.Tensor, k_NTQ: torch.Tensor, v_NTV: torch.Tensor, heads: slice = slice(None)
     ) -> None:
-        """Write keys without positions, and values, of latents as the pool has them, for some of the heads. Either may
-        be a part of a larger tensor."""
+        """Compute some heads' keys without positions, and values, from the pool's latents. Both outputs may be views of
+        larger tensors."""
         self.up_key.back_of_shared(latent_TC, k_NTQ, heads)
         self.up_value.of_shared(latent_TC, v_NTV, heads)
 
     def values(self, o_TNC: torch.Tensor) -> torch.Tensor:
-        """[T, N, V] of weighted sums of latents."""
+        """[T, N, V]: values from weighted sums of latents."""
         o_TNV = o_TNC.new_empty(*o_TNC.shape[:2], self.up_value.shape[2])
         self.up_value(o_TNC, o_TNV)
         return o_TNV
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """[H / 2] angle per position, float32. All types as in transformers' `modeling_rope_utils`."""
+    """[H / 2] angle per position, float32, as in transformers' `modeling_rope_utils`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.rope_type == "default":
@@ -265,7 +265,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     if config.rope_type == "yarn":
         return _yarn_frequencies(config, frequencies)
     assert config.rope_type == "llama3", config.rope_type
-    # Short waves stay, long ones are stretched by `factor`, those between are mixed.
+    # Short waves are kept, long ones are stretched by `factor`, and those between are interpolated.
     wavelengths = 2 * math.pi / frequencies
     turns = config.original_max_positions / wavelengths
     smooth = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -275,7 +275,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _yarn_frequencies(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """B. Peng et al., "YaRN", 2023, section 3.2: short waves stay, long ones are stretched, a ramp between."""
+    """B. Peng et al., "YaRN", 2023, section 3.2: short waves are kept, long ones stretched, with a ramp in between."""
     half = len(frequencies)
 
     def dimension_that_turns(times: float) -> float:

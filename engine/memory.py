@@ -1,5 +1,5 @@
-"""How much memory this process may use: the machine's, or the device's, or what its container allows. And how bounds of
-it are said."""
+"""How much memory this process may use: the machine's, its container's limit, or the device's. And the format of such
+bounds in messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def memory_bytes(device: str) -> int:
-    """Of `device` ("cpu" or "cuda"), all of it: what others use of it is not counted."""
+    """The total memory of `device` ("cpu" or "cuda"), including what other processes use."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -23,18 +23,18 @@ def memory_bytes(device: str) -> int:
 
 
 def _container_limits() -> list[int]:
-    """As control groups, version 2 and 1, say. Empty where there are none."""
+    """The limits of control groups, version 2 and 1; empty if there are none."""
     texts = [Path(path).read_text().strip() for path in _CGROUP_LIMITS if Path(path).is_file()]
     return [int(text) for text in texts if text.isdecimal()]
 
 
 def least_gib(num_bytes: int) -> str:
-    """Three digits, for a message that asks for no less: whoever gives them gives enough."""
+    """Three digits, rounded up, for a lower bound in a message: a user who gives this number gives enough."""
     return _gib(num_bytes, ROUND_CEILING)
 
 
 def most_gib(num_bytes: int) -> str:
-    """Three digits, for a message that asks for no more."""
+    """Three digits, rounded down, for an upper bound in a message."""
     return _gib(num_bytes, ROUND_FLOOR)
 
 

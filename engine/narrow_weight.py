@@ -1,4 +1,4 @@
-"""What weights of products in fewer bits have in common: tensors that lie side by side, one row for each output."""
+"""The common base of quantised weights: several tensors with one row for each output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 import torch
 
 Join = Callable[[list[torch.Tensor]], torch.Tensor]
-"""Makes one tensor of those of several weights, whose first axis is that of outputs."""
+"""Joins the tensors of several weights, whose first axis is outputs, into one."""
 
 
 class NarrowWeight(ABC):
@@ -18,26 +18,26 @@ class NarrowWeight(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Each with an axis of outputs, and others."""
+        """The weight's tensors; outputs are the first axis of each."""
 
     @property
     @abstractmethod
     def form(self) -> tuple[object, ...]:
-        """Equal of weights that can be joined."""
+        """Weights with equal forms can be joined."""
 
     @abstractmethod
     def like(self, *tensors: torch.Tensor) -> Self:
-        """One of these `tensors`, in the same form."""
+        """Make a weight of the same form from `tensors`."""
 
     def __len__(self) -> int:
         return len(self.tensors[0])
 
     def rows(self, part: range) -> Self:
-        """Those outputs. Not a copy."""
+        """A view of some outputs."""
         return self.like(*(each[part.start : part.stop] for each in self.tensors))
 
     def with_room(self, num_outputs: int) -> Self:
-        """One of so many outputs, with any numbers."""
+        """A weight of the same form with `num_outputs` uninitialised outputs."""
         return self.like(*(each.new_empty(num_outputs, *each.shape[1:]) for each in self.tensors))
 
 
@@ -45,5 +45,5 @@ W = TypeVar("W", bound=NarrowWeight)
 
 
 def joined_narrow(weights: Sequence[W], join: Join) -> W:
-    """As one, of outputs of all. They are of one form."""
+    """Join weights of the same form along their outputs."""
     return weights[0].like(*(join([*each]) for each in zip(*(weight.tensors for weight in weights), strict=True)))

@@ -1,4 +1,4 @@
-"""What an engine step gives back: new tokens of each request, with vLLM's names."""
+"""The outputs of an engine step: new tokens of each request, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -13,61 +13,60 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    """The model computed no numbers to choose a token by, or to tell of the prompt, or the grammar could not say what
-    may come next."""
+    """The model computed NaN for the next token or for the prompt's logprobs, or the grammar failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely the model found a token where it might stand, before bias, penalties and temperature."""
+    """The model's log probability of a token at some position, before bias, penalties and temperature."""
 
     token_id: int
     logprob: float
-    """Natural logarithm of its probability."""
+    """Natural logarithm of the token's probability."""
     rank: int
-    """Among the whole vocabulary; 1 is the likeliest, the lower id comes first among equals."""
+    """Rank within the vocabulary; 1 is the likeliest, and among equal ones the lower id comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one position of an answer, or of a prompt."""
+    """The logprobs at one position of an answer or a prompt."""
 
     sampled: Logprob
-    """Of the token that stands there."""
+    """Of the token at this position."""
     top: list[Logprob]
-    """The likeliest ones, in order, as many as were asked for; that one is not always among them."""
+    """The likeliest tokens, in order, as many as were requested; may not include `sampled`."""
 
 
 def has_numbers(logprobs: Iterable[TokenLogprobs]) -> bool:
-    """Not where the model computed none for a position: then all that is told of it is NaN."""
+    """Whether no logprob is NaN, as all are at a position for which the model computed NaN."""
     return not any(isnan(each.sampled.logprob) for each in logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step added to a request, which is one sequence: several answers to a prompt are as many requests."""
+    """What one step added to a request. A request is one sequence: n answers to a prompt are n requests."""
 
     request_id: str
     offset: int
     """Position of `token_ids[0]` in the answer."""
     token_ids: list[int]
     finish_reason: FinishReason | None
-    """None: it goes on, or is held."""
+    """None: the request goes on, or is held."""
     num_cached_tokens: int
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     waited_s: float
-    """From the request's arrival until its first step."""
+    """Time from the request's arrival to its first step."""
     logprobs: list[TokenLogprobs] | None = None
-    """For each of `token_ids`. None where the request does not ask."""
+    """For each of `token_ids`. None if not requested."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For each token of the prompt but the first. With the answer's first token, where the request asks."""
+    """For each token of the prompt but the first. Comes with the answer's first token, if requested."""
     grammar_error: str = ""
-    """Why it could not, with `FinishReason.ERROR`. Empty: it was not that."""
+    """With `FinishReason.ERROR`: why the grammar failed. Empty: it did not."""
     held_block_ids: tuple[int, ...] = ()
-    """Of a prefill-only request: the blocks of its tokens, kept until it is aborted."""
+    """For a prefill-only request: the blocks of its tokens, held until it is aborted."""
 
     def joined(self, later: RequestOutput) -> RequestOutput:
-        """This and what a later step added, as one."""
+        """Join this output and a later one."""
         return replace(
             later,
             offset=self.offset,

@@ -1,10 +1,11 @@
-"""A temporary folder of one process: it goes with its owner; that of one which was killed, when the next one is made.
+"""A temporary folder of one process. Its owner removes it; if the owner was killed, the next process that makes such a
+folder does.
 
     made ── `OWNER` appears, locked ──> in use ── cleanup ──> gone
-                                          │ its process is killed: the lock ends
-                                          └── clear_left_behind, by whoever comes next ──> gone
+                                          │ its process is killed: the lock is released
+                                          └── clear_left_behind, by the next process ──> gone
 
-A lock, not a process id: containers that share a folder for temporary files have process ids of their own.
+It uses a lock instead of a process id, since containers that share a temporary folder have separate process ids.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ OWNER = "owner"
 
 
 class OwnedFolder:
-    """`path`, in `directory` or where temporary files are; its name begins with `prefix`, as others' for the same
-    purpose do. Only this user sees into it."""
+    """`path` is in `directory` (default: the temporary folder). Its name begins with `prefix`, which all folders for
+    the same purpose share. Only this user can read it."""
 
     def __init__(self, prefix: str, directory: str | None = None) -> None:
         clear_left_behind(prefix, directory)
@@ -29,7 +30,7 @@ class OwnedFolder:
         new = self.path / f"{OWNER}.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / OWNER)  # nobody sees it without its lock
+        new.rename(self.path / OWNER)  # the name appears only once it is locked
 
     def cleanup(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -37,10 +38,10 @@ class OwnedFolder:
 
 
 def clear_left_behind(prefix: str, directory: str | None = None) -> None:
-    """Remove those whose owners are gone. What is not ours to open or to remove stays."""
+    """Remove folders whose owners are gone, except those that we may not open or remove."""
     for owner in Path(directory or tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
         with suppress(OSError):
-            if owner.parent.lstat().st_uid != os.getuid():  # whoever may write there could name what is not his
+            if owner.parent.lstat().st_uid != os.getuid():  # others can create names there, too
                 continue
             fd = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
             try:

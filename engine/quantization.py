@@ -1,19 +1,20 @@
-"""Weights in 8 and in 4 bits: what they are, where they can be, and the layers that multiply with them.
+"""Weights in 8 and 4 bits: the formats, where each can be used, and the layers that multiply with them.
 
-Quantised when loaded, with one scale per output channel (in 4 bits: per group of inputs), or taken as the checkpoint
-has them (`ScaledWeight`, `Int4Weight`).
-Products of layers alone: embeddings, norms and the logits' product keep the model's dtype, as in vLLM.
-`Parts.with_products` puts them into a decoder.
+Weights are quantised when loaded, with one scale per output channel (in 4 bits: per group of inputs), or kept as the
+checkpoint has them (`ScaledWeight`, `Int4Weight`).
+Only products of layers are quantised: embeddings, norms and the logits' product keep the model's dtype, as in vLLM.
+`Parts.with_products` puts these layers into a decoder.
 
-    int8     weights alone, on any device: activations keep their dtype
-    fp8      weights, and activations, per token, as they come: float8_e4m3fn (engine/float8.py) on tensor cores. Our
-             GPU kernels multiply few rows by weights alone in 8 bits
-    int4     weights alone, with a scale and an offset for each group of inputs (engine/int4_weight.py), on any device
-    stored   each weight as it is in the checkpoint: one of these, or 8 bits with a scale for each group of inputs
-             (weights alone), or plain where the checkpoint has left it so; a mixture's experts, in whatever 8 or 4
-             bits, weights alone (engine/models/expert_products.py)
+    int8     only weights, on any device: activations keep their dtype
+    fp8      weights, and activations with a scale per token, computed at run time: float8_e4m3fn (engine/float8.py) on
+             tensor cores. For few rows, our GPU kernels use only the weights in 8 bits
+    int4     only weights, with a scale and an offset for each group of inputs (engine/int4_weight.py), on any device
+    stored   each weight as it is in the checkpoint: one of these, or 8 bits with a scale for each group of inputs (only
+             weights), or plain; for a mixture's experts, in any 8 or 4 bits, only weights
+             (engine/models/expert_products.py)
 
-What is stored depends on the weights and nothing else, so that two engines with equal weights compute with equal ones.
+The quantised weights depend only on the original ones, so that engines with equal weights also have equal quantised
+ones.
 
 Shapes: T tokens, N outputs, K inputs of a product.
 """
@@ -36,17 +37,17 @@ from engine.weight import Weight, as_int4, dequantized
 
 MAX_INT8 = 127
 FLOAT8_GRAIN = 16
-"""Divides both sides of a weight that tensor cores multiply in 8 bits: `torch._scaled_mm` asks for it."""
+"""Both sizes of a weight in 8 bits must be multiples of this for `torch._scaled_mm`."""
 GROUP_GRAIN = 16
-"""Divides what a kernel for groups of inputs takes at once: as few as tensor cores multiply."""
+"""Groups of inputs must be a multiple of this, the least that tensor cores multiply at once."""
 MAX_PACKED_ROWS = 16
-"""Of `torch._weight_int8pack_mm` on a CPU: with more, widening the whole weight first takes less. On a GPU it computes
-an output per thread or warp, and is not used."""
+"""Up to this many rows a CPU uses `torch._weight_int8pack_mm`; with more, dequantising the whole weight first is
+faster. A GPU never uses it, since there it computes one output per thread or warp."""
 PACKED_GRAIN, PACKED_ALIGNMENT = 16, 32
-"""It takes inputs in bfloat16 by 16, which are 32 bytes, and checks neither: of another number it reads beyond a row's
-end, and a row that begins elsewhere ends the process (torch 2.13, AVX-512)."""
+"""That function reads inputs by 16 bfloat16 numbers, aligned to 32 bytes, and checks neither: other sizes make it read
+beyond a row's end, and unaligned rows crash the process (torch 2.13, AVX-512)."""
 SMALLEST_AMAX = 1e-12
-"""A row of zeros must not divide by zero."""
+"""Avoids a division by zero for a row of zeros."""
 
 
 def resolve_quantization(
@@ -59,12 +60,12 @@ def resolve_quantization(
     model: ModelShape,
     has_kernels: bool,
 ) -> str:
-    """What layers multiply with: "none", "int8", "fp8", "int4" or "stored". "auto" is the last, where a checkpoint
-    has weights in fewer bits and its numbers can stay what they are; where they cannot, all are widened, and that is
-    said.
+    """Resolve the quantization of layers' products: "none", "int8", "fp8", "int4" or "stored". "auto" becomes "stored"
+    if the checkpoint has quantised weights and they can be kept. If they cannot, all are dequantised, and that is
+    reported.
 
-    `capability`: of the GPU, None where the device has none. `has_kernels`: whether our kernels for the device serve.
-    Raises `ValueError` where what is asked for by name cannot work.
+    `capability`: the GPU's; None without a GPU. `has_kernels`: whether our kernels for the device can serve. Raises
+    `ValueError` if a quantization given by name cannot work.
     """
     if asked != "auto":
         _check_asked(asked, capability, dtype, model)
@@ -78,7 +79,7 @@ def resolve_quantization(
 
 
 def _check_asked(asked: str, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> None:
-    """Raises `ValueError` where products cannot be in what is asked for by name."""
+    """Raise `ValueError` if a quantization given by name cannot work."""
     why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
     if asked == "int4" and not why_not:
         why_not = _why_no_groups(model)
@@ -102,7 +103,7 @@ def _why_widened(
     model: ModelShape,
     has_kernels: bool,
 ) -> str:
-    """What keeps a checkpoint's weights from staying what they are, as a clause; empty if nothing does."""
+    """Why a checkpoint's quantised weights cannot be kept, as a clause; empty if they can."""
     if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
         is_for_dtype = dtype != "bfloat16" and _fits_cpu_kernels(stored, model)
         return "the CPU kernels, which keep them, take dtype bfloat16" if is_for_dtype else "a CPU computes faster so"
@@ -118,14 +119,14 @@ def _why_widened(
 
 
 def _fits_cpu_kernels(stored: StoredWeights, model: ModelShape) -> bool:
-    """They multiply with integers that have a scale an output, or in 4 bits one a group of inputs."""
+    """Whether the CPU kernels support these weights: int8 with a scale per output, or int4 with a scale per group."""
     if stored.quantizations == ("int4",):
         return True
     return stored.quantizations == ("int8",) and stored.block is None and model.mla is None
 
 
 def _why_no_groups(model: ModelShape) -> str:
-    """What keeps weights from being quantised in groups, as a clause; empty if nothing does."""
+    """Why weights cannot be quantised in groups, as a clause; empty if they can."""
     hidden_size, intermediate_size = model.product_inputs
     inputs = hidden_size, model.num_heads * model.head_dim, intermediate_size
     if any(size % INT4_GROUP_SIZE for size in inputs):
@@ -134,7 +135,7 @@ def _why_no_groups(model: ModelShape) -> str:
 
 
 def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> str:
-    """What keeps products from being in these bits, as a clause; empty if nothing does."""
+    """Why products cannot use this quantization, as a clause; empty if they can."""
     if quantization == "none":
         return ""
     if model.model_impl == "transformers":
@@ -152,8 +153,8 @@ def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None
 
 
 def _sizes_of_products(model: ModelShape) -> tuple[int, ...]:
-    """Inputs and outputs of the products that `MakeLinear` makes: not those of latents, which are plain, nor those of
-    routed experts, whose kernel takes any."""
+    """Input and output sizes of products that `MakeLinear` makes: without those of latents, which are plain, and those
+    of routed experts, whose kernel takes any size."""
     hidden_size, intermediate_size = model.product_inputs
     if model.mla is None:
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -163,10 +164,10 @@ def _sizes_of_products(model: ModelShape) -> tuple[int, ...]:
 
 
 def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int8 [N, K], scales [N]): symmetric, the largest of each output becomes 127.
+    """Quantise symmetrically to (int8 [N, K], scales [N]): the largest number of each output becomes 127.
 
-    The scale is rounded before the weight is divided by it, not after; to float32 where the weight is in float16, which
-    begins to lose bits at 6e-5. Raises `ValueError` where a weight is not finite.
+    The weight is divided by the rounded scale. The scale has the weight's dtype, but float32 for float16, which loses
+    bits below 6e-5. Raises `ValueError` if a weight is not finite.
     """
     dtype = torch.float32 if weight_NK.dtype == torch.float16 else weight_NK.dtype
     amax_N = weight_NK.abs().amax(dim=1).float()
@@ -177,20 +178,21 @@ def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_float8(x_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8_e4m3fn [N, K], scales [N, 1] in float32): the largest of each row becomes 448."""
+    """Quantise to (float8_e4m3fn [N, K], scales [N, 1] in float32): the largest number of each row becomes 448."""
     amax_N1 = x_NK.abs().amax(dim=1, keepdim=True).float().clamp_min_(SMALLEST_AMAX)
     scale_N1 = _divided(amax_N1, MAX_FLOAT8)
     return saturated_float8(x_NK.float() / scale_N1), scale_N1
 
 
 def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
-    """`x / by`, to the nearest on every device: by a number of the host, a GPU multiplies with the reciprocal, which is
-    a bit off now and then."""
+    """`x / by`, correctly rounded on every device: if the divisor is a Python number, a GPU multiplies with its
+    reciprocal, which is sometimes off by a bit."""
     return x / torch.full_like(x, by)
 
 
 def _narrowed(scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype`, which the faster products take, where no bit is lost by it; not in float16, as in `quantize_int8`."""
+    """Convert scales to `dtype`, which faster products need, if that is exact; never to float16: see
+    `quantize_int8`."""
     narrow_N = scale_N.to(dtype)
     return narrow_N if dtype != torch.float16 and torch.equal(narrow_N.float(), scale_N) else scale_N
 
@@ -201,7 +203,7 @@ def _check_finite(amax: torch.Tensor) -> None:
 
 
 class Int8Linear(Linear):
-    """`x @ (weight * scale).T + bias`, the weight in int8, everything else in x's dtype."""
+    """`x @ (weight * scale).T + bias`, with the weight in int8 and everything else in x's dtype."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         if isinstance(weight, ScaledWeight):
@@ -225,7 +227,7 @@ class Int8Linear(Linear):
         return (y_TN if self.bias is None else y_TN + self.bias).view(*x.shape[:-1], -1)
 
     def dequantized(self) -> torch.Tensor:
-        """[N, K], in the dtype that the weight had."""
+        """[N, K] in the weight's original dtype."""
         return (self.weight_NK * self.scale_N[:, None]).to(self._dtype)
 
 
@@ -245,7 +247,7 @@ class Float8Linear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x8_TK, scale_T1 = self._quantize_rows(x.reshape(-1, x.shape[-1]))
-        # The second operand column by column: the weight as it is stored, seen the other way.
+        # `_scaled_mm` needs a column-major second operand: the transposed view of the stored weight.
         y_TN = torch._scaled_mm(
             x8_TK, self.weight_NK.T, scale_a=scale_T1, scale_b=self.scale_1N, bias=self.bias, out_dtype=x.dtype
         )
@@ -256,7 +258,7 @@ class Float8Linear(Linear):
 
 
 class GroupScaledLinear(Linear):
-    """`x @ (weight * scale).T + bias`, a scale for each output and group of inputs; all but the weight in x's dtype."""
+    """`x @ (weight * scale).T + bias`, with a scale per output and group of inputs; only the weight is quantised."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         assert isinstance(weight, ScaledWeight)
@@ -268,7 +270,7 @@ class GroupScaledLinear(Linear):
 
 
 class Int4Linear(Linear):
-    """`x @ (integers * scale + offset).T + bias`; all but the weight in x's dtype."""
+    """`x @ (integers * scale + offset).T + bias`; only the weight is quantised."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         self.weight = as_int4(weight)
@@ -280,7 +282,7 @@ class Int4Linear(Linear):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinears:
-    """What multiplies with weights in fewer bits, and those left plain beside them, on some device."""
+    """The classes that multiply with quantised weights, and with plain ones beside them, on some device."""
 
     plain: MakeLinear = Linear
     int8: type[Int8Linear] = Int8Linear
@@ -289,7 +291,7 @@ class QuantizedLinears:
     int4: type[Int4Linear] = Int4Linear
 
     def of(self, quantization: str) -> MakeLinear:
-        """For all products of layers. `quantization`: resolved, and not "none"."""
+        """The class for all products of layers. `quantization`: resolved, and not "none"."""
         makers: dict[str, MakeLinear] = {
             "int8": self.int8, "fp8": self.fp8, "int4": self.int4, AS_STORED: self.as_stored,
         }  # fmt: skip

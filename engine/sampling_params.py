@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Integers and floats only, validated at construction."""
+"""The sampling parameters of a request. Integers and floats only, validated at construction."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BAD_WORDS = 512
-"""As tokens: twice as many as words, since one within a text and one at its beginning are written differently."""
+"""Token sequences: twice as many as words, since a word has different tokens within a text and at its beginning."""
 MOST_OF = {
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"), "logit_bias": (MAX_LOGIT_BIAS, "entries"),
     "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, "ids"), "bad_words_token_ids": (MAX_BAD_WORDS, "words"),
 }  # fmt: skip
-"""What each may hold, and what of."""
+"""By field: the maximum number of items, and what the items are called."""
 MAX_LOGPROBS = 20
 """vLLM's `--max-logprobs`."""
 
@@ -26,13 +26,13 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """Sampling parameters of one request, with vLLM's names, meanings and bounds.
 
-    Text-level parameters (`stop`, `skip_special_tokens`) are not here: whoever detokenises applies them.
+    Text-level parameters (`stop`, `skip_special_tokens`) are not here: the detokeniser's owner applies them.
 
     Raises `ValueError` naming the field and its bound.
     """
 
     max_tokens: int = 16
-    """The answer's length limit, at least 1. Counts tokens that the sequence was started with."""
+    """The answer's maximum length, at least 1. Includes `output_token_ids` that the sequence was started with."""
     min_tokens: int = 0
     """Before this many tokens neither end-of-sequence nor stop tokens can be sampled."""
     temperature: float = 1.0
@@ -44,26 +44,25 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    """Counts tokens of the prompt too."""
+    """Also applies to tokens of the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     seed: int = 0
-    """Draws depend on (seed, position) alone: any worker continues the same stream."""
+    """Draws depend only on (seed, position), so that any worker can continue the same stream."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     allowed_token_ids: frozenset[int] = frozenset()
-    """No other token is ever sampled. Empty: any may be."""
+    """No other token is ever sampled. Empty: no restriction."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """The last token of each is not sampled where the others stand before it, in the answer. vLLM's name."""
+    """The last token of a word is not sampled if its other tokens precede it in the answer. vLLM's name."""
     logprobs: int | None = None
-    """How likely each token of the answer was, and so many of the likeliest ones. None: nothing of it."""
+    """Return the logprob of each token of the answer, and of this many likeliest ones. None: none."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens, all but the first. They are computed, whatever a cache has of them."""
+    """The same for the prompt's tokens, all but the first. These tokens are computed even if the cache has their KV."""
     grammar: str | None = None
-    """What the answer's text must be: structured outputs, in llguidance's words (`engine.scheduling.grammar`). None:
+    """Structured outputs: the grammar of the answer's text, in llguidance's format (`engine.scheduling.grammar`). None:
     any text."""
     thinking_budget: ThinkingBudget | None = None
-    """How many tokens the answer may think, and what ends a thought (`engine.scheduling.thinking`). None: it may think
-    for as long as it likes."""
+    """How many tokens the answer may think, and what ends a thought (`engine.scheduling.thinking`). None: no limit."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
@@ -107,7 +106,7 @@ class SamplingParams:
                 value is None or (type(value) is int and 0 <= value <= MAX_LOGPROBS),
                 f"{name} must be an integer in [0, {MAX_LOGPROBS}], is {value!r}",
             )
-        # An answer that is complete, and cannot go on, has to end.
+        # An answer that is complete and cannot go on must end.
         for name in ("min_tokens", "ignore_eos"):
             check(
                 self.grammar is None or not getattr(self, name),
@@ -120,7 +119,7 @@ class SamplingParams:
 
     @property
     def has_phrases(self) -> bool:
-        """Whether what may be sampled hangs on the tokens before."""
+        """Whether bad words of several tokens make the allowed tokens depend on the previous ones."""
         return any(len(word) > 1 for word in self.bad_words_token_ids)
 
     @property

@@ -1,4 +1,4 @@
-"""A weight of a product in 8 bits: numbers with their scales beside them."""
+"""A product's weight in 8 bits, with its scales."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 from engine.narrow_weight import NarrowWeight
 
 MAX_FLOATS = 1 << 22
-"""Of a weight in 8 bits that are widened at once: 16 MiB beside the weight and what becomes of it. Four times as many
-take a CPU twice the time."""
+"""Numbers that are dequantised at once: 16 MiB of scratch. With four times as many, a CPU takes twice the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight(NarrowWeight):
-    """A weight in 8 bits as a checkpoint has it: `weight * scale`, a scale for each output and each group of inputs.
+    """A weight in 8 bits as in a checkpoint: `weight * scale`, with a scale for each output and group of inputs.
 
     Shapes: N outputs, K inputs, G groups.
     """
@@ -25,13 +24,13 @@ class ScaledWeight(NarrowWeight):
     scale: torch.Tensor
     """[N, G] float32."""
     group_size: int
-    """Inputs that share a scale, the last group may have fewer; K where G is 1."""
+    """Inputs that share a scale; the last group may have fewer. K if G is 1."""
     dtype: torch.dtype
-    """Of the model: what the weight stands for."""
+    """The model's dtype, to which the weight is dequantised."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers as bytes: not every device can copy 8-bit floats, or put them together."""
+        """The numbers are viewed as bytes, since not every device can copy or concatenate 8-bit floats."""
         return self.weight.view(torch.uint8), self.scale
 
     @property
@@ -60,7 +59,7 @@ class ScaledWeight(NarrowWeight):
         return ScaledWeight(as_bytes.view(self.weight.dtype), scale_NG, self.group_size, self.dtype)
 
     def part(self, axis: int, part: range) -> ScaledWeight:
-        """A copy of those outputs (axis 0) or inputs (axis 1). Raises `ValueError` where a group would be cut."""
+        """Copy some outputs (axis 0) or inputs (axis 1). Raises `ValueError` if a group would be cut."""
         # As bytes: not every device can copy 8-bit floats.
         as_bytes = self.weight.view(torch.uint8).narrow(axis, part.start, len(part))
         cut = as_bytes.clone(memory_format=torch.contiguous_format).view(self.weight.dtype)

@@ -1,9 +1,9 @@
-"""One step in integers: all that a device needs to know of what the scheduler decided.
+"""One step as integers: everything that the model runner needs from the scheduler's decision.
 
     SchedulerOutput ──StepInput.of──> StepInput ──build_input_batch──> InputBatch, on the device
 
-Owns its arrays, on the host. Made from sequences, which it only reads, and knows none of them after: whoever computes
-the model needs no sequence, only whoever samples does.
+Owns its arrays, on the host. It is built from sequences, but keeps no reference to them: only the sampler needs
+sequences, computing the model does not.
 
 Shapes: T tokens, S sequences, R rows that are sampled.
 """
@@ -30,29 +30,29 @@ _HAS_ONE_AXIS = -1
 @dataclass(frozen=True, slots=True)
 class StepInput:
     token_ids: Integers
-    """[T] PENDING_TOKEN where the step before samples it, and only the device knows."""
+    """[T]; PENDING_TOKEN if the previous step samples the token, which only the device knows yet."""
     positions: Integers
-    """[T] each token's place in its own sequence"""
+    """[T] each token's position in its sequence"""
     layout: StepLayout
     sample_rows: Integers
     """[R] rows of T whose logits are sampled, in the order of `SchedulerOutput.sampled_seqs`."""
     pending_rows: Integers
     """Rows of T whose tokens are pending."""
     rows_before: Integers
-    """For each of them, where its token stands among those that the step before samples."""
+    """For each of these rows, the index of its token among those that the previous step samples."""
     prompt_rows: Integers
-    """[prompts that ask, 2] the first of a prompt's rows whose logits are looked at, and how many these are."""
+    """[prompts that ask for logprobs, 2] the first row of a prompt whose logits are needed, and the number of rows."""
     begun_blocks: Integers
     """Blocks that this step begins to fill and leaves partly empty."""
     adapter_ids: Integers
-    """[T] the adapter that computes each, 0 where none does; [0] where none computes any."""
+    """[T] each token's adapter, 0 for none; shape [0] if no token has one."""
     has_exports: bool
-    """Somebody is told of each layer as it is written."""
+    """`on_layer_written` is called for each layer of this step."""
 
     @staticmethod
     def of(output: SchedulerOutput, block_size: int, row_of: Mapping[int, int]) -> StepInput:
-        """Each block table must cover its sequence's new tokens. `row_of`: of the step launched last, which samples the
-        tokens that are still pending: by `seq_id`, where."""
+        """Each block table must cover its sequence's new tokens. `row_of`: by `seq_id`, the index of a pending token
+        among those that the last launched step samples."""
         token_ids: list[int] = []
         begun_blocks: list[int] = []
         sample_rows: list[int] = []
@@ -90,7 +90,7 @@ class StepInput:
         )
 
     def to_bytes(self) -> bytes:
-        """For a process that runs the same code: see `from_bytes`."""
+        """Serialize for a process that runs the same code: see `from_bytes`."""
         arrays = self._arrays()
         shapes = [array.shape if array.ndim == 2 else (len(array), _HAS_ONE_AXIS) for array in arrays]
         header = [self.layout.num_decodes, self.has_exports, *chain.from_iterable(shapes)]
@@ -98,7 +98,7 @@ class StepInput:
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> StepInput:
-        """What `to_bytes` was called on. Nothing is checked."""
+        """Inverse of `to_bytes`. Nothing is checked."""
         numbers = np.frombuffer(bytearray(data), dtype=np.int64)
         num_decodes, has_exports, *sizes = numbers[: 2 + 2 * _NUM_ARRAYS].tolist()
         arrays: list[Any] = []
@@ -116,7 +116,7 @@ class StepInput:
         )
 
     def _arrays(self) -> tuple[Integers, ...]:
-        """The layout's and its own, each in the order of the fields."""
+        """The layout's arrays, then its own, in the order of the fields."""
         layout = self.layout
         return (
             layout.query_lens, layout.context_lens, layout.block_tables, layout.slot_mapping,
@@ -128,7 +128,8 @@ class StepInput:
 def _lay_out(
     firsts: Integers, query_lens: Integers, tables: Sequence[Sequence[int]], block_size: int
 ) -> tuple[Integers, StepLayout]:
-    """Each token's position, and where sequences lie that compute so many tokens from those positions on."""
+    """Each token's position, and the layout of sequences that compute `query_lens` tokens from positions `firsts`
+    on."""
     num_seqs = len(tables)
     seq_of_token = np.repeat(np.arange(num_seqs), query_lens)
     positions = np.arange(len(seq_of_token)) + (firsts - np.cumsum(query_lens) + query_lens)[seq_of_token]
@@ -137,7 +138,7 @@ def _lay_out(
         row[: len(table)] = table
         row[len(table) :] = table[0]
     slot_mapping = block_tables[seq_of_token, positions // block_size] * block_size + positions % block_size
-    # A prefilling sequence's single-token chunk is one query too, but only the leading run may be batched as decodes.
+    # A prompt's chunk of a single token is one query, too, but only the leading sequences may be batched as decodes.
     is_longer = query_lens > 1
     layout = StepLayout(
         query_lens=query_lens,

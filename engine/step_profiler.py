@@ -1,11 +1,11 @@
-"""Watches some steps of an engine with torch's profiler.
+"""Profiles some steps of an engine with torch's profiler.
 
-    made by whoever asks ──(stepping thread) step, step, … ──> done: `on_done` hears, `profile` reads what was seen
+    made by the caller ──(stepping thread) step, step, … ──> done: `on_done` is called, `profile` reads the results
                                   └── stop ──> done with fewer
 
-Watching begins with the first step that there is, not before. When it ends, the engine stands still for some
-microseconds for each operation that was seen: so steps are few. What was seen is read by another process
-(engine/trace_times.py): it takes longer than the steps did.
+Profiling begins with the first step, not before. When it ends, it stops the engine for some microseconds per recorded
+operation, so that the number of steps is limited. Another process (engine/trace_times.py) reads the results, since that
+takes longer than the steps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from engine.llm_engine import LLMEngine
 from engine.outputs import RequestOutput
 
 MAX_PROFILED_STEPS = 16
-"""By transformers' code a step has some thousands of operations; 100,000 hold up an engine for half a second."""
+"""With transformers' code a step has some thousands of operations; 100,000 stop an engine for half a second."""
 READING_S = 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Of one operation, or one of a device's kernels, all its calls, without what it calls itself."""
+    """Times of all calls of an operation or a device's kernel, without the operations that it calls."""
 
     name: str
     num_calls: int
@@ -45,22 +45,22 @@ class OpTime:
 class StepProfile:
     num_steps: int
     step_ms: float
-    """Wall time of these steps together. What of it no operation has is Python's, and the profiler's own."""
+    """Total wall time of these steps. What no operation accounts for is Python's and the profiler's time."""
     ops: list[OpTime]
-    """Those that took longest first."""
+    """The slowest first."""
     trace_gz: bytes
-    """Chrome's trace format, as chrome://tracing and Perfetto read it; empty if not asked for."""
+    """Chrome's trace format, for chrome://tracing and Perfetto; empty if not requested."""
 
 
 class StepProfiler:
-    """Of one engine, for `num_steps` steps. `step` and `stop` on the stepping thread."""
+    """Profiles `num_steps` steps of one engine. `step` and `stop` run on the stepping thread."""
 
     def __init__(self, num_steps: int, on_done: Callable[[], None]) -> None:
-        """Raises `ValueError` for a number out of bounds."""
+        """Raises `ValueError` if `num_steps` is out of bounds."""
         if not 1 <= num_steps <= MAX_PROFILED_STEPS:
             raise ValueError(f"num_steps must be in [1, {MAX_PROFILED_STEPS}], is {num_steps}")
         self._torch: torch.profiler.profile | None = None
-        """Made on the thread that it watches. None: nothing was watched."""
+        """Created on the stepping thread, which it profiles. None: no step was profiled."""
         self._num_wanted = num_steps
         self._num_steps = 0
         self._step_ms = 0.0
@@ -68,7 +68,7 @@ class StepProfiler:
         self.is_done = False
 
     def step(self, engine: LLMEngine) -> list[RequestOutput]:
-        """A step of the engine, watched. One that found nothing to compute does not count."""
+        """Run and profile a step of the engine. A step that computes nothing does not count."""
         if self._torch is None:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -85,7 +85,7 @@ class StepProfiler:
         return outputs
 
     def stop(self) -> None:
-        """Watch no more. `on_done` is called, the first time."""
+        """Stop profiling. The first call calls `on_done`."""
         if self.is_done:
             return
         self.is_done = True
@@ -94,7 +94,7 @@ class StepProfiler:
         self._on_done()
 
     def profile(self, *, with_trace: bool) -> StepProfile:
-        """What was seen, once it is done; to be called on another thread. Takes up to some seconds."""
+        """Read the results, once done. Call it on another thread, since it takes up to some seconds."""
         assert self.is_done
         if self._torch is None or not self._num_steps:
             return StepProfile(0, 0.0, [], b"")

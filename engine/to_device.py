@@ -1,7 +1,7 @@
-"""A step's arrays, from the host to where it is computed, without waiting for anything.
+"""Copies a step's arrays from the host to the device without waiting.
 
-A copy from ordinary memory waits until the device has done all that was launched before: from pinned memory it takes
-its place in the queue, and the host goes on. torch keeps pinned memory until the copy is done, and then for the next.
+A copy from pageable memory waits until the device has finished all earlier work; a copy from pinned memory is queued,
+and the host continues. torch keeps the pinned memory until the copy is done, and then reuses it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 def to_device(array: NDArray[Any], device: str | torch.device) -> torch.Tensor:
-    """On a CPU the same memory; on another device a copy, in stream order. Strides stay what they are."""
+    """On a CPU, share the array's memory; on another device, copy it in stream order. Strides are kept."""
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cpu":
         return tensor
@@ -23,7 +23,7 @@ def to_device(array: NDArray[Any], device: str | torch.device) -> torch.Tensor:
 
 
 def fill(tensor: torch.Tensor, array: NDArray[Any]) -> None:
-    """Puts an array of its shape into a tensor that is there, in stream order."""
+    """Copy an array into an existing tensor of the same shape, in stream order."""
     if tensor.device.type == "cpu":
         tensor.copy_(torch.from_numpy(array))
     else:

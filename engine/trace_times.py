@@ -1,10 +1,10 @@
-"""What operations took, from a trace of torch's profiler: a program of its own, since reading a trace takes seconds,
-which would be taken from an engine's steps.
+"""Computes the times of operations from a trace of torch's profiler. A separate program, since reading a trace takes
+seconds, during which an engine in the same process could not step.
 
     python -P engine/trace_times.py trace.json [trace.json.gz]     the second is written, if named
 
-Prints a list of [name, calls, host ms, device ms] as JSON, those that took longest first. Host times leave out what an
-operation calls itself. Imports the standard library alone.
+Prints a list of [name, calls, host ms, device ms] as JSON, the slowest first. Host times exclude the operations that an
+operation calls. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Row = list[Any]
 
 
 def op_times(events: Iterable[dict[str, Any]]) -> list[Row]:
-    """Of Chrome's complete events ("ph": "X"), whose times are in microseconds."""
+    """Sum up Chrome's complete events ("ph": "X"), whose times are in microseconds."""
     rows: defaultdict[str, Row] = defaultdict(lambda: ["", 0, 0.0, 0.0])
     of_thread: defaultdict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
@@ -37,7 +37,7 @@ def op_times(events: Iterable[dict[str, Any]]) -> list[Row]:
             row[1] += 1
             row[3] += event["dur"] / 1e3
         elif event.get("cat") in HOST:
-            # The longest of those that begin together is the one that called the others.
+            # Of calls that begin at the same time, the longest is the caller of the others.
             of_thread[event["tid"]].append((event["ts"], -event["dur"], event["name"]))
     for calls in of_thread.values():
         _add_own_times(sorted(calls), rows)
@@ -47,7 +47,7 @@ def op_times(events: Iterable[dict[str, Any]]) -> list[Row]:
 
 
 def _add_own_times(calls: list[tuple[float, float, str]], rows: defaultdict[str, Row]) -> None:
-    """`calls` of one thread: (begin, -duration, name), in order."""
+    """Add the own times of one thread's calls: (begin, -duration, name), sorted."""
     open_calls: list[tuple[float, str]] = []
     """(end, name), the innermost last."""
     for begin, minus_duration, name in calls:

@@ -1,4 +1,4 @@
-"""A weight of a product, [outputs, inputs]: a tensor, or fewer bits with what they are multiplied by beside them."""
+"""A product's weight, [outputs, inputs]: a tensor, or a quantised weight with its scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.narrow_weight import Join, joined_narrow
 from engine.scaled_weight import ScaledWeight
 
 Weight = torch.Tensor | ScaledWeight | Int4Weight
-"""Not a tensor where the products to be made are in fewer bits, and nowhere else."""
+"""Quantised only if the products made from it are, too."""
 
 
 def dequantized(weight: Weight) -> torch.Tensor:
@@ -20,17 +20,17 @@ def dequantized(weight: Weight) -> torch.Tensor:
 
 
 def as_int4(weight: Weight) -> Int4Weight:
-    """Quantised, where it is not in 4 bits."""
+    """Quantise the weight unless it is in 4 bits already."""
     return weight if isinstance(weight, Int4Weight) else quantize_int4(dequantized(weight))
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
-    """Weights of the same inputs, one below the other."""
+    """Stack weights of the same inputs along their outputs."""
     return joined(weights, torch.cat)
 
 
 def joined(weights: Sequence[Weight], join: Join) -> Weight:
-    """As one, of outputs of all: in fewer bits where all are in the same form."""
+    """Join weights along their outputs. The result is quantised if all weights have the same quantised form."""
     narrow = [weight for weight in weights if not isinstance(weight, torch.Tensor)]
     if len(narrow) == len(weights) and len({weight.form for weight in narrow}) == 1:
         return joined_narrow(narrow, join)
@@ -38,8 +38,8 @@ def joined(weights: Sequence[Weight], join: Join) -> Weight:
 
 
 def part_of(weight: Weight, axis: int, part: range) -> Weight:
-    """A copy of those outputs (axis 0) or inputs (axis 1), or of those elements of a bias. Raises `ValueError` where
-    inputs that share a scale would be cut."""
+    """Copy some outputs (axis 0) or inputs (axis 1), or some elements of a bias. Raises `ValueError` if inputs that
+    share a scale cannot be cut there."""
     if isinstance(weight, torch.Tensor):
         return weight.narrow(axis, part.start, len(part)).clone(memory_format=torch.contiguous_format)
     return weight.part(axis, part)

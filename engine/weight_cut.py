@@ -1,4 +1,4 @@
-"""Which part of a product's weight somebody has: one of several ranks, say. Integers only, no torch."""
+"""The part of a product's weight that one owner has, such as one of several ranks. Integers only, no torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Cut:
     index: int
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a part's shape."""
+        """The whole's shape, from a part's shape."""
         return tuple(size * self.num_parts if i == self.axis else size for i, size in enumerate(shape))
 
     def part(self, shape: tuple[int, ...]) -> range:
-        """Where a part of that shape lies in the whole, along the axis."""
+        """The part's range in the whole, along the axis."""
         size = shape[self.axis]
         return range(self.index * size, (self.index + 1) * size)
 
 
 CutOf = Callable[[str], Cut | None]
-"""Of the product of that name; None: all of it."""
+"""Maps a product's name to its cut; None: the whole product."""
 
 
 def uncut(product: str) -> Cut | None:
