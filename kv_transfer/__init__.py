@@ -1,8 +1,8 @@
-"""Moves KV blocks between two workers' pools. Knows no engine: it is handed a pool, block ids and a layout.
+"""Moves KV blocks between two workers' pools. Knows no engine: callers pass a pool, block ids and a layout.
 
 A decode service makes a `KVReceiver` and puts a `KVTransferServicer` in front of it; a prefill service makes a
 `KVSender`.
-`base` says who calls which method when, `grants` draws a grant's life, `errors` lists what can go wrong.
+`base` says who calls which method when, `grants` draws a grant's life cycle, `errors` lists the errors.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ __all__ = [
 
 
 def create_sender(transport: str, *, pool: KVPool, identity: Identity, open_channel: OpenChannel) -> KVSender:
-    """A sender of `pool`'s blocks by the named transport; the caller closes it.
+    """Create a sender of `pool`'s blocks with the named transport; the caller closes it.
 
-    open_channel: makes gRPC channels to peers (TLS, keepalive are its business). Raises `ValueError` for an unknown
-    name, `TransportMissing` where NIXL is not installed."""
+    open_channel: makes gRPC channels to peers, including TLS and keepalive. Raises `ValueError` for an unknown name,
+    `TransportMissing` if NIXL is not installed."""
     return KVSender(transport=_create_transport(transport, pool, identity, open_channel), pool=pool, identity=identity)
 
 
 def create_endpoint(transport: str, *, pool: KVPool, identity: Identity) -> Endpoint:
-    """The receiving side of the named transport, for a `KVReceiver`, which closes it.
+    """Create the receiving side of the named transport, for a `KVReceiver`, which closes it.
 
-    Raises `ValueError` for an unknown name, `TransportMissing` where NIXL is not installed, or where nobody else can
+    Raises `ValueError` for an unknown name, `TransportMissing` if NIXL is not installed, or if other processes cannot
     open the pool's memory ("ipc")."""
     match transport:
         case "grpc":

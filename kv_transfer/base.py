@@ -18,9 +18,9 @@
     issue, renew, revoke,      ->  GrantTable (grants.py)            Endpoint.describe at every Connect
       drop_owner                                                     Endpoint.enter_push, leave_push (one-sided)
 
-Everything runs on one event loop's thread, except what a transport does in threads of its own. A two-sided transport
-("grpc") hands every write to the receiver, which checks it; one-sided ones ("ipc", "nixl") write into its memory, so
-they attach to the grant first and the receiver quarantines what they could still reach.
+Everything runs on one event loop's thread, except what a transport does in its own threads. A two-sided transport
+("grpc") sends every write to the receiver, which checks it. One-sided transports ("ipc", "nixl") write directly into
+its memory, so they attach to the grant first, and the receiver quarantines blocks that they could still write to.
 """
 
 from __future__ import annotations
@@ -33,52 +33,53 @@ from typing import Protocol
 from protos import tandem_kv_transfer_pb2 as pb
 
 PROTOCOL_VERSION = 1
-"""Of the messages in protos/tandem_kv_transfer.proto. Peers of different versions do not talk."""
+"""Version of the messages in protos/tandem_kv_transfer.proto. Peers with different versions do not exchange KV."""
 MAX_CHUNK_BYTES = 1 << 20
 """Data in one message of the "grpc" transport, unless a single block is larger."""
 MAX_BYTES_IN_FLIGHT = {"DRAM": 32 << 20, "VRAM": 256 << 20}
-"""What an "ipc" or "nixl" sender may have under way, by its memory; "grpc" leaves this to HTTP/2's flow control. NIXL's
-ends are looked for every 100 us: with less, a GPU would wait for its host. Half of it may be to one peer of NIXL's."""
+"""Maximum bytes in flight of an "ipc" or "nixl" sender, by its memory; "grpc" leaves this to HTTP/2 flow control. The
+sender polls NIXL every 100 us: with fewer bytes in flight, a GPU would wait for its host. With NIXL, one peer may take
+half of this."""
 MAX_AGENT_METADATA_BYTES = 1 << 20
 ATTACHED = ("tandem-push", "attached")
 """Initial metadata of a Push stream by which the receiver says that a one-sided sender may begin to write."""
 GONE = ("tandem-push", "gone")
-"""Initial metadata by which the receiver says that it is dropping what comes."""
+"""Initial metadata by which the receiver says that it drops all further writes."""
 MAX_LEASE_MS = 3_600_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who a process is, to its peers."""
+    """How a process identifies itself to its peers."""
 
     worker_id: str
     incarnation: str
-    """New with every process: what an old one promised is void."""
+    """New for every process: promises of an earlier process are void."""
     compat_digest: str
-    """Of all that must be equal for KV to be exchanged."""
+    """Digest of everything that must be equal to exchange KV."""
 
 
 class BlockWriter(Protocol):
     """The data plane of one push."""
 
     may_still_write: bool
-    """Something posted has failed, and what it wrote may still arrive: the receiver must not be told otherwise."""
+    """A posted write has failed and may still arrive, so the receiver must not be told that all writes have ended."""
 
     async def start(self) -> None:
-        """Announce the push to the receiver where that is needed. Raises `GrantGone`, `PeerUnreachable`."""
+        """Announce the push to the receiver, if the transport needs that. Raises `GrantGone`, `PeerUnreachable`."""
 
     def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
-        """Take on the copying of blocks of one layer. Never blocks; the pool is read later; `drain` raises errors."""
+        """Queue the copying of blocks of one layer. Never blocks; the pool is read later; `drain` raises errors."""
 
     async def drain(self) -> None:
         """Wait until everything posted is in the receiver's memory. Raises `TransferError`. `post` may follow again."""
 
     async def stop(self) -> None:
-        """Wait until nothing posted can be read from our pool or, unless `may_still_write`, written to theirs any more.
+        """Wait until no posted write reads from our pool any more or, unless `may_still_write`, writes to the peer's.
         Raises nothing; idempotent."""
 
     async def close(self) -> None:
-        """After `stop`: tell the receiver so, if it waits for that. Raises nothing; idempotent."""
+        """After `stop`: tell the receiver, if it waits for that. Raises nothing; idempotent."""
 
 
 class Link(Protocol):
@@ -86,26 +87,26 @@ class Link(Protocol):
 
     is_one_sided: bool
     is_broken: bool
-    """A new link to the same peer is needed."""
+    """The link cannot be used any more; the peer needs a new one."""
     num_blocks: int
-    """Of the peer's pool; known once adopted."""
+    """Number of blocks of the peer's pool; known once adopted."""
 
     async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse: ...
 
     async def adopt(self, response: pb.ConnectResponse) -> None:
-        """Prepare for writes to the peer; its identity and layout are checked already, its endpoint is not."""
+        """Prepare for writes to the peer. The caller has checked its identity and layout, but not its endpoint."""
 
     def writer(self, grant: pb.Grant) -> BlockWriter: ...
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        """Send a commit once, and wait for the answer as long as the connection lives: a receiver with much to do is
-        late, not dead. Raises `PeerUnreachable` if there is no connection, or it broke."""
+        """Send a commit once, and wait for the answer as long as the connection lives, since a busy receiver may be
+        slow. Raises `PeerUnreachable` if there is no connection, or if it breaks."""
 
     async def wait_connected(self, timeout_s: float) -> None:
         """Wait until a lost connection is back. Raises `PeerUnreachable` after `timeout_s`."""
 
     async def lost(self) -> None:
-        """Return when the connection is gone; called once it was connected. May be cancelled."""
+        """Return when the connection is lost. Called once connected; may be cancelled."""
 
     async def abandon(self, request: pb.AbandonRequest, timeout_s: float) -> None: ...
 
@@ -118,13 +119,13 @@ class Transport(Protocol):
     name: str
 
     async def dial(self, address: str) -> Link:
-        """A link to the receiver at `address`; nothing is sent yet."""
+        """Create a link to the receiver at `address`, without sending anything."""
 
     async def close(self) -> None: ...
 
 
 class Endpoint(ABC):
-    """The receiving side of one way to move blocks, beside the RPCs."""
+    """The receiving side of one way to move blocks, apart from the RPCs."""
 
     name: str
     is_one_sided: bool
@@ -137,7 +138,7 @@ class Endpoint(ABC):
         """A one-sided sender begins to write."""
 
     def leave_push(self) -> None:  # noqa: B027
-        """The sender has ended, or is gone. Called once for each `enter_push`."""
+        """The sender has ended its push or is gone. Called once for each `enter_push`."""
 
     async def close(self) -> None:  # noqa: B027
-        """Release what the endpoint holds beside the pool."""
+        """Release the endpoint's resources, which do not include the pool."""

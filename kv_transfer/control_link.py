@@ -1,5 +1,5 @@
-"""The RPCs beside the data: Connect, Commit and Abandon over a gRPC channel. The links of all transports between
-processes use them.
+"""The control RPCs: Connect, Commit and Abandon over a gRPC channel. The links of all transports between processes use
+them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from protos import tandem_kv_transfer_pb2 as pb
 from protos import tandem_kv_transfer_pb2_grpc as pb_grpc
 
 OpenChannel = Callable[[str], grpc.aio.Channel]
-"""address -> a channel, which the link closes. Its keepalive is what notices a dead peer."""
+"""address -> a channel, which the link closes. The channel's keepalive notices a dead peer."""
 
 
 class ControlLink:
-    """The part that those links have in common. Closes its channel."""
+    """The common base of these links. Closes its channel."""
 
     is_broken = False
     num_blocks = 0
@@ -29,7 +29,7 @@ class ControlLink:
 
     async def connect(self, request: pb.ConnectRequest, timeout_s: float) -> pb.ConnectResponse:
         with errors_of_peer():
-            # Fails at once where nobody listens: the caller has other receivers.
+            # Fails at once if nobody listens: the caller has other receivers.
             response: pb.ConnectResponse | None = await self.stub.Connect(request, timeout=timeout_s)
         return readable(response)
 

@@ -1,12 +1,12 @@
-"""Copies blocks into peers' pools that this process has opened, on a thread of its own.
+"""Copies blocks into peers' pools that this process has opened, on its own thread.
 
-Owns the thread and what is opened. The event loop is never blocked: it hands calls in and gets futures or callbacks.
+Owns the thread and the opened pools. The event loop is never blocked: it queues calls and gets futures or callbacks.
 
-    waiting ──(copies of one peer's pool together)──> under way, in order ──done──> on_end
-        └──── nobody wants it any more, the agent or the pool is closed ────────────> on_end
+    waiting ──(copies into one peer's pool together)──> in progress, in order ──done──> on_end
+        └──── cancelled, or the agent or the pool is closed ────────────────────────> on_end
 
-If the host copies, a copy is done as soon as it is begun; a device, or a network, is given the next copies while it
-still works on the earlier ones. A copy that does not end holds up the others until its time is up.
+If the host copies, a copy is done when its begin returns. A device or a network gets the next copies while it still
+works on earlier ones. A copy that does not end delays the others until its time is up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class OpenedPool:
-    """A peer's pool, and how many transfers to it have not ended."""
+    """A peer's pool, and the number of unfinished transfers to it."""
 
     pool: PeerPool
     num_blocks: int
@@ -45,8 +45,8 @@ class CopyAgent:
     """`close` must be called."""
 
     def __init__(self, pool: KVPool, max_vram_bytes_at_once: int) -> None:
-        """`max_vram_bytes_at_once`: of several transfers in one copy, out of a GPU's memory. A host copies one after
-        the other: one that is late ends alone."""
+        """`max_vram_bytes_at_once`: limit of one copy that combines several transfers from a GPU's memory. A host
+        copies transfers one by one, so that a late one ends alone."""
         self._pool = pool
         self._block_bytes = pool.layout.block_bytes
         self._max_bytes_at_once = max_vram_bytes_at_once if pool.memory == "VRAM" else 0
@@ -59,8 +59,8 @@ class CopyAgent:
         self._thread.start()
 
     def open(self, open_peer: Callable[[], PeerPool], num_blocks: int) -> Future[OpenedPool]:
-        """What `open_peer` opens or raises, called on the agent's thread: a pool with `num_blocks` blocks. Whatever
-        becomes of it, `release` it once."""
+        """Call `open_peer` on the agent's thread to open a pool with `num_blocks` blocks. The future gets what it
+        returns or raises; in any case, `release` the future once."""
         opening: Future[OpenedPool] = Future()
 
         def open_it() -> None:
@@ -75,16 +75,17 @@ class CopyAgent:
         return opening
 
     def release(self, opening: Future[OpenedPool]) -> None:
-        """Close it once nothing is copied there any more; what has not begun never does."""
+        """Close the pool once no copy to it is in progress; queued transfers to it fail."""
         self._calls.put(lambda: self._release(opening))
 
     def post(self, transfer: Transfer) -> None:
-        """Its `terms.remote` is an `OpenedPool`. Never blocks. What has begun is not given up here: a host's copy takes
-        microseconds, a device that hangs ends the engine's process, and NIXL's agents give up what is late."""
+        """Queue a transfer whose `terms.remote` is an `OpenedPool`. Never blocks. This agent gives up no copy that has
+        begun: a host's copy takes microseconds, a device that hangs ends the engine's process, and NIXL's agents give
+        up late writes themselves."""
         self._calls.put(partial(self._take, transfer))
 
     def close(self) -> None:
-        """Begin nothing more; return when what is under way has ended. The caller has released all pools."""
+        """Begin no more copies, and return when those in progress have ended. The caller has released all pools."""
         self._calls.put(self._begin_to_close)
         self._thread.join()
 
@@ -93,7 +94,7 @@ class CopyAgent:
     def _run(self) -> None:
         try:
             self._pool.bind_thread()
-        except Exception:  # of the device: whatever is asked of it fails, too, and is told to who asked
+        except Exception:  # a device error: later uses of the device fail, too, and report it to their callers
             logger.exception("the thread of copies has no device")
         while not self._is_closing or self._under_way:
             if not self._waiting and not self._under_way:
@@ -119,7 +120,7 @@ class CopyAgent:
         try:
             copying = self._begin(wanted)
         except Exception as error:
-            # Nobody waits for this thread; those who wait for transfers get the error.
+            # Nobody waits for this thread; the transfers' owners get the error.
             logger.exception("a copy into a peer's memory failed")
             self._end(wanted, PeerUnreachable(f"a copy into its memory failed: {error}"))
             return
@@ -128,7 +129,7 @@ class CopyAgent:
         self._under_way.append((wanted, num_bytes, copying))
 
     def _begin(self, transfers: list[Transfer]) -> Copying:
-        """All to one pool."""
+        """Begin to copy transfers, all to the same pool."""
         opened: OpenedPool = transfers[0].terms.remote
         rows_2R = rows_of(transfers, self._pool.layout.num_blocks, opened.num_blocks)
         of_pushes = {transfer.terms for transfer in transfers}
@@ -136,8 +137,8 @@ class CopyAgent:
         return opened.pool.copy(rows_2R, lambda: min(given_up_s, *(terms.late_at_s() for terms in of_pushes)))
 
     def _pop_wanted(self) -> list[Transfer]:
-        """The first of those waiting, and more to the same pool, as many as one copy takes. They may be wanted no
-        more, by any."""
+        """Pop the first waiting transfer, and as many to the same pool as one copy takes. Ends cancelled transfers.
+        Empty if all were cancelled."""
         wanted: list[Transfer] = []
         num_bytes = 0
         while self._waiting:
@@ -199,8 +200,8 @@ class CopyAgent:
 
 
 def rows_of(transfers: Sequence[Transfer], num_src_blocks: int, num_dst_blocks: int) -> Rows:
-    """In any order. The layers of a prompt have the same blocks, as the same objects, which are then told once: to make
-    64 arrays of 512 numbers takes a millisecond. Layers of several prompts come in turn."""
+    """The transfers' rows, in any order. All layers of a prompt have the same block lists, as the same objects, which
+    are converted once: to make 64 arrays of 512 numbers takes a millisecond. Layers of several prompts alternate."""
     of_blocks: dict[tuple[int, int], list[Transfer]] = {}
     for transfer in transfers:
         of_blocks.setdefault((id(transfer.src_block_ids), id(transfer.dst_block_ids)), []).append(transfer)

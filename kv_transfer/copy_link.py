@@ -1,6 +1,6 @@
-"""A link to a peer whose pool is opened, and copied into by a `CopyAgent`: "ipc", and "nixl" between several GPUs.
+"""A link to a peer whose pool this process opens, and a `CopyAgent` copies into: "ipc", and "nixl" with several GPUs.
 
-Owns the opening: `close` releases it, whatever has become of it.
+Owns the opened pool: `close` releases it, even if opening it failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CopyLink(ControlLink):
         self._opening: Future[OpenedPool] | None = None
 
     async def open(self, open_peer: Callable[[], PeerPool], num_blocks: int) -> None:
-        """Raises what `open_peer` raises, which the agent's thread calls: of a pool with `num_blocks` blocks."""
+        """Open a pool with `num_blocks` blocks: the agent's thread calls `open_peer`. Raises what that raises."""
         self.num_blocks = num_blocks
         self._opening = self._agent.open(open_peer, num_blocks)
         await asyncio.wrap_future(self._opening)

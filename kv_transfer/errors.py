@@ -1,11 +1,11 @@
-"""What can go wrong with a transfer. Each class has one gRPC status, in `STATUS_OF`.
+"""The errors of a transfer. Each class has one gRPC status, in `STATUS_OF`.
 
 TransferError
 ├── IncompatiblePeer     FAILED_PRECONDITION  layouts, weights, versions or transports differ; says which
 ├── TransportMissing     FAILED_PRECONDITION  an optional transport is not installed here
-├── PeerUnreachable      UNAVAILABLE          the other side is dead, restarted meanwhile, or cannot be reached
-├── GrantGone            ABORTED              revoked, expired, or of a process that is no more
-├── InvalidTransfer      INVALID_ARGUMENT     a message that a correct peer never sends; nothing of it was used
+├── PeerUnreachable      UNAVAILABLE          the other side is dead, has restarted, or cannot be reached
+├── GrantGone            ABORTED              revoked, expired, or made by a process that has ended
+├── InvalidTransfer      INVALID_ARGUMENT     a message that a correct peer never sends; it had no effect
 └── CorruptTransfer      DATA_LOSS            digests still differ after all repairs
 """
 
@@ -61,7 +61,7 @@ STATUS_OF: dict[type[TransferError], grpc.StatusCode] = {
 
 
 def from_status(code: grpc.StatusCode, details: str) -> TransferError:
-    """The error that a peer's status stands for. A status that is none of ours means an unreachable or broken peer."""
+    """The error that a peer's status stands for. A status not listed here means an unreachable or broken peer."""
     match code:
         case grpc.StatusCode.FAILED_PRECONDITION:
             return IncompatiblePeer(details)
@@ -78,10 +78,10 @@ def from_status(code: grpc.StatusCode, details: str) -> TransferError:
 
 @contextmanager
 def errors_of_peer() -> Iterator[None]:
-    """Around calls to a peer: what gRPC raises leaves the block as a `TransferError`.
+    """Context for calls to a peer: turns gRPC's exceptions into `TransferError`s.
 
-    A call on a channel that somebody closes (the peer was replaced by another at its address) raises
-    CancelledError in whoever awaits it: that is the peer's end, and not the cancellation of the running task.
+    If a channel is closed (because another peer has replaced this one at its address), calls on it raise
+    CancelledError. That means the peer's end, not the cancellation of the running task.
     """
     try:
         yield
@@ -99,7 +99,7 @@ def errors_of_peer() -> Iterator[None]:
 
 
 def readable(answer: _T | None) -> _T:
-    """What a peer answered: gRPC's clients make None of bytes that are no message. Raises `InvalidTransfer`."""
+    """Return a peer's answer. gRPC's clients return None for bytes that are no message: raises `InvalidTransfer`."""
     if answer is None:
         raise InvalidTransfer("the peer answered with bytes that are no message")
     return answer

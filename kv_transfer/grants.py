@@ -15,11 +15,11 @@
 
 A grant ends exactly once, and its blocks are then reported in exactly one of two ways: committed (`finish_commit`
 returns COMMITTED) or free (the grant is in the list that revoke, drop_owner, expire, abandon, detach return). The
-caller is the only one that frees. From the moment a grant ends, no write under it is accepted, and since neither grant
-ids nor epochs are ever used twice, a late write cannot reach the blocks' next owner.
+caller alone frees blocks. From the moment a grant ends, no write under it is accepted. Since grant ids and epochs are
+never reused, a late write cannot reach the blocks' next owner.
 
 A one-sided sender writes into the receiver's memory without asking, so it must `attach` to the grant first. Blocks that
-it could still reach are not free until it has said that it is done, or until one lease after its connection was lost.
+it could still write to are not freed until it has said that it is done, or one lease after its connection was lost.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class GrantState(Enum):
 class Verdict(Enum):
     ACCEPTED = auto()
     LATE = auto()
-    """Its grant is gone: dropped and counted."""
+    """The grant is gone: the write is dropped and counted."""
     MALFORMED = auto()
-    """A correct sender never writes this: an error."""
+    """A correct sender never makes this write: an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class WriteCheck:
 
 class CommitStart(Enum):
     VERIFY = auto()
-    """The caller verifies now, then calls `finish_commit`."""
+    """The caller must verify now, then call `finish_commit`."""
     COMMITTED = auto()
-    """Before; nothing is to be done."""
+    """The grant was committed before; there is nothing to do."""
     GONE = auto()
 
 
@@ -64,7 +64,7 @@ class CommitResult(Enum):
     """The blocks now belong to the caller."""
     MISMATCH = auto()
     GONE = auto()
-    """The grant ended while its blocks were verified: what they hold means nothing."""
+    """The grant ended while its blocks were verified: their content is meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,17 @@ class _Entry:
     state: GrantState
     writable: frozenset[int]
     attachment_id: int = 0
-    """Of the one-sided sender that may be writing; 0: none."""
+    """Attachment of the one-sided sender that may be writing; 0: none."""
     lost_s: float | None = None
-    """When that sender's connection went, if it did."""
+    """When that sender's connection was lost, if it was."""
 
 
 @dataclass(slots=True)
 class _Owner:
     seen_s: float
-    """Its last sign of life."""
+    """Time of the owner's last sign of life."""
     grant_ids: dict[int, None]
-    """Its live grants, in the order of issue."""
+    """The owner's live grants, in the order of issue."""
 
 
 @dataclass(slots=True)
@@ -111,9 +111,9 @@ class _Tombstone:
 class GrantCounters:
     num_issued: int = 0
     num_late_writes: int = 0
-    """Blocks of a layer that were pushed and dropped, since their grant was gone."""
+    """Blocks (of one layer each) that were pushed and dropped because their grant was gone."""
     num_expired_leases: int = 0
-    """Grants that ended by their owner's silence."""
+    """Grants that expired because their owner gave no sign of life."""
     num_mismatched_blocks: int = 0
     """Blocks whose digests differed at a commit, in any layer."""
 
@@ -130,19 +130,19 @@ class GrantTable:
     counters: GrantCounters = field(default_factory=GrantCounters)
     _entries: dict[int, _Entry] = field(default_factory=dict)
     _tombstones: OrderedDict[int, _Tombstone] = field(default_factory=OrderedDict)
-    """By grant id; the first to expire first."""
+    """By grant id, in the order of expiry."""
     _owners: dict[Hashable, _Owner] = field(default_factory=dict)
-    """Those with a live grant."""
+    """The owners that have a live grant."""
     _lost: dict[int, None] = field(default_factory=dict)
-    """Grants with an attachment whose connection went, in that order."""
+    """Grants whose attached sender has lost its connection, in that order."""
     _next_number: int = 1
-    """Of a grant: its id, and its epoch."""
+    """Id and epoch of the next grant."""
     _next_attachment_id: int = 1
 
     # -- owners --
 
     def issue(self, owner: Hashable, block_ids: Sequence[int], num_cached_blocks: int, now_s: float) -> Grant:
-        """Promise `block_ids`, which the caller took out of its free blocks, to `owner` until one lease after its
+        """Promise `block_ids`, which the caller has taken from its free blocks, to `owner` until one lease after its
         last sign of life (this call is one)."""
         assert 0 <= num_cached_blocks <= len(block_ids), (num_cached_blocks, len(block_ids))
         assert all(0 <= block_id < self.num_blocks for block_id in block_ids), block_ids
@@ -159,19 +159,19 @@ class GrantTable:
 
     @property
     def num_grants(self) -> int:
-        """How many are neither committed nor freed."""
+        """How many grants are neither committed nor freed."""
         return len(self._entries)
 
     def renew(self, owner: Hashable, now_s: float) -> None:
-        """A sign of life of `owner`: all its leases begin anew."""
+        """Record a sign of life of `owner`: all its leases restart."""
         held = self._owners.get(owner)
         if held is not None:
             held.seen_s = now_s
 
     def revoke(self, grant_id: int) -> list[Grant]:
-        """End a grant. Returns it if its blocks may be used at once; else a later call returns it.
+        """End a grant. Returns it if its blocks are free at once; else a later call returns it.
 
-        A grant that has ended already (committed: its blocks are the caller's own) is left alone."""
+        Does nothing if the grant has already ended (a committed grant's blocks belong to the caller)."""
         entry = self._entries.get(grant_id)
         if entry is None or entry.state is GrantState.QUARANTINED:
             return []
@@ -186,7 +186,7 @@ class GrantTable:
         return [freed for grant_id in grant_ids for freed in self.revoke(grant_id)]
 
     def expire(self, now_s: float) -> list[Grant]:
-        """End what has outlived its lease: grants of silent owners, lost one-sided senders, tombstones."""
+        """End everything whose lease is over: grants of silent owners, lost one-sided senders, tombstones."""
         silent = [held for held in self._owners.values() if now_s - held.seen_s >= self.lease_s]
         expired = [grant_id for held in silent for grant_id in held.grant_ids]
         self.counters.num_expired_leases += len(expired)
@@ -201,9 +201,9 @@ class GrantTable:
         return freed
 
     def next_expiry_s(self) -> float | None:
-        """When `expire` may next have something to do; None while there is nothing that could expire.
+        """When `expire` must be called next; None while nothing can expire.
 
-        Every deadline is one lease after the event that set it, so later events never bring an earlier one."""
+        Every deadline is one lease after its event, so that a later event never brings an earlier deadline."""
         deadlines = [held.seen_s + self.lease_s for held in self._owners.values()]
         lost = [self._entries[grant_id].lost_s for grant_id in self._lost]
         deadlines += [lost_s + self.lease_s for lost_s in lost if lost_s is not None]
@@ -216,7 +216,7 @@ class GrantTable:
     def check_write(
         self, grant_id: int, epoch: int, incarnation: str, layer: int, block_ids: Sequence[int], num_bytes: int
     ) -> WriteCheck:
-        """Whether `num_bytes` bytes may be written into `block_ids` of `layer` now. Counts what is late."""
+        """Check whether `num_bytes` bytes may be written into `block_ids` of `layer` now. Counts late blocks."""
         entry = self._writable_entry(grant_id, epoch, incarnation)
         if entry is None:
             self.counters.num_late_writes += len(block_ids)
@@ -235,7 +235,7 @@ class GrantTable:
         return WriteCheck(Verdict.ACCEPTED)
 
     def attach(self, grant_id: int, epoch: int, incarnation: str) -> tuple[WriteCheck, int]:
-        """A one-sided sender is about to write under a grant. Returns the verdict and, if accepted, an attachment id.
+        """Attach a one-sided sender that is about to write. Returns the verdict and, if accepted, an attachment id.
 
         One at a time: a second sender needs a new grant, or must wait until the first has detached or abandoned."""
         entry = self._writable_entry(grant_id, epoch, incarnation)
@@ -248,26 +248,26 @@ class GrantTable:
         return WriteCheck(Verdict.ACCEPTED), entry.attachment_id
 
     def detach(self, grant_id: int, attachment_id: int) -> list[Grant]:
-        """That sender will write no more. Returns the grant if this made its blocks free."""
+        """The attached sender will write no more. Returns the grant if this frees its blocks."""
         entry = self._entries.get(grant_id)
         if entry is None or entry.attachment_id != attachment_id:
             return []
         return self._end_attachment(entry)
 
     def sender_gone(self, grant_id: int, attachment_id: int, now_s: float) -> None:
-        """That sender's connection broke; what it had under way may still arrive for at most one lease."""
+        """The attached sender's connection broke; its writes in flight may still arrive for at most one lease."""
         entry = self._entries.get(grant_id)
         if entry is not None and entry.attachment_id == attachment_id:
             entry.lost_s = now_s
             self._lost[grant_id] = None
 
     def abandon(self, grant_id: int, epoch: int, incarnation: str) -> list[Grant]:
-        """A sender says that it will write no more under this grant. A live grant lives on, for another sender."""
+        """A sender says that it will write no more under this grant. A live grant stays, for another sender."""
         entry = self._entry_of(grant_id, epoch, incarnation)
         return [] if entry is None else self._end_attachment(entry)
 
     def begin_commit(self, grant_id: int, epoch: int, incarnation: str) -> CommitStart:
-        """All blocks are written, says the sender. From here until `finish_commit` no write is accepted.
+        """The sender says that all blocks are written. Until `finish_commit`, no write is accepted.
 
         One at a time per grant: the caller lets a second Commit wait for the first."""
         if incarnation != self.incarnation:
@@ -283,7 +283,7 @@ class GrantTable:
         return CommitStart.VERIFY
 
     def finish_commit(self, grant_id: int, epoch: int, num_mismatched_blocks: int, now_s: float) -> CommitResult:
-        """Verification has ended. COMMITTED hands the blocks to the caller; no call returns the grant again."""
+        """Verification has ended. COMMITTED passes the blocks to the caller; no call returns the grant again."""
         entry = self._entries.get(grant_id)
         if entry is None or entry.grant.epoch != epoch or entry.state is not GrantState.VERIFYING:
             return CommitResult.GONE
@@ -298,26 +298,26 @@ class GrantTable:
         return CommitResult.COMMITTED
 
     def forget_commit(self, grant_id: int) -> None:
-        """The caller did not want what it was handed by `finish_commit`: a repeated Commit is to find no grant."""
+        """The caller rejected the blocks from `finish_commit`: let a repeated Commit find no grant."""
         self._tombstones.pop(grant_id, None)
 
     # -- views --
 
     def grant(self, grant_id: int) -> Grant | None:
-        """A grant that has not ended."""
+        """The grant, or None if it has ended."""
         entry = self._entries.get(grant_id)
         return None if entry is None or entry.state is GrantState.QUARANTINED else entry.grant
 
     def state(self, grant_id: int) -> GrantState | None:
-        """None: never made, freed, or forgotten."""
+        """The grant's state; None if it was never made, is freed, or is forgotten."""
         if grant_id in self._tombstones:
             return GrantState.COMMITTED
         entry = self._entries.get(grant_id)
         return None if entry is None else entry.state
 
     def open_grants(self) -> dict[int, tuple[int, ...]]:
-        """The blocks of each grant that promises memory now, or did and may still be written to, by grant id. Not of
-        those being committed, whose blocks are on their way to another owner."""
+        """By grant id: the blocks of each grant that promises memory now, or has ended but may still be written to.
+        Without grants that are being committed, whose blocks are changing owners."""
         return {
             grant_id: entry.grant.block_ids
             for grant_id, entry in self._entries.items()

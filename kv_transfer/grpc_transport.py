@@ -1,8 +1,8 @@
-"""The "grpc" transport: blocks travel as messages of a Push stream. Works wherever gRPC does.
+"""The "grpc" transport: sends blocks as messages of a Push stream. Works wherever gRPC works.
 
-One stream carries one round of a push; its answer, once the receiver has read it all, is what `drain` waits for.
-Blocks are read from the pool when their message is written, and HTTP/2 flow control holds writing back, so at most a
-few messages are ever copied.
+One stream carries one round of a push. `drain` waits for its answer, which comes once the receiver has read everything.
+Blocks are read from the pool when their message is written, and HTTP/2 flow control delays writing, so that at most a
+few messages exist at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OpenPush = Callable[[], "grpc.aio.StreamUnaryCall[bytes, pb.PushSummary]"]
 """Opens a Push stream that takes serialised messages."""
 _DATA_TAG = bytes([pb.PushChunk.DATA_FIELD_NUMBER << 3 | 2])
 MAX_BLOCK_MESSAGE_BYTES = 12 << 20
-"""A block of one layer must fit one message."""
+"""A block of one layer must fit into one message."""
 
 
 class GrpcEndpoint(Endpoint):
-    """The receiving side: nothing but the RPCs. Raises `ValueError` where a block does not fit one message."""
+    """The receiving side: only the RPCs. Raises `ValueError` if a block does not fit into one message."""
 
     name = "grpc"
     is_one_sided = False
@@ -67,7 +67,7 @@ class GrpcLink(ControlLink):
         super().__init__(channel)
         self._pool = pool
         self._max_chunk_blocks = 1
-        # The stub's own Push would copy each message twice more: into a PushChunk, and out of it.
+        # The stub's own Push would copy each message two more times: into a PushChunk, and out of it.
         self._push: OpenPush = channel.stream_unary(
             "/tandem.v1.KVTransfer/Push", response_deserializer=pb.PushSummary.FromString
         )
@@ -117,11 +117,11 @@ class GrpcWriter:
             self._round.cancel()
             await asyncio.wait([self._round])
             if not self._round.cancelled():
-                self._round.exception()  # drain would have raised it; whoever stops has another reason
+                self._round.exception()  # marks it as retrieved: the caller stops for another reason
             self._round = None
 
     async def close(self) -> None:
-        """The receiver checks every write, it waits for no word."""
+        """Nothing to do: the receiver checks every write and waits for no notice."""
 
     async def _send_round(self) -> None:
         with errors_of_peer():
@@ -141,7 +141,7 @@ class GrpcWriter:
             raise GrantGone(f"grant {self._grant.grant_id} of worker {self._grant.worker_id} is gone")
 
     def _message(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> bytes:
-        """A PushChunk on the wire. Put together by hand, so that blocks are copied once: from the pool into it."""
+        """Serialize a PushChunk by hand, so that blocks are copied only once, from the pool into the message."""
         head = pb.PushChunk(
             grant_id=self._grant.grant_id,
             epoch=self._grant.epoch,

@@ -1,4 +1,4 @@
-"""A KV pool in this process' memory, and a peer's in that of this machine. Copies and digests are the host's.
+"""A KV pool in this process' memory, and a peer's pool in this machine's memory. The host computes copies and digests.
 
 Does not own the memory, which must outlive the pool.
 """
@@ -23,8 +23,8 @@ from protos import tandem_kv_transfer_pb2 as pb
 class HostPool(KVPool):
     """The blocks of `array`, a C-contiguous writable uint8 array `[layer, block, block_bytes]` shaped like `layout`.
 
-    shared: what `array` lies in, from its first byte on, if other processes may open it. Raises `ValueError` where
-    array and layout disagree.
+    shared: the memory that `array` starts in, if other processes may open it. Raises `ValueError` if array and layout
+    disagree.
     """
 
     def __init__(self, layout: KVLayout, array: npt.NDArray[np.uint8], shared: SharedMemory | None = None) -> None:
@@ -76,11 +76,11 @@ class HostPool(KVPool):
 
 
 MAX_PIECE_BYTES = 256 << 10
-"""Copied by the host without asking whether it is late: 20 to 100 us."""
+"""Bytes that the host copies between checks of the deadline: 20 to 100 us."""
 
 
 class HostPeerPool:
-    """A peer's pool in the memory of the host, both as `[row, block_bytes]`. Unmapped with its last reference."""
+    """A peer's pool in host memory. Both pools are `[row, block_bytes]`. Unmapped with its last reference."""
 
     def __init__(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
         self._source = source
@@ -97,7 +97,8 @@ class HostPeerPool:
     def _copy_piece(self, rows_2R: Rows) -> None:
         source, target = self._source, self._target
         assert target is not None
-        # Neighbours on both sides are one copy. Plain numbers: with numpy's own a slice takes as long as its copy.
+        # Rows that are adjacent on both sides become one copy. Python integers: slicing with numpy's would take as long
+        # as the copy.
         starts = np.flatnonzero((np.diff(rows_2R, prepend=-2) != 1).any(axis=0))
         counts = np.diff(starts, append=rows_2R.shape[1]).tolist()
         for src, dst, count in zip(*rows_2R[:, starts].tolist(), counts, strict=True):
@@ -113,7 +114,7 @@ class _Copied:
 
 
 def runs(block_ids: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbouring ids merged: (index of the first, its id, how many), so that one copy moves several blocks."""
+    """Merge adjacent ids to (index of the first, its id, count), so that one copy moves several blocks."""
     merged: list[tuple[int, int, int]] = []
     for index, block_id in enumerate(block_ids):
         if merged and block_id == merged[-1][1] + merged[-1][2]:

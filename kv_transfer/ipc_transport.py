@@ -1,7 +1,8 @@
-"""The "ipc" transport: one-sided writes (one_sided.py) into a peer's memory that this process has opened. One machine.
+"""The "ipc" transport: one-sided writes (one_sided.py) into a peer's memory on the same machine, which this process has
+opened.
 
-Works for host memory (shared_memory.py) and GPU memory (the pool's own class). A copy runs at the machine's full speed,
-with nothing in between, and nothing has to be installed.
+Works for host memory (shared_memory.py) and GPU memory (the pool's own class). A direct copy runs at the machine's full
+speed, and nothing has to be installed.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from kv_transfer.pool import KVPool
 from protos import tandem_kv_transfer_pb2 as pb
 
 MAX_VRAM_BYTES_AT_ONCE = 1 << 30
-"""In one copy. On one GPU that takes less than a millisecond, and a launch costs the host nearly half of one: in eight
-launches an H100 pushed a gigabyte at 219 GB/s, in one at 384 to 415."""
+"""Maximum bytes of one copy. On one GPU that takes less than a millisecond, and a launch takes the host nearly half of
+one: an H100 pushed a gigabyte at 219 GB/s in eight launches, and at 384 to 415 in one."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class IpcEndpoint(Endpoint):
-    """The receiving side: says how its memory is opened; writes need nothing else from it. Raises `TransportMissing` if
-    it cannot be opened."""
+    """The receiving side: only describes how to open its memory. Raises `TransportMissing` if others cannot open it."""
 
     name = "ipc"
     is_one_sided = True
@@ -65,9 +65,9 @@ class IpcLink(CopyLink):
 
 
 def machine() -> str:
-    """What the processes of one machine have in common, and no two machines: the kernel's boot id.
+    """An id of this machine: the kernel's boot id.
 
-    Raises `TransportMissing` where it has none."""
+    Raises `TransportMissing` if the system has none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError as error:
@@ -75,8 +75,8 @@ def machine() -> str:
 
 
 def check_endpoint(response: pb.ConnectResponse) -> None:
-    """Raises `InvalidTransfer` for an endpoint that does not fit the layout beside it (which is checked already),
-    `IncompatiblePeer` for one of another machine."""
+    """Raise `InvalidTransfer` for an endpoint that does not fit its layout (which the caller has checked), and
+    `IncompatiblePeer` for one on another machine."""
     if response.WhichOneof("endpoint") != "ipc":
         raise InvalidTransfer("the receiver described no ipc endpoint")
     pool_bytes = KVLayout.from_proto(response.layout).pool_bytes

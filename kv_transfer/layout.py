@@ -1,7 +1,7 @@
 """The shape of a KV pool, and whether two pools can exchange blocks.
 
-Owns no memory. A pool is bytes `[layer, block, block_bytes]`: one block of one layer is contiguous, and what is inside
-it (`order`, `dtype`) is only ever compared, never interpreted here.
+Owns no memory. A pool is bytes `[layer, block, block_bytes]`: one block of one layer is contiguous. The order and dtype
+within a block are only compared here, never interpreted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from protos import tandem_kv_transfer_pb2 as pb
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of one element, by name."""
 DIGEST = "xxh3_64"
-"""The one block digest that this version computes."""
+"""The only block digest that this version computes."""
 DIGEST_BYTES = 8
 MAX_BLOCK_BYTES = 1 << 30
 MAX_POOL_BYTES = 1 << 50
@@ -40,7 +40,7 @@ class KVLayout:
     head_dim: int
     dtype: str
     num_parts: int = 2
-    """What a token has in a layer: 2, keys and values; 1, latents."""
+    """Parts of a token in a layer: 2, keys and values; 1, latents."""
     order: str = "layer block kv head slot dim"
     """Axes, outermost first."""
     digest: str = DIGEST
@@ -72,17 +72,17 @@ class KVLayout:
         return self.num_layers * self.num_blocks * self.block_bytes
 
     def digest_bytes(self, num_tokens: int) -> int:
-        """Of all that a prompt of so many tokens has in all layers: most of its Commit."""
+        """Bytes of the digests of a prompt of `num_tokens` tokens in all layers: most of its Commit message."""
         return DIGEST_BYTES * self.num_layers * -(-num_tokens // self.block_size)
 
     def differences(self, other: KVLayout) -> list[str]:
-        """What keeps two pools from exchanging blocks, as "field: ours != theirs". `num_blocks` may differ."""
+        """Why two pools cannot exchange blocks, as "field: ours != theirs". `num_blocks` may differ."""
         names = [f.name for f in fields(self) if f.name != "num_blocks"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [f"{name}: {ours!r} != {theirs!r}" for name, ours, theirs in pairs if ours != theirs]
 
     def differences_from_peer(self, message: pb.KVLayout) -> list[str]:
-        """The same of the layout that a peer has sent, which may be none."""
+        """Like `differences`, for a layout that a peer has sent, which may be invalid."""
         try:
             return self.differences(KVLayout.from_proto(message))
         except ValueError as error:
@@ -93,5 +93,5 @@ class KVLayout:
 
     @classmethod
     def from_proto(cls, message: pb.KVLayout) -> KVLayout:
-        """A peer's layout. Raises `ValueError` where a number is out of bounds."""
+        """Read a peer's layout. Raises `ValueError` if a number is out of bounds."""
         return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})

@@ -1,11 +1,11 @@
-"""The connections of one sender: made at first contact, shared by pushes, and closed when they lead nowhere any more.
+"""The connections of one sender: made at first contact, shared by pushes, and closed when they no longer work.
 
-    none ──get──> connecting ──> kept, for any number of pushes ──broken, lost, or its peer is another one by now──┐
+    none ──get──> connecting ──> kept, for any number of pushes ──broken, lost, or another peer is at its address──┐
                       │                                                                                            v
                       └─ fails: the next `get` tries again   closed <──its last user gives it back── retired: no push
                                                                                                      gets it any more
-Owns the links, and a task for each that notices when its connection is gone: a link may hold resources of its peer,
-such as a mapping of all its memory, which nothing else would free as long as no push comes.
+Owns the links, and for each a task that notices when its connection is lost: a link may hold resources of its peer,
+such as a mapping of all its memory, which would otherwise not be freed until the next push.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Key: TypeAlias = tuple[str, str, str]
 
 
 class KeptLink:
-    """A link, or the task that connects it, and how many use it."""
+    """A link, or the task that connects it, and its number of users."""
 
     def __init__(self, connecting: asyncio.Task[Link]) -> None:
         self.connecting = connecting
@@ -44,18 +44,18 @@ class KeptLink:
 
 
 class Links:
-    """connect: makes the link to the receiver that made a grant, or raises. `close` must be called."""
+    """connect: connects to the receiver that made a grant, or raises. `close` must be called."""
 
     def __init__(self, connect: Callable[[pb.Grant], Coroutine[object, object, Link]]) -> None:
         self._connect = connect
         self._kept: dict[Key, KeptLink] = {}
         self._open: set[KeptLink] = set()
-        """Those kept, and those retired that some push still uses."""
+        """Kept links, and retired ones that some push still uses."""
         self._watches: dict[KeptLink, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     async def get(self, grant: pb.Grant) -> KeptLink:
-        """The link to the maker of `grant`, connected. The caller gives it back once. Raises what `connect` does."""
+        """Return a connected link to the maker of `grant`, to be given back once. Raises what `connect` raises."""
         key = (grant.kv_address, grant.worker_id, grant.incarnation)
         kept = self._kept.get(key)
         if kept is not None and kept.is_useless:
@@ -74,17 +74,17 @@ class Links:
             self.give_back(kept)
             raise
         for other in [other for other in self._kept if other[0] == key[0] and other != key]:
-            # The peer has proven its incarnation: whoever was at this address before is no more.
+            # The peer has proven its incarnation: an earlier process at this address has ended.
             self._retire(other)
         return kept
 
     def give_back(self, kept: KeptLink) -> None:
-        """The caller of `get` uses it no more."""
+        """The caller of `get` no longer uses the link."""
         kept.num_users -= 1
         self._close_if_unused(kept)
 
     async def close(self) -> None:
-        """Close all of them, used or not."""
+        """Close all links, even those in use."""
         self._kept.clear()
         for kept in list(self._open):
             kept.connecting.cancel()
@@ -110,7 +110,7 @@ class Links:
         closing.add_done_callback(self._closing.discard)
 
     async def _retire_when_lost(self, key: Key, kept: KeptLink) -> None:
-        """Whoever asked for it may wait for it no more."""
+        """Runs as its own task, since the caller of `get` may have been cancelled."""
         await asyncio.wait([kept.connecting])
         if kept.is_connected:
             await kept.link.lost()

@@ -1,21 +1,21 @@
-"""One NIXL agent over one pool, driven by one thread of its own. Optional: needs the extra `nixl`.
+"""One NIXL agent for one pool, driven by its own thread. Optional: needs the extra `nixl`.
 
-Owns the agent, the pool's registration and the thread. NIXL agents take calls from one thread at a time, and progress
-(connections being set up, writes over TCP) happens inside calls only: NIXL's own progress thread would do it too, but
-it spins a whole core even when nothing moves. So every call is made by our thread, which
+Owns the agent, the pool's registration and the thread. NIXL agents take calls from one thread at a time, and make
+progress (setting up connections, writing over TCP) only inside calls. NIXL's own progress thread would do that, too,
+but it spins on a whole core even when idle. So our thread makes every call. It
 
     sleeps on its queue of calls ──> has transfers in flight, or is a receiver being written to ──> polls with short
          ^                                                                                          waits
          └────────────────────────────── neither ──────────────────────────────────────────────────────┘
 
-The event loop is never blocked: it hands calls in and gets futures or callbacks. NIXL releases the GIL while it copies.
+The event loop is never blocked: it queues calls and gets futures or callbacks. NIXL releases the GIL while it copies.
 
-NIXL cannot take a write back, and does not end a connection: of a cancelled write, UCX sends on what it has, during
-whatever call comes next. So a write that fails ends all writes to its peer. A write that is given up ends NIXL's agent,
-which is never called again, and another one is made for the next peer. What lies in sockets by then still arrives: the
-sender must not tell the receiver, after a failure, that nothing will arrive any more.
+NIXL can neither take back a write nor end a connection: UCX continues to send a cancelled write during the next call,
+whichever it is. So a failed write ends all writes to its peer. A write that is given up ends the NIXL agent, which is
+never called again; a new one is made for the next peer. Data that is in sockets by then still arrives, so after a
+failure the sender must not tell the receiver that no more data will arrive.
 
-In a worker with one pool, the writer hands in `Transfer`s. In a worker of several ranks each rank has an agent in its
+In a worker with one pool, the writer posts `Transfer`s. In a worker with several ranks, each rank has an agent in its
 own process, which is used through a `PeerPool` (`nixl_peer`): `open_peer`.
 """
 
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 SENDING_POLL_S = 100e-6
 RECEIVING_POLL_S = 500e-6
-"""Writes over RDMA or shared memory need no help of the receiver; over TCP this bounds what its sockets must hold."""
+"""Writes over RDMA or shared memory need no help from the receiver; over TCP this limits what its sockets must hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class RemotePool:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """Writes that NIXL makes."""
+    """Writes that NIXL is making."""
 
     transfer: Transfer
     deadline_s: float
@@ -71,8 +71,8 @@ class InFlight:
 
 
 class NixlAgent:
-    """Of a pool with an address. Raises `TransportMissing` where NIXL is not installed or has no UCX. `close` must be
-    called."""
+    """The agent of a pool with an address. Raises `TransportMissing` if NIXL is not installed or has no UCX. `close`
+    must be called."""
 
     def __init__(self, name: str, pool: KVPool) -> None:
         assert pool.base_address is not None
@@ -87,7 +87,7 @@ class NixlAgent:
         self._agent: Any = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: dict[RemotePool, deque[Transfer]] = {}
-        """None is empty. In the order of whose turn it is."""
+        """No queue is empty. Pools are in the order of their turns."""
         self._in_flight: list[InFlight] = []
         self._num_bytes_in_flight = 0
         self._num_incoming_pushes = 0
@@ -117,7 +117,7 @@ class NixlAgent:
         return future
 
     def close(self) -> None:
-        """Tear down what is in flight, forget the pool, end the thread. Blocks for a moment."""
+        """Fail transfers in flight, deregister the pool, end the thread. Blocks for a moment."""
         self.call(self._tear_down).result()
         self._calls.put(None)
         self._thread.join()
@@ -125,7 +125,7 @@ class NixlAgent:
     # -- receiving --
 
     def describe(self) -> pb.NixlEndpoint:
-        """This agent and its pool, for a sender."""
+        """Describe this agent and its pool to a sender."""
         return pb.NixlEndpoint(
             agent_metadata=self._metadata,
             base_address=self._base_address,
@@ -144,11 +144,11 @@ class NixlAgent:
     # -- sending --
 
     def add_remote(self, agent_name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> Future[RemotePool]:
-        """Connect to a peer's pool. The future raises `PeerUnreachable` where NIXL refuses metadata or addresses."""
+        """Connect to a peer's pool. The future raises `PeerUnreachable` if NIXL refuses metadata or addresses."""
         return self.call(lambda: self._add_remote(agent_name, endpoint, num_blocks))
 
     def open_peer(self, name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> PeerPool:
-        """`add_remote`, waited for. See `kv_transfer.pool.PoolAgent`."""
+        """Blocking `add_remote`. See `kv_transfer.pool.PoolAgent`."""
         remote = self.add_remote(name, endpoint, num_blocks).result()
         return NixlPeerPool(name, remote, post=self.post, close=partial(self.remove_remote, remote))
 
@@ -156,7 +156,9 @@ class NixlAgent:
         self._calls.put(lambda: self._close_remote(remote, f"{remote.agent_name}: the connection was closed"))
 
     def post(self, transfer: Transfer) -> None:
-        """Write as soon as no more than MAX_BYTES_IN_FLIGHT are under way, half of them to this peer. Never blocks."""
+        """Write once fewer than MAX_BYTES_IN_FLIGHT are in flight, and less than half of that to this peer. Never
+        blocks.
+        """
         self._calls.put(lambda: self._waiting.setdefault(transfer.terms.remote, deque()).append(transfer))
 
     # -- on the agent's thread --
@@ -166,14 +168,14 @@ class NixlAgent:
             try:
                 self._progress()
             except Exception as error:
-                # Nobody waits for this thread; those who wait for transfers get the error.
+                # Nobody waits for this thread; the transfers' owners get the error.
                 logger.exception("NIXL made no progress")
                 self._fail_waiting(f"NIXL made no progress: {error}")
                 if self._in_flight:
                     self._let_go_of_agent(f"NIXL made no progress: {error}")
 
     def _run_calls(self) -> bool:
-        """Run all that are queued; wait for one if nothing else is to be done. False: the last one has come."""
+        """Run the queued calls; wait for one if there is nothing else to do. Returns False when the thread must end."""
         try:
             call = self._calls.get(timeout=self._patience_s())
             while call is not None:
@@ -189,23 +191,23 @@ class NixlAgent:
         return RECEIVING_POLL_S if self._num_incoming_pushes else None
 
     def _progress(self) -> None:
-        if self._num_incoming_pushes and self._agent is not None:  # else closed under who writes
+        if self._num_incoming_pushes and self._agent is not None:  # None: the agent was given up while a peer writes
             self._agent.get_new_notifs()
         for under_way in list(self._in_flight):
-            if not under_way.transfer.terms.remote.is_removed:  # it ended with another
+            if not under_way.transfer.terms.remote.is_removed:  # it may have ended with another one
                 self._look_at(under_way)
         while any(self._start_next(remote) for remote in list(self._waiting)):
             pass
 
     def _start_next(self, remote: RemotePool) -> bool:
-        """What waits for its turn longest, if there is room. A peer that stands still leaves half of it to others."""
+        """Start the peer's next transfer if there is room. A peer that hangs leaves half of the room to others."""
         most = MAX_BYTES_IN_FLIGHT[self._pool.memory]
         if self._num_bytes_in_flight >= most or remote.num_bytes_in_flight >= most // 2:
             return False
         waiting = self._waiting.pop(remote)
         transfer = waiting.popleft()
         if waiting:
-            self._waiting[remote] = waiting  # behind the others
+            self._waiting[remote] = waiting  # at the end of the turns
         if transfer.terms.is_cancelled():
             transfer.terms.on_end(1, None)
         else:
@@ -232,7 +234,7 @@ class NixlAgent:
 
     def _look_at(self, under_way: InFlight) -> None:
         terms = under_way.transfer.terms
-        if terms.is_late():  # before NIXL is asked: writes go on within its calls
+        if terms.is_late():  # checked before calling NIXL, whose calls continue writes
             self._let_go_of_agent(f"{terms.remote.agent_name}: a write did not end in its time")
             return
         try:
@@ -253,7 +255,7 @@ class NixlAgent:
             self._break_off(remote, f"{remote.agent_name}: a write failed")
 
     def _break_off(self, remote: RemotePool, why: str) -> None:
-        """End all writes to it, and take no more."""
+        """End all writes to a peer, and accept no more."""
         error = PeerUnreachable(why)
         for under_way in [one for one in self._in_flight if one.transfer.terms.remote is remote]:
             self._end(under_way, error)
@@ -267,7 +269,7 @@ class NixlAgent:
             try:
                 under_way.handle.release()
             except self._errors as release_error:
-                # It stays in NIXL's list of leaked handles, which the agent's end releases.
+                # It stays in NIXL's list of leaked handles, which are released when the agent ends.
                 logger.warning("NIXL cannot cancel a write to %s: %s", transfer.terms.remote.agent_name, release_error)
         transfer.terms.on_end(1, error)
 
@@ -311,7 +313,7 @@ class NixlAgent:
         remote.is_removed = True
         if self._remotes.get(remote.agent_name) is remote:
             del self._remotes[remote.agent_name]
-        descriptors, remote.descriptors = remote.descriptors, None  # which hold on to NIXL's agent
+        descriptors, remote.descriptors = remote.descriptors, None  # descriptors reference NIXL's agent
         try:
             descriptors.release()
             self._agent.remove_remote_agent(remote.agent_name)
@@ -320,13 +322,13 @@ class NixlAgent:
 
     def _descriptors(self, agent_name: str, base_address: int, device_id: int, memory: str, num_blocks: int) -> Any:
         layout = self._pool.layout
-        # One strided descriptor stands for every block of every layer: index = layer * num_blocks + block.
+        # One strided descriptor covers every block of every layer: index = layer * num_blocks + block.
         row = [base_address, layout.block_bytes, device_id, layout.block_bytes, layout.num_layers * num_blocks]
         return self._agent.prep_xfer_dlist(agent_name, np.array([row], dtype=np.uint64), memory)
 
     def _set_up(self) -> None:
-        """All of it, or nothing."""
-        self._pool.bind_thread()  # UCX asks for this thread's CUDA context, now and in every call
+        """Make NIXL's agent and register the pool; leaves nothing behind if that fails."""
+        self._pool.bind_thread()  # UCX uses this thread's CUDA context, now and in every call
         self._agent = self._make_agent()
         region = (self._base_address, self._pool.layout.pool_bytes, self._pool.device_id, "")
         local = (self._base_address, self._pool.device_id, self._pool.memory, self._pool.layout.num_blocks)
@@ -344,12 +346,12 @@ class NixlAgent:
             self._let_go_of_agent("this worker is closing")
 
     def _let_go_of_agent(self, why: str) -> None:
-        """With all that it does for anybody. Its handles are not released: NIXL would look first how far they are, and
-        UCX send on."""
+        """Give up NIXL's agent and all its transfers. Handles are not released: NIXL would first check their progress,
+        during which UCX would continue to send."""
         error = PeerUnreachable(why)
         for under_way in list(self._in_flight):
             if under_way.handle is not None:
-                under_way.handle._released = True  # as NIXL marks those that are
+                under_way.handle._released = True  # as NIXL marks released handles
             self._end(under_way, error)
         for remote in list(self._remotes.values()):
             self._remove_remote(remote)
@@ -375,7 +377,7 @@ def _import_nixl() -> Any:
             "the nixl transport needs the extra `nixl` (pip install --no-deps nixl nixl-cu12, or nixl-cu13 where torch "
             f"is a build for CUDA 13): {error}"
         ) from error
-    # NIXL sends its log to stdout, which is ours, and silences everybody's logging errors.
+    # NIXL logs to stdout, which is ours, and switches off the logging errors of the whole process: undo both.
     logging.raiseExceptions = raise_exceptions
     nixl_logger = logging.getLogger("nixl")
     nixl_logger.handlers.clear()

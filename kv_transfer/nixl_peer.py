@@ -1,7 +1,7 @@
-"""A peer's pool that a NIXL agent writes to, with the interface of `kv_transfer.pool.PeerPool`; for workers of several
+"""A peer's pool that a NIXL agent writes to, with the interface `kv_transfer.pool.PeerPool`; for workers with several
 ranks.
 
-copy(rows) ──a Transfer──> the agent's thread ──end──> NixlCopying ──synchronize──> whoever waits, on another thread
+copy(rows) ──a Transfer──> the agent's thread ──end──> NixlCopying ──synchronize──> the waiting thread
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class NixlPeerPool:
     def __init__(
         self, name: str, remote: object, *, post: Callable[[Transfer], None], close: Callable[[], None]
     ) -> None:
-        """`remote`: the pool as the agent knows it, which takes transfers by `post`. `close`: that it need not any
-        more."""
+        """`remote`: the agent's object of the pool. `post`: passes a transfer to the agent. `close`: releases the
+        pool."""
         self._name = name
         self._remote = remote
         self._post = post
         self.close = close
 
     def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
-        """Unlike a host's or a device's it takes its time: what has not ended when it is late is given up."""
+        """Begin to copy. Unlike a host's or a device's copy it may take long: it is given up once it is late."""
         copying = NixlCopying(self._name, late_at_s)
         src_rows, dst_rows = rows_2R.tolist()
         terms = Terms(
@@ -45,7 +45,7 @@ class NixlPeerPool:
 
 
 class NixlCopying:
-    """Writes handed to an agent: `end` is told on its thread, `synchronize` waits on another."""
+    """Writes of an agent, which calls `end` on its thread; `synchronize` waits for that on another thread."""
 
     def __init__(self, agent_name: str, late_at_s: Callable[[], float]) -> None:
         self._agent_name = agent_name
@@ -55,7 +55,7 @@ class NixlCopying:
 
     def late_at_s(self) -> float:
         if time.monotonic() > self._may_go_on_until_s():
-            self._is_late = True  # once is for ever: nobody writes on because a later time is heard of
+            self._is_late = True  # permanently: writing must not resume if the deadline moves on afterwards
         return -math.inf if self._is_late else self._may_go_on_until_s()
 
     def is_late(self) -> bool:

@@ -1,11 +1,11 @@
-"""The sending side of the "nixl" transport in a worker of several GPUs: an agent in each rank's process, over that
-rank's own pool. (The receiving side differs only by its pool: nixl_transport.py.)
+"""The sending side of the "nixl" transport in a worker with several GPUs: each rank's process has an agent for its own
+pool. (The receiving side differs only in its pool: nixl_transport.py.)
 
     CopyAgent's thread ──copy──> the pool's agent ┬─ rank 0's, in this process ──NIXL──> the peer's rank 0
-                                                  └─ rank 1's, which is asked ───NIXL──> the peer's rank 1
+                                                  └─ rank 1's, in its process ───NIXL──> the peer's rank 1
 
-To this module they are one agent (`KVPool.start_agent`), and a push is the same as over "ipc": copies into an opened
-pool. What a peer says about each of its ranks is checked as for a worker of one GPU.
+This module sees them as one agent (`KVPool.start_agent`), and pushes as over "ipc": by copies into an opened pool. It
+checks a peer's description of each rank as for a worker with one GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kv_transfer.pool import KVPool, PoolAgent
 from protos import tandem_kv_transfer_pb2 as pb
 
 MAX_VRAM_BYTES_AT_ONCE = 128 << 20
-"""In one copy: a network that is late is given up with all of it."""
+"""Maximum bytes of one copy: if the network is late, the whole copy is given up."""
 
 
 class NixlTransportOfRanks:
@@ -61,8 +61,8 @@ class NixlLinkOfRanks(CopyLink):
 
 
 def check_endpoint(response: pb.ConnectResponse) -> None:
-    """Raises `InvalidTransfer` for an endpoint that does not fit the layout beside it (which is checked already), if it
-    has as many ranks as we have: that, whoever has the ranks checks."""
+    """Raise `InvalidTransfer` for an endpoint that does not fit its layout (which the caller has checked). Assumes as
+    many ranks as we have, which the owner of the ranks checks."""
     if response.WhichOneof("endpoint") != "nixl":
         raise InvalidTransfer("the receiver described no nixl endpoint")
     pool_bytes = KVLayout.from_proto(response.layout).pool_bytes

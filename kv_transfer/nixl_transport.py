@@ -1,7 +1,7 @@
 """The "nixl" transport: one-sided writes (one_sided.py) by NVIDIA's NIXL over UCX (RDMA, NVLink, shared memory, TCP).
 
-What a peer sends are numbers (base address, length) and NIXL's opaque metadata, bounded in size; descriptors are built
-here, because NIXL's own way to send them unpickles.
+A peer sends numbers (base address, length) and NIXL's opaque metadata, limited in size. Descriptors are built here,
+because NIXL's own way to send them unpickles data.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ MAX_DEVICES = 1 << 10
 
 
 class NixlEndpoint(Endpoint):
-    """The receiving side: an agent that knows the pool, or one of each rank, and makes progress while somebody
-    writes."""
+    """The receiving side: an agent for the pool, or one for each rank, that makes progress while a sender writes."""
 
     name = "nixl"
     is_one_sided = True
@@ -75,7 +74,7 @@ class NixlLink(ControlLink):
 
     @property
     def is_broken(self) -> bool:
-        """Also where the agent has closed it, with a connection that it had to give up."""
+        """Also true if the agent has given up the connection."""
         return self._is_broken or (self._remote is not None and self._remote.is_removed)
 
     @is_broken.setter
@@ -99,7 +98,7 @@ class NixlLink(ControlLink):
 
 
 def check_endpoint(response: pb.ConnectResponse) -> None:
-    """Raises `InvalidTransfer` for an endpoint that does not fit the layout beside it (which is checked already)."""
+    """Raise `InvalidTransfer` for an endpoint that does not fit its layout (which the caller has checked)."""
     if response.WhichOneof("endpoint") != "nixl":
         raise InvalidTransfer("the receiver described no nixl endpoint")
     nixl = response.nixl
@@ -109,7 +108,7 @@ def check_endpoint(response: pb.ConnectResponse) -> None:
 
 
 def check_memory(nixl: pb.NixlEndpoint, pool_bytes: int) -> None:
-    """Raises `InvalidTransfer` for what cannot be the description of a pool of so many bytes in one memory."""
+    """Raise `InvalidTransfer` if this cannot describe a pool of `pool_bytes` in one memory."""
     if nixl.ranks:
         raise InvalidTransfer("a rank has no ranks")
     if not 0 < len(nixl.agent_metadata) <= MAX_AGENT_METADATA_BYTES:

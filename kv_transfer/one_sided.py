@@ -1,17 +1,17 @@
-"""Pushes that write into the receiver's memory, unseen by it: what all one-sided transports have in common.
+"""One-sided pushes, which write into the receiver's memory without its involvement: the common part of such transports.
 
     open    Push stream: chunk without blocks ──> receiver attaches ──> initial metadata   nothing is written before
     write   a `Writer` (the transport's thread) copies blocks into the receiver's pool
     end     second chunk without blocks ──> receiver detaches                              nothing is written after
 
-The receiver cannot refuse a write, so the sender must respect the rules: it writes only to blocks of a grant that is
-attached, stops when its stream breaks, and says that it is done only when nothing is under way any more. After a failed
-write something may still be under way: no network says what it will still deliver. Then the stream is broken off, and
-the receiver waits for a lease.
+The receiver cannot refuse a write, so the sender must follow rules: it writes only to blocks of an attached grant,
+stops when its stream breaks, and reports the end only when no write is in flight. After a failed write, data may still
+be in flight, since no network tells what it will still deliver. Then the sender cancels the stream, and the receiver
+waits for one lease.
 
-A process that stands still (stopped, swapped out) notices nothing, and continues its writes where it left them, while
-the receiver frees the blocks one lease after the stream broke. So a push beats on the event loop, and writes no more
-once its last beat is three quarters of a lease ago by its own clock, whatever it knows of its stream.
+A process that stands still (stopped, swapped out) does not notice that, and later continues its writes, while the
+receiver frees the blocks one lease after the stream broke. So each push has a heartbeat on the event loop, and stops
+writing once its last beat is three quarters of a lease old by its own clock, whatever the state of its stream.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from kv_transfer.transfer import Terms, Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
 MAX_TRANSFER_BYTES = {"DRAM": 4 << 20, "VRAM": 64 << 20}
-"""In one `Transfer`, by the sender's memory: where the host copies, it looks for an end this often."""
+"""Maximum bytes of one `Transfer`, by the sender's memory; a copying host checks for cancellation between transfers."""
 STANDSTILL = 0.75
-"""Part of a lease without a beat after which a push is over. The rest is for writes that were begun just before."""
+"""Share of a lease without a beat after which a push ends. The rest of the lease is for writes begun just before."""
 BEATS_PER_LEASE = 8
 
 
 class Writer(Protocol):
-    """A transport's thread that writes."""
+    """A transport's writing thread."""
 
     def post(self, transfer: Transfer) -> None:
-        """Take it on. Never blocks."""
+        """Queue a transfer. Never blocks."""
 
 
 class OneSidedWriter:
-    """One push: a stream that says when we write, and transfers on the writer's thread."""
+    """One push: a stream that announces its begin and end, and transfers on the writer's thread."""
 
     def __init__(self, link: ControlLink, writer: Writer, remote: Any, grant: pb.Grant, pool: KVPool) -> None:
         self._link = link
@@ -65,13 +65,13 @@ class OneSidedWriter:
         self._loop = asyncio.get_running_loop()
         self._stream: grpc.aio.StreamUnaryCall[pb.PushChunk, pb.PushSummary] | None = None
         self._last_blocks: tuple[Sequence[int], Sequence[int]] = ((), ())
-        """Ours and theirs, posted last: those of other layers are the same objects."""
+        """Our and the peer's block ids of the last post; other layers of a prompt pass the same objects."""
         self._last_pieces: list[tuple[Sequence[int], Sequence[int]]] = []
         self._num_outstanding = 0
         self._has_none_outstanding = asyncio.Event()
         self._has_none_outstanding.set()
         self._untold: deque[tuple[int, TransferError | None]] = deque()
-        """How many transfers ended, and how, that the event loop has not heard of."""
+        """Ended transfers that the event loop has not processed yet: how many, and their error."""
         self._will_hear = False
         self._is_stopped = False
         self.may_still_write = False
@@ -81,11 +81,11 @@ class OneSidedWriter:
         self._error: TransferError | None = None
 
     async def start(self) -> None:
-        # Beats begin before the receiver can count from anything that it hears of us.
+        # The first beat comes before anything from which the receiver could count a lease.
         self._beat_s = time.monotonic()
         self._beat()
         try:
-            # A stream that is closed just now is never told so by grpc.aio, and would wait for ever.
+            # grpc.aio may never report that a stream was closed just now: without a timeout this could wait forever.
             async with asyncio.timeout(self._lease_s):
                 await self._attach()
         except TimeoutError:
@@ -108,7 +108,7 @@ class OneSidedWriter:
     def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
         assert self._stream is not None
         if self._stream.done() and self._error is None:
-            # The receiver thinks that we are gone: what we wrote now could hit the blocks' next owner.
+            # The receiver considers us gone: a write now could hit the blocks' next owner.
             self._error = PeerUnreachable(f"the push stream to worker {self._grant.worker_id} broke")
         self._note_standstill()
         if self._error is not None or self._is_stopped:
@@ -154,7 +154,7 @@ class OneSidedWriter:
                     await stream.done_writing()
                     await stream
         except (TransferError, TimeoutError):
-            pass  # the stream broke before: the receiver waits for Abandon, or until we have been gone for one lease
+            pass  # the stream is broken: the receiver waits for Abandon, or for one lease
         finally:
             stream.cancel()
 
@@ -164,19 +164,21 @@ class OneSidedWriter:
             self._next_beat = self._loop.call_later(self._lease_s / BEATS_PER_LEASE, self._beat)
 
     def _must_not_write(self) -> bool:
-        """On any thread."""
+        """May be called on any thread."""
         stream = self._stream
         is_over = self._is_stopped or self._error is not None or stream is None or stream.done()
         return self._has_stood_still() or is_over
 
     def _has_stood_still(self) -> bool:
-        """On any thread. True once is true for ever."""
+        """May be called on any thread. Once true, it stays true."""
         if time.monotonic() - self._beat_s > STANDSTILL * self._lease_s:
             self._stood_still = True
         return self._stood_still
 
     def _late_at_s(self) -> float:
-        """On any thread. Of a process that stands still in between, it is the clock of whoever writes that tells."""
+        """May be called on any thread. If the process stands still after this call, the writer's own clock check
+        notices.
+        """
         return -math.inf if self._has_stood_still() else self._beat_s + STANDSTILL * self._lease_s
 
     def _note_standstill(self) -> None:
@@ -187,15 +189,15 @@ class OneSidedWriter:
             )
 
     def _report_end(self, num_transfers: int, error: TransferError | None) -> None:
-        """On the writer's thread. To wake the event loop takes longer than a write: once for all ends it has not heard
-        of yet."""
+        """Called on the writer's thread. Waking the event loop takes longer than a write, so it is woken once for all
+        ends that it has not processed."""
         self._untold.append((num_transfers, error))
         if not self._will_hear:
             self._will_hear = True
             self._loop.call_soon_threadsafe(self._hear_ends)
 
     def _hear_ends(self) -> None:
-        self._will_hear = False  # first: what is appended from here on wakes the loop again
+        self._will_hear = False  # first: ends that are appended from here on wake the loop again
         while self._untold:
             num_transfers, error = self._untold.popleft()
             if error is not None:

@@ -1,7 +1,7 @@
-"""The receiving side of KV transfers: grants over time, writes checked, commits verified. Speaks no network itself.
+"""The receiving side of KV transfers: expires grants, checks writes, verifies commits. Does no networking itself.
 
-Owns the grant table, the timer that expires leases, and the thread that verifies. Does not own the pool nor its
-blocks: the decode service takes blocks out of its free ones, `issue`s them, and gets them back in exactly one way.
+Owns the grant table, the timer that expires leases, and the verifying thread. Does not own the pool or its blocks: the
+decode service takes blocks from its free ones, `issue`s them, and gets them back in exactly one way.
 
     issue ──> … ──> on_commit(grant, …)   the blocks hold verified KV and are the service's from this call on
                └──> on_freed([grant, …])  the grant ended otherwise and nothing can write to its blocks any more
@@ -29,18 +29,19 @@ from protos import tandem_kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 OnCommit: TypeAlias = Callable[[Grant, int, int], Awaitable[bool]]
-"""(grant, first_token_id, num_prompt_tokens) -> whether the request still wants it. From the call on the blocks are the
-callee's, whatever it returns or raises; it raises `InvalidTransfer` for what no correct sender says."""
+"""(grant, first_token_id, num_prompt_tokens) -> whether the request still needs the blocks. From the call on, the
+blocks belong to the callee, whatever it returns or raises. It raises `InvalidTransfer` for arguments that no correct
+sender gives."""
 OnFreed: TypeAlias = Callable[[list[Grant]], None]
 """Nothing can write to these grants' blocks any more. Must not raise."""
 
 
 class KVReceiver:
-    """Grants writes into `pool` and hands over the blocks that arrived.
+    """Grants writes into `pool` and passes on the blocks that have arrived.
 
-    endpoint: of the transport served. lease_s: how long grants outlive their owner's last sign of life.
+    endpoint: of the served transport. lease_s: how long grants outlive their owner's last sign of life.
     `on_commit` is awaited on the event loop, `on_freed` called there, also from inside `revoke` and `drop_owner`.
-    `table` is for others to read.
+    Others may read `table`.
     Raises `ValueError` for a lease out of bounds.
     """
 
@@ -76,14 +77,14 @@ class KVReceiver:
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="kv-verify")
 
     async def start(self, kv_address: str) -> None:
-        """Begin: leases now expire. kv_address: "host:port" where senders reach this receiver, put into grants."""
+        """Start to expire leases. kv_address: "host:port" where senders reach this receiver; put into grants."""
         assert self._timer is None, "started twice"
         self._kv_address = kv_address
         self._timer = asyncio.create_task(self._expire_leases(), name="kv-lease-expiry")
         self._timer.add_done_callback(_report_death)
 
     async def close(self) -> None:
-        """End timer, commits and endpoint. Calls no callback any more: open grants end with the pool."""
+        """End timer, commits and endpoint. No callback is called any more: open grants end with the pool."""
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._commits.values()]
         if self._timer is not None:
             tasks.append(self._timer)
@@ -99,7 +100,7 @@ class KVReceiver:
         self, owner: Hashable, block_ids: Sequence[int], num_cached_blocks: int, prompt_digest: bytes = b""
     ) -> pb.Grant:
         """Promise `block_ids` (of the whole prompt, in order; the first `num_cached_blocks` hold its KV already) to
-        `owner`, until one lease after its last sign of life. `prompt_digest`: of what their KV is to be of."""
+        `owner`, until one lease after its last sign of life. `prompt_digest`: identifies the prompt of their KV."""
         grant = self.table.issue(owner, block_ids, num_cached_blocks, self._now_s())
         self._has_deadline.set()
         return pb.Grant(
@@ -115,12 +116,12 @@ class KVReceiver:
         )
 
     def renew(self, owner: Hashable) -> None:
-        """A sign of life of `owner`."""
+        """Record a sign of life of `owner`."""
         self.table.renew(owner, self._now_s())
 
     def revoke(self, grant_id: int) -> None:
-        """End a grant; `on_freed` gets it once its blocks can be used, often before this returns. Nothing happens to a
-        grant that has ended: a committed one's blocks are the service's own."""
+        """End a grant; `on_freed` gets it once its blocks can be used, often before this returns. Does nothing if the
+        grant has ended: a committed grant's blocks belong to the service."""
         self._free(self.table.revoke(grant_id))
 
     def drop_owner(self, owner: Hashable) -> None:
@@ -130,7 +131,7 @@ class KVReceiver:
     # -- senders, through a servicer or a local transport --
 
     def connect(self, request: pb.ConnectRequest) -> pb.ConnectResponse:
-        """Raises `IncompatiblePeer` naming all that differs."""
+        """Answer a Connect. Raises `IncompatiblePeer` naming all differences."""
         problems = self._differences(request)
         if problems:
             raise IncompatiblePeer(f"worker {self.identity.worker_id} cannot take KV: {'; '.join(problems)}")
@@ -144,10 +145,10 @@ class KVReceiver:
         return response
 
     def write(self, chunk: pb.PushChunk) -> int:
-        """Copy a chunk into the pool: check and copy are one step, so that no grant can end between them.
+        """Check a chunk and copy it into the pool without a break, so that its grant cannot end in between.
 
-        Returns how many bytes; 0, having dropped and counted its blocks, if its grant is gone. Raises
-        `InvalidTransfer` for a chunk that no correct sender makes, one without blocks included."""
+        Returns the number of bytes; 0 if the grant is gone: its blocks are then dropped and counted. Raises
+        `InvalidTransfer` for a chunk that no correct sender makes, including one without blocks."""
         data = chunk.data  # protobuf copies it at every access
         check = self.table.check_write(
             chunk.grant_id, chunk.epoch, chunk.incarnation, chunk.layer, chunk.block_ids, len(data)
@@ -160,7 +161,8 @@ class KVReceiver:
         return len(data)
 
     def attach(self, chunk: pb.PushChunk) -> int:
-        """A one-sided sender is about to write: returns its attachment id. Raises `GrantGone`, `InvalidTransfer`."""
+        """Attach a one-sided sender that is about to write. Returns its attachment id. Raises `GrantGone`,
+        `InvalidTransfer`."""
         if not self._endpoint.is_one_sided:
             raise InvalidTransfer("no one-sided transport is served here")
         check, attachment_id = self.table.attach(chunk.grant_id, chunk.epoch, chunk.incarnation)
@@ -170,32 +172,32 @@ class KVReceiver:
         return attachment_id
 
     def detach(self, grant_id: int, attachment_id: int) -> None:
-        """That sender has said that it will write no more."""
+        """The attached sender has said that it will write no more."""
         self._endpoint.leave_push()
         self._free(self.table.detach(grant_id, attachment_id))
 
     def sender_gone(self, grant_id: int, attachment_id: int) -> None:
-        """That sender's stream broke before it said so. Its writes under way must arrive before its blocks are free:
-        the endpoint waits for them as long as the blocks do."""
+        """The attached sender's stream broke before it said so. Its writes in flight may still arrive: the blocks are
+        freed, and the endpoint leaves the push, one lease from now."""
         asyncio.get_running_loop().call_later(self.lease_s, self._endpoint.leave_push)
         self.table.sender_gone(grant_id, attachment_id, self._now_s())
         self._has_deadline.set()
 
     def abandon(self, request: pb.AbandonRequest) -> None:
-        """A sender will write no more under a grant; unknown ones are ignored."""
+        """A sender will write no more under a grant. Unknown grants are ignored."""
         self._free(self.table.abandon(request.grant_id, request.epoch, request.incarnation))
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """Verify a grant's blocks and hand them to `on_commit`. Raises `InvalidTransfer`.
 
-        Repeats of a commit under way share its answer; a different one of the same grant waits for it."""
+        Repeats of a commit in progress share its answer; a different commit of the same grant waits for it."""
         body = request.SerializeToString(deterministic=True)
         while request.grant_id in self._commits:
             running_body, running = self._commits[request.grant_id]
             if running_body == body:
                 return await asyncio.shield(running)
             await asyncio.wait([running])
-        # A task of its own: a sender that hangs up and asks again must find the same commit, not half of one.
+        # Its own task: a sender that disconnects and asks again must find the same commit, not half of one.
         task = asyncio.create_task(self._commit(request), name=f"kv-commit-{request.grant_id}")
         self._commits[request.grant_id] = (body, task)
         task.add_done_callback(lambda _: self._commits.pop(request.grant_id))
@@ -203,7 +205,7 @@ class KVReceiver:
 
     async def _commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         grant = self.table.grant(request.grant_id)
-        # A malformed message must change nothing, so it is checked before the grant moves on.
+        # A malformed message must change nothing, so it is checked before the grant changes its state.
         wanted = None if grant is None or grant.epoch != request.epoch else self._wanted_digests(request, grant)
         start = self.table.begin_commit(request.grant_id, request.epoch, request.incarnation)
         if start is CommitStart.COMMITTED:
@@ -215,7 +217,7 @@ class KVReceiver:
         found = await loop.run_in_executor(self._verifier, self.pool.digests, grant.writable_block_ids)
         differs = (found != wanted).any(axis=0)
         mismatched = [block_id for block_id, is_bad in zip(grant.writable_block_ids, differs, strict=True) if is_bad]
-        # The grant may have ended while the thread was reading: then the blocks may be anybody's.
+        # The grant may have ended while the thread was reading: then the blocks may have another owner.
         result = self.table.finish_commit(grant.grant_id, grant.epoch, len(mismatched), self._now_s())
         if result is CommitResult.GONE:
             return pb.CommitResponse(outcome=pb.CommitResponse.GRANT_GONE)
@@ -258,7 +260,7 @@ class KVReceiver:
             self._on_freed(grants)
 
     async def _expire_leases(self) -> None:
-        # No event brings a deadline earlier than those that are set, so sleeping until the next one misses none.
+        # No event sets a deadline earlier than existing ones, so that sleeping until the next one misses none.
         while True:
             next_s = self.table.next_expiry_s()
             if next_s is None:

@@ -1,11 +1,11 @@
-"""The sending side of KV transfers: connections to receivers, and pushes from open to commit. The same for every
-transport; what differs is behind `base.Link` and `base.BlockWriter`.
+"""The sending side of KV transfers: connections to receivers, and pushes from open to commit. Common to all transports,
+which differ behind `base.Link` and `base.BlockWriter`.
 
     open(grant) ──> OPEN ──commit──> COMMITTED                           the receiver has it all, verified
                      │  └──commit raises──┐
-                     └──abandon───────────┴──> ENDED                     nothing can be written any more
+                     └──abandon───────────┴──> ENDED                     no write can happen any more
 
-Does not own the pool nor its blocks. **The caller keeps the source blocks of a push until `commit` has returned or
+Does not own the pool or its blocks. **The caller keeps the source blocks of a push until `commit` has returned or
 raised a `TransferError`, or `abandon` has returned**: until then they may be read at any moment. (A `commit` that was
 cancelled has not ended the push; call `abandon`.)
 """
@@ -41,7 +41,7 @@ MAX_REPAIRS = 2
 MAX_COMMIT_TRIES = 3
 MAX_ADDRESS_LENGTH = 512
 _ADDRESS = re.compile(r"(\[[^\s/\[\]\0]+\]|[^\s/:\[\]\0]+):(?P<port>[0-9]{1,5})")
-"""No other scheme than a host and a port: a grant must not lead to a socket file or the like."""
+"""Only host and port: a grant must not make the sender connect to a socket file or the like."""
 
 
 class KVSender:
@@ -77,13 +77,13 @@ class KVSender:
         try:
             await writer.start()
         except BaseException:
-            # Nothing was posted: nobody need wait for its end, and no cancel must keep it from that.
+            # Nothing was posted, so the caller need not wait; as a task, ending cannot be cancelled with the caller.
             self.spawn(self.end(writer, kept))
             raise
         return Push(self, kept, writer, grant)
 
     async def end(self, writer: BlockWriter, kept: KeptLink) -> None:
-        """End a push that the receiver has committed, or never heard of, so that there is nothing to abandon."""
+        """End a push that the receiver has committed or does not know, so that there is nothing to abandon."""
         try:
             await writer.stop()
             await writer.close()
@@ -131,7 +131,7 @@ class KVSender:
             raise IncompatiblePeer(f"worker {grant.worker_id} at {grant.kv_address}: {'; '.join(problems)}")
 
     async def digests(self, block_ids: Sequence[int]) -> Digests:
-        """Of blocks of the pool, computed off the event loop."""
+        """Compute digests of blocks of the pool, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._digester, self.pool.digests, block_ids)
 
     def spawn(self, work: Coroutine[object, object, None]) -> None:
@@ -145,7 +145,7 @@ class Push:
     """The writes of one request under one grant. Made by `KVSender.open`; ended by `commit` or `abandon`.
 
     Blocks are named by their position in the prompt: position i is the sender's own block `src_block_ids[...]` and the
-    receiver's `grant.block_ids[i]`. Positions that the receiver has cached are skipped by themselves.
+    receiver's `grant.block_ids[i]`. Positions that the receiver has cached are skipped automatically.
     """
 
     def __init__(self, sender: KVSender, kept: KeptLink, writer: BlockWriter, grant: pb.Grant) -> None:
@@ -158,26 +158,27 @@ class Push:
         self._lease_s = grant.lease_ms / 1000
         self._is_open = True
         self._has_link = True
-        """Until the receiver knows how this ends, or need not: whoever has seen to that gives the link back."""
+        """True until the receiver has been told, or need not be told, how the push ended; then the link is given
+        back."""
         self._last_written: tuple[int, Sequence[int]] = (0, ())
         """First block and source blocks of the last `write`."""
         self._last_blocks: tuple[Sequence[int], Sequence[int]] = ((), ())
-        """What it sent: ours and theirs. Layers of a prompt have the same, and as the same objects: who compares them
-        does so at once."""
+        """The block ids that it sent, ours and the peer's. All layers of a prompt share the same objects, so that
+        comparing them is fast."""
         self._num_posted = 0
-        """Blocks of a layer posted."""
+        """Number of posted blocks, each of one layer."""
         self._started_s: float | None = None
 
     def write(self, layer: int, first_block: int, src_block_ids: Sequence[int]) -> None:
         """Send blocks `first_block .. first_block + len(src_block_ids) - 1` of the prompt, of one layer.
 
-        Never blocks, and reads the pool later, so the blocks' bytes must be final. Calls may come in any order, at most
-        once per block and layer for the count of bytes to be right, and are ignored once the push has ended. `commit`
-        raises what goes wrong. Raises `ValueError` if the positions are not the grant's or the layer is not the
+        Never blocks, and reads the pool later, so the blocks' bytes must be final. Calls may come in any order, but
+        only once per block and layer, or the statistics are wrong; they are ignored once the push has ended. `commit`
+        raises transfer errors. Raises `ValueError` if the positions are not the grant's or the layer is not the
         pool's."""
         if not 0 <= layer < self._sender.pool.layout.num_layers:
             raise ValueError(f"layer {layer} is not below {self._sender.pool.layout.num_layers}")
-        written = first_block, tuple(src_block_ids)  # of a tuple, which an engine has for all layers, no copy
+        written = first_block, tuple(src_block_ids)  # engines pass one tuple for all layers: no copy
         if written != self._last_written:
             self._last_blocks = self._blocks_to_send(*written)
             self._last_written = written
@@ -185,7 +186,7 @@ class Push:
             self._post(layer, *self._last_blocks)
 
     def _blocks_to_send(self, first_block: int, src_block_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Ours and theirs of those blocks of the prompt that are not cached there."""
+        """Our and the peer's block ids of those blocks that the peer has not cached."""
         last_block = first_block + len(src_block_ids)
         if not 0 <= first_block <= last_block <= len(self._dst_block_ids):
             raise ValueError(f"blocks {first_block}..{last_block - 1} are not among {len(self._dst_block_ids)}")
@@ -195,11 +196,11 @@ class Push:
     async def commit(
         self, num_prompt_tokens: int, first_token_id: int, src_block_ids: Sequence[int]
     ) -> inference_pb.KVTransferStats:
-        """All blocks of all layers are written: wait until the receiver has verified and taken them.
+        """Call this once all blocks of all layers are written: waits until the receiver has verified and taken them.
 
-        src_block_ids: our blocks of the whole prompt, as many as the grant has. Blocks that arrived differently are
-        pushed again, twice at most. Raises `CorruptTransfer` after that, `GrantGone`, `PeerUnreachable`,
-        `InvalidTransfer`; on returning and raising alike the source blocks may be released."""
+        src_block_ids: our blocks of the whole prompt, as many as the grant has. Blocks whose digests differ are pushed
+        again, twice at most; then this raises `CorruptTransfer`. Also raises `GrantGone`, `PeerUnreachable`,
+        `InvalidTransfer`. Once this has returned or raised one of these, the source blocks may be released."""
         if len(src_block_ids) != len(self._dst_block_ids):
             raise ValueError(f"{len(src_block_ids)} source blocks for a grant of {len(self._dst_block_ids)}")
         assert self._is_open, "commit or abandon ends a push once"
@@ -210,7 +211,7 @@ class Push:
             self._is_open = False
             await self._writer.stop()
             await self._writer.close()
-            # The receiver's blocks wait for this word, our own need not wait for its delivery.
+            # The receiver waits for this message to free its blocks; our blocks need not wait for its delivery.
             self._has_link = False
             self._sender.spawn(self._send_abandon())
             raise
@@ -218,12 +219,12 @@ class Push:
         try:
             await self._writer.stop()
         finally:
-            # The receiver has it all already: our blocks need not wait for its answer to this.
+            # The receiver has all blocks: ours need not wait for its answer.
             self._sender.spawn(self._sender.end(self._writer, self._kept))
         return self._stats(computed_s)
 
     def _stats(self, computed_s: float) -> inference_pb.KVTransferStats:
-        """Of a push that was just committed. `computed_s`: when all of it was written."""
+        """Statistics of a push that was just committed. `computed_s`: when all its blocks were written."""
         num_cached = self.grant.num_cached_blocks
         committed_s = asyncio.get_running_loop().time()
         started_s = computed_s if self._started_s is None else self._started_s
@@ -237,8 +238,8 @@ class Push:
         )
 
     async def abandon(self) -> None:
-        """Write no more. Returns once nothing can be written any more and the receiver knows it, or one lease has
-        passed without it listening. Harmless after `commit` and when repeated."""
+        """Stop writing. Returns once no write can happen any more and the receiver knows that, or one lease has passed
+        without reaching it. Harmless after `commit` and when repeated."""
         self._is_open = False
         await self._writer.stop()
         await self._writer.close()
@@ -252,7 +253,7 @@ class Push:
         num_cached = self.grant.num_cached_blocks
         source_of = dict(zip(self._dst_block_ids[num_cached:], src_block_ids[num_cached:], strict=True))
         for num_repairs in range(MAX_REPAIRS + 1):
-            # Digests are of what the source holds now, not of what was sent: a layer sent too early shows, too.
+            # Digests are of the source's current content, not of what was sent, so that a layer sent too early shows.
             _, digests = await asyncio.gather(self._writer.drain(), self._sender.digests(tuple(source_of.values())))
             response = await self._send_commit(num_prompt_tokens, first_token_id, digests)
             if response.outcome == pb.CommitResponse.COMMITTED:
@@ -288,22 +289,22 @@ class Push:
                 if num_tries == MAX_COMMIT_TRIES:
                     raise
                 logger.info("asking again whether grant %d was committed: %s", self.grant.grant_id, error)
-            # A lost answer leaves open whether the receiver has committed. Asking again is harmless; after one lease
-            # without a receiver to ask, the grant is gone either way.
+            # A lost answer leaves open whether the receiver has committed. Asking again is harmless. If the receiver
+            # cannot be reached for one lease, the grant is gone either way.
             await self._link.wait_connected(self._lease_s)
         raise AssertionError("the last try returns or raises")
 
     async def _send_abandon(self) -> None:
         if not self._link.is_one_sided or self._writer.may_still_write:
             self._sender.links.give_back(self._kept)
-            return  # a receiver that checks every write waits for no word; another waits until our lease is over
+            return  # two-sided: the receiver waits for no message; may_still_write: it must wait for one lease
         request = pb.AbandonRequest(
             grant_id=self.grant.grant_id, epoch=self.grant.epoch, incarnation=self.grant.incarnation
         )
         try:
             await self._link.abandon(request, self._lease_s)
         except TransferError as error:
-            # The receiver then waits until our connection has been gone for one lease.
+            # The receiver then frees the blocks one lease after our connection is lost.
             told = self.grant.worker_id, self.grant.grant_id
             logger.info("worker %s was not told that grant %d is abandoned: %s", *told, error)
         finally:
@@ -317,7 +318,7 @@ class Push:
 
 
 def check_grant(grant: pb.Grant) -> None:
-    """Raises `InvalidTransfer` for a grant that no correct receiver makes."""
+    """Raise `InvalidTransfer` for a grant that no correct receiver makes."""
     if not 0 < len(grant.worker_id) <= 256 or not 0 < len(grant.incarnation) <= 256:
         raise InvalidTransfer("a grant names a worker and an incarnation, of at most 256 characters each")
     address = _ADDRESS.fullmatch(grant.kv_address[: MAX_ADDRESS_LENGTH + 1])

@@ -1,10 +1,11 @@
-"""`KVTransfer` over gRPC, in front of a `KVReceiver`. Owns nothing: it translates messages, errors and ended streams.
+"""The gRPC service `KVTransfer`, in front of a `KVReceiver`. Owns nothing: it translates messages, errors and stream
+ends.
 
-A one-sided push is announced by a first chunk without blocks, acknowledged by the call's initial metadata, and ended
-by a second such chunk. A stream that ends without it broke: its sender may have writes under way.
+A first chunk without blocks announces a one-sided push, the call's initial metadata acknowledges it, and a second such
+chunk ends it. A stream that ends without the second chunk is broken: its sender may have writes in flight.
 
-A two-sided push whose grant is gone is not cut off, since gRPC would then lose the answer to writes that are on their
-way: initial metadata tells the sender to stop, and later writes are dropped and counted.
+A two-sided push whose grant is gone is not aborted, since gRPC would then lose the answer to writes in flight. Initial
+metadata tells the sender to stop instead, and later writes are dropped and counted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Memory of this process that other processes of the machine may open, without a name in any file system.
+"""Memory that other processes of the machine can open, without a name in any file system.
 
     SharedMemory(num_bytes) ──describe──> (pid, fd, name) ──a peer's message──> open_peers_memory ──> the same pages
 
-This is Linux' `memfd`: the memory lives as long as some process has it mapped, and nothing of it is left behind,
-whatever ends them. It is sealed, so a process that has opened it need not fear that it shrinks under a write. Opening
-it takes the right to inspect the process: the same user, and the same PID namespace (containers of a pod share one with
-`shareProcessNamespace`). In another namespace that pid is another process, perhaps this one itself: so every memory has
-a name of its own, and memory with another name is not opened.
+It uses Linux' `memfd`: the memory lives as long as some process has it mapped, and is freed however the processes end.
+It is sealed, so that it cannot shrink under another process' write. Opening it requires the right to inspect the
+process: the same user, and the same PID namespace (containers of a pod share one with `shareProcessNamespace`). In
+another namespace the pid is another process, perhaps this one itself. So every memory has a unique name, and memory
+with another name is not opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from protos import tandem_kv_transfer_pb2 as pb
 
 _NAME = "tandem-kv-{}"
 _NAME_PATTERN = re.compile(r"tandem-kv-[0-9a-f]{16}")
-"""What tools show for it: /memfd:tandem-kv-0123456789abcdef."""
+"""Tools show it as /memfd:tandem-kv-0123456789abcdef."""
 _HINT = (
     "the ipc transport needs both workers on one machine, run by one user, in one PID namespace (shareProcessNamespace "
     "in a pod)"
@@ -30,8 +30,8 @@ _HINT = (
 
 
 class SharedMemory:
-    """`num_bytes` of zeros, taken from the machine as they are first touched. Freed when neither this object nor any
-    view of `buffer` is left, in any process. Raises `TransportMissing` where the system gives none."""
+    """`num_bytes` of zeros, allocated when first touched. Freed when neither this object nor any view of `buffer` is
+    left in any process. Raises `TransportMissing` if the system provides none."""
 
     def __init__(self, num_bytes: int) -> None:
         if not hasattr(os, "memfd_create"):
@@ -58,15 +58,15 @@ class SharedMemory:
 
 
 def open_peers_memory(described: pb.HostMemory, num_bytes: int) -> mmap.mmap:
-    """The memory that a peer described, writable; unmapped with the last reference to it.
+    """Map the memory that a peer described, writable; unmapped with the last reference to it.
 
-    Raises `InvalidTransfer` where that is no such memory of `num_bytes`, `PeerUnreachable` where it cannot be opened.
+    Raises `InvalidTransfer` if it is no such memory of `num_bytes`, `PeerUnreachable` if it cannot be opened.
     """
     if not _NAME_PATTERN.fullmatch(described.name):
         raise InvalidTransfer(f"{described.name[:40]!r} is no name of shared memory")
     path = f"/proc/{described.pid}/fd/{described.fd}"
     try:
-        # Looked at before it is opened: to open a pipe or a device may do something.
+        # Check before opening, since opening a pipe or a device may have side effects.
         is_it = os.readlink(path).startswith(f"/memfd:{described.name} ")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK) if is_it else -1
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a one-sided push (one_sided.py) hands to the writing thread."""
+"""What a one-sided push (one_sided.py) passes to the writing thread."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Terms:
     """What the transfers of one push have in common."""
 
     remote: Any
-    """A peer's pool, as the transport knows it."""
+    """The transport's object of the peer's pool."""
     is_cancelled: Callable[[], bool]
-    """Asked before the writes begin; true: nobody wants them any more, and they must not be made."""
+    """Called before the writes begin. True: they must not be made any more."""
     late_at_s: Callable[[], float]
-    """When, by `time.monotonic`, the blocks may become somebody else's: nothing may be written after that. Asked while
-    the writes are made, since it moves on as long as it has not passed."""
+    """When, by `time.monotonic`, the blocks may get another owner: nothing may be written after that. Called repeatedly
+    during the writes, since the deadline moves on until it has passed."""
     on_end: Callable[[int, TransferError | None], None]
-    """To be called on any thread, of each transfer once, of so many together: all is written, or nothing will be any
-    more."""
+    """Called on any thread when transfers end, with their number: all is written, or nothing will be written any more.
+    Each transfer is reported once."""
     patience_s: float
-    """How long one may be under way before it is given up, by a transport that can."""
+    """How long a transfer may take before it is given up, if the transport can give up."""
 
     def is_late(self) -> bool:
         return time.monotonic() > self.late_at_s()
