@@ -1,1 +1,1 @@
-"""Receives prompts' KV, or computes it, and decodes with continuous batching."""
+"""Receives or computes prompts' KV, and decodes with continuous batching."""

@@ -1,12 +1,12 @@
-"""What a decode worker does with requests: promise memory, take in KV, decode; or do it all alone.
+"""How a decode worker handles a request: it reserves memory, receives KV and decodes; or it does everything alone.
 
     reserve ──no room──> Busy
        └──> GRANTED ──commit, verified──> decoding ──tokens──> finished
-               └── cancelled, or its owner silent for a lease: revoked; freed now or when no sender can write any more
+               └── cancelled, or its owner silent for a lease: revoked; freed now, or once no sender can write any more
     generate ──no room──> Busy, else prefilling and decoding here ──tokens──> finished
 
-The engine's blocks of a stream are freed in one place, `_free`. Before a commit the grant decides when they may be
-freed; after it, the blocks are the engine's own.
+The engine's blocks of a stream are freed in one place, `_free`. Before a commit, the grant decides when they may be
+freed; after it, they belong to the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from worker_service.sessions import RouterSession, SessionHost, Stream
 
 
 class DecodeRole:
-    """Loop-thread only. `receiver` is set before the first command."""
+    """Used only on the event loop's thread. `receiver` must be set before the first command."""
 
     def __init__(self, *, host: SessionHost, engine: AsyncLLMEngine) -> None:
         self._host = host
@@ -72,7 +72,7 @@ class DecodeRole:
         reservation = await self._engine.call(reserve)
         await reach("decode.reserved")
         if not stream.is_open:
-            return  # cancelled meanwhile: `cancel` has freed the reservation, as the command after ours
+            return  # cancelled meanwhile: `cancel`'s engine call runs after ours and frees the reservation
         if reservation is None:
             self._host.answer_busy(stream)
             return
@@ -82,18 +82,19 @@ class DecodeRole:
         self._engine_ids[grant.grant_id] = stream.engine_id
         stream.post(granted=grant)
 
-    # -- what the receiver says ---------------------------------------------------------------------------------
+    # -- reports of the receiver --------------------------------------------------------------------------------
 
     async def on_commit(self, grant: Grant, first_token_id: int, num_prompt_tokens: int) -> bool:
-        """The grant's blocks hold verified KV and are the engine's from now on. False if the request is gone.
+        """The grant's blocks hold verified KV and now belong to the engine. Returns False if the request is gone.
 
-        Raises `InvalidTransfer` for what the request cannot go on from; its attempt ends, and the blocks are free."""
+        Raises `InvalidTransfer` if the request cannot continue from these arguments; its attempt then ends, and the
+        blocks are freed."""
         engine_id = self._engine_ids.pop(grant.grant_id)
         stream = self._host.find(engine_id)
         if stream is None:
             self._free(engine_id)
             return False
-        stream.grant_id = None  # a cancel from now on goes to the engine, after the commit
+        stream.grant_id = None  # from now on, a cancel goes to the engine, after the commit
         await reach("decode.before_commit")
         try:
             await self._engine.call(lambda engine: engine.commit(engine_id, first_token_id, num_prompt_tokens))
@@ -109,7 +110,7 @@ class DecodeRole:
         return True
 
     def on_freed(self, grants: list[Grant]) -> None:
-        """No sender can reach these grants' blocks any more: back to the engine with them."""
+        """No sender can write to these grants' blocks any more: free them in the engine."""
         for grant in grants:
             engine_id = self._engine_ids.pop(grant.grant_id)
             self._free(engine_id)

@@ -1,4 +1,4 @@
-"""A decode worker's services, put together: sessions on one side, incoming transfers on the other."""
+"""Assembles a decode worker's services: sessions on one side, incoming transfers on the other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ KV_SERVICE_NAME = "tandem.v1.KVTransfer"
 
 
 class DecodeServicer(SessionServicer, DecodeServicerBase):  # type: ignore[misc]
-    """`tandem.v1.Decode`."""
+    """The service `tandem.v1.Decode`."""
 
 
 class DecodeService(RoleService):
-    """Of a decode worker. Owns the receiver."""
+    """The role service of a decode worker. Owns the receiver."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._server = parts.server

@@ -1,1 +1,2 @@
-"""Computes prompts and ships their KV, while computing it, to the decode workers that asked for it."""
+"""Computes prompts, and pushes their KV while it is being computed to the decode workers that reserved memory for
+it."""

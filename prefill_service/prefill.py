@@ -1,16 +1,16 @@
-"""What a prefill worker does with one request, top to bottom: it computes the prompt for a decode worker or, if none
+"""How a prefill worker handles a request, from top to bottom: it computes the prompt for a decode worker or, if none
 has room, answers the request alone.
 
     opened ──engine computes, each layer is pushed as it is written──> first token ──to the router at once
        │                                                                   │
        │                                                   HELD ──commit acknowledged──> released, handed over
-       └── cancelled or failed: HELD ──nothing reads the blocks any more──> released
+       └── cancelled or failed: HELD ──no transfer reads the blocks any more──> released
 
     generate ──no room──> Busy, else prefilling and decoding here ──tokens──> finished
-       (half of the pool, and of the sequences that may run, are for the prompts of others)
+       (half of the pool, and of the sequences that may run, are reserved for prompts of other workers)
 
-The blocks of a prompt that moves stay in the engine, as a sequence's or held, until no transfer can read them. They are
-released in one place, `_let_go`.
+The blocks of a prompt that moves stay in the engine, owned by the sequence or held, until no transfer can read them.
+They are released in one place, `_let_go`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from worker_service.sessions import RouterSession, SessionHost, Stream
 
 
 class PrefillRole:
-    """Runs every prefill command as a task of its own. Loop-thread only."""
+    """Runs every prefill command as a task of its own. Used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PrefillRole:
         num_blocks: int,
         on_handed_over: Callable[[KVTransferStats], None],
     ) -> None:
-        """`num_blocks`: of the pool. `on_handed_over` hears of each prompt that another worker has taken over."""
+        """`num_blocks`: of the pool. `on_handed_over` is called for each prompt that another worker has taken over."""
         self._host = host
         self._engine = engine
         self._sender = sender
@@ -53,7 +53,7 @@ class PrefillRole:
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
         self._num_blocks = num_blocks
         self._staying: dict[Stream, int] = {}
-        """Those answered here, with the blocks that each may come to need."""
+        """Streams that are answered here, with the number of blocks that each may need at most."""
         self._on_handed_over = on_handed_over
 
     # -- commands -----------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class PrefillRole:
         task.add_done_callback(lambda _: self._tasks.pop(stream))
 
     def on_beat(self, session: RouterSession) -> None:
-        """Nothing here outlives its session, so there is no lease to renew."""
+        """Nothing to do: nothing here outlives its session, so that there is no lease to renew."""
 
     def cancel(self, stream: Stream) -> None:
         if (task := self._tasks.get(stream)) is not None:
@@ -83,7 +83,7 @@ class PrefillRole:
             self._engine.post(lambda engine: engine.abort(stream.engine_id))
 
     def drop(self, session: RouterSession) -> None:
-        """Its streams are cancelled already."""
+        """Nothing to do: the session's streams have been cancelled."""
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -92,7 +92,8 @@ class PrefillRole:
             self._host.answer_busy(stream)
 
     def _take(self, stream: Stream, request: pb.EngineRequest) -> bool:
-        """Whether there is room for one more answer up to its end, beside the prompts of others. One always may."""
+        """Whether there is room to decode one more answer to its end, beside prompts for other workers. One answer is
+        always allowed."""
         config = self._engine.config
         self._staying = {other: blocks for other, blocks in self._staying.items() if other.is_open}
         num_tokens = len(request.prompt_token_ids) + request.sampling_params.max_tokens
@@ -109,9 +110,9 @@ class PrefillRole:
         try:
             await self._serve(stream, command)
         except TransferError as error:
-            if stream.is_open:  # a transfer that fails in the turn of a cancel can hide the cancel
+            if stream.is_open:  # a transfer that fails while a cancel is pending can hide the cancel
                 code = int(STATUS_OF[type(error)].value[0])
-                # Between workers something is wrong, not with the request: another pair may do better.
+                # The problem is between the workers, not in the request: another pair may succeed.
                 stream.post_failure(error_of_code(code, str(error)), can_retry=True)
         self._host.close(stream)
 
@@ -132,7 +133,7 @@ class PrefillRole:
                 stats = await push.commit(
                     num_prompt_tokens=num_tokens,
                     first_token_id=output.token_ids[-1],
-                    # The first token was sampled after the prompt: a block for it, if any, holds nothing yet.
+                    # The first token was sampled after the prompt: its block, if it is a new one, is still empty.
                     src_block_ids=output.held_block_ids[: len(command.grant.block_ids)],
                 )
                 is_settled = True
@@ -140,11 +141,11 @@ class PrefillRole:
                 await reach("prefill.after_commit")
                 stream.post(handed_over=pb.HandedOver(stats=stats))
         finally:
-            # A task of its own: a cancel may come again while this waits, and must not keep it from its end.
+            # A task of its own: another cancel may come while this waits, and must not interrupt it.
             self._host.keep(self._let_go(stream, push, is_settled=is_settled))
 
     async def _let_go(self, stream: Stream, push: Push, *, is_settled: bool) -> None:
-        """Free the blocks, once no transfer can read them any more."""
+        """Free the blocks once no transfer can read them any more."""
         if not is_settled:
             self._engine.post(lambda engine: engine.hold(stream.engine_id))
             await push.abandon()
@@ -152,7 +153,7 @@ class PrefillRole:
         self._engine.post(lambda engine: engine.abort(stream.engine_id))
 
     def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
-        """These blocks hold their final KV in `layer`: push them."""
+        """Push blocks whose KV in `layer` is final."""
         for export in exports:
             push = self._pushes.get(export.request_id)
             if push is not None:
@@ -160,7 +161,7 @@ class PrefillRole:
 
 
 def check_grant_fits(grant: Grant, num_tokens: int, block_size: int) -> None:
-    """Refuse a grant that is not for a prompt of `num_tokens` tokens, before anything is computed for it.
+    """Refuse a grant that does not fit a prompt of `num_tokens` tokens, before anything is computed.
 
     Raises `ValueError`.
     """
@@ -172,11 +173,10 @@ def check_grant_fits(grant: Grant, num_tokens: int, block_size: int) -> None:
 
 
 def add_prefill(engine: LLMEngine, engine_id: str, grant: Grant, arguments: EngineArguments) -> None:
-    """Queue it, between two steps. Refuses a grant of blocks whose KV is to be of another prompt, or of another adapter
-    of the same name: before a step could make a token of it, which would go to the router at once.
+    """Queue the prompt, between two steps. Refuses a grant for another prompt, or for another adapter of the same name,
+    before a step can sample a token, which would go to the router at once.
 
-    Raises `IncompatiblePeer`, and as `LLMEngine.add_prefill`: whether this worker is wrong or that one, nobody knows
-    here."""
+    Raises `IncompatiblePeer` (either worker may be wrong), and what `LLMEngine.add_prefill` raises."""
     digest = engine.add_prefill(engine_id, **arguments, num_receiver_blocks=grant.num_cached_blocks)
     if grant.prompt_digest and grant.prompt_digest != digest:
         engine.abort(engine_id)

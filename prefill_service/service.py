@@ -1,4 +1,4 @@
-"""A prefill worker's services, put together: sessions on one side, transfers on the other."""
+"""Assembles a prefill worker's services: sessions on one side, transfers on the other."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SERVICE_NAME = "tandem.v1.Prefill"
 
 
 class PrefillServicer(SessionServicer, PrefillServicerBase):  # type: ignore[misc]
-    """`tandem.v1.Prefill`."""
+    """The service `tandem.v1.Prefill`."""
 
 
 class PrefillService(RoleService):
-    """Of a prefill worker. Owns the sender."""
+    """The role service of a prefill worker. Owns the sender."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._server = parts.server

@@ -1,9 +1,10 @@
-"""NIXL's agents of all ranks of a worker, one in each rank's process over its own pool, as transfers see them: as one.
+"""The NIXL agents of all ranks of a worker, presented to transfers as one. Each rank's process has an agent for its
+pool.
 
     NAME/0 ── rank 0's pool, in this process         NAME/1 ── rank 1's, asked for (rank_pool.py)        …
 
-A peer's agent of rank 1 is ours of rank 1's peer, and no other's. That a push begins or ends, other ranks hear from a
-thread of its own, in order: asking them may take its time, and the event loop has none.
+Our rank 1's agent only talks to the peer's rank 1, and so on. A thread of its own tells other ranks, in order, that a
+push begins or ends: such calls may take time, and must not block the event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OpenEach = Callable[[Sequence[Callable[[], PeerPool]], int], PeerPool]
 
 
 class AgentsOfRanks:
-    """See `kv_transfer.pool.PoolAgent`. Whoever has the pools learns by himself that a rank is lost."""
+    """See `kv_transfer.pool.PoolAgent`. The owner of the pools notices itself when a rank is lost."""
 
     def __init__(self, name: str, pools: Sequence[KVPool], open_each: OpenEach) -> None:
         self._open_each = open_each
@@ -60,7 +61,7 @@ class AgentsOfRanks:
         self._is_closed = True
         self._told.shutdown()
         for agent in self._agents:
-            with suppress(RankLost):  # it took its agent along
+            with suppress(RankLost):  # its agent has ended with it
                 agent.close()
 
     def _tell(self, call: Callable[[PoolAgent], None]) -> None:

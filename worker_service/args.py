@@ -1,4 +1,4 @@
-"""Flags of a worker process, beside those of its engine (`engine.config.EngineArgs`)."""
+"""Flags of a worker process, in addition to those of its engine (`engine.config.EngineArgs`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rpc.server import is_any_host, split_address
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerArgs(ServiceArgs):
-    """How a worker is reached and how long it believes in silent peers.
+    """How a worker is reached, and how long it considers silent peers alive.
 
     Raises `ValueError` naming the field and its bound.
     """
@@ -74,7 +74,7 @@ class WorkerArgs(ServiceArgs):
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, is {self.transport!r}")
 
     def _check_advertise(self) -> None:
-        """Others would call themselves at the address that stands for all of a machine's."""
+        """Refuse a wildcard address, at which others would reach themselves."""
         where = self.advertise or self.listen
         try:
             host, port = split_address(where)

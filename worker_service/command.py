@@ -30,7 +30,7 @@ def worker_command(role: pb.Role, name: str, make_service: MakeService) -> click
     @options_of(WorkerArgs)
     @options_of(EngineArgs)
     def main(**flags: Any) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on stderr when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler logs to stderr when it starts and stops
         args, engine_args = build(WorkerArgs, flags), build(EngineArgs, flags)
         setup_logging(args.log_level, args.worker_id or name)
         failpoints.arm(args.failpoints)

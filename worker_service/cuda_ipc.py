@@ -1,11 +1,11 @@
-"""Another process' KV pool in the memory of a GPU, opened here by CUDA's interprocess handles.
+"""Opens another process' KV pool in GPU memory by CUDA's interprocess handles.
 
-    receiver   export(pool's address) ──> handle of its allocation, offset in it ──a message──> open ──> address here
+    receiver   export(pool's address) ──> handle of its allocation, offset in it ──message──> sender: open ──> address
     sender     one launch copies many blocks of many layers ──event──> they are in the receiver's memory
 
-On one GPU, and between two that reach each other (NVLink, PCIe): CUDA enables that when the memory is opened. Copies
-run on a stream of their own, ahead of the engine's work. The mapping is this module's until `close`; it stays good, if
-useless, when the process that owns the memory dies.
+Works on one GPU, and between two with peer access (NVLink, PCIe), which CUDA enables when the memory is opened. Copies
+run on a stream of their own, with priority over the engine's work. This module owns the mapping until `close`; the
+mapping stays valid, though useless, when the process that owns the memory dies.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ CopyRows = Callable[[torch.Tensor, int, Rows], None]
 
 
 class IpcDriver(Protocol):
-    """What we need of CUDA's driver. Its errors are `RuntimeError`s."""
+    """The part of CUDA's driver that we need. Its errors are `RuntimeError`s."""
 
     def export(self, address: int) -> tuple[bytes, int, int]:
-        """The handle of the allocation that holds `address`, how far into it that is, and the allocation's bytes."""
+        """Return the handle of the allocation that holds `address`, the offset in it, and the allocation's size."""
 
     def open(self, handle: bytes) -> int:
-        """Where that allocation begins in this process. As often as one likes; closed as often."""
+        """Map the allocation and return its address in this process. Each `open` needs a `close`."""
 
     def close(self, address: int) -> None: ...
 
 
 class CudaDriver:
-    """The driver itself, in the calling thread's context. Needs `cuda-bindings`, which CUDA builds of torch bring."""
+    """The driver, in the calling thread's context. Needs `cuda-bindings`, which CUDA builds of torch install."""
 
     def __init__(self) -> None:
         try:
@@ -56,7 +56,7 @@ class CudaDriver:
     def export(self, address: int) -> tuple[bytes, int, int]:
         base, num_bytes = self._call("cuMemGetAddressRange", address)
         (handle,) = self._call("cuIpcGetMemHandle", int(base))
-        # By its address: cuda-bindings have a name for its field up to 12.9.7 and 13.3 only.
+        # By its address: cuda-bindings name the field only up to 12.9.7 and 13.3.
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES), address - int(base), int(num_bytes)
 
     def open(self, handle: bytes) -> int:
@@ -64,7 +64,7 @@ class CudaDriver:
         exported = self._driver.CUipcMemHandle()
         ctypes.memmove(exported.getPtr(), handle, HANDLE_BYTES)
         flags = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        # CUDA does not say that it knows the size of what is opened so: whoever exports it says it.
+        # CUDA does not document that it knows the size of a mapping opened so: the exporter sends it.
         (address,) = self._call("cuIpcOpenMemHandle", exported, int(flags))
         return int(address)
 
@@ -79,7 +79,7 @@ class CudaDriver:
 
 
 def check_memory(memory: pb.CudaMemory, num_rows: int, row_bytes: int) -> None:
-    """Raises `InvalidTransfer` for a description that cannot be of a pool of so many rows."""
+    """Raise `InvalidTransfer` if this cannot describe a pool of `num_rows` rows."""
     if len(memory.handle) != HANDLE_BYTES:
         raise InvalidTransfer(f"a handle of CUDA's has {HANDLE_BYTES} bytes, not {len(memory.handle)}")
     if memory.offset + num_rows * row_bytes > memory.num_bytes:
@@ -87,9 +87,9 @@ def check_memory(memory: pb.CudaMemory, num_rows: int, row_bytes: int) -> None:
 
 
 class DevicePeers:
-    """Opens peers' pools for the one of this process.
+    """Opens peers' pools, to copy into them from this process' pool.
 
-    copying: what is launched within goes to the copies' stream. record: an event there, of what was launched so far.
+    copying: context that launches on the copies' stream. record: records an event of what was launched there so far.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DevicePeers:
         self._record = record
 
     def export(self, address: int) -> pb.CudaMemory:
-        """Raises `TransportMissing` where CUDA exports no handle of that memory."""
+        """Describe this memory to peers. Raises `TransportMissing` if CUDA exports no handle of it."""
         try:
             handle, offset, num_bytes = self._driver.export(address)
         except RuntimeError as error:
@@ -116,8 +116,8 @@ class DevicePeers:
         return pb.CudaMemory(handle=handle, offset=offset, num_bytes=num_bytes)
 
     def open(self, memory: pb.CudaMemory, source: torch.Tensor, num_rows: int) -> PeerPool:
-        """source: our pool, int64 `[row, words]`; the peer has `num_rows` rows of the same length. Raises as
-        `KVPool.open_peer`."""
+        """source: our pool, int64 `[row, words]`; the peer has `num_rows` rows of the same length. Raises what
+        `KVPool.open_peer` raises."""
         check_memory(memory, num_rows, source.shape[1] * source.itemsize)
         try:
             base = self._driver.open(memory.handle)
@@ -147,8 +147,8 @@ class DevicePeerPool:
         self._offset = offset
 
     def copy(self, rows_2R: Rows, late_at_s: Callable[[], float]) -> Copying:
-        """Once launched it goes on, whether this process stands still or not: a gigabyte takes a millisecond on one
-        GPU, and tens between two."""
+        """A launched copy continues even if this process stands still: a gigabyte takes a millisecond on one GPU, and
+        tens of milliseconds between two."""
         if time.monotonic() > late_at_s():
             raise RuntimeError("this process stood still: the blocks may be somebody else's")
         return self._peers.copy(self._source, self._base + self._offset, rows_2R)
@@ -158,7 +158,7 @@ class DevicePeerPool:
 
 
 def cuda_peers(device: torch.device) -> DevicePeers:
-    """Raises `TransportMissing` where Triton or CUDA's bindings are missing."""
+    """Raises `TransportMissing` if Triton or CUDA's bindings are missing."""
     if reason := why_no_triton(device.type):
         raise TransportMissing(f"the ipc transport on a GPU needs Triton: {reason}")
     from engine.kernels.gpu.copy_rows import copy_rows
@@ -168,8 +168,8 @@ def cuda_peers(device: torch.device) -> DevicePeers:
 
 
 def record_cuda_event() -> torch.cuda.Event:
-    """What the calling thread has launched up to now. Who waits for it sleeps: a thread that spins would take a core
-    for as long as prompts are computed."""
+    """Record an event of what the calling thread has launched so far. Waiting for it sleeps: a spinning thread would
+    take a core as long as prompts are computed."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

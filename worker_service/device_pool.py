@@ -1,16 +1,17 @@
-"""The KV pool of an engine whose memory is a device's, as transfers see it, and when that memory is written.
+"""The KV pool of an engine in a device's memory, as transfers see it, and a watch that tells when layers are written.
 
-An engine that computes on a device says that a layer's KV is written when it has *launched* what writes it, and goes
-on. `DeviceWatch` passes that on when the device has come so far; so whoever hears of a layer may read it, by any way:
+An engine on a device reports a layer's KV as written when it has *launched* the writing kernels, and continues.
+`DeviceWatch` passes the report on when the device has done the work, so that a receiver of the report may read the
+layer:
 
     engine's thread   layer 0 launched ─ event ─> layer 1 launched ─ event ─> … tokens there ── catch_up ──> report
     watch's thread                         └─ wait ─> tell ───────────┴─ wait ─> tell ────────────┘
 
-`DevicePool` copies and digests blocks on a stream beside the engine's, so that transfers of one layer overlap the
-computing of the next. Blocks on their way between this memory and gRPC rest in pinned host memory, which a device
-copies at full speed; a transport that reads and writes memory by its address (`memory`, `base_address`) needs none.
+`DevicePool` copies and digests blocks on another stream than the engine's, so that the transfer of one layer overlaps
+with computing the next. For gRPC, blocks go through pinned host memory, which a device copies at full speed. A
+transport that accesses memory by its address (`memory`, `base_address`) does not need that.
 
-The memory is the engine's. The watch owns its thread, until `close`.
+The engine owns the memory. The watch owns its thread until `close`.
 """
 
 from __future__ import annotations
@@ -35,30 +36,30 @@ from worker_service.cuda_ipc import DevicePeers, record_cuda_event
 _log = logging.getLogger(__name__)
 
 BLOCKS_AT_ONCE = 128
-"""Of a layer, copied to the host for their digests."""
+"""Blocks of a layer that are copied to the host at a time to compute their digests."""
 
 DigestBlocks = Callable[[torch.Tensor, Sequence[int]], Digests]
-"""xxh3_64 of blocks of a pool [layer, block, …] where they lie: [layer, len(block_ids)]."""
+"""Computes xxh3_64 of blocks of a pool [layer, block, …]: [layer, len(block_ids)]."""
 
 
 class DeviceEvent(Protocol):
-    """What was launched up to a moment, as `torch.cuda.Event`."""
+    """A point in a device's queue, with the interface of `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Whether the device has reached it."""
 
     def synchronize(self) -> object:
-        """Return when it is done. Raises `RuntimeError` where the device failed."""
+        """Return when the device has reached it. Raises `RuntimeError` if the device failed."""
 
 
 RecordEvent = Callable[[], DeviceEvent]
-"""Marks what the calling thread has launched up to now."""
+"""Records an event of what the calling thread has launched so far."""
 BesideEngine = Callable[[], AbstractContextManager[object]]
-"""What is launched within runs beside the engine's work, and is done when the context is left."""
+"""Context whose launches run in parallel to the engine's work, and are done when the context is left."""
 
 
 def cuda_stream_beside(device: torch.device) -> BesideEngine:
-    # Ahead of the engine's: a gather of a megabyte would wait for all of a prompt's product, each time.
+    # With priority over the engine: otherwise each gather of a megabyte would wait for a prompt's whole product.
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -71,8 +72,8 @@ def cuda_stream_beside(device: torch.device) -> BesideEngine:
 
 
 def digest_on_host(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
-    """A copy of the blocks to the host, some at a time, and the digests there: for a device that has no kernel for
-    them."""
+    """Copy the blocks to the host, some at a time, and compute their digests there: for devices without a kernel for
+    that."""
     digests = np.empty((len(tensor), len(block_ids)), dtype=np.uint64)
     for layer, blocks in enumerate(tensor):
         for first in range(0, len(block_ids), BLOCKS_AT_ONCE):
@@ -83,7 +84,7 @@ def digest_on_host(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
 
 
 class DeviceWatch:
-    """`when_done` and `catch_up` are the engine's thread's; `close` ends the watch's own."""
+    """The engine's thread calls `when_done` and `catch_up`. `close` ends the watch's thread."""
 
     def __init__(self, record_event: RecordEvent = record_cuda_event) -> None:
         self._record_event = record_event
@@ -95,35 +96,36 @@ class DeviceWatch:
         self._thread.start()
 
     def when_done(self, tell: Callable[[], object]) -> None:
-        """Call `tell`, on another thread and in order, when the device has done what this thread has launched."""
+        """Call `tell` on the watch's thread, in order, when the device has done what this thread has launched so
+        far."""
         event = self._record_event()
         with self._changed:
             self._untold.append((event, tell))
             self._changed.notify_all()
 
     def catch_up(self) -> None:
-        """Return when all is told that the device has done by now: before a step is reported, as after it a commit may
-        name its blocks. The next step may be under way already; its layers are not waited for."""
+        """Return when everything that the device has done by now has been told. Called before a step is reported, since
+        a commit may then name its blocks. Does not wait for layers of the next step, which may already be running."""
         with self._changed:
             last_done = next((event for event, _ in reversed(self._untold) if self._is_done(event)), None)
             self._changed.wait_for(lambda: all(event is not last_done for event, _ in self._untold))
 
     def close(self) -> None:
-        """Tell what is still to come, and return."""
+        """Wait until everything has been told, and end the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join()
 
     def _is_done(self, event: DeviceEvent) -> bool:
-        """A failed device does nothing more; its event may raise, or not."""
+        """Also true after the device has failed, when events may raise or not."""
         return self._has_failed or event.query()
 
     def _wait_for(self, event: DeviceEvent) -> None:
         try:
             if not self._has_failed:
                 event.synchronize()
-        except RuntimeError:  # of the device: the engine's own thread meets it, too, and its process ends
+        except RuntimeError:  # a device error: the engine's thread gets it, too, and the process ends
             _log.exception("the device failed")
             self._has_failed = True
 
@@ -138,7 +140,7 @@ class DeviceWatch:
             if not self._has_failed:
                 try:
                     tell()
-                except Exception:  # a commit finds out what has not been pushed, and pushes it then
+                except Exception:  # the commit notices what was not pushed, and pushes it
                     _log.exception("a layer that is written could not be told of")
             with self._changed:
                 self._untold.popleft()
@@ -148,7 +150,7 @@ class DeviceWatch:
 class DevicePool(KVPool):
     """The blocks of `tensor`, contiguous, `[layer, block, …]` on a device.
 
-    make_peers: called once, when the first process is to open this memory or another's. Raises `ValueError` where
+    make_peers: called once, before this memory is first exported or a peer's first opened. Raises `ValueError` if
     tensor and layout disagree.
     """
 
@@ -192,8 +194,8 @@ class DevicePool(KVPool):
         return NixlAgent(name, self)
 
     def bind_thread(self) -> None:
-        """A new thread uses the first device, and has no CUDA context before it calls CUDA's runtime, which torch's
-        `set_device` does not where the device is the current one already."""
+        """A new thread uses the first device, and has no CUDA context until it calls CUDA's runtime. torch's
+        `set_device` makes no such call if the device is already the current one, so `synchronize` does."""
         if self._tensor.device.type == "cuda":
             torch.cuda.set_device(self._tensor.device)
             torch.cuda.synchronize(self._tensor.device)
@@ -220,7 +222,7 @@ class DevicePool(KVPool):
             raise TransportMissing("this pool's memory can be opened by no other process")
         if self._made_peers is None:
             self._made_peers = self._make_peers()
-            # A row onto itself: what this compiles, the first transfer need not wait for.
+            # Copy a row onto itself: compiles the kernel, so that the first transfer need not wait.
             self._made_peers.copy(self._rows(), self._address, np.zeros((2, 1), dtype=np.int64)).synchronize()
         return self._made_peers
 
@@ -229,7 +231,7 @@ class DevicePool(KVPool):
         return self._bytes_LBN.view(torch.int64).flatten(0, 1)
 
     def _staging(self, num_blocks: int) -> torch.Tensor:
-        """Host memory that a device copies by itself; torch keeps it for the next one."""
+        """Pinned host memory for asynchronous copies; torch caches it."""
         shape = (num_blocks, self.layout.block_bytes)
         return torch.empty(shape, dtype=torch.uint8, pin_memory=self.memory == "VRAM")
 

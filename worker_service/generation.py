@@ -1,9 +1,9 @@
-"""Answering a request in one engine, prompt and all, as either role does.
+"""Answers a whole request, including its prompt, in one engine, in either role.
 
-    generate ──no room──> False: the caller says Busy
+    generate ──no room──> False: the caller answers Busy
        └──> True: the engine computes the prompt and decodes; its tokens reach the stream through `SessionHost.deliver`
 
-If the stream is cancelled once it has begun, its blocks are the caller's to free, with `LLMEngine.abort`.
+If the stream is cancelled after it has begun, the caller frees its blocks with `LLMEngine.abort`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from worker_service.sessions import Stream
 
 
 async def generate(engine: AsyncLLMEngine, stream: Stream, request: pb.EngineRequest) -> bool:
-    """Begin `request` if there is room for it at once. Raises `ValueError` for what the engine does not take."""
+    """Begin `request` if there is room for it now; returns whether there is. Raises `ValueError` if the engine does not
+    accept it."""
 
     def add(engine: LLMEngine) -> bool:
         return engine.add_request(stream.engine_id, **engine_arguments(request), may_wait=False)

@@ -1,13 +1,13 @@
-"""Adapters that come and go: a folder of them is looked at again and again, and the engine has what is there.
+"""Adapters that come and go: polls a folder of adapters, and keeps the engine's adapters in line with it.
 
-    folder ──as it was at the last look──> read (a thread) ──between two steps──> in the engine ──> in the record
-       └─ gone, or another one: none for new requests at once; out of the engine when nobody uses it, half a minute
-          later: answers that have begun may come from a worker that died. Or two looks later, if another needs its room
+    folder ──same as at the last look──> read (a thread) ──between two steps──> in the engine ──> in the record
+       └─ gone or replaced: not for new requests, at once; removed from the engine once unused, but not within half a
+          minute: answers begun on a worker that died may continue here. Or two looks later, if another needs its room
 
-Owns what is known of the folder. An adapter is a folder in it, by whose name requests ask for it; others, and names
-that begin with a dot, are nobody's business. What is being copied there is waited for: it is read once two looks have
-found the same files. What cannot be served is told of in the log, once, and looked at again when its files change; an
-adapter that it was to replace stays until then.
+Owns the knowledge about the folder. An adapter is a subfolder; requests ask for it by the subfolder's name. Other
+entries, and names that begin with a dot, are ignored. An adapter that is being copied is read once two looks find the
+same files. One that cannot be served is logged once, and tried again when its files change; until then, an adapter that
+it should replace stays.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rpc.interceptors import log_bug
 
 LOOK_S = 3.0
 LEAVING_S = 30.0
-"""As long as a router's requests wait for a worker of the kind that they have begun on."""
+"""As long as a router's requests wait for a worker of the same kind as the one that they began on."""
 
 _log = logging.getLogger(__name__)
 
 Stamp: TypeAlias = tuple[tuple[int, int, int, int], ...]
-"""Of an adapter's files: what changes when they do, or who may read them."""
+"""What changes when an adapter's files, or their permissions, change."""
 
 
 class LoRAFolder:
@@ -47,25 +47,26 @@ class LoRAFolder:
         names_of_others: Collection[str],
         on_change: Callable[[], object],
     ) -> None:
-        """`names_of_others`: of the model, which no adapter may have. `on_change`: requests may ask for others now."""
+        """`names_of_others`: the model's names, which no adapter may have. `on_change` is called when the adapters that
+        requests may ask for have changed."""
         self._folder = folder
         self._engine = engine
         self._names_of_others = frozenset(names_of_others)
         self._on_change = on_change
         self._seen: dict[str, Stamp] = {}
-        """At the last look, by name."""
+        """By name: the adapters at the last look."""
         self._done: dict[str, Stamp] = {}
-        """Those of them that are in the engine, or cannot be."""
+        """Those that are in the engine, or cannot be served."""
         self._leaving: dict[int, float] = {}
-        """The engine's numbers of those that were leaving at the last look, and since when."""
+        """By the engine's number: adapters that were leaving at the last look, and since when."""
         self._waiting: dict[str, bool] = {}
-        """For room, as the log has been told, and whether they made some themselves: these come first."""
+        """By name: adapters that wait for room, and whether they made some themselves (these come first). Logged."""
         self._unseen: set[str] = set()
-        """That could not be looked at, as the log has been told."""
+        """Adapters whose files could not be examined. Logged."""
         self._is_missing = False
 
     async def follow(self) -> None:
-        """Until it is cancelled, or the engine has ended."""
+        """Look again and again, until cancelled or until the engine has ended."""
         with suppress(EngineDeadError):
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -77,7 +78,7 @@ class LoRAFolder:
                     log_bug(error, "a look at the folder of adapters")
 
     async def look(self, *, waits: bool = True) -> None:
-        """Make the engine have what is there. `waits`: for another look at what is new."""
+        """Bring the engine in line with the folder. `waits`: read new adapters only after a second look."""
         there = await asyncio.to_thread(self._stamps)
         before, self._seen = self._seen, there
         for name in set(before) - set(there):
@@ -95,15 +96,15 @@ class LoRAFolder:
                 await self._put(name, there[name])
             except EngineDeadError:
                 raise
-            except Exception as error:  # the others are none the worse for it
+            except Exception as error:  # other adapters are not affected
                 log_bug(error, f"reading the adapter {name!r}")
         now_s = time.monotonic()
         for number in await self._engine.call(lambda engine: engine.loras.leaving):
             self._leaving.setdefault(number, now_s)
 
     async def _let_go(self, num_needed: int = 0) -> None:
-        """Of those that left long ago; and until there is room for so many, of the others, the first to leave first.
-        Never of what is used."""
+        """Free unused adapters that left long ago. If `num_needed` places are not free then, also free others that are
+        leaving, the earliest first."""
         before_s = time.monotonic() - LEAVING_S
 
         def free(engine: LLMEngine) -> list[int]:
@@ -120,21 +121,21 @@ class LoRAFolder:
             self._on_change()
 
     def _stamps(self) -> dict[str, Stamp]:
-        """Of all that look like adapters."""
+        """The stamps of all subfolders that look like adapters."""
         try:
             folders = sorted(entry for entry in self._folder.iterdir() if not entry.name.startswith("."))
         except OSError as error:
             if not self._is_missing:
                 self._is_missing = True
                 _log.warning("the folder of adapters cannot be read", extra={"why": str(error)})
-            return self._seen  # a volume that is away takes no adapter with it
+            return self._seen  # if the volume is unavailable, no adapter is removed
         self._is_missing = False
         found = {}
         self._unseen.intersection_update(folder.name for folder in folders)
         for folder in folders:
             try:
                 stamp = _stamp(folder)
-            except OSError as error:  # it cannot be said that it is gone
+            except OSError as error:  # unknown whether it is gone
                 stamp = self._seen.get(folder.name)
                 if folder.name not in self._unseen:
                     self._unseen.add(folder.name)
@@ -146,11 +147,11 @@ class LoRAFolder:
         return found
 
     async def _put(self, name: str, stamp: Stamp) -> None:
-        """Serve what is there now, unless it cannot be, or is no more when it has been read."""
+        """Read and serve an adapter, unless it cannot be served, or has changed while it was read."""
         try:
             self._check_name(name)
             served = {module.name: module.digest for module in self._engine.adapters}
-            if name not in served:  # else it may be what it was, for which no room is needed
+            if name not in served:  # else it may be unchanged, which needs no room
                 await self._let_go(num_needed=1)
                 await self._engine.call(lambda engine: engine.loras.check_may_add(name))
             module = await self._engine.find_lora(name, self._folder / name)
@@ -159,14 +160,14 @@ class LoRAFolder:
             await self._let_go(num_needed=1)
             adapter = await self._engine.read_lora(module)
             if await asyncio.to_thread(_stamp, self._folder / name) != stamp:
-                self._done.pop(name, None)  # what was read may be half of one and half of another
+                self._done.pop(name, None)  # the reading may mix two versions
                 return
             await self._engine.call(lambda engine: engine.add_lora(module, adapter))
         except NoRoomForAdapter as error:
-            self._done.pop(name, None)  # there may be soon: it waits
+            self._done.pop(name, None)  # wait: there may be room soon
             if name not in self._waiting:
                 _log.warning("adapter waits for room", extra={"lora_name": name, "why": str(error)})
-            made_room = await self._take_out(name)  # the one before it has that name no more
+            made_room = await self._take_out(name)  # the previous adapter must give up the name
             self._waiting[name] = made_room or self._waiting.get(name, False)
         except (ValueError, OSError) as error:
             _cannot_be_served(name, error)
@@ -176,7 +177,7 @@ class LoRAFolder:
             self._on_change()
 
     async def _take_out(self, name: str) -> bool:
-        """Whether there was one to take out."""
+        """Make an adapter leave. Returns whether there was one."""
         is_removed = await self._engine.call(lambda engine: engine.remove_lora(name))
         if is_removed:
             _log.info("adapter is served no more", extra={"lora_name": name})
@@ -191,7 +192,7 @@ class LoRAFolder:
 
 
 def _stamp(folder: Path) -> Stamp | None:
-    """None: it is no adapter's. Raises `OSError` where that cannot be said."""
+    """The stamp of a subfolder; None if it is no adapter. Raises `OSError` if its files cannot be examined."""
     try:
         stats = [(folder / file).stat() for file in (CONFIG_FILE, WEIGHTS_FILE)]
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Between the engine's words and the wire's: sampling parameters, ledgers, loads. Checks what comes in."""
+"""Converts between the engine's objects and protobuf messages: sampling parameters, ledgers, loads. Checks input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FINISH_REASONS = {
 
 
 class EngineArguments(FurtherArguments):
-    """What all ways into an engine ask for, after the request's id."""
+    """The arguments of all ways into an engine, after the request's id."""
 
     prompt_token_ids: Sequence[int]
     sampling_params: SamplingParams
@@ -97,7 +97,7 @@ def ledger_message(ledger: BlockLedger) -> pb.BlockLedger:
 
 
 def host_ledger_message(ledger: HostLedger) -> pb.HostLedger | None:
-    """None where nothing is offloaded."""
+    """None if nothing is offloaded."""
     if not ledger.num_blocks:
         return None
     return pb.HostLedger(
@@ -109,7 +109,7 @@ def host_ledger_message(ledger: HostLedger) -> pb.HostLedger | None:
 
 
 def load_message(load: EngineLoad, *, is_draining: bool = False) -> pb.WorkerLoad:
-    """After a step or before any: an engine that has something to say is not stalled."""
+    """The load message after a step, or before the first. Its `is_stalled` is False, since the engine reports."""
     return pb.WorkerLoad(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
@@ -144,7 +144,7 @@ def _logprob_message(logprob: Logprob) -> inference_pb.Logprob:
 
 
 def model_message(config: EngineConfig, adapters: Sequence[LoRAModule]) -> inference_pb.GetModelInfoResponse:
-    """`adapters`: that requests may ask for now."""
+    """`adapters`: those that requests may ask for now."""
     return inference_pb.GetModelInfoResponse(
         model=config.model.served_model_name,
         max_model_len=config.model.max_model_len,

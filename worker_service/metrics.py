@@ -1,7 +1,7 @@
-"""What a worker shows to Prometheus: read from its books when somebody looks, so that nothing is counted twice.
+"""A worker's Prometheus metrics, read from the engine's counters at each scrape, so that nothing is counted twice.
 
-Names and meanings are vLLM's (vllm/v1/metrics, 0.32) where it has them, behind our prefix; counts of requests and their
-latencies are the router's to show.
+Names and meanings are vLLM's (vllm/v1/metrics, 0.32) where it has them, with our prefix. The router has the metrics of
+requests and their latencies.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from worker_service.role import TransferCounters
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """vLLM's."""
 TRANSFER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-"""As the router's, of what of it was not hidden."""
+"""The same buckets as for the router's exposed transfer time."""
 TRANSFER_BYTES = tuple(1 << exponent for exponent in range(16, 36, 2))
 """64 KiB to 16 GiB."""
 LABELS = ("model_name", "worker_id", "role")
 
 
 class WorkerMetrics(Collector):
-    """One per process. `registry` is what to show."""
+    """One per process. `registry` has the metrics."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class WorkerMetrics(Collector):
         counters: Callable[[], TransferCounters],
         num_sessions: Callable[[], int],
     ) -> None:
-        """`stats` are the stepping thread's own: whole numbers, read as they are. block_bytes: of all layers."""
+        """`stats`: written by the stepping thread; reading numbers needs no lock. block_bytes: of all layers."""
         self._labels = labels
         self._load = load
         self._stats = stats
@@ -61,14 +61,14 @@ class WorkerMetrics(Collector):
         self.registry.register(self)
 
     def stepped(self) -> None:
-        """A step has ended: what was computed since the last one is one iteration's."""
+        """A step has ended: record the tokens computed since the last call as one iteration."""
         num_tokens = self._stats.num_prompt_tokens + self._stats.num_generation_tokens
         if num_tokens > self._num_tokens_seen:
             self._iteration_tokens.observe(num_tokens - self._num_tokens_seen)
             self._num_tokens_seen = num_tokens
 
     def handed_over(self, stats: KVTransferStats) -> None:
-        """Another worker has the KV of a prompt that was computed here."""
+        """Record that another worker has taken over a prompt computed here."""
         self._transfer_seconds.observe(stats.push_ms / 1000)
         self._commit_seconds.observe(stats.commit_ms / 1000)
         self._transfer_bytes.observe(stats.num_bytes)

@@ -1,9 +1,9 @@
-"""The memory of an engine's KV pool: taken so that the worker's transport can reach it, and as transfers see it.
+"""Allocates an engine's KV pool so that the worker's transport can reach it, and presents it to transfers.
 
     PoolMemory(…) ──allocate──> the engine's tensor ──engine made──> as_pool: the same bytes, for transfers
-        └─ rank_program: of each other rank on a GPU, which serves its own pool ──────┘
+        └─ rank_program: for each other rank on a GPU, which serves its own pool ─────┘
 
-Over "ipc" senders open a receiver's: a CPU's pool then lies in shared memory, a GPU's needs nothing for it.
+With "ipc", senders open a receiver's pool: on a CPU it must be in shared memory, on a GPU nothing is needed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from worker_service.rank_pool import RankPool
 
 
 class PoolMemory(KVMemory):
-    """Of the one pool of a worker, which the tensor owns; of several ranks on GPUs each has its own.
+    """Allocates a worker's pool, whose memory the tensor owns. With several ranks on GPUs, each rank has its own pool.
 
-    is_received: peers write into it. on_rank_lost: told, on any thread, when a rank's pool cannot be reached any more:
-    the worker must end."""
+    is_received: peers write into the pool. on_rank_lost: called, on any thread, when a rank's pool can no longer be
+    reached, so that the worker must end."""
 
     def __init__(
         self, transport: str, *, is_received: bool, on_rank_lost: Callable[[RankLost], None] = lambda error: None
@@ -40,10 +40,10 @@ class PoolMemory(KVMemory):
         self._on_rank_lost = on_rank_lost
         self._shared: SharedMemory | None = None
         self._ranks: list[Connection[bytes, bytes]] = []
-        """To each but rank 0, in their order."""
+        """To all ranks but rank 0, in order."""
 
     def allocate(self, shape: KVCacheShape, device: str) -> torch.Tensor:
-        """Raises `TransportMissing`, too, where the system has no shared memory."""
+        """Also raises `TransportMissing` if the system has no shared memory."""
         if self._transport != "ipc" or not self._is_received or device != "cpu":
             return super().allocate(shape, device)
         return self.allocate_shared(shape)[0]
@@ -60,21 +60,21 @@ class PoolMemory(KVMemory):
         return RankProgram(module="worker_service.rank", connection=theirs)
 
     def as_pool(self, tensor: torch.Tensor, shape: KVCacheShape, order: str) -> KVPool:
-        """What was allocated, as bytes. Raises `TransportMissing` where nobody else could open it, `RankLost` where a
-        rank does not say what it has allocated."""
+        """Present the allocated pool as bytes. Raises `TransportMissing` if other processes cannot open it, `RankLost`
+        if a rank does not describe its pool."""
         pool = transfer_pool(tensor, shape, order, self._shared)
         if self._ranks:
             others = [RankPool(rank, ours, self._on_rank_lost) for rank, ours in enumerate(self._ranks, start=1)]
             pool = PoolOfRanks([pool, *others])
         if self._transport == "ipc" and (self._is_received or tensor.device.type != "cpu"):
-            pool.describe_memory()  # what the first request would meet, a worker learns at its start
+            pool.describe_memory()  # raises now rather than at the first request
         return pool
 
 
 def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str, shared: SharedMemory | None = None) -> KVPool:
-    """An engine's pool as bytes, for transfers, wherever it is. Shares the memory; the engine owns it.
+    """Present an engine's pool to transfers as bytes, wherever it is. Shares the memory, which the engine owns.
 
-    shared: what the tensor of a CPU lies in, if other processes may open it."""
+    shared: the memory of a tensor on a CPU, if other processes may open it."""
     layout = KVLayout(
         num_layers=shape.num_layers,
         num_blocks=shape.num_blocks,
@@ -89,15 +89,15 @@ def transfer_pool(tensor: torch.Tensor, shape: KVCacheShape, order: str, shared:
     if device.type != "cpu":
         digest_blocks = _digest_blocks(device.type, layout.block_bytes)
         pool = DevicePool(layout, tensor, digest_blocks, cuda_stream_beside(device), lambda: cuda_peers(device))
-        pool.digests([0])  # what this compiles, the first transfer need not wait for
+        pool.digests([0])  # compiles the kernel, so that the first transfer need not wait
         return pool
     array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
     return HostPool(layout, array.reshape(shape.num_layers, shape.num_blocks, shape.block_bytes), shared)
 
 
 def _digest_blocks(device: str, block_bytes: int) -> DigestBlocks:
-    """Where the blocks are, if they are no toy's and Triton can run there; the attention backend has said so if it
-    cannot."""
+    """Digests on the device if blocks are large enough and Triton can run there (if not, the attention backend has
+    reported that), else on the host."""
     if not why_no_triton(device):
         from engine.kernels.gpu.digest import block_digests, can_digest  # needs Triton
 

@@ -1,10 +1,10 @@
-"""The KV pools of all ranks of a worker, each in the memory of a GPU of its own, as transfers see them: as one, with as
-many times the layers. On a CPU they lie in one memory, and look the same.
+"""Presents the KV pools of all ranks of a worker, each on its own GPU, to transfers as one pool with that many times
+more layers. (On a CPU all ranks' pools are in one memory, with the same layout.)
 
-    layer 0 … L-1: rank 0's | L … 2L-1: rank 1's | …       each of L layers of equally many blocks
+    layer 0 … L-1: rank 0's | L … 2L-1: rank 1's | …       each rank has L layers of equally many blocks
 
-A call for one layer goes to the rank that has it; one for all layers to all ranks at once. Blocks of a rank go to the
-peer's of the same number: workers of other numbers of ranks are no peers.
+A call for one layer goes to the rank that has the layer; a call for all layers goes to all ranks in parallel. Blocks of
+a rank go to the peer's rank of the same number: only workers with equally many ranks are peers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 
 
 class PoolOfRanks(KVPool):
-    """`pools`: of two ranks and more, in their order. The first one is this process' own. Raises `ValueError` where
-    they are not alike."""
+    """`pools`: of two or more ranks, in order. The first is in this process. Raises `ValueError` if they are not
+    alike."""
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
         layout = pools[0].layout
@@ -60,7 +60,8 @@ class PoolOfRanks(KVPool):
         )
 
     def open_each(self, openings: Sequence[Callable[[], PeerPool]], num_blocks: int) -> PeerPool:
-        """What they open, of each rank a pool of `num_blocks` blocks, as one. Where one raises, none stays open."""
+        """Call `openings`, which open one peer's pool of `num_blocks` blocks per rank, and present these as one. If one
+        raises, none stays open."""
         opened: list[PeerPool] = []
         try:
             for opening in openings:
@@ -88,8 +89,8 @@ class PoolOfRanks(KVPool):
         return np.concatenate(self._of_each(lambda pool: pool.digests(block_ids)))
 
     def at_once(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
-        """What they return, in their order; the first one is called by this thread, as rank 0's must be. Raises what
-        one of them raised, when all have ended."""
+        """Run the calls in parallel and return their results in order. This thread runs the first call, as rank 0's
+        requires. If a call raises, raises that once all have ended."""
         others = [self._threads.submit(call) for call in calls[1:]]
         try:
             first = [call() for call in calls[:1]]
@@ -112,7 +113,7 @@ class PeerOfRanks:
         num_peer_blocks: int,
         at_once: Callable[[Sequence[Callable[[], None]]], object],
     ) -> None:
-        """num_layers: of each."""
+        """num_layers: of each rank."""
         self._peers = peers
         self._num_rows = num_layers * num_blocks
         self._num_peer_rows = num_layers * num_peer_blocks
@@ -131,7 +132,7 @@ class PeerOfRanks:
         try:
             self._at_once([partial(begin, rank) for rank in np.unique(ranks).tolist()])
         except BaseException:
-            copying.synchronize()  # who hears of the failure may take the blocks for his
+            copying.synchronize()  # the blocks may be reused once the failure is reported
             raise
         return copying
 
@@ -152,7 +153,7 @@ def _close_all(peers: Sequence[PeerPool]) -> None:
 
 
 def _all_of(calls: Iterable[Callable[[], object]]) -> None:
-    """Each of them, whatever becomes of the others. Raises what the first raised that did."""
+    """Make all calls, even if some raise. Then raises the first error."""
     errors: list[Exception] = []
     for call in calls:
         try:

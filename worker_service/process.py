@@ -1,7 +1,7 @@
 """One worker process, from its flags to its exit code.
 
-Owns the engine's thread, the gRPC server, the registration in Redis and the prefix report. The caller passes the role
-(prefill or decode) as a function that makes its service.
+Owns the engine's thread, the gRPC server, the registration in Redis and the prefix report. The caller passes a function
+that makes the service of the role (prefill or decode).
 
     flags ──> model loaded ──> serving, registered ──SIGTERM or Drain──> draining: NOT_SERVING, is_draining in the
                   │                    │                                 registry, running requests finish (bounded)
@@ -60,15 +60,14 @@ _log = logging.getLogger(__name__)
 
 SERVICE_NAME = "tandem.v1.Worker"
 SESSIONS_END_S = 2.0
-"""How long a leaving worker waits until its routers have read what it said last."""
+"""How long a leaving worker waits until its routers have read its last messages."""
 STEP_END_S = 5.0
-"""How long one that has lost a rank waits for the step under way. It fails where the rank has ended; for one
-that hangs it waits, and never ends."""
+"""How long a worker that has lost a rank waits for the running step. The step fails if the rank has ended, but never
+ends if the rank hangs."""
 
 
 class CannotLoad(Exception):  # noqa: N818 - named for what happened
-    """The weights do not fit the model's config, or the device is too small. The message is one line that says what to
-    do."""
+    """The weights do not fit the model's config, or the device is too small. The message is one line with advice."""
 
 
 def random_worker_id(role: pb.Role) -> str:
@@ -79,7 +78,7 @@ async def run_worker(
     role: pb.Role, args: WorkerArgs, engine_args: EngineArgs, make_service: MakeService, stop: asyncio.Event
 ) -> int:
     """Serve until `stop` is set or the engine fails. Returns the exit code."""
-    if role == pb.Role.ROLE_PREFILL:  # little decodes there: recorded steps would cost a start and memory
+    if role == pb.Role.ROLE_PREFILL:  # decodes little: recording steps would only cost start time and memory
         engine_args = replace(engine_args, enforce_eager=True)
     try:
         config = await asyncio.to_thread(create_engine_config, engine_args)
@@ -99,7 +98,7 @@ async def run_worker(
 
 
 async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None = None) -> bool:
-    """Return when the first of them does; the others are cancelled. False: none did in time."""
+    """Return when the first of `waits` returns, and cancel the others. Returns False on timeout."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     done, others = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in others:
@@ -108,7 +107,7 @@ async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None
 
 
 class WorkerProcess:
-    """See the module. `start` makes it, `close` ends it."""
+    """See the module's docstring. `start` makes it, `close` ends it."""
 
     def __init__(self, role: pb.Role, args: WorkerArgs, config: EngineConfig) -> None:
         self._role = role
@@ -139,7 +138,7 @@ class WorkerProcess:
             record=self._record_to_tell,
         )
         self._has_told = False
-        """Redis, or tried to."""
+        """Whether the worker has told Redis about itself, or tried to."""
         self._reporter = PrefixReporter(
             args.redis,
             namespace=args.namespace,
@@ -164,7 +163,7 @@ class WorkerProcess:
         pool = await self._load_model()
         self._make_services(pool, make_service)
         await self._read_lora_dir()
-        self._show_metrics()  # before others hear of this worker: its port may be taken
+        self._show_metrics()  # before others learn of this worker, since the port may be in use
         listening = await self.server.start()
         self._address = args.advertise or listening
         await self.service.start(self._address)
@@ -180,7 +179,7 @@ class WorkerProcess:
         return self
 
     async def _load_model(self) -> KVPool:
-        """The model, and an engine that steps. Returns its memory, for transfers."""
+        """Load the model and start the engine. Returns its pool, for transfers."""
         config = self._config
         self._traits = await asyncio.to_thread(read_model_traits, config.model.path)
         is_received = self._role == pb.Role.ROLE_DECODE
@@ -199,7 +198,7 @@ class WorkerProcess:
         return memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
 
     async def _check_lora_dir(self) -> None:
-        """Raises `CannotLoad` where there is no such folder, or no room for what is in it."""
+        """Raise `CannotLoad` if the folder does not exist, or there is no room for adapters."""
         if self._lora_dir is None:
             return
         if not self._config.lora_room.num:
@@ -208,7 +207,7 @@ class WorkerProcess:
             raise CannotLoad(f"lora_dir: there is no folder {self._lora_dir}")
 
     async def _read_lora_dir(self) -> None:
-        """What is there before anybody hears of this worker, and from then on what comes and goes."""
+        """Load the folder's adapters before others learn of this worker, and follow the folder from then on."""
         if self._lora_dir is None:
             return
         folder = LoRAFolder(
@@ -221,9 +220,9 @@ class WorkerProcess:
         self._lora_task = asyncio.create_task(folder.follow())
 
     def _make_services(self, pool: KVPool, make_service: MakeService) -> None:
-        """The role's own, and `Worker`."""
+        """Make the role's services, and `Worker`."""
         args = self._args
-        # With many layers and ranks the digests of a long prompt are more than others may send in one message.
+        # With many layers and ranks, a long prompt's digests exceed the usual message size limit.
         digest_bytes = pool.layout.digest_bytes(self._config.model.max_model_len)
         max_bytes = min(DEFAULT_MAX_MESSAGE_BYTES + digest_bytes, 2**31 - 1)
         self.server = Server(
@@ -246,7 +245,7 @@ class WorkerProcess:
         self.server.add(add_WorkerServicer_to_server, servicer, SERVICE_NAME)
 
     def _show_metrics(self) -> None:
-        """Where the flags ask for it. Raises `CannotListen`."""
+        """Serve metrics if the flags ask for it. Raises `CannotListen`."""
         self._metrics = WorkerMetrics(
             labels=(
                 self._config.model.served_model_name,
@@ -267,7 +266,7 @@ class WorkerProcess:
         self._registration.start()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new work; wait, at most `grace_s` seconds, until what runs has finished. Not without an engine."""
+        """Refuse new work, and wait at most `grace_s` seconds for running requests. Also ends when the engine fails."""
         _log.info("draining", extra={"grace_s": grace_s})
         self._is_draining = True
         self.server.enter_drain()
@@ -276,7 +275,7 @@ class WorkerProcess:
             _log.warning("requests still ran when the grace period ended", extra={"grace_s": grace_s})
 
     async def close(self) -> None:
-        """End the sessions, leave the registry, let go of everything."""
+        """End the sessions, leave the registry, release everything."""
         if self._lora_task is not None:
             self._lora_task.cancel()
             await asyncio.wait([self._lora_task])
@@ -296,8 +295,8 @@ class WorkerProcess:
             self._watchdog.cancel()
 
     async def _close_engine(self) -> None:
-        """Wait for the running step. If it never ends, the watchdog ends the process; without all ranks this does so,
-        and sooner."""
+        """Wait for the running step. If it never ends, the watchdog ends the process; if a rank is lost, this does so
+        sooner."""
         try:
             async with asyncio.timeout(STEP_END_S if self._ranks.has_lost_one else None):
                 await self.engine.close()
@@ -306,7 +305,8 @@ class WorkerProcess:
             os._exit(1)  # the stepping thread cannot be ended
 
     async def _end_when_stuck(self) -> None:
-        """The stepping thread cannot be ended, so neither can this process in good order: peers see it die."""
+        """A stuck stepping thread cannot be ended, so the process cannot shut down orderly: it exits, and peers see it
+        die."""
         timeout_s = self._args.engine_iteration_timeout_s
         await wait_until_stuck(
             self.engine, stall_s=self._args.lease_ms / 1000, timeout_s=timeout_s, on_stall=self._on_stall
@@ -323,7 +323,7 @@ class WorkerProcess:
         self._tell_all(is_stalled=is_stalled)
 
     def _tell_all(self, **states: bool) -> None:
-        """Over the sessions at once, and through the registry to whoever has none: neither may depend on the other."""
+        """Tell routers a state: at once over their sessions, and the others through the registry, independently."""
         load = pb.WorkerLoad()
         load.CopyFrom(self._load)
         for name, is_so in states.items():
@@ -332,7 +332,7 @@ class WorkerProcess:
         self.host.announce_load()
         self._registration.beat_now()
 
-    # -- what the engine says, on the event loop ----------------------------------------------------------------
+    # -- reports of the engine, on the event loop ---------------------------------------------------------------
 
     def _on_step(self, news: StepNews) -> None:
         before = self._load
@@ -342,7 +342,7 @@ class WorkerProcess:
             self._metrics.stepped()
         self.host.deliver(news.outputs)
         if before != self._load:
-            self.host.announce_load()  # to routers without tokens in this step, too: what was freed is for all of them
+            self.host.announce_load()  # also to routers without tokens in this step: all can use freed memory
 
     def _on_failure(self, error: BaseException) -> None:
         _log.critical("the engine failed; this process ends", extra={"error": repr(error)})
@@ -353,7 +353,7 @@ class WorkerProcess:
             self._metrics.handed_over(stats)
 
     def _on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
-        """On the stepping thread: hand over to the event loop and go on computing."""
+        """Called on the stepping thread: pass the report to the event loop and continue computing."""
         tell = partial(self._loop.call_soon_threadsafe, self.service.on_layer_written, layer, exports)
         if self._device_watch is None:
             tell()
@@ -365,12 +365,13 @@ class WorkerProcess:
             self._device_watch.catch_up()
 
     async def _prefix_snapshot(self) -> Iterable[bytes]:
-        # Events come with steps alone, in their order: taken here, too, they could overtake some, or be overtaken.
+        # Cache events are only taken with steps: taken here, too, they could get out of order.
         return await self.engine.call(lambda engine: engine.cached_hashes())
 
     def _record_to_tell(self) -> pb.WorkerRecord:
-        """Asked for at every beat, when it is known whether Redis took the one before. A worker is ready from the first
-        that it took: whoever replaces workers must not go on while nobody can find the new one."""
+        """The record for each heartbeat. By then it is known whether Redis took the previous one, and the worker
+        becomes ready once Redis has taken one: a rolling update must not continue while routers cannot find the new
+        worker."""
         if self._has_told and self._registration.is_reachable:
             self.server.set_serving(SERVICE_NAME, True)
         self._has_told = True

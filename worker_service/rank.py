@@ -1,11 +1,11 @@
-"""`python -m worker_service.rank FDS RANK MEETING_FILE POOL_FD`: another rank of a worker on several GPUs. Computes
-as `engine.tensor_parallel` does, and does with the blocks of its pool what rank 0 asks over POOL_FD (rank_pool.py)."""
+"""`python -m worker_service.rank FDS RANK MEETING_FILE POOL_FD`: another rank of a worker with several GPUs. Computes
+like `engine.tensor_parallel`'s ranks, and serves its pool's blocks to rank 0 over POOL_FD (rank_pool.py)."""
 
 from __future__ import annotations
 
 import gc
 
-gc.disable()  # of the objects that imports make, none is garbage: looking through them is a third of a start
+gc.disable()  # imports create no garbage, and looking for it takes a third of the start
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from engine.tensor_parallel.rank import run_rank
 from worker_service.pool_memory import transfer_pool
 from worker_service.rank_pool import PoolServer
 
-gc.freeze()  # nor will it be
+gc.freeze()  # what they created stays alive
 gc.enable()
 
 

@@ -1,4 +1,4 @@
-"""Hears of the end of an engine's ranks, the processes with the other parts of its model.
+"""Notices when one of an engine's ranks (the processes with the other parts of its model) ends.
 
 watch(pids) ── one of them ends ─────────────────────┐
 lose(error), from any thread: one cannot be reached ─┴─> has_lost_one, on_lost(error) on the event loop
@@ -15,7 +15,7 @@ from engine.running.executor import RankLost
 
 
 class RankExits:
-    """Of one worker process. Made and used on its event loop, but for `lose`. Owns a descriptor of each rank."""
+    """One per worker process. Created and used on its event loop, except `lose`. Owns a pidfd of each rank."""
 
     def __init__(self, on_lost: Callable[[RankLost], None]) -> None:
         self.has_lost_one = False
@@ -24,19 +24,18 @@ class RankExits:
         self._fds: list[int] = []
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Notice the end of one at once, and not by the step that fails for it: while nothing is asked, there is
-        none."""
+        """Notice the end of a rank at once, instead of by a failing step: an idle engine runs no steps."""
         for pid in pids:
             fd = os.pidfd_open(pid)
             self._fds.append(fd)
             self._loop.add_reader(fd, self._on_end, fd)
 
     def lose(self, error: RankLost) -> None:
-        """On any thread: a rank's part of the pool cannot be reached any more."""
+        """A rank's part of the pool can no longer be reached. May be called on any thread."""
         self._loop.call_soon_threadsafe(self._lose, error)
 
     def close(self) -> None:
-        """They may end: nobody hears of it."""
+        """Stop watching: from now on ranks may end."""
         while self._fds:
             fd = self._fds.pop()
             self._loop.remove_reader(fd)

@@ -1,15 +1,16 @@
-"""The KV pool of another rank, whose GPU is another process' own: asked of that process, call by call.
+"""Remote access to the KV pool of another rank, whose process owns the pool's GPU, call by call.
 
-    rank 0: RankPool ──call, until when, data──> PoolServer: what rank 0 does to its own pool, on a thread of the rank's
+    rank 0: RankPool ──call, deadline, data────> PoolServer: makes the call on its pool, on a thread of the rank's
+    process
                      <──result, data | error───
 
-Owns one end of a line each, which carries JSON and bytes, never pickles. One call at a time: who has several
-asks them of several ranks (pool_of_ranks.py). The calls are `KVPool`'s, and the other end has a pool like any worker's:
-nothing is asked of CUDA that a worker of one GPU does not ask.
+Each side owns one end of a connection that carries JSON and bytes, never pickles. One call at a time per rank;
+pool_of_ranks.py calls several ranks in parallel. The calls are those of `KVPool`, and the other side has an ordinary
+pool, so that nothing needs more of CUDA than a worker with one GPU does.
 
-A call has a time by which it must have begun. A rank that stood still does not begin it later, when the blocks may be
-somebody else's; and whoever waited for it in vain has lost the rank, and with it the worker. Copies that take a while
-(NIXL's) are given up at that time, too.
+A call has a deadline by which it must have begun. A rank that stood still does not begin it later, when the blocks may
+have another owner. If a call gets no answer, the rank is lost, and with it the worker. Copies that take a while
+(NIXL's) are given up at the deadline, too.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ from protos import tandem_kv_transfer_pb2 as pb
 _log = logging.getLogger(__name__)
 
 BEGIN_S = 30.0
-"""Within which a rank begins what it is asked: the thread that does it has nothing else to do."""
+"""Timeout for a rank to begin a call, for which it has a dedicated thread."""
 END_S = 30.0
-"""Within which what was begun ends."""
+"""Timeout for a call to end once it has begun."""
 SHARED_BYTES = 2 << 20
-"""For what comes with a call: two of the largest messages of the "grpc" transport, unless a single block is larger."""
+"""Shared memory for a call's data: two of the largest messages of the "grpc" transport, unless one block is larger."""
 MADE_S = 600.0
-"""Until a rank's pool is made, once rank 0's is: they load at the same time, and what digests compiles there, too."""
+"""Timeout for a rank's pool after rank 0's is made: ranks load in parallel, and compile the digest kernels."""
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (InvalidTransfer, PeerUnreachable, TransportMissing)
 }
-"""What a call may raise, by name; all else is a `RuntimeError`."""
+"""By name: the errors that a call may raise; all others become `RuntimeError`."""
 
 OnLost = Callable[[RankLost], None]
 
 
 class RankPool(KVPool):
-    """Used by any thread. Every method raises `RankLost` where the rank has ended, or stands still; `on_lost` is told,
-    once."""
+    """Any thread may use it. Every method raises `RankLost` if the rank has ended or stands still; `on_lost` is then
+    called, once."""
 
     def __init__(self, rank: int, connection: Connection[bytes, bytes], on_lost: OnLost) -> None:
-        """Waits until that rank has a pool."""
+        """Waits until the rank has made its pool."""
         self._rank = rank
         self._line = Line(connection)
         self._on_lost = on_lost
@@ -92,7 +93,7 @@ class RankPool(KVPool):
         return np.frombuffer(data, dtype=np.uint64).reshape(self.layout.num_layers, len(block_ids))
 
     def copy(self, peer: int, rows_2R: Rows, late_at_s: float) -> int:
-        """Returns what `finish` is told. Raises `PeerUnreachable` where it would begin too late."""
+        """Begin a copy. Returns its number, for `finish`. Raises `PeerUnreachable` if it would begin too late."""
         return int(self._ask("copy", rows_2R.tobytes(), until_s=late_at_s, peer=peer)[0])
 
     def finish(self, copy: int) -> None:
@@ -120,7 +121,7 @@ class RankPool(KVPool):
         patience_s: float = BEGIN_S + END_S,
         **arguments: object,
     ) -> tuple[Any, bytes]:
-        """Its result and the data that came with it. Raises what the call raised."""
+        """Make a call, and return its result and the data that came with it. Raises what the call raised."""
         with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -141,7 +142,7 @@ class RankPool(KVPool):
 
 
 class _Peer:
-    """See `kv_transfer.pool.PeerPool`: one that a rank has opened."""
+    """A `kv_transfer.pool.PeerPool` that a rank has opened."""
 
     def __init__(self, pool: RankPool, peer: int) -> None:
         self._pool = pool
@@ -164,7 +165,7 @@ class _Copying:
 
 
 class _Agent:
-    """See `kv_transfer.pool.PoolAgent`: one that a rank has started. Every call of it may wait."""
+    """A `kv_transfer.pool.PoolAgent` that a rank has started. All its methods may block."""
 
     def __init__(self, pool: RankPool, agent: int, described: pb.NixlEndpoint) -> None:
         self._pool = pool
@@ -188,7 +189,7 @@ class _Agent:
 
 
 class PoolServer:
-    """The other end, in the process of a rank: does to `pool` what it is asked, until the connection ends."""
+    """The other end, in the rank's process: makes the requested calls on `pool` until the connection ends."""
 
     def __init__(self, pool: KVPool, connection: Connection[bytes, bytes]) -> None:
         self._pool = pool
@@ -198,7 +199,7 @@ class PoolServer:
         self._copies: dict[int, Copying] = {}
         self._agents: dict[int, PoolAgent] = {}
         self._until_s = math.inf
-        """Of the call that is being answered."""
+        """Deadline of the current call."""
         self._calls: dict[str, Callable[..., tuple[object, bytes]]] = {
             call.__name__.removeprefix("_"): call
             for call in (
@@ -209,7 +210,7 @@ class PoolServer:
         }  # fmt: skip
 
     def start(self) -> None:
-        """On a thread of its own."""
+        """Run on a thread of its own."""
         threading.Thread(target=self.run, name="kv-rank", daemon=True).start()
 
     def run(self) -> None:
@@ -252,8 +253,8 @@ class PoolServer:
         return number, b""
 
     def _copy(self, data: memoryview, peer: int) -> tuple[int, bytes]:
-        rows_2R = np.frombuffer(data, dtype=np.int64).reshape(2, -1).copy()  # which torch may write to
-        until_s = self._until_s  # before rank 0 gives this rank up, too
+        rows_2R = np.frombuffer(data, dtype=np.int64).reshape(2, -1).copy()  # torch wants writable memory
+        until_s = self._until_s  # also earlier than rank 0 gives up this rank
         copying = self._peers[peer].copy(rows_2R, lambda: until_s)
         self._copies[number := next(self._numbers)] = copying
         return number, b""
@@ -299,8 +300,8 @@ class PoolServer:
 
 
 class Line:
-    """One end of what rank 0 and another rank talk over. What comes with a message lies in memory that both have, where
-    it is small enough: through a pipe a megabyte takes twenty times as long. It is good until the next message."""
+    """One end of the connection between rank 0 and another rank. A message's data is in shared memory if it is small
+    enough, since a megabyte takes twenty times as long through a pipe. It is valid until the next message."""
 
     def __init__(self, connection: Connection[bytes, bytes]) -> None:
         self.connection = connection
@@ -321,7 +322,8 @@ class Line:
 
 
 def _bound_waiting(connection: Connection[bytes, bytes]) -> None:
-    """For a piece of a message: then `OSError` is raised. The other end may have been stopped in the middle of one."""
+    """Set a timeout for sending and receiving, after which `OSError` is raised: the other end may have been stopped in
+    the middle of a message."""
     with socket.socket(fileno=connection.fileno()) as ours:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(BEGIN_S + END_S), 0))

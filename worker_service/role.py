@@ -1,4 +1,5 @@
-"""What a role (prefill or decode) is to its worker's process: the parts that it is built from, and what it offers."""
+"""The interface between a role (prefill or decode) and its worker's process: the parts it is built from, and what it
+offers."""
 
 from __future__ import annotations
 
@@ -17,45 +18,45 @@ from worker_service.sessions import SessionHost
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferCounters:
-    """Of transfers since the process started: of prefill workers what they sent, of decode workers what came."""
+    """Counts transfers since the process started: sent by a prefill worker, received by a decode worker."""
 
     num_late_writes: int = 0
-    """Blocks of a layer that came after their grant had ended: dropped."""
+    """Blocks (of one layer each) that arrived after their grant had ended, and were dropped."""
     num_repairs: int = 0
-    """Blocks whose digest differed, pushed again."""
+    """Blocks that were pushed again because their digest differed."""
     num_expired_leases: int = 0
     num_grants: int = 0
-    """Promises of memory that are open now."""
+    """Grants that are open now."""
     num_grants_issued: int = 0
 
 
 class RoleService(ABC):
-    """What a prefill or a decode worker has beside its engine and its sessions."""
+    """The part of a worker that is specific to prefill or decode, besides its engine and its sessions."""
 
     @abstractmethod
     async def start(self, address: str) -> None:
-        """The server listens; `address` is where others reach it."""
+        """Called when the server listens; `address` is where others reach it."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of peers and memory."""
+        """Release peers and memory."""
 
     @property
     @abstractmethod
     def counters(self) -> TransferCounters: ...
 
     def on_layer_written(self, layer: int, exports: list[BlockExport]) -> None:
-        """What the engine's `on_layer_written` says, on the event loop."""
+        """The engine's `on_layer_written`, called on the event loop."""
         raise AssertionError("nothing is prefilled here for another worker")
 
     def open_grants(self) -> dict[int, tuple[int, ...]]:
-        """As of a `GrantTable`, of a role that promises memory."""
+        """`GrantTable.open_grants`, for a role that promises memory."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What a role is built from."""
+    """The parts that a role is built from."""
 
     args: WorkerArgs
     identity: Identity
@@ -64,9 +65,9 @@ class WorkerParts:
     host: SessionHost
     server: Server
     max_message_bytes: int
-    """Of the connections that carry KV."""
+    """Message size limit of connections that carry KV."""
     on_handed_over: Callable[[KVTransferStats], None]
-    """Hears of each prompt that another worker has taken over."""
+    """Called for each prompt that another worker has taken over."""
 
 
 MakeService = Callable[[WorkerParts], RoleService]

@@ -1,4 +1,4 @@
-"""`tandem.v1.Worker`: what operators and routers ask of any worker."""
+"""The service `tandem.v1.Worker`: calls that operators and routers make to any worker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from worker_service.sessions import SessionHost
 MAX_PROFILE_MS = 600_000
 MAX_OPS, MAX_OP_CHARS = 200, 256
 MAX_TRACE_BYTES = 12 << 20
-"""Of a message's 16 MiB."""
+"""Limit of a trace's size; a message may have 16 MiB."""
 
 
 class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
-    """Answers from the books of one worker process."""
+    """Answers from the state of one worker process."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
         stats, counters = (
             self._engine.stats,
             self._service.counters,
-        )  # an engine that hangs does not keep them to itself
+        )  # works even if the engine hangs
         return pb.WorkerStatus(
             record=self._record(),
             uptime_s=time.monotonic() - self._started_s,
@@ -111,7 +111,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
         )
 
     def _require_going(self) -> None:
-        """Of an engine that stands still nobody hears anything, however long they wait. Raises `Incompatible`."""
+        """Raise `Incompatible` if the engine stands still, since it would never answer."""
         if self._record().load.is_stalled:
             raise Incompatible("the engine stands still within a step; try again when it goes on")
 
@@ -119,9 +119,10 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
 def stale_grants(
     before: dict[int, tuple[int, ...]], after: dict[int, tuple[int, ...]], reserved: set[int]
 ) -> list[str]:
-    """Promises of memory that is reserved for nobody: peers could write to what has another owner.
+    """Find grants whose blocks are not reserved: peers could write to blocks with another owner.
 
-    `before` and `after` the engine was asked what is `reserved`: a grant that came or went meanwhile says nothing.
+    `before`, `after`: the grants before and after the engine was asked for `reserved`. Grants that are not in both do
+    not count.
     """
     return [
         f"grant {grant_id} names blocks that are not reserved for it: {missing[:8]}"

@@ -1,4 +1,4 @@
-"""The sessions that routers have with this worker, and the requests that each of them runs here.
+"""The routers' sessions with this worker, and the requests that each of them runs here.
 
 Owns the sessions and the streams. A stream is one attempt of one request: it belongs to one session, has one engine
 request, and closes once. When a session ends (its router ends it, dies, or is silent for a lease), all its streams are
@@ -47,9 +47,9 @@ class Stream:
     engine_id: str
     is_open: bool = True
     grant_id: int | None = None
-    """Decode: the memory promised to it."""
+    """Decode: the grant that reserves its memory."""
     first_token: asyncio.Future[RequestOutput] | None = None
-    """Prefill: what the prompt's computation ends with."""
+    """Prefill: gets the output with the first token, which ends the prompt's computation."""
 
     def event(self, **event: object) -> pb.WorkerEvent:
         return pb.WorkerEvent(request_id=self.request_id, attempt=self.attempt, **event)  # type: ignore[arg-type]
@@ -70,23 +70,23 @@ class RouterSession:
 
 
 class Role(Protocol):
-    """What a prefill or a decode service does with commands."""
+    """Handles the commands of a prefill or decode service."""
 
     def on_command(self, session: RouterSession, command: pb.PrefillCommand | pb.DecodeCommand) -> None:
-        """A command other than hello and cancel."""
+        """Handle a command other than hello and cancel."""
 
     def on_beat(self, session: RouterSession) -> None:
         """The session's router is alive."""
 
     def cancel(self, stream: Stream) -> None:
-        """Free what the stream owns. It is closed already."""
+        """Free what the stream owns. The stream is already closed."""
 
     def drop(self, session: RouterSession) -> None:
-        """The session has ended, and all its streams are cancelled."""
+        """The session has ended, and all its streams have been cancelled."""
 
 
 class SessionServicer:
-    """`Session` of a worker's role: one for each router."""
+    """The RPC `Session` of a worker's role: one call for each router."""
 
     def __init__(self, host: SessionHost) -> None:
         self._host = host
@@ -98,7 +98,7 @@ class SessionServicer:
 
 
 class SessionHost:
-    """Serves sessions, and routes the engine's events to the streams they are for. `role` is set before the first."""
+    """Serves sessions, and routes the engine's events to their streams. `role` must be set before the first session."""
 
     role: Role
 
@@ -107,13 +107,13 @@ class SessionHost:
         self._lease_ms = lease_ms
         self._load = load
         self._sessions: dict[RouterSession, asyncio.Task[Any]] = {}
-        """Each with the task that serves it."""
+        """Each session with the task that serves it."""
         self._is_draining = False
         self._is_ended = False
         self._streams: dict[str, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept: set[asyncio.Task[None]] = set()
-        """Clean-up, which nothing cancels."""
+        """Clean-up tasks, which are never cancelled."""
         self._num_streams_ever = 0
         self._has_no_streams = asyncio.Event()
         self._has_no_streams.set()
@@ -123,10 +123,10 @@ class SessionHost:
         return len(self._sessions)
 
     async def serve(self, commands: AsyncIterator[Command], context: grpc.aio.ServicerContext) -> None:
-        """The body of a Session RPC: takes in `commands`, writes events to `context`, cleans up at the end.
+        """The body of a Session RPC: handles `commands`, writes events to `context`, cleans up at the end.
 
-        Raises `Incompatible` for a peer that is not ours, `LeaseGone` for a router that fell silent, `Draining` once
-        sessions have been ended.
+        Raises `Incompatible` for an incompatible peer, `LeaseGone` for a router that fell silent, `Draining` after
+        `end_sessions`.
         """
         try:
             async with asyncio.timeout(self._lease_ms / 1000):
@@ -142,7 +142,7 @@ class SessionHost:
         task = asyncio.current_task()
         assert task is not None
         self._sessions[session] = task
-        session.outbox.post()  # the load at once: it tells the router that the session is open
+        session.outbox.post()  # send the load at once, which tells the router that the session is open
         try:
             await run_session(
                 commands,
@@ -158,9 +158,9 @@ class SessionHost:
             self.role.drop(session)
 
     async def end_sessions(self, timeout_s: float) -> None:
-        """Say what is still to be said, end every session well, and take no new ones. Waits at most `timeout_s`.
+        """Send all pending messages, end every session properly, and accept no new ones. Waits at most `timeout_s`.
 
-        Without it, a server that stops could cut off the last tokens of a request that has finished.
+        Without this, a stopping server could cut off the last tokens of a finished request.
         """
         self._is_ended = True
         for session in self._sessions:
@@ -189,9 +189,9 @@ class SessionHost:
     # -- streams ------------------------------------------------------------------------------------------------
 
     def spawn(self, stream: Stream, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Do the `work` of a stream without making the session's next command wait.
+        """Run the `work` of a stream without making the session's next command wait.
 
-        What it raises ends the stream: the router is told, whatever happened, and nobody waits for ever.
+        If `work` raises, the stream ends and the router is told, so that nobody waits forever.
         """
         task = asyncio.create_task(self._run(stream, work))
         self._tasks.add(task)
@@ -202,7 +202,7 @@ class SessionHost:
         try:
             await work()
         except asyncio.CancelledError:
-            # Whoever cancels a stream closes it first. If it is open, this came from something that it awaited.
+            # A cancelled stream is closed first. If this one is open, the cancel came from something that it awaited.
             self._fail(stream, RequestCancelled("its work was cancelled from within"), can_retry=True)
             raise
         except EngineDeadError:
@@ -222,7 +222,7 @@ class SessionHost:
             self._cancel(stream)
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do clean-up `work` to its end, whatever happens to the stream that asks for it."""
+        """Run clean-up `work` to its end, even if its stream is cancelled."""
         task = asyncio.create_task(work)
         self._kept.add(task)
         task.add_done_callback(self._on_kept)
@@ -234,28 +234,28 @@ class SessionHost:
             log_bug(error, "clean-up")
 
     async def drain(self) -> None:
-        """Refuse new attempts; return when no stream is open and all that was done for them has ended."""
+        """Refuse new attempts; return when no stream is open and all their tasks have ended."""
         self._is_draining = True
         await self._has_no_streams.wait()
         await self.wait_for_tasks()
 
     async def wait_for_tasks(self) -> None:
-        """Until all that streams do here has ended, clean-up included."""
+        """Wait until all tasks of streams have ended, including clean-up."""
         while tasks := [*self._tasks, *self._kept]:
             await asyncio.wait(tasks)
 
     async def finish_tasks(self) -> None:
-        """Cancel what streams still do here, and wait until they have cleaned up."""
+        """Cancel the tasks of streams, and wait until they have cleaned up."""
         for task in list(self._tasks):
             task.cancel()
         await self.wait_for_tasks()
 
     def admit(self, session: RouterSession, request: pb.EngineRequest) -> Stream | None:
-        """`open`, or None where the router has been told why not: the attempt is open already, or this worker is
+        """Open a stream. Returns None, after telling the router why, if the attempt is already open or this worker is
         leaving."""
         try:
             stream = self.open(session, request)
-        except RequestExists as error:  # told under the same name; the stream that is open goes on
+        except RequestExists as error:  # sent under the same name; the open stream continues
             Stream(session, request.request_id, request.attempt, "").post_failure(error, can_retry=False)
             return None
         if self._is_draining:
@@ -264,15 +264,15 @@ class SessionHost:
         return stream
 
     def open(self, session: RouterSession, request: pb.EngineRequest) -> Stream:
-        """A new stream for an attempt. Raises `RequestExists` for one that is open already, and `InvalidRequest`, which
-        ends the session, for one that cannot be named."""
+        """Make a new stream for an attempt. Raises `RequestExists` if the attempt is already open, and
+        `InvalidRequest`, which ends the session, if its id is invalid."""
         if not 0 < len(request.request_id) <= MAX_NAME_LENGTH:
             message = f"must have 1 to {MAX_NAME_LENGTH} characters, has {len(request.request_id)}"
             raise InvalidRequest([("request_id", message)])
         key = (request.request_id, request.attempt)
         if key in session.streams:
             raise RequestExists(f"request {request.request_id!r}, attempt {request.attempt}, is open")
-        # Never the same twice: a request's name may come back while what it named before is still being cleaned up.
+        # Unique: a request's id may be reused while its earlier stream is still being cleaned up.
         self._num_streams_ever += 1
         engine_id = f"{request.request_id}/{request.attempt}/{self._num_streams_ever}"
         stream = Stream(session, request.request_id, request.attempt, engine_id)
@@ -282,7 +282,7 @@ class SessionHost:
         return stream
 
     def close(self, stream: Stream) -> None:
-        """Nothing more is said of the attempt. Repeating it is harmless."""
+        """Close a stream: no more events are sent for the attempt. Safe to repeat."""
         stream.is_open = False
         stream.session.streams.pop((stream.request_id, stream.attempt), None)
         self._streams.pop(stream.engine_id, None)
@@ -290,29 +290,29 @@ class SessionHost:
             self._has_no_streams.set()
 
     def refuse(self, stream: Stream, error: TandemError, *, can_retry: bool) -> None:
-        """End an attempt with its error. Whoever calls frees what it owns in the engine."""
+        """End an attempt with an error. The caller frees what the attempt owns in the engine."""
         stream.post_failure(error, can_retry=can_retry)
         self.close(stream)
 
     def answer_busy(self, stream: Stream) -> None:
-        """End an attempt for which there is no room now: nothing was begun, and nothing has failed."""
+        """End an attempt for which there is no room now: nothing was begun, nothing has failed."""
         stream.post(busy=pb.Busy())
         self.close(stream)
 
     def find(self, engine_id: str) -> Stream | None:
         return self._streams.get(engine_id)
 
-    # -- what the engine says -----------------------------------------------------------------------------------
+    # -- reports of the engine ----------------------------------------------------------------------------------
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Send one step's tokens: one message to each router concerned. Finished streams close."""
+        """Send one step's tokens, in one message to each router concerned. Closes finished streams."""
         events: dict[RouterSession, list[pb.WorkerEvent]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
-                continue  # cancelled while the step ran
+                continue  # cancelled while the step was running
             if output.finish_reason is FinishReason.ERROR:
-                stream.session.outbox.post(events.pop(stream.session, ()))  # its own tokens that were kept, too
+                stream.session.outbox.post(events.pop(stream.session, ()))  # with the tokens that were collected for it
                 self._fail_for_good(stream, _error_of(output))
                 continue
             events.setdefault(stream.session, []).append(stream.event(tokens=tokens_message(output)))
@@ -325,13 +325,13 @@ class SessionHost:
             session.outbox.post(session_events)
 
     def _fail_for_good(self, stream: Stream, error: TandemError) -> None:
-        """What the engine could not do, another could not either: the router must not try it there."""
+        """End an attempt that other engines could not compute either, so that the router does not retry it."""
         self.refuse(stream, error, can_retry=False)
         if stream.first_token is not None:
             stream.first_token.cancel()  # its task then cleans up
 
     def announce_load(self) -> None:
-        """Tell every router the load, though nothing else happened: memory was freed."""
+        """Send the load to every router, although there are no other events: memory was freed."""
         for session in self._sessions:
             session.outbox.post()
 
@@ -341,7 +341,7 @@ def _leaving() -> Draining:
 
 
 def _error_of(output: RequestOutput) -> TandemError:
-    """Why there is no next token."""
+    """The error that says why there is no next token."""
     if output.grammar_error:
         return InvalidRequest([("sampling_params.structured_outputs", output.grammar_error)])
     return InternalError(output.error)

@@ -1,13 +1,13 @@
-"""Notices an engine that stands still within a step, which nothing in its process can end: a GPU or its driver hangs.
+"""Notices an engine that stands still within a step, because a GPU or its driver hangs: the process cannot end that.
 
-    GOING ──no progress for a lease──> STALLED: routers are told, and take elsewhere what they can
+    GOING ──no progress for a lease──> STALLED: routers are told, and move what they can to other workers
       ^                                │     │
-      └──────────── progress ──────────┘     └──for `timeout_s`──> STUCK: who watches ends the process; peers and
-                                                                   routers know what to do
+      └──────────── progress ──────────┘     └──for `timeout_s`──> STUCK: the caller ends the process; peers and
+                                                                   routers know how to handle that
 
-A stall must also be three times as long as any that came to an end here, up to three leases: a machine that takes long
-for its longest prompts is slow, and is told so about once; one that hung once may hang again. Silence is counted in
-looks of this event loop, not by the clock: a process that was stopped and goes on is not stuck.
+A stall must also last three times as long as any earlier one that ended by itself, but at most three leases: a machine
+that is slow with its longest prompts is reported about once, and one that has hung once may hang again. Stalls are
+measured in polls of this event loop, not by the clock, so that a process that was stopped and continues is not stuck.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 LOOKS_PER_STALL = 10
-"""In the shorter of a lease and the timeout."""
+"""Polls within the shorter of a lease and the timeout."""
 LONGEST_TIMES = 3
-"""What a stall must last, of the longest that ended by itself,"""
+"""A stall must last this many times the longest one that ended by itself,"""
 MOST_STALLS = 3
-"""and at most so many times what any must."""
+"""but at most this many times the basic duration."""
 
 
 class Progressing(Protocol):
@@ -30,14 +30,14 @@ class Progressing(Protocol):
 
 
 class Stalls:
-    """Whether an engine stands still, in looks at its progress. Pure."""
+    """Decides from polls of its progress whether an engine stands still. Pure."""
 
     def __init__(self) -> None:
         self._seen: int | None = None
         self._num_longest = 0
-        """Looks without progress in a row, that ended."""
+        """The longest row of polls without progress that ended."""
         self.num_same = 0
-        """Looks without progress in a row, up to now."""
+        """Polls without progress in a row, up to now."""
 
     @property
     def is_stalled(self) -> bool:
@@ -57,9 +57,10 @@ class Stalls:
 async def wait_until_stuck(
     engine: Progressing, *, stall_s: float, timeout_s: float, on_stall: Callable[[bool], None]
 ) -> None:
-    """Return when `engine` has been within one step for `timeout_s`, give or take a tenth; 0: never.
+    """Return when `engine` has been in the same step for `timeout_s`, within a tenth; 0: never.
 
-    `on_stall(True)` is called when it has stood still for `stall_s` at least, and `on_stall(False)` when it goes on.
+    Calls `on_stall(True)` when the engine has stood still for at least `stall_s`, and `on_stall(False)` when it
+    continues.
     """
     look_s = min(stall_s, timeout_s or stall_s) / LOOKS_PER_STALL
     stalls = Stalls()
