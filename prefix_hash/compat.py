@@ -1,7 +1,6 @@
-"""The compatibility digest: one text that two engines have in common if they can exchange KV.
+"""The compatibility digest: a text that is equal for two engines exactly if they can exchange KV.
 
-Only ever compared as a whole. It is made of named parts, `name=value; name=value`, so that whoever refuses a peer can
-say in what it differs.
+Only compared as a whole. It consists of named parts, `name=value; name=value`, so that a refusal can say what differs.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from collections.abc import Mapping
 
 _MAX_SHOWN = 64
 _MAX_CHARS = 4096
-"""Of a digest that is looked into: several times what ours have."""
+"""Maximum length of a digest that is parsed: several times the length of ours."""
 _MAX_OTHER_PARTS = 16
 
 
 def join_parts(parts: Mapping[str, object]) -> str:
-    """The digest of `parts`. Long values are to be hashed before."""
+    """The digest of `parts`. The caller must hash long values."""
     return "; ".join(f"{name}={value}" for name, value in parts.items())
 
 
 def compat_difference(ours: str, theirs: str) -> str:
-    """In what two digests differ, `ours` first, in some hundred characters at most; empty if they are equal."""
+    """How two digests differ, `ours` first, in some hundred characters at most; empty if they are equal."""
     if ours == theirs:
         return ""
     our_parts, their_parts = _parts_of(ours), _parts_of(theirs)
@@ -36,12 +35,12 @@ def compat_difference(ours: str, theirs: str) -> str:
 
 
 def _shown(value: str | None) -> str:
-    """Of a part, which other settings or another version may not have."""
+    """The value of a part, which engines with other settings or versions may lack."""
     return "(absent)" if value is None else repr(value[:_MAX_SHOWN])
 
 
 def _parts_of(digest: str) -> dict[str, str]:
-    """By name; empty for what is made otherwise."""
+    """Parse a digest to its parts by name; empty if it is not in this form."""
     parts = digest[: _MAX_CHARS + 1].split("; ")
     named = {name: value for name, equals, value in (part.partition("=") for part in parts) if equals}
     is_ours = len(digest) <= _MAX_CHARS and len(named) == len(parts)

@@ -1,1 +1,3 @@
-"""Who is alive and which prefix blocks are cached where, in Redis. Imports `protos` only. Never on the data path."""
+"""In Redis: which workers live, and which prefix blocks they have cached. Imports `protos` only. Never on the data
+path.
+"""

@@ -1,4 +1,4 @@
-"""Redis clients whose every call ends within a stated time, and the log that says once that Redis is away."""
+"""Redis clients whose calls all have a time limit, and an outage log that reports once that Redis is away."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse, ReadOnlyError, RedisError, ResponseError
 
 REDIS_FAILURES = (RedisError, OSError, TimeoutError)
-"""What a call raises while Redis is away, slow or not itself. All of it heals by trying again."""
+"""What a call raises while Redis is away, slow or misbehaving. Trying again heals all of it."""
 
 REDIS_TIMEOUT_S = 1.0
 DEFAULT_TTL_MS = 6_000
-"""What a worker has written expires so long after its last beat."""
+"""How long a worker's entries live after its last heartbeat."""
 DEFAULT_BEAT_MS = 2_000
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
@@ -27,9 +27,9 @@ MAX_RETRY_S = 2.0
 
 @contextmanager
 def wrong_answers_as_failures() -> Iterator[None]:
-    """Around calls, and the taking apart of what they return: whatever an answer breaks that no Redis of ours gives, as
-    when something else answers in its place, leaves the block as one of `REDIS_FAILURES`. redis-py's parser raises
-    ValueError for a length that is none, its pipelines TypeError."""
+    """Context for calls and for parsing their results: turns errors caused by an invalid answer, as when something else
+    answers in Redis' place, into one of `REDIS_FAILURES`. For example, redis-py's parser raises ValueError for an
+    invalid length, and its pipelines raise TypeError."""
     try:
         yield
     except REDIS_FAILURES:
@@ -39,7 +39,7 @@ def wrong_answers_as_failures() -> Iterator[None]:
 
 
 def check_beat(ttl_ms: int, beat_ms: int) -> None:
-    """Raises `ValueError` where one lost beat would let expire what is written."""
+    """Raise `ValueError` if entries would expire after one lost heartbeat."""
     if beat_ms < 1 or ttl_ms < 2 * beat_ms:
         raise ValueError(f"ttl_ms must be at least twice beat_ms, are {ttl_ms} and {beat_ms}")
 
@@ -47,8 +47,9 @@ def check_beat(ttl_ms: int, beat_ms: int) -> None:
 def open_redis(url: str, *, timeout_s: float, max_connections: int = 4) -> Redis:
     """A client for `url` (redis://, rediss:// or unix://). Connects at the first call; the caller closes it.
 
-    `timeout_s` bounds connecting and each answer. Nothing is retried here: callers know what a retry means. With all
-    `max_connections` in use a call waits for one, within the caller's own bound. Raises `ValueError` for a bad URL.
+    `timeout_s` limits connecting and each answer. Nothing is retried here: callers know what a retry means. If all
+    `max_connections` are in use, a call waits for one, within the caller's own limit. Raises `ValueError` for a bad
+    URL.
     """
     pool = BlockingConnectionPool.from_url(
         url,
@@ -58,21 +59,21 @@ def open_redis(url: str, *, timeout_s: float, max_connections: int = 4) -> Redis
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
         decode_responses=False,
-        protocol=2,  # no pushes from the server: an answer is the next thing on the wire
+        protocol=2,  # no server pushes: the next message is always the answer
     )
     pool.connection_class = type("Connection", (_OwnConnection, pool.connection_class), {})
     return Redis.from_pool(pool)
 
 
 class _OwnConnection:
-    """A connection (mixed into the one that the URL asks for) on which who is cancelled is cancelled, and which ends
-    with a failover.
+    """Mixin for the connection class of the URL: makes cancellation reliable, and closes the connection after a
+    failover.
 
-    redis-py sends within `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes when what it
-    waits for is just done, or has failed (CPython issue 86296): its caller goes on though nobody waits for it.
+    redis-py sends within `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes just when the
+    awaited call is done or has failed (CPython issue 86296): the cancelled caller would continue.
 
-    A master that has become a replica keeps its connections and refuses what is written over them; the name in the URL
-    leads to another server by then, which only a new connection finds.
+    A master that has become a replica keeps its connections and refuses writes. By then the name in the URL leads to
+    another server, which only a new connection reaches.
     """
 
     async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
@@ -96,16 +97,16 @@ class _OwnConnection:
 
 
 def _is_of_replica(error: ResponseError) -> bool:
-    """Whether a write was refused. Before Redis 7 a script's errors are within another's words."""
+    """Whether a replica has refused a write. Before Redis 7, a script's error is wrapped in another message."""
     return isinstance(error, ReadOnlyError) or "-READONLY " in str(error)
 
 
 class Outage:
-    """Whether Redis answers, logged when it changes, and how long to wait before trying again."""
+    """Tracks whether Redis answers, logs changes of that, and says how long to wait before trying again."""
 
     def __init__(self, logger: logging.Logger, who: str, *, told_after_s: float = 0.0) -> None:
-        """`told_after_s`: what is over sooner is not told, where calls have so little time that a busy moment of either
-        side takes it."""
+        """`told_after_s`: shorter outages are not logged; for calls with such short time limits that a busy moment of
+        either side exceeds them."""
         self._logger = logger
         self._who = who
         self._told_after_s = told_after_s
@@ -129,7 +130,7 @@ class Outage:
             self._since_s = now_s
         if not self._is_told and now_s - self._since_s >= self._told_after_s:
             self._is_told = True
-            # A timeout says only that no answer was taken in: this process itself may have been too busy for that.
+            # A timeout only says that no answer was read: this process itself may have been too busy.
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
             self._logger.warning("%s: nothing from Redis (%s), going on with what is known", self._who, why)
         self._num_failures += 1
@@ -142,7 +143,7 @@ class Outage:
 
 
 async def wait_for(event: asyncio.Event, timeout_s: float) -> bool:
-    """Until `event` is set (true) or `timeout_s` has passed (false)."""
+    """Wait until `event` is set (returns True) or `timeout_s` has passed (returns False)."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

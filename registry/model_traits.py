@@ -1,9 +1,9 @@
-"""By what a router knows its own model among others whose vocabulary has as many tokens: what both it and a worker read
-in their model's folder, and what quantising, converting or renaming it does not change.
+"""Traits by which a router recognizes its own model among others with equally many tokens: both the router and a worker
+read them from their model's folder, and quantising, converting or renaming the model does not change them.
 
-Neither names nor paths are: the same model may be called and kept otherwise. Nor a digest of all tokens: a GGUF file
-names unused ones in its own way, and a later tokenizer.json has some more. Nor weights, of which a router has none: a
-model and its fine-tuned one are told apart by their workers (`compat_digest`), not here.
+Names and paths are unsuitable, since they may differ for the same model. So is a digest of all tokens: a GGUF file
+names unused tokens in its own way, and a later tokenizer.json has additional ones. A router has no weights: workers
+distinguish a model from a fine-tuned version (`compat_digest`), not this module.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 from protos import tandem_worker_pb2 as pb
 
 NUM_TOKENS = 16
-"""Looked at, evenly spread. Of two tokenizers' hardly one is the same."""
+"""Number of compared tokens, evenly spread. Two different tokenizers share hardly any of them."""
 MAX_TOKEN_CHARS = 32
-"""Of each."""
+"""Characters of each token that are compared."""
 
 
 def read_model_traits(folder: Path) -> pb.ModelTraits:
-    """Of the model in `folder`. What is not there, or cannot be read, is left out: others say so who need it."""
+    """Read the traits of the model in `folder`. Missing or unreadable ones are left out: others report that if
+    needed."""
     config = _read(folder / "config.json")
-    config = {**config, **_dict(config.get("text_config"))}  # models that also see or hear nest their text part
+    config = {**config, **_dict(config.get("text_config"))}  # multimodal models nest their text part
     traits = pb.ModelTraits(
         num_layers=_number(config.get("num_hidden_layers", config.get("n_layer"))),
         hidden_size=_number(config.get("hidden_size", config.get("n_embd"))),
@@ -36,7 +37,7 @@ def read_model_traits(folder: Path) -> pb.ModelTraits:
 
 
 def traits_difference(theirs: pb.ModelTraits, ours: pb.ModelTraits) -> str:
-    """Why a worker's model is another than ours; empty where it is not, for all that both know."""
+    """Why a worker's model is not ours; empty if it is, as far as both traits tell."""
     sizes = [(traits.num_layers, traits.hidden_size) for traits in (theirs, ours)]
     if all(map(all, sizes)) and sizes[0] != sizes[1]:
         return "its model has {} layers of {}, ours {} of {}".format(*sizes[0], *sizes[1])
@@ -48,9 +49,9 @@ def traits_difference(theirs: pb.ModelTraits, ours: pb.ModelTraits) -> str:
 
 
 def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
-    """As the file writes them, by id."""
+    """Tokens by id, as written in the file."""
     vocab = _dict(tokenizer.get("model")).get("vocab")
-    if isinstance(vocab, list):  # of pairs, with how likely each is
+    if isinstance(vocab, list):  # of pairs: token and score
         found = {number: pair[0] for number, pair in enumerate(vocab) if isinstance(pair, list) and pair}
     else:
         found = {number: token for token, number in _dict(vocab).items()}
@@ -69,5 +70,5 @@ def _dict(value: object) -> dict[str, Any]:
 
 
 def _number(value: object) -> int:
-    """0 for what is none, or none that a message can carry."""
+    """The value if it is an integer that fits the message, else 0."""
     return value if isinstance(value, int) and 0 <= value < 1 << 32 else 0

@@ -1,8 +1,8 @@
 """Which prefix blocks are cached where: workers report, routers ask for the longest match.
 
-Owns one set of block hashes per worker process in Redis, and its truthfulness. The engine is the authority: the set is
-a copy that is thrown away and made again whenever it might differ. Does not own the hashes (see `prefix_hash`), and no
-request waits for it longer than a stated time: without Redis nothing is known, and the router chooses without it.
+Owns one set of block hashes per worker process in Redis, and keeps it correct. The engine is the authority: the set is
+a copy, which is discarded and rebuilt whenever it might differ. Does not define the hashes (see `prefix_hash`). Lookups
+have a time limit: without Redis nothing is known, and the router chooses without it.
 
     worker: PrefixReporter                                       Redis                    router: PrefixIndex
     report(events) ─> pending ─> batch n ─ seq is n-1? ────────> set, seq := n <───────── longest_match(): one script
@@ -12,8 +12,8 @@ request waits for it longer than a stated time: without Redis nothing is known, 
                     ^
                     └── at start; after any failed call (was it applied?); when too many events are pending
 
-Set and sequence number expire without heartbeats, so a dead worker's entries vanish; its successor has another
-incarnation, hence other keys.
+Set and sequence number expire without heartbeats, so that a dead worker's entries vanish; its successor has another
+incarnation and hence other keys.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ HASH_BYTES = 16
 DEFAULT_FLUSH_MS = 20
 MAX_PENDING = 65_536
 MAX_BATCH = 2_048
-"""Hashes in one command: keeps a command short for the others that share the server."""
+"""Hashes per command: keeps commands short for other users of the server."""
 MAX_CONCURRENT_LOOKUPS = 16
 MAX_KNOWN_KEYS = 4_096
-"""Keys that are kept as they are made: checking and writing them took half of a lookup's time in a router."""
+"""Size of the cache of keys: checking and formatting them took half of a lookup's time in a router."""
 LOOKUP_TIMEOUT_S = 0.05
 LOOKUP_RETRY_S = 0.5
-"""After a failed lookup the next ones answer "nothing known" at once, for so long."""
+"""For this long after a failed lookup, further ones answer "nothing known" at once."""
 TOLD_AFTER_S = 1.0
-"""The log tells of lookups that have failed for so long: one that was late is no outage."""
+"""An outage is logged if lookups fail for this long: a single late one is no outage."""
 
 # KEYS: set, seq. ARGV: expected seq, expected cardinality, new seq, ttl in ms, number of stored hashes, those stored,
 # those evicted. Answers the new cardinality, or -1 and changes nothing where the set is not as expected.
@@ -70,11 +70,11 @@ redis.call('PEXPIRE', KEYS[1], ARGV[4])
 return redis.call('SCARD', KEYS[1])
 """
 
-# KEYS: one set per worker. ARGV: the prompt's hashes, one after the other. Answers the number of leading hits per set,
-# as a text with commas: what a client takes apart fastest. Who has a block has those before it (the last blocks of a
-# prompt are evicted first; where that is not so, more is promised than there is), so that the end is searched for, nine
-# parts at a time; but first of all where the set before had it, and whether there is anything: mostly a fleet has a
-# beginning in common, or nothing.
+# KEYS: one set per worker. ARGV: the prompt's hashes in order. Returns the number of leading hits per set, as a
+# comma-separated text, which clients parse fastest. A worker that has a block also has those before it (the last blocks
+# of a prompt are evicted first; otherwise the result is too high), so the script searches for the end, in nine parts at
+# a time. It first tries the previous set's end, and whether there is any hit: usually workers share a prefix, or
+# nothing.
 _LONGEST_MATCH = """
 local hashes = ARGV[1]
 local answer, guess = {}, 0
@@ -103,7 +103,7 @@ return table.concat(answer, ',')
 
 
 class CacheEvent(Protocol):
-    """What an engine says of one prefix block: it became findable, or it was evicted."""
+    """An engine's report about one prefix block: it was stored or evicted."""
 
     @property
     def is_stored(self) -> bool: ...
@@ -112,7 +112,8 @@ class CacheEvent(Protocol):
 
 
 class PrefixReporter:
-    """Keeps one worker process' set in Redis equal to its prefix cache. See the module; loop-thread only."""
+    """Keeps one worker process' set in Redis equal to its prefix cache. See the module's docstring. Used only on the
+    event loop's thread."""
 
     def __init__(
         self,
@@ -127,9 +128,9 @@ class PrefixReporter:
         flush_ms: int = DEFAULT_FLUSH_MS,
         max_pending: int = MAX_PENDING,
     ) -> None:
-        """`snapshot` gives the hashes of all blocks in the cache at one moment.
+        """`snapshot` returns the hashes of all blocks in the cache at one moment.
 
-        What happens before and after that moment is passed to `report`, in its order, whenever the snapshot returns. At
+        All events before and after that moment must be passed to `report`, in order, whenever the snapshot returns. At
         most one batch is sent per `flush_ms`.
         Raises `ValueError` for a bad URL or name.
         """
@@ -148,7 +149,7 @@ class PrefixReporter:
         self._apply_script = self._redis.register_script(_APPLY)
         self._outage = Outage(logger, self._name)
         self._pending: dict[bytes, bool] = {}
-        """Hash -> whether its last event stored it: of a hash's events only the last one counts."""
+        """Hash -> whether its last event stored it: only the last event of a hash counts."""
         self._needs_resync = True
         self._seq = 0
         self._num_hashes = 0
@@ -157,7 +158,7 @@ class PrefixReporter:
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.num_resyncs = 0
-        """Times the whole set was written, the first included."""
+        """How often the whole set was written, including the first time."""
 
     @property
     def is_reachable(self) -> bool:
@@ -170,13 +171,13 @@ class PrefixReporter:
         return len(self._pending)
 
     def start(self) -> None:
-        """Begin with a snapshot. Does not wait for Redis."""
+        """Start reporting, with a snapshot. Does not wait for Redis."""
         assert self._task is None, "started twice"
         self._task = asyncio.create_task(self._run(), name=self._name)
         watch_task(self._task, logger)
 
     def report(self, events: Iterable[CacheEvent]) -> None:
-        """Take the events of one engine step, in order. Never waits; too many pending ones cost a resync."""
+        """Queue the events of one engine step, in order. Never waits; too many pending events cause a resync."""
         for event in events:
             assert len(event.block_hash) == HASH_BYTES
             self._pending[event.block_hash] = event.is_stored
@@ -186,12 +187,12 @@ class PrefixReporter:
         self._news.set()
 
     async def close(self) -> None:
-        """Stop reporting and delete the set. With Redis away it is left to expire."""
+        """Stop reporting and delete the set. If Redis is away, the set is left to expire."""
         self._closing.set()
         self._news.set()
         try:
             if self._task is not None:
-                await asyncio.wait([self._task])  # an error that ended it is logged already
+                await asyncio.wait([self._task])  # an error that ended it has been logged
             with wrong_answers_as_failures():
                 await self._redis.delete(self._set_key, self._seq_key, self._new_key)
         except REDIS_FAILURES as error:
@@ -212,14 +213,14 @@ class PrefixReporter:
             await self._wait_until_due()
 
     async def _wait_until_due(self) -> None:
-        """Until there is something to send or it is time for a heartbeat, but never less than a flush interval."""
+        """Wait until there is something to send or a heartbeat is due, but at least a flush interval."""
         if not self.is_reachable:
             await wait_for(self._closing, self._outage.retry_s)
         elif not await wait_for(self._closing, self._flush_s) and not self._pending and not self._needs_resync:
             await wait_for(self._news, self._beat_s)
 
     async def _flush(self) -> None:
-        """Send what is pending, or an empty batch: the heartbeat, which checks and renews."""
+        """Send pending events, or an empty batch: the heartbeat, which checks the set and renews its expiry."""
         while True:
             batch = dict(islice(self._pending.items(), MAX_BATCH))
             for block_hash in batch:
@@ -241,14 +242,16 @@ class PrefixReporter:
                 return
 
     async def _take_snapshot(self) -> set[bytes]:
-        # Events from here on stay pending. Those older than the snapshot only repeat what it says, or are followed by
-        # newer ones: of a hash's events the last one counts.
+        # Events from here on stay pending. Those older than the snapshot only repeat its content, or are followed by
+        # newer ones, and only the last event of a hash counts.
         self._pending.clear()
         self._needs_resync = False
         return set(await self._snapshot())
 
     async def _write_anew(self, hashes: set[bytes]) -> None:
-        """Replace the whole set. The new one is built beside the old and renamed over it: no command is long."""
+        """Replace the whole set. The new set is built beside the old one and renamed over it, so that no command is
+        long.
+        """
         self.num_resyncs += 1
         with wrong_answers_as_failures():
             await self._redis.delete(self._new_key)
@@ -271,7 +274,8 @@ class PrefixReporter:
 
 
 class PrefixIndex:
-    """Asks for the longest cached prefix. Loop-thread only. Knows nothing between calls but whether Redis answers."""
+    """Looks up the longest cached prefix. Used only on the event loop's thread. Between calls it only remembers whether
+    Redis answers."""
 
     def __init__(
         self,
@@ -281,7 +285,7 @@ class PrefixIndex:
         timeout_s: float = LOOKUP_TIMEOUT_S,
         max_hashes: int = 4096,
     ) -> None:
-        """A lookup takes at most `timeout_s` and looks at the first `max_hashes` blocks. Raises `ValueError`."""
+        """A lookup takes at most `timeout_s` and covers the first `max_hashes` blocks. Raises `ValueError`."""
         self._set_key = lru_cache(maxsize=MAX_KNOWN_KEYS)(Keys(namespace).prefix)
         self._timeout_s = timeout_s
         self.max_hashes = max_hashes
@@ -298,7 +302,7 @@ class PrefixIndex:
     async def longest_match(self, hashes: Sequence[bytes], workers: Sequence[tuple[str, str]]) -> dict[str, int]:
         """Worker id -> how many leading blocks of `hashes` that (worker id, incarnation) has, in one round trip.
 
-        {} where nothing is known: Redis is away or slow, or nothing was asked. Never raises for that.
+        {} if nothing is known, because Redis is away or slow, or nothing was asked. Never raises for that.
         """
         if not hashes or not workers or time.monotonic() < self._next_try_at:
             return {}

@@ -1,7 +1,7 @@
 """Who is alive: a worker writes its record with every heartbeat, a router reads all records.
 
-Owns the records in Redis and the tasks that write and read them. Does not decide who is usable (the router does), and
-nothing waits for it: with Redis away a worker keeps trying and a router keeps what it last knew.
+Owns the records in Redis and the tasks that write and read them. The router decides which workers are usable. Nothing
+waits for Redis: while it is away, a worker keeps trying, and a router keeps what it last knew.
 
     worker:  WorkerRegistration                          router:  WorkerDirectory
     start() ─> beat: record() ─> SET … PX ttl_ms         start() ─> first refresh, whether or not Redis answers
@@ -10,11 +10,12 @@ nothing waits for it: with Redis away a worker keeps trying and a router keeps w
     draining: not over a successor's record
     close() ─> delete, if still our incarnation          close()
 
-Two that live under one id take turns in one record: each finds at a beat that the other has written since the one
-before, which a predecessor that is dead or drains does not, and says so in its own (`rival_address`).
+Two live workers with the same id overwrite each other's record: at each beat, each finds that the other has written
+since its last beat (which a dead or draining predecessor does not), and reports that in its own record
+(`rival_address`).
 
-A record that is gone from Redis leaves the directory at once, but for one case. After an outage, or when Redis was
-emptied, its absence says nothing until every live worker has had time to beat: records known before stay for `ttl_ms`.
+A record that is gone from Redis leaves the directory at once, with one exception: after an outage, or when Redis was
+emptied, a missing record says nothing until every live worker has had time to beat, so known records stay for `ttl_ms`.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_REFRESH_MS = 500
 MAX_RECORD_BYTES = 320 * 1024
-"""Most of it may be adapters: 256 with names of 128 characters, each of up to four bytes, and each twice."""
+"""Most of it may be adapters: 256 names of 128 characters, of up to four bytes each, and all of that twice."""
 
-# The ids of all workers, with their records (or the length of one that is too long to be one). Ids whose record has
-# expired are dropped on the way. One script, so that it is one round trip and no id is dropped between two beats.
+# Returns the ids of all workers with their records (or the length of a record that is too long), and drops ids whose
+# record has expired. One script: it takes one round trip, and cannot drop an id between two beats.
 _READ_ALL = """
 redis.call('SET', KEYS[2], ARGV[2], 'NX')
 local found = {redis.call('GET', KEYS[2])}
@@ -74,7 +75,7 @@ return found
 
 
 class WorkerRegistration:
-    """A worker's place in the registry. See the module for its life; loop-thread only."""
+    """A worker's registration. See the module's docstring for its life cycle. Used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -87,9 +88,9 @@ class WorkerRegistration:
         ttl_ms: int = DEFAULT_TTL_MS,
         beat_ms: int = DEFAULT_BEAT_MS,
     ) -> None:
-        """`record` gives what to write, at every beat; it must be quick and carry `worker_id` and `incarnation`.
+        """`record` returns the record to write at every beat; it must be quick, and set `worker_id` and `incarnation`.
 
-        Raises `ValueError` for a bad URL or name, or a ttl that one lost beat would outlive.
+        Raises `ValueError` for a bad URL or name, or a ttl that one lost beat would exceed.
         """
         check_beat(ttl_ms, beat_ms)
         self._keys = Keys(namespace)
@@ -104,7 +105,7 @@ class WorkerRegistration:
         self._has_written = False
         self._rival_address = ""
         self._rival_until_s = 0.0
-        """Monotonic time: one that has not written until then has gone."""
+        """Monotonic time at which a rival that has not written again is considered gone."""
         self._due = asyncio.Event()
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
@@ -116,23 +117,23 @@ class WorkerRegistration:
 
     @property
     def rival_address(self) -> str:
-        """Where another process that lives, and does not drain, has this worker's id. Empty: nobody is known to."""
+        """Address of another live process that has this worker's id and is not draining; empty if none is known."""
         return self._rival_address if time.monotonic() < self._rival_until_s else ""
 
     def start(self) -> None:
-        """Begin to beat, now. Does not wait for Redis."""
+        """Start to beat, now. Does not wait for Redis."""
         assert self._task is None, "started twice"
         self._task = asyncio.create_task(self._beat_until_closed(), name=f"heartbeat of {self._worker_id}")
         watch_task(self._task, logger)
 
     def beat_now(self) -> None:
-        """Write the record without waiting for the next beat: something that routers act on has changed."""
+        """Write the record without waiting for the next beat, because something that routers act on has changed."""
         self._due.set()
 
     async def close(self) -> None:
         """Stop beating and delete the record, unless another incarnation has written it since.
 
-        With Redis away the record is left to expire. Takes at most a few REDIS_TIMEOUT_S.
+        If Redis is away, the record is left to expire. Takes at most a few REDIS_TIMEOUT_S.
         """
         self._is_closing = True
         self._due.set()
@@ -164,7 +165,7 @@ class WorkerRegistration:
         with wrong_answers_as_failures(), suppress(WatchError):
             async with self._redis.pipeline(transaction=True) as pipe:
                 if record.is_draining and await self._watched(pipe) not in (None, self._incarnation):
-                    return  # a successor is there already, and takes new work
+                    return  # a successor has registered, and takes new work
                 pipe.get(self._key)
                 pipe.set(self._key, record.SerializeToString(), px=self._ttl_ms)
                 pipe.sadd(self._keys.workers, self._worker_id)
@@ -173,7 +174,8 @@ class WorkerRegistration:
                 self._has_written = True
 
     def _look_for_rival(self, found: pb.WorkerRecord | None) -> None:
-        """`found`: what this beat has replaced. At the first it is a predecessor's, which may be dead."""
+        """`found`: the record that this beat has replaced. At the first beat it is a predecessor's, which may be
+        dead."""
         if found is None or found.incarnation == self._incarnation or found.is_draining or not self._has_written:
             return
         if self.rival_address != found.address:
@@ -189,8 +191,8 @@ class WorkerRegistration:
                     await pipe.execute()
 
     async def _watched(self, pipe: Pipeline) -> str | None:
-        """Whose record there is; None: nobody's. What `pipe` executes next raises `WatchError` if that has changed, as
-        when a successor has beaten in the meantime: the record is its own."""
+        """Return the incarnation in the current record, or None. The next `execute` of `pipe` raises `WatchError` if
+        the record has changed since, as when a successor has written its own."""
         await pipe.watch(self._key)
         found = _record_in(await pipe.get(self._key))
         pipe.multi()  # type: ignore[no-untyped-call]
@@ -198,7 +200,7 @@ class WorkerRegistration:
 
 
 def _record_in(found: object) -> pb.WorkerRecord | None:
-    """None: there is none, or something else."""
+    """Parse a record; None if there is none, or it does not parse."""
     try:
         return pb.WorkerRecord.FromString(found) if isinstance(found, bytes) else None
     except DecodeError:
@@ -206,7 +208,8 @@ def _record_in(found: object) -> pb.WorkerRecord | None:
 
 
 class WorkerDirectory:
-    """The records of all workers, as a router last knew them. See the module for its life; loop-thread only."""
+    """The records of all workers, as a router last knew them. See the module's docstring for its life cycle. Used only
+    on the event loop's thread."""
 
     def __init__(
         self,
@@ -217,10 +220,11 @@ class WorkerDirectory:
         ttl_ms: int = DEFAULT_TTL_MS,
         refresh_ms: int = DEFAULT_REFRESH_MS,
     ) -> None:
-        """`on_change` gets all records whenever a worker comes, goes, restarts, moves, begins to drain, has a rival or
-        other adapters.
+        """`on_change` is called with all records when a worker comes, goes, restarts, moves, begins to drain, or gets a
+        rival or other adapters.
 
-        Not for load, which is new in `records` after every refresh. `ttl_ms`: that of the workers' registrations.
+        It is not called for changes of load, which are in `records` after every refresh. `ttl_ms`: that of the workers'
+        registrations.
         Raises `ValueError` for a bad URL or namespace.
         """
         self._keys = Keys(namespace)
@@ -232,23 +236,23 @@ class WorkerDirectory:
         self._outage = Outage(logger, "worker directory")
         self._records: dict[str, pb.WorkerRecord] = {}
         self._read: dict[str, tuple[bytes, pb.WorkerRecord]] = {}
-        """What the well-formed ones were read from: most are as they were, several times between two beats."""
+        """Parsed records with their bytes: most are unchanged at several refreshes between two beats."""
         self._bad_ids: set[str] = set()
-        """Workers whose record is no record: logged already."""
+        """Workers with an invalid record, which has been logged."""
         self._generation: bytes | None = None
         self._absence_counts_at = 0.0
-        """Monotonic time from which a missing record means a missing worker."""
+        """Monotonic time from which on a missing record means a missing worker."""
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def records(self) -> list[pb.WorkerRecord]:
-        """All workers' latest records, by worker id. Not to be written to."""
+        """All workers' latest records, sorted by worker id. Callers must not change them."""
         return [self._records[worker_id] for worker_id in sorted(self._records)]
 
     @property
     def is_reachable(self) -> bool:
-        """Whether Redis answered the last refresh. While false, `records` are what was last known."""
+        """Whether Redis answered the last refresh. If not, `records` are the last known ones."""
         return self._outage.is_reachable
 
     async def start(self) -> None:
@@ -268,7 +272,7 @@ class WorkerDirectory:
             await self._redis.aclose()
 
     async def refresh(self) -> bool:
-        """Read all records now. False, and the records as they were, when Redis does not answer."""
+        """Read all records now. If Redis does not answer, returns False and keeps the records."""
         was_away = not self._outage.is_reachable
         try:
             with wrong_answers_as_failures():
@@ -292,7 +296,7 @@ class WorkerDirectory:
             await self.refresh()
 
     def _parsed(self, found: Iterable[tuple[bytes, bytes | int]]) -> dict[str, pb.WorkerRecord]:
-        """The well-formed records by worker id. Others are logged the first time, and skipped."""
+        """Parse records; returns the valid ones by worker id. Others are logged the first time, and skipped."""
         read: dict[str, tuple[bytes, pb.WorkerRecord]] = {}
         bad_ids: set[str] = set()
         for id_bytes, data in found:
@@ -320,7 +324,7 @@ class WorkerDirectory:
 
 
 def _pairs(found: list[object]) -> list[tuple[bytes, bytes | int]]:
-    """Ids, each with what is known of its record. Raises `ValueError` for what that is not."""
+    """Pairs of an id and its record, or the record's length. Raises `ValueError` for other data."""
     pairs: list[tuple[bytes, bytes | int]] = []
     for worker_id, data in zip(found[::2], found[1::2], strict=True):
         if not isinstance(worker_id, bytes) or not isinstance(data, bytes | int):
@@ -330,7 +334,8 @@ def _pairs(found: list[object]) -> list[tuple[bytes, bytes | int]]:
 
 
 def _parse(worker_id: str, data: bytes | int) -> tuple[bytes, pb.WorkerRecord]:
-    """The record of `worker_id`, and what it was read from. Raises `ValueError` saying what is wrong with it."""
+    """Parse the record of `worker_id`; returns it with its bytes. Raises `ValueError` that says what is wrong with
+    it."""
     if isinstance(data, int):
         raise ValueError(f"{data} bytes are more than {MAX_RECORD_BYTES}")
     try:
@@ -349,7 +354,7 @@ def _parse(worker_id: str, data: bytes | int) -> tuple[bytes, pb.WorkerRecord]:
 
 
 def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[object, ...]]:
-    """What a router acts on, or tells of, when it changes."""
+    """The parts of the records whose changes `on_change` reports."""
     return {
         worker_id: (
             record.incarnation, record.address, record.role, record.is_draining, record.rival_address,

@@ -1,1 +1,1 @@
-"""What every service needs from gRPC: errors, server, channels, sessions, entry points. Imports `protos` only."""
+"""The common gRPC code of all services: errors, server, channels, sessions, entry points. Imports `protos` only."""

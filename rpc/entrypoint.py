@@ -1,6 +1,7 @@
-"""What every service's `__main__` needs: flags from dataclasses, logging, signals, the line that says it listens.
+"""The common code of every service's `__main__`: flags from dataclasses, logging, signals, the line that says it
+listens.
 
-Owns the reading of the environment and of the command line: nothing below an entry point does either.
+Only entry points read the environment and the command line, and they do it here.
 
     click options <- options_of(dataclass)          defaults, help and environment variables shown in --help
     dataclass     <- build(dataclass, click's kwargs)   a ValueError becomes one sentence and exit code 2
@@ -77,7 +78,7 @@ class ServiceArgs(SslArgs):
         try:
             urlsplit(self.redis).port  # noqa: B018 - looks at it only when asked
         except ValueError as error:
-            said = str(error).partition(" as ")[0]  # what stands for a port may be of a password with a slash
+            said = str(error).partition(" as ")[0]  # the text taken for a port may be part of a password
             raise ValueError(f"redis: {said}") from error
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.namespace):
             raise ValueError(
@@ -88,10 +89,10 @@ class ServiceArgs(SslArgs):
 
 
 class Several(click.Option):
-    """One that is given once for each of several texts; its environment variable has them apart by spaces."""
+    """An option that may be repeated; its environment variable separates the values by spaces."""
 
     def value_from_envvar(self, ctx: click.Context) -> Any:
-        """Spaces alone, as of a file with an empty line, are an empty text, and not as if nothing was said."""
+        """Only spaces, as from a file with an empty line, count as one empty value, not as unset."""
         value = super().value_from_envvar(ctx)
         return ("",) if value is not None and len(value) == 0 else value
 
@@ -103,13 +104,13 @@ def options_of(
     defaults: Mapping[str, object] | None = None,
     leave_out: Collection[str] = (),
 ) -> Callable[[Function], Function]:
-    """Decorator of a click command: one option per field of `dataclass_type`, in the fields' order, but for those to be
-    left out.
+    """Decorator of a click command: one option per field of `dataclass_type`, in the fields' order, without those in
+    `leave_out`.
 
-    A field is of type str, int, float or bool (--x/--no-x), or tuple[str, ...]: its flag is given once for each, its
-    environment variable has them apart by spaces. `metadata["help"]` is its help, `metadata["env"]` its
-    environment variable (else PREFIX_FIELD), `metadata["also"]` another flag that means the same. `defaults` replaces
-    fields' defaults; a field with none is required.
+    A field has type str, int, float, bool (--x/--no-x), or tuple[str, ...]: that flag may be repeated, and its
+    environment variable separates values by spaces. `metadata["help"]` is the help text, `metadata["env"]` the
+    environment variable (default PREFIX_FIELD), `metadata["also"]` an alias of the flag. `defaults` replaces fields'
+    defaults; a field without a default is required.
     """
     defaults = defaults or {}
     fields = dataclasses.fields(dataclass_type)
@@ -157,7 +158,7 @@ def _flag(field_name: str) -> str:
 
 
 def build(dataclass_type: type[T], options: Mapping[str, Any]) -> T:
-    """Make `dataclass_type` from click's keyword arguments, of which it takes those named like its fields.
+    """Make `dataclass_type` from those of click's keyword arguments that are named like its fields.
 
     Its `ValueError` becomes `click.UsageError`: one sentence on stderr, exit code 2.
     """
@@ -169,7 +170,7 @@ def build(dataclass_type: type[T], options: Mapping[str, Any]) -> T:
 
 
 def _with_flags(sentence: str, field_names: list[str]) -> str:
-    """A sentence that opens with a field's name, opening with its flag instead: what the user typed."""
+    """Replace the field's name at the begin of a sentence by its flag, as the user has typed it."""
     match = re.match(r"\w+", sentence)
     if match and match[0] in field_names:
         return _flag(match[0]) + sentence[match.end() :]
@@ -180,7 +181,7 @@ _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "a
 
 
 class LineFormatter(logging.Formatter):
-    """`time LEVEL service message key=value`: one line per record, whatever is in it. Keys come from `extra`."""
+    """`time LEVEL service message key=value`: always one line per record. Keys come from `extra`."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -211,8 +212,8 @@ def setup_logging(level: str, service: str) -> None:
 
 
 def announce(address: str, way: str = "grpc") -> None:
-    """Print the one line on stdout by which whoever started the process learns that and where it serves, and by which
-    `way`. It serves all the same where that cannot be written, as on a full disk."""
+    """Print a line on stdout that tells the process' starter where it serves, and by which `way`. If the line cannot be
+    written, as on a full disk, the process serves anyway."""
     try:
         sys.stdout.write(f"listening {way}={address}\n")
         sys.stdout.flush()
@@ -222,7 +223,9 @@ def announce(address: str, way: str = "grpc") -> None:
 
 
 def stop_signals() -> list[int]:
-    """What tells a process to leave: SIGHUP, too, which a closed terminal sends, but where nohup has it ignored."""
+    """The signals that tell a process to leave. Includes SIGHUP, which a closed terminal sends, unless nohup ignores
+    it.
+    """
     has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if has_nohup else [signal.SIGHUP])]
 
@@ -230,9 +233,9 @@ def stop_signals() -> list[int]:
 def run_until_signal(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
     """Run `main(stop)` on a new event loop; `stop_signals` set `stop`. Returns the process' exit code.
 
-    `main` returns it (None: 0). An address that cannot be bound ends with its sentence and 1, a bug with a logged
-    traceback and 1. A second signal ends the process at once with 130, even while the loop is busy. SIGHUP is no first
-    and no second: a terminal that is closed sends it twice, and who ends a login sends SIGTERM as well.
+    `main` returns the exit code (None: 0). If an address cannot be bound, prints why and returns 1; a bug is logged
+    with its traceback and returns 1. A second signal ends the process at once with 130, even while the loop is busy.
+    SIGHUP does not count for that: a closed terminal sends it twice, and ending a login sends SIGTERM as well.
     """
     return asyncio.run(_run(main))
 
@@ -242,8 +245,8 @@ async def _run(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
 
     was_signalled = False
 
-    # signal.signal, not loop.add_signal_handler: the latter waits for the loop, and a busy loop is just when a second
-    # signal is sent.
+    # signal.signal, not loop.add_signal_handler: the latter waits for the loop, and users send a second signal just
+    # when the loop is busy.
     def on_signal(signum: int, frame: FrameType | None) -> None:
         nonlocal was_signalled
         if signum != signal.SIGHUP:

@@ -1,20 +1,19 @@
-"""Every error that crosses a process boundary, and the one table that gives it its gRPC status.
+"""All errors that cross a process boundary, and the table of their gRPC statuses.
 
-Owns the translation in both directions: handlers raise a `TandemError`, `to_status` makes the status that travels, and
-`from_rpc_error` makes the same class again on the other side. Does not own the raising, nor the interceptor that calls
-`to_status` (see `interceptors`).
+Translates in both directions: handlers raise a `TandemError`, `to_status` makes the gRPC status, and `from_rpc_error`
+makes the same class again on the other side. The interceptor that calls `to_status` is in `interceptors`.
 
     TandemError
     ├── InvalidRequest      INVALID_ARGUMENT     a parameter is wrong; names each field
-    ├── Unauthenticated     UNAUTHENTICATED      no key of those that the server asks for
+    ├── Unauthenticated     UNAUTHENTICATED      none of the keys that the server accepts
     ├── NotFound            NOT_FOUND            no such request or service
     ├── RequestExists       ALREADY_EXISTS       the request id is in use
     ├── Overloaded          RESOURCE_EXHAUSTED   a bounded queue is full; says when to retry
     ├── Incompatible        FAILED_PRECONDITION  wrong role, other incarnation, other weights or layout
-    ├── LeaseGone           ABORTED              the promise of memory behind the request has ended
+    ├── LeaseGone           ABORTED              the grant or session behind the request has ended
     ├── RequestCancelled    CANCELLED            its owner dropped it
     ├── DeadlinePassed      DEADLINE_EXCEEDED    the client's deadline has passed
-    ├── NoWorker            UNAVAILABLE          nobody can serve it now; says when to retry
+    ├── NoWorker            UNAVAILABLE          no worker can serve it now; says when to retry
     ├── Draining            UNAVAILABLE          this process is leaving; says when to retry
     ├── Unreachable         UNAVAILABLE          the peer's connection failed (made by clients, from gRPC's own status)
     ├── CorruptKV           DATA_LOSS            KV failed verification and every repair
@@ -22,7 +21,7 @@ Owns the translation in both directions: handlers raise a `TandemError`, `to_sta
 
     handler raises E -> to_status(E): code, message, ErrorInfo(reason) [+ BadRequest] [+ RetryInfo]
                      ~~ trailing metadata grpc-status-details-bin ~~>
-    from_rpc_error(AioRpcError): the class that `reason` names, or that of the code where the status is not ours
+    from_rpc_error(AioRpcError): the class that `reason` names, or the code's class if the status is not ours
 """
 
 # ruff: noqa: N818 - the classes are named for what happened, as the table above reads
@@ -41,7 +40,7 @@ from google.rpc import error_details_pb2, status_pb2
 from rpc import tls
 
 DOMAIN = "tandem.v1"
-"""ErrorInfo.domain of every status that is ours."""
+"""ErrorInfo.domain of our statuses."""
 DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key of a serialised google.rpc.Status, by gRPC's convention."""
 
@@ -62,7 +61,7 @@ class Violation(NamedTuple):
 class TandemError(Exception):
     """Base of all errors with a gRPC status. `message` is one sentence for the person at the client.
 
-    `retry_after_s`: when the same request may succeed; None where nobody knows.
+    `retry_after_s`: when the same request may succeed; None if unknown.
     """
 
     def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
@@ -91,7 +90,7 @@ class InvalidRequest(TandemError):
 
 
 class Unauthenticated(TandemError):
-    """The server asks for a key, and was given none of its own."""
+    """The server requires a key, and the call had none that it accepts."""
 
 
 class NotFound(TandemError):
@@ -107,7 +106,7 @@ class Overloaded(TandemError):
 
 
 class Incompatible(TandemError):
-    """The peer is of another role, incarnation, protocol, model or layout than the caller believes."""
+    """The peer has another role, incarnation, protocol, model or layout than the caller expects."""
 
 
 class LeaseGone(TandemError):
@@ -115,7 +114,7 @@ class LeaseGone(TandemError):
 
 
 class RequestCancelled(TandemError):
-    """The request's owner gave it up."""
+    """The request's owner has cancelled it."""
 
 
 class DeadlinePassed(TandemError):
@@ -131,7 +130,7 @@ class Draining(TandemError):
 
 
 class Unreachable(TandemError):
-    """The connection to the peer failed or broke. Nothing is known of what the peer did."""
+    """The connection to the peer failed or broke. It is unknown what the peer did."""
 
 
 class CorruptKV(TandemError):
@@ -158,15 +157,15 @@ STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
     CorruptKV: grpc.StatusCode.DATA_LOSS,
     InternalError: grpc.StatusCode.INTERNAL,
 }
-"""The one table: error class -> gRPC status code."""
+"""Error class -> gRPC status code, for all classes."""
 
 _STATUS_LINE = "got frame type 80)"
-"""How gRPC words it where a frame should begin and "HTTP/1.1" does: the fourth letter is the frame's type."""
+"""gRPC's message when it reads "HTTP/1.1" instead of a frame: the fourth letter is taken for the frame's type."""
 _TOO_LARGE = "message larger than max"
-"""How gRPC words RESOURCE_EXHAUSTED for a message beyond the transport's bound."""
+"""gRPC's message with RESOURCE_EXHAUSTED for a message beyond the transport's limit."""
 
 FOREIGN_CODES: dict[grpc.StatusCode, type[TandemError]] = {
-    # A call that its caller cancels raises CancelledError, no AioRpcError: this one the peer's server made by stopping.
+    # A call that its caller cancels raises CancelledError, not AioRpcError: this status comes from a stopping server.
     grpc.StatusCode.CANCELLED: Unreachable,
     grpc.StatusCode.UNKNOWN: InternalError,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -184,13 +183,13 @@ FOREIGN_CODES: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.DATA_LOSS: CorruptKV,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
-"""Statuses that gRPC itself or a proxy made (they carry no ErrorInfo of ours) -> error class."""
+"""Error classes of statuses that gRPC itself or a proxy made, which carry no ErrorInfo of ours."""
 _CLASS_OF_CODE = {status.value[0]: error_class for status, error_class in FOREIGN_CODES.items()}
-_CLASS_OF_CODE[grpc.StatusCode.CANCELLED.value[0]] = RequestCancelled  # said by a service, not by a server that stops
+_CLASS_OF_CODE[grpc.StatusCode.CANCELLED.value[0]] = RequestCancelled  # sent by a service, not by a stopping server
 
 
 def reason_of(error_class: type[TandemError]) -> str:
-    """ErrorInfo.reason of a class, in the upper snake case that google.rpc asks for: NoWorker -> NO_WORKER."""
+    """ErrorInfo.reason of a class, in the upper snake case that google.rpc requires: NoWorker -> NO_WORKER."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", error_class.__name__).upper()
 
 
@@ -209,7 +208,7 @@ def to_status(error: TandemError) -> status_pb2.Status:
     """The google.rpc.Status of `error`, small enough for trailing metadata.
 
     Long texts are cut; violations beyond MAX_VIOLATIONS_BYTES are left out.
-    Details: always ErrorInfo; BadRequest for `InvalidRequest`; RetryInfo where `retry_after_s` is set.
+    Details: always ErrorInfo; BadRequest for `InvalidRequest`; RetryInfo if `retry_after_s` is set.
     """
     status = status_pb2.Status(
         code=STATUS_CODES[type(error)].value[0],
@@ -239,7 +238,7 @@ def _bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadReques
 
 
 def from_status(status: status_pb2.Status) -> TandemError | None:
-    """The error that `to_status` packed, or None where the status is not one of ours."""
+    """The error that `to_status` packed, or None if the status is not one of ours."""
     reason = ""
     violations: list[tuple[str, str]] = []
     retry_after_s: float | None = None
@@ -264,39 +263,39 @@ def from_status(status: status_pb2.Status) -> TandemError | None:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
-    """The `TandemError` behind what a gRPC call raised: the very class the server raised, or the code's where the
-    status came from gRPC itself (a broken connection, an expired deadline, a method that the peer does not have).
+    """The `TandemError` of a gRPC call's error: the class that the server raised, or the code's class if the status
+    came from gRPC itself (a broken connection, an expired deadline, a method that the peer does not have).
     """
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY:
             try:
                 ours = from_status(status_pb2.Status.FromString(value))
             except DecodeError:
-                break  # made by something else than this project: the code still counts
+                break  # not made by this project: the code still counts
             if ours is not None:
                 return ours
     error_class = FOREIGN_CODES.get(error.code(), InternalError)
     message = error.details() or str(error.code())
     if error_class is DeadlinePassed:
-        message = "the deadline passed before the answer was complete"  # gRPC's own words tell of streams
+        message = "the deadline passed before the answer was complete"  # gRPC's own message talks of streams
     if advice := tls.hint(message) or _hint_of_http(message) or _hint_of_role(error.code()):
         message = f"{message} ({advice})"
     if error_class is Overloaded and _TOO_LARGE in message:
-        error_class = InvalidRequest  # gRPC gives both the same status, but trying again helps only one of them
+        error_class = InvalidRequest  # gRPC gives both the same status, but retrying only helps with the other
     if error_class is InvalidRequest:
         return InvalidRequest((), message)
     return error_class(message)
 
 
 def _hint_of_http(details: str) -> str:
-    """What to do about a connection that failed with these words of gRPC's; "" where HTTP is no reason."""
+    """Advice for a connection that failed with these details from gRPC; "" if HTTP is not the reason."""
     if "http1.x server" in details or _STATUS_LINE in details:
         return "an HTTP server answers there, no router: gRPC has a port of its own, by default 50051"
     return ""
 
 
 def _hint_of_role(code: grpc.StatusCode) -> str:
-    """What to do where a server of ours, or some other, answers and has no such method; "" for other statuses."""
+    """Advice if the answering server has no such method; "" for other statuses."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return "what answers there is of another role, such as a worker, or of another version: check the address"
     return ""
@@ -304,9 +303,9 @@ def _hint_of_role(code: grpc.StatusCode) -> str:
 
 @contextmanager
 def rpc_errors_as_tandem_errors() -> Iterator[None]:
-    """Around calls of a stub: what they raise leaves the block as a `TandemError`.
+    """Context for calls of a stub: turns what they raise into `TandemError`.
 
-    A call on a channel that is closed meanwhile raises CancelledError in whoever awaits it: `Unreachable`.
+    A call on a channel that is closed meanwhile raises CancelledError in its awaiter, which becomes `Unreachable`.
     """
     try:
         yield
@@ -321,17 +320,17 @@ def rpc_errors_as_tandem_errors() -> Iterator[None]:
 
 
 def is_being_cancelled() -> bool:
-    """Whether a CancelledError is meant for the running task. Else it comes from something that the task awaits."""
+    """Whether a CancelledError is meant for the running task, and does not come from something that the task awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def code_of(error: TandemError) -> int:
-    """The google.rpc.Code of `error`, as messages between services carry it."""
+    """The google.rpc.Code of `error`, for messages between services."""
     return int(STATUS_CODES[type(error)].value[0])
 
 
 def error_of_code(code: int, message: str) -> TandemError:
-    """The error behind a google.rpc.Code that a peer sent in a message; `InternalError` for one that is none."""
+    """The error of a google.rpc.Code that a peer sent in a message; `InternalError` for an unknown code."""
     error_class = _CLASS_OF_CODE.get(code, InternalError)
     return InvalidRequest((), message) if error_class is InvalidRequest else error_class(message)

@@ -1,9 +1,9 @@
-"""Named points at which a process fails on purpose, for tests of what happens then. Nothing happens unless armed.
+"""Named points at which a process fails on purpose, for tests. Nothing happens unless a point is armed.
 
     --failpoints "prefill.before_commit=exit" ──> arm ──> … await reach("prefill.before_commit") … exits there, once
 
-A point stands where a failure leaves its peers in a state that is hard to come by otherwise. Armed by the entry point
-alone; reaching one that is not armed costs a dictionary lookup.
+A point is at a place where a failure leaves peers in a state that is hard to reach otherwise. Only entry points arm
+points; reaching one that is not armed costs a dictionary lookup.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POINTS = {
     "decode.generate": "the prompt is about to be prefilled here",
 }
 EXIT_CODE = 87
-"""Of a process that a failpoint ended."""
+"""Exit code of a process that a failpoint ended."""
 
 
 @dataclass(slots=True)
@@ -42,8 +42,9 @@ _armed: dict[str, _Armed] = {}
 
 
 def arm(spec: str) -> None:
-    """Arm "POINT=ACTION" pairs, with commas. An action is `exit` (at once, nothing is cleaned up), `fail` (an error is
-    raised) or `delay:SECONDS`, each once, or `*TIMES`. Raises `ValueError` naming what is wrong."""
+    """Arm comma-separated "POINT=ACTION" pairs. An action is `exit` (at once, without clean-up), `fail` (raises an
+    error) or `delay:SECONDS`; it happens once, or as often as `*TIMES` says. Raises `ValueError` naming what is
+    wrong."""
     _armed.update(parse(spec))
 
 
@@ -62,7 +63,7 @@ def parse(spec: str) -> dict[str, _Armed]:
 
 
 async def reach(point: str) -> None:
-    """Do what is armed for `point`, one of `POINTS`. Raises `InternalError` for `fail`."""
+    """Perform the action armed for `point`, one of `POINTS`, if any. Raises `InternalError` for `fail`."""
     armed = _armed.get(point)
     if armed is None or not armed.num_left:
         return

@@ -1,10 +1,10 @@
-"""What the numbers among a process' flags may be: said beside their help, checked for all of them.
+"""Bounds of the numbers among a process' flags: declared with their help texts, and checked for all flags.
 
     retry_s: float = number(5.0, "Wait so long. 0: never.", least=0.1, zero="never")    a dataclass' field
     check_numbers(args)                                                                 ValueError: retry_s must be 0
                                                                                         (never), or at least 0.1 …
 
-A number that is not a number, or has no end, is never meant; one that is next to nothing makes a loop of a wait.
+NaN and infinity are always mistakes, and a tiny number would turn a wait into a busy loop.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Bounds:
     least: float
     most: float = math.inf
     zero: str = ""
-    """What 0 means, if it is allowed though it is less."""
+    """What 0 means, if it is allowed although it is below `least`."""
 
     def has(self, value: float) -> bool:
-        """Not of NaN."""
+        """Whether `value` is within the bounds; NaN is not."""
         return (bool(self.zero) and value == 0) or (self.least <= value <= self.most and value < math.inf)
 
     def said(self, is_float: bool) -> str:
-        """After "must be"."""
+        """The bounds as text, to follow "must be"."""
         zero = f"0 ({self.zero}), or " if self.zero else ""
         if self.most < math.inf:
             return f"{zero}in [{self.least}, {self.most}]"
@@ -34,12 +34,12 @@ class Bounds:
 
 
 def number(default: float, help: str, *, least: float, most: float = math.inf, zero: str = "") -> Any:
-    """A dataclass' field of an int or a float that becomes a flag."""
+    """A dataclass field for an int or float flag."""
     return field(default=default, metadata={"help": help, "bounds": Bounds(least=least, most=most, zero=zero)})
 
 
 def check_numbers(args: Any) -> None:
-    """Raises `ValueError` naming the first field of the dataclass `args` that is out of its bounds."""
+    """Raise `ValueError` naming the first field of the dataclass `args` that is out of its bounds."""
     for each in fields(args):
         value = getattr(args, each.name)
         if isinstance(value, int | float) and not isinstance(value, bool):

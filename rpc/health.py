@@ -3,12 +3,12 @@
     name     added       set_serving(name, b)        enter_drain()
     ""       SERVING     -                           SERVING (the process lives until it has left)
     service  NOT_SERVING SERVING / NOT_SERVING       NOT_SERVING for good
-    Watch    begins      says each change            says so; ends with `end_watches`, before the server stops
+    Watch    begins      reports each change         reports it; ends with `end_watches`, before the server stops
 
-Our own servicer instead of grpcio-health-checking's: the library's Watch never ends, so that one watcher would make
-every drain take its whole grace (while it drains it must not end either: gRPC's clients would begin another one at
-once, and again, hundreds of times a second); and it turns liveness off at drain, on which an orchestrator kills the
-process that is still handing over its streams.
+We do not use grpcio-health-checking's servicer for two reasons. Its Watch never ends, so that a single watcher would
+make every drain take its whole grace period. (During the drain a Watch must not end either: gRPC's clients would
+restart it hundreds of times a second.) And it turns liveness off at drain, so that an orchestrator would kill a process
+that is still handing over its streams.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ SERVICE_NAME = "grpc.health.v1.Health"
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Loop-thread only."""
+    """Used only on the event loop's thread."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": health_pb2.HealthCheckResponse.SERVING}
         self._is_draining = False
         self._is_ending = False
         self._changed = asyncio.Event()
-        """Set, and replaced by a fresh one, at every change."""
+        """Set, and replaced by a new one, at every change."""
 
     def add(self, service: str) -> None:
-        """Know `service`, NOT_SERVING until told otherwise."""
+        """Add `service`, which is NOT_SERVING until `set_serving`."""
         self._set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def set_serving(self, service: str, is_serving: bool) -> None:
-        """Say whether `service` is ready. Without effect once draining."""
+        """Set whether `service` is ready. Without effect once draining."""
         assert service in self._statuses, f"{service} was never added"
         if not self._is_draining:
             status = health_pb2.HealthCheckResponse
             self._set(service, status.SERVING if is_serving else status.NOT_SERVING)
 
     def enter_drain(self) -> None:
-        """Every service NOT_SERVING, for good. Repeating it is harmless."""
+        """Make every service NOT_SERVING permanently. Safe to repeat."""
         self._is_draining = True
         for service in self._statuses:
             if service:
                 self._set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def end_watches(self) -> None:
-        """Those that run, and any to come, once they have said what is new."""
+        """End running and future watches once they have reported the latest status."""
         self._is_ending = True
         self._tell()
 
@@ -67,7 +67,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
         last_status: int | None = None
         while True:
-            changed = self._changed  # taken before the status is read, so that no change is missed
+            changed = self._changed  # read before the status, so that no change is missed
             status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
             if status != last_status:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
@@ -78,7 +78,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 await changed.wait()
 
     def _set(self, service: str, status: int) -> None:
-        if self._statuses.get(service) != status:  # else each watcher is woken with each step of each worker
+        if self._statuses.get(service) != status:  # otherwise each worker's every step would wake all watchers
             self._statuses[service] = status
             self._tell()
 

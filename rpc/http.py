@@ -1,6 +1,6 @@
-"""HTTP on a process' own event loop: OpenAI's API in the gateway, Prometheus' metrics in every service.
+"""An HTTP server on a process' own event loop: OpenAI's API in the gateway, Prometheus metrics in every service.
 
-Owns the listening socket and the server; the application is handed in.
+Owns the listening socket and the server; the caller passes the application.
 
     HttpServer(app) ── start(address) ──> serving ── close(grace_s): no new connections, running ones finish ──> gone
 """
@@ -32,34 +32,35 @@ disable_created_metrics()  # type: ignore[no-untyped-call] # one more series for
 _log = logging.getLogger(__name__)
 
 METRICS_FLAG = "--metrics-listen (tandem up: --metrics-port)"
-"""In messages: where `ServiceArgs.metrics_listen` comes from."""
+"""The flags of `ServiceArgs.metrics_listen`, for messages."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers: whoever sends more is refused, before anybody looks at it. So is more than that at
-once of anything else that is no body."""
+"""Limit of a request's line and headers: larger requests are refused before the application sees them. The same limit
+applies to everything else that is not part of a body."""
 READ_BYTES = 256 * 1024
-"""What one read of a socket may bring: a short head may come with so much of its body."""
+"""Maximum bytes of one read from a socket: a short head may come with this much of its body."""
 GOODBYE_S = 1.0
-"""For what has been written to leave."""
+"""Time for written data to be sent before a connection is aborted."""
 CLOCK_S = 1.0
-"""How old the date of an answer may be."""
+"""How old the date header of an answer may be."""
 KEEP_ALIVE_S = 75
-"""For which a connection stays open whose client is silent, between requests or within one: longer than load balancers
-keep theirs."""
+"""How long a connection with a silent client stays open, between requests or within one: longer than load balancers'
+idle timeouts."""
 LAST_SILENCE_S = 2
-"""The same within a request, once the server ends: who sends it still is waited for, who has stopped is not."""
+"""The same within a request while the server shuts down: it waits for clients that still send, not for silent ones."""
 
 
 class _Http(HttpToolsProtocol):
-    """httptools, several times as fast as uvicorn's other parser, but with what it lacks.
+    """uvicorn's protocol with httptools, which is several times as fast as the other parser, plus what it lacks:
 
-    - Bounds: for what is no body (heads, trailers, extensions of chunks), and for how long a client may be silent
-      within a request, or before it.
-    - Who offers to go on in another protocol is answered in this one, as RFC 9110 has it. httptools takes what follows
-      such a head for the other protocol's: it is given the head anew, without the offer.
+    - Limits on everything that is not a body (heads, trailers, chunk extensions), and on how long a client may be
+    silent
+      within or before a request.
+    - A client that offers an upgrade to another protocol is answered in HTTP/1.1, as RFC 9110 requires. httptools would
+      treat what follows such a head as the other protocol, so the head is parsed again without the offer.
     """
 
     _num_bytes_apart = 0
-    """Received since the request began, or since the last of its body."""
+    """Bytes received since the begin of the request, or since the last part of its body."""
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes_apart += len(data)
@@ -86,7 +87,7 @@ class _Http(HttpToolsProtocol):
         self.send_400_response(message)
 
     def _head_anew(self) -> bytes:
-        """That of the request which makes an offer, without it, and a parser to read it."""
+        """Return the head of a request without its upgrade offer, and make a new parser for it."""
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
@@ -98,7 +99,7 @@ class _Http(HttpToolsProtocol):
         self._wait_for_client()
 
     def _wait_for_client(self) -> None:
-        """Not for ever: uvicorn's own bound begins with an answer's end."""
+        """Start the silence timeout; uvicorn itself starts it only after an answer."""
         is_its_turn = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
         if is_its_turn and not self.pipeline and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -107,10 +108,10 @@ class _Http(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait_for_client()  # it may have begun the next request meanwhile
+        self._wait_for_client()  # the client may already have begun the next request
 
     def shutdown(self) -> None:
-        """When the server ends: an idle connection does, too."""
+        """The server shuts down: close idle connections soon."""
         super().shutdown()
         self._abort_soon()
         self.timeout_keep_alive = min(self.timeout_keep_alive, LAST_SILENCE_S)
@@ -127,7 +128,7 @@ class _Http(HttpToolsProtocol):
         self._abort_soon()
 
     def _abort_soon(self) -> None:
-        """Over TLS a closed connection waits half a minute for its client to say goodbye, and the server with it."""
+        """Abort a closing connection soon: with TLS it would wait half a minute for the client's closing message."""
         if self.transport.is_closing():
             self.loop.call_later(GOODBYE_S, self.transport.abort)
 
@@ -145,7 +146,7 @@ class _Http(HttpToolsProtocol):
 
     @property
     def _is_offer(self) -> bool:
-        """Whoever asks for CONNECT demands another protocol, and gets nothing."""
+        """Whether the request offers an upgrade. CONNECT requires another protocol, which is not served."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def on_body(self, body: bytes) -> None:
@@ -154,8 +155,8 @@ class _Http(HttpToolsProtocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without signal handlers of its own: the entry point's are in place. It is woken to end, and does not look ten
-    times a second whether it should."""
+    """uvicorn's server without signal handlers, which the entry point installs. It is woken to shut down, instead of
+    polling for that ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -177,7 +178,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves one ASGI application. Made and used on the event loop."""
+    """Serves one ASGI application. Created and used on the event loop."""
 
     def __init__(self, app: Any, *, tls: ServerTLS | None = None) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -194,8 +195,8 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     def start(self, address: str, *, flag: str, reuse_port: bool = False) -> str:
-        """Listen on `address` (port 0: a free one), which came from `flag`. `reuse_port`: others may, too. Returns
-        where it listens.
+        """Listen on `address` (port 0: a free one), which came from `flag`. `reuse_port`: other processes may listen
+        there, too. Returns the address with its port.
 
         Raises `CannotListen`, which names the flag.
         """
@@ -205,13 +206,13 @@ class HttpServer:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def wait_ended(self) -> None:
-        """Until it has ended: after `close`, or by an error of its own, which this raises."""
+        """Wait until the server has ended after `close`, or by an error, which this raises."""
         assert self._serving is not None
         await asyncio.wait([self._serving])
         self._serving.result()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Let running requests finish, for at most `grace_s` seconds."""
+        """Shut down; running requests have at most `grace_s` seconds to finish."""
         self._config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.end()
         await self.wait_ended()
@@ -228,16 +229,15 @@ def show_metrics(registry: CollectorRegistry, listen: str) -> HttpServer | None:
 
 
 def tell_of_process(registry: CollectorRegistry) -> None:
-    """Have `registry` show what Prometheus' clients show of every process (CPU seconds, memory, open files), and its
-    Python's version."""
+    """Add the standard process metrics (CPU seconds, memory, open files) and Python's version to `registry`."""
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
 
 
 def metrics_app(registry: CollectorRegistry) -> Any:
-    """An ASGI application that shows `registry` as plain text, whatever path or format is asked for.
+    """An ASGI application that serves `registry` as plain text, whatever path or format is requested.
 
-    Other formats that Prometheus prefers have no colons in names: tandem:workers would be tandem_workers there.
+    Formats that Prometheus prefers do not allow colons in names: tandem:workers would become tandem_workers.
     """
     app = make_asgi_app(registry)
 

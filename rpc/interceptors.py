@@ -1,19 +1,19 @@
-"""Turns what a handler raises into the status that the client sees, for all four kinds of RPC.
+"""Turns what a handler raises into the status that the client gets, for all four kinds of RPC.
 
-Handlers just raise. Owns no errors (see `errors`) and no logging of requests.
+Handlers just raise errors (see `errors`). Requests are not logged here.
 
     handler returns ........................ OK
     handler raises TandemError ............. its status, details in grpc-status-details-bin
     request bytes do not parse ............. InvalidRequest naming the message type; the handler sees no such message
     handler raises anything else ........... logged here with traceback under an id; the client gets INTERNAL with the
                                              exception's class and that id, never its text
-    client is gone, or context.abort() ..... passes: gRPC itself ends those
+    client is gone, or context.abort() ..... passed on: gRPC itself ends those
     handler is not async def ............... UNIMPLEMENTED: such are the methods that a servicer inherits from its
                                              generated base class
 
-A generator handler is closed inside the RPC's own task: when the client goes away while a message is being written, its
-`finally` runs at once instead of when the garbage collector finds it. That is what "dropping a stream frees what it
-owns" rests on.
+A generator handler is closed inside the RPC's own task: when the client goes away while a message is being written, the
+handler's `finally` runs at once, not when the garbage collector finds it. "Dropping a stream frees what it owns" relies
+on this.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _wrap(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
-    """`handler` with its one behavior (of four) guarded."""
+    """Guard the behavior of `handler`, which has one of four kinds."""
     behavior = getattr(handler, _kind_of(handler))
     return with_behavior(
         handler,
@@ -65,7 +65,7 @@ def _wrap(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
 def with_behavior(
     handler: grpc.RpcMethodHandler, behavior: Behavior, *, request_deserializer: Callable[[bytes], Any] | None
 ) -> grpc.RpcMethodHandler:
-    """One of the same kind as `handler`, which does something else. `request_deserializer`: None hands it bytes."""
+    """Make a handler of the same kind as `handler` with another behavior. `request_deserializer`: None passes bytes."""
     make = _HANDLER_KINDS[_kind_of(handler)]
     return make(behavior, request_deserializer=request_deserializer, response_serializer=handler.response_serializer)
 
@@ -84,7 +84,7 @@ _HANDLER_KINDS: dict[str, Callable[..., grpc.RpcMethodHandler]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Stands for a message whose bytes do not parse, until a handler would read it."""
+    """Replaces a message that does not parse, until a handler would read it."""
 
     why: str
 
@@ -93,7 +93,8 @@ class _Unreadable:
 
 
 def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """gRPC answers UNKNOWN, or breaks off the stream, where a deserializer raises: ours returns what was wrong."""
+    """Make a deserializer that returns an error instead of raising it: gRPC would answer UNKNOWN or abort the
+    stream."""
     if deserialize is None:
         return None
 
@@ -107,8 +108,8 @@ def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
 
 
 class _ReadableRequests:
-    """A stream of requests that raises `InvalidRequest` at the first one that does not parse. Read only where the
-    handler reads: gRPC begins a read with `aiter`, and complains of one that nobody waits for."""
+    """A stream of requests that raises `InvalidRequest` at the first one that does not parse. It only reads when the
+    handler reads: gRPC starts a read in `aiter`, and complains if nobody awaits it."""
 
     def __init__(self, requests: AsyncIterable[Any]) -> None:
         self._requests = requests
@@ -141,7 +142,7 @@ def _guard(behavior: Behavior, method: str, *, is_request_stream: bool) -> Behav
         except asyncio.CancelledError as error:
             if is_being_cancelled():
                 raise
-            # Raised within, as by a call on a channel that somebody closes: gRPC would send no status at all.
+            # Raised within the handler, as by a call on a closed channel: gRPC would send no status at all.
             await abort(context, log_bug(RuntimeError(f"cancelled from within: {error!r}"), method))
         except TandemError as error:
             await abort(context, error)
@@ -152,7 +153,7 @@ def _guard(behavior: Behavior, method: str, *, is_request_stream: bool) -> Behav
 
 
 def _draining_generator(behavior: Behavior) -> Behavior:
-    """A generator handler as a coroutine that writes; it closes the generator however the RPC ends."""
+    """Turn a generator handler into a coroutine that writes, and that closes the generator however the RPC ends."""
 
     async def write_all(request: Any, context: Any) -> None:
         async with aclosing(behavior(request, context)) as responses:
@@ -170,7 +171,7 @@ def _unimplemented(method: str) -> Behavior:
 
 
 def log_bug(error: Exception, where: str) -> InternalError:
-    """Log `error` with its traceback under a new id; the error returned carries its class and the id, not its text."""
+    """Log `error` with its traceback under a new id. The returned error has its class and the id, not its text."""
     bug_id = secrets.token_hex(6)
     logger.error("unexpected %s in %s", type(error).__name__, where, extra={"bug_id": bug_id}, exc_info=error)
     return InternalError(f"{type(error).__name__}; logged by the server with bug_id={bug_id}")
@@ -183,6 +184,6 @@ async def abort(context: Any, error: TandemError) -> None:
     try:
         await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
     except grpc.aio.InternalError:
-        # The RPC ended while its status was under way, as when a deadline passes just then: nobody is there to be
-        # told. As a cancellation that is no news to gRPC; anything else it logs with a traceback.
+        # The RPC ended while the status was being sent, as when its deadline passed: there is no client to tell. gRPC
+        # ignores a cancellation, but logs anything else with a traceback.
         raise asyncio.CancelledError from None

@@ -1,11 +1,11 @@
-"""Keys by which a server knows those who may call it, and by which its clients show that they may.
+"""API keys: a server accepts calls that carry one of its keys, and clients send theirs.
 
     client: keyed(channel, key) ── metadata "authorization: Bearer KEY" ──> KeyInterceptor: one of its keys? ── yes ──>
                                                                             │ no                               handler
                                                                             v
                                              Unauthenticated; the request is not even parsed
 
-A key says who may call, and TLS that nobody else reads it: without, it travels as it is.
+Keys say who may call. Without TLS a key is sent in plain text.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ HOW_TO_GIVE = "the API key is missing or wrong: it is metadata, authorization: B
 
 
 def check_keys(name: str, keys: Sequence[str]) -> None:
-    """Of the flag `name`. Raises `ValueError`."""
-    if not all(keys):  # a variable that is not set, in some script
+    """Check the keys of the flag `name`. Raises `ValueError`."""
+    if not all(keys):  # such as an unset variable in a script
         raise ValueError(f"{name} must not be empty, or anybody could send requests; leave it out if that is intended")
     if not all(re.fullmatch(r"[\x21-\x7e]+", key) for key in keys):
         raise ValueError(f"{name} must be of visible ASCII characters: headers carry no others safely")
 
 
 def first_key(name: str, keys: str) -> str:
-    """Of the setting `name`: which of several, with spaces between, a client brings. It may be a server's own, which
-    takes any of them, and be given so while one key replaces another. Empty: none. Raises `ValueError`."""
+    """The key that a client sends: the first of several, separated by spaces, in the setting `name`. The setting may be
+    shared with a server, which accepts all of them while one key replaces another. Empty: none. Raises `ValueError`."""
     if not keys:
         return ""
     key = next(iter(keys.split()), "")
@@ -43,19 +43,19 @@ def first_key(name: str, keys: str) -> str:
 
 
 def bearer_of(value: str) -> str:
-    """The key in the value of an authorization header; empty if it is of another scheme."""
+    """The key in the value of an authorization header; empty if it has another scheme."""
     scheme, _, key = value.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def is_one_of(given: Sequence[str], keys: Sequence[str]) -> bool:
-    """Whether one of those given is a key. All are compared with all: how long it takes tells nobody which."""
+    """Whether one of `given` is a key. Compares all with all, so that the time does not reveal which."""
     same = [hmac.compare_digest(each.encode(), key.encode()) for each in given for key in keys]
     return any(same)
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls that bring none of `keys`, but those of `open_services` ("grpc.health.v1.Health")."""
+    """Refuses calls without one of `keys`, except those of `open_services` ("grpc.health.v1.Health")."""
 
     def __init__(self, keys: Sequence[str], *, open_services: Collection[str]) -> None:
         self._keys = keys
@@ -81,18 +81,18 @@ async def _refuse(request: object, context: Any) -> None:
 
 
 class KeyedChannel:
-    """Of `channel`, which its owner closes: what stubs call over, each call with `key`."""
+    """Wraps `channel`, which its owner closes, for stubs: adds `key` to each call."""
 
     def __init__(self, channel: Any, key: str) -> None:
         self._channel = channel
         self._metadata = ((KEY_METADATA, f"Bearer {key}"),)
 
     def unary_unary(self, *described: Any, **further: Any) -> Any:
-        """As of gRPC's channels, of which stubs are made."""
+        """The interface of gRPC's channels, which stubs use."""
         return self._with_key(self._channel.unary_unary(*described, **further))
 
     def unary_stream(self, *described: Any, **further: Any) -> Any:
-        """As of gRPC's channels."""
+        """The interface of gRPC's channels."""
         return self._with_key(self._channel.unary_stream(*described, **further))
 
     def _with_key(self, method: Callable[..., Any]) -> Any:
@@ -103,5 +103,5 @@ class KeyedChannel:
 
 
 def keyed(channel: Any, key: str) -> Any:
-    """What to make stubs of: calls bring `key`, if there is one."""
+    """A channel for stubs whose calls carry `key`, if there is one."""
     return KeyedChannel(channel, key) if key else channel

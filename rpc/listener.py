@@ -1,12 +1,12 @@
-"""The socket that an HTTP server listens on: what becomes of clients for whom the process has no open file to spare.
+"""The listening socket of an HTTP server, which turns clients away when the process runs out of file descriptors.
 
-accept ──a file below those kept back──> a connection
-   ├─ one of those (near ulimit -n) ──> told so (503), closed
-   └─ none at all ──> the loop rests for a second
+accept ──a descriptor below those kept back──> a connection
+   ├─ one of those kept back (near ulimit -n) ──> answered 503, closed
+   └─ no descriptor at all ──> the loop stops accepting for a second
 
-Where several processes listen at one address (`reuse_port`), Linux gives each connection to one of them, by its
-client's address and port. One socket that all of them inherit would lose no connection that waits at one that dies; but
-whoever is woken first takes nearly all that come while it has little to do, and keeps them once it has much.
+If several processes listen at one address (`reuse_port`), Linux gives each connection to one of them, by the client's
+address and port. With one inherited socket, no waiting connection would be lost when a process dies; but while there is
+little to do, the process that is woken first would take nearly all connections, and keep them once there is much to do.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from rpc.server import CannotListen, split_address
 _log = logging.getLogger(__name__)
 
 KEPT_BACK = 64
-"""Open files, or a quarter of all where these are few: clients leave so many for what the process itself opens, or one
-that has lost its router could not call another."""
+"""File descriptors reserved for the process itself (a quarter of all, if there are few): without them, a process that
+has lost its router could not connect to another."""
 NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 25\r\n"
     b"content-type: text/plain\r\n\r\nToo many open connections"
 )
 TOLD_EVERY_S = 10.0
-"""In the log."""
+"""Interval of log lines about clients turned away."""
 
 
 class Listener(socket.socket):
-    """For asyncio's event loop. Where a socket cannot accept, CPython's goes on trying as often as connections may
-    wait, logs each try, and a second later begins anew for each of them: hundreds of megabytes in minutes, and no time
-    for the streams that run."""
+    """A listening socket for asyncio's event loop. If a plain socket cannot accept, CPython's loop tries as often as
+    the backlog is long, logs each try, and a second later repeats all of that for each of them: hundreds of megabytes
+    of logs in minutes, and no time for running streams."""
 
     def __init__(self, family: socket.AddressFamily, last_words: bytes = TOO_MANY) -> None:
-        """`last_words`: to a client that is turned away."""
-        # Named, as the loop asks for it, and writes of who is accepted would wait for each other's acknowledgements (40
-        # ms) otherwise: the head of an answer, its body, and each token of a stream.
+        """`last_words`: sent to a client that is turned away."""
+        # With the protocol given explicitly, the loop sets TCP_NODELAY on accepted sockets. Otherwise each write (the
+        # head of an answer, its body, each token of a stream) would wait for the previous one's acknowledgement (40
+        # ms).
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._last_words = last_words
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # The lowest free number is taken: who gets one of the last has all others before it.
+        # The system gives out the lowest free descriptor: a high one means that all lower ones are in use.
         self._first_kept_back = limit - min(KEPT_BACK, limit // 4) if limit != resource.RLIM_INFINITY else 1 << 31
         self._is_to_rest = False
         self._told_s = -TOLD_EVERY_S
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises `BlockingIOError`, too, where one was turned away: others have their turn before the next one."""
+        """Also raises `BlockingIOError` after turning a client away, so that the loop does other work in between."""
         if self._is_to_rest:
             self._is_to_rest = False
-            raise BlockingIOError  # the loop rests for a second, after the error before; this ends its other tries
+            raise BlockingIOError  # after the error before, the loop pauses for a second; this ends its other tries
         try:
             client, address = super().accept()
         except OSError as error:
@@ -78,16 +79,16 @@ class Listener(socket.socket):
 
 
 def hold_port(address: str, flag: str) -> tuple[socket.socket, str]:
-    """For processes that are to share `address` (port 0: a free one): as long as the socket is open, and even while
-    none of them listens, nobody can take it but who asks to share it, too, and is of the same user. And the address,
-    with its port. Raises `CannotListen` where somebody listens there."""
+    """Reserve `address` (port 0: a free one) for processes that share it. Returns the reserving socket and the address
+    with its port. While the socket is open, even if none of them listens, only processes of the same user that ask to
+    share the address can bind it. Raises `CannotListen` if another process listens there."""
     with open_listener(address, flag) as alone:
         host, port = alone.getsockname()[:2]
     held = socket.socket(alone.family, socket.SOCK_STREAM)
     _reuse(held, reuse_port=True)
     try:
         held.bind((host, port))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # until then, for connections that have ended there
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # was needed to bind in spite of ended connections
     except OSError as error:  # taken in between
         held.close()
         raise _cannot_listen(address, error, flag) from error
@@ -95,12 +96,12 @@ def hold_port(address: str, flag: str) -> tuple[socket.socket, str]:
 
 
 def open_listener(address: str, flag: str, *, has_tls: bool = False, reuse_port: bool = False) -> Listener:
-    """Listening on `address` (port 0: a free one), which came from `flag`. `reuse_port`: others may, too. Raises
-    `CannotListen`, which names the flag."""
+    """Listen on `address` (port 0: a free one), which came from `flag`. `reuse_port`: other processes may listen there,
+    too. Raises `CannotListen`, which names the flag."""
     host, port = split_address(address)
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = Listener(family, b"" if has_tls else TOO_MANY)  # over TLS nothing can be said without a handshake
+    listener = Listener(family, b"" if has_tls else TOO_MANY)  # with TLS, nothing can be sent before a handshake
     _reuse(listener, reuse_port=reuse_port)
     try:
         listener.bind((host, port))

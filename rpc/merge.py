@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""Merges several streams into one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all `streams` as they come, each with its stream's index.
+    """Yield the items of all `streams` as they arrive, each with its stream's index.
 
-    The first error of any of them ends it, and with it the others; so does closing it. Who reads slowly is waited for:
-    each stream is at most one item ahead. One alone needs no task and no queue, and is read where it is waited for.
+    The first error of any stream ends all of them; so does closing the result. A slow reader slows the streams down:
+    each is at most one item ahead. A single stream is read directly, without a task or a queue.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as alone:
@@ -22,9 +22,9 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
                 yield 0, its
         return
     items: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
-    """A task: one stream has ended, well or not."""
+    """Items; or a task whose stream has ended, successfully or not."""
     room = asyncio.Semaphore(1)
-    """For an item that is not taken yet."""
+    """Room for one item that has not been taken."""
 
     async def read(index: int, stream: AsyncGenerator[T, None]) -> None:
         async with aclosing(stream) as open_stream:

@@ -1,7 +1,7 @@
-"""Traces over OTLP, by OpenTelemetry's SDK, which needs the extra `tracing`.
+"""Exports traces over OTLP with OpenTelemetry's SDK, which needs the extra `tracing`.
 
-Its environment variables hold: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_* for the
-queue, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _TIMEOUT.
+The SDK's environment variables apply: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*
+for the queue, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _TIMEOUT.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from rpc.tracing import NOTHING, OpenSpan, Span, Tracing, Value
 
 CLOSE_S = 3.0
-"""What is left to tell has so long when the process leaves."""
+"""How long a leaving process waits for its remaining spans to be exported."""
 OTLP_PORT = 4317
 _CONTEXT = TraceContextTextMapPropagator()
 
@@ -32,7 +32,7 @@ class OtlpTracing(Tracing):
     """Owns the SDK's queue and thread."""
 
     def __init__(self, endpoint: str, service: str) -> None:
-        # Each request with a tracestate that is none would have a line.
+        # Otherwise each request with an invalid tracestate would be logged.
         logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
         resource = Resource({"service.name": service}).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -48,7 +48,7 @@ class OtlpTracing(Tracing):
         closing = threading.Thread(target=self._processor.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
-        if closing.is_alive():  # the collector is not there, and would be tried for half a minute
+        if closing.is_alive():  # the collector is unreachable, and the SDK would retry for half a minute
             self._exporter.shutdown()
 
 
@@ -82,7 +82,7 @@ class _OpenSpan(OpenSpan):
             told.end(self._ns(span.end_s))
 
     def _ns(self, monotonic_s: float) -> int:
-        """On the calendar's clock, which traces have."""
+        """Convert to the wall clock, which traces use."""
         return round(1e9 * monotonic_s) + self._offset_ns
 
 
@@ -92,7 +92,7 @@ def _set_error(span: trace.Span, error: str) -> None:
 
 
 def _exporter(endpoint: str) -> SpanExporter:
-    """A path in it is HTTP's."""
+    """OTLP over HTTP if the endpoint has a path, else over gRPC."""
     parts = urlsplit(endpoint)
     if parts.path.strip("/"):
         return OverHttp(endpoint=endpoint)
@@ -100,6 +100,6 @@ def _exporter(endpoint: str) -> SpanExporter:
 
 
 def grpc_target(endpoint: str) -> str:
-    """HOST:PORT; without a port, OTLP's, where gRPC would take HTTPS'."""
+    """HOST:PORT. The default is OTLP's port; gRPC's default would be that of HTTPS."""
     parts = urlsplit(endpoint)
     return parts.netloc if parts.port else f"{parts.netloc.rstrip(':')}:{OTLP_PORT}"

@@ -1,4 +1,4 @@
-"""The flag that says where traces go, and what is made of it."""
+"""The flag that says where traces go, and the `Tracing` made from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDPOINT_HELP = (
 
 
 def create_tracing(endpoint: str, service: str) -> Tracing:
-    """`endpoint` as `check_endpoint` has it; empty: nobody is told. Raises `ValueError` without the packages."""
+    """`endpoint`: checked by `check_endpoint`; empty: no tracing. Raises `ValueError` if packages are missing."""
     if not endpoint:
         return Untraced()
     try:
@@ -23,7 +23,7 @@ def create_tracing(endpoint: str, service: str) -> Tracing:
         raise ValueError(f"otlp_traces_endpoint: {error}; install what it needs: {NEEDED}") from error
     try:
         return OtlpTracing(endpoint, service)
-    except Exception as error:  # of many kinds: the SDK reads its variables in many places
+    except Exception as error:  # of any kind: the SDK reads its variables in many places
         raise ValueError(f"otlp_traces_endpoint: OpenTelemetry refuses its settings (OTEL_…): {error}") from error
 
 

@@ -1,7 +1,7 @@
-"""One gRPC server of one process: its port, health, reflection, TLS, and its orderly end.
+"""A process' gRPC server: port, health, reflection, TLS, and orderly shutdown.
 
-Owns the port and the health of each service. Does not own what the services do: a service finishes or hands over its
-own streams between `enter_drain` and `drain`.
+Owns the port and the health of each service. A service finishes or hands over its own streams between `enter_drain` and
+`drain`.
 
     NEW ── add(…)* ── start() ──> SERVING ── enter_drain() ──> DRAINING ── drain(grace_s) ──> STOPPED
                         │         set_serving() when a         readiness NOT_SERVING;         no new RPCs; those that
@@ -33,11 +33,11 @@ _grpc_log = logging.getLogger("grpc._cython.cygrpc")
 
 
 class CannotListen(Exception):  # noqa: N818 - reads as the sentence it is
-    """The address cannot be bound. The message says why and what to do, for the person who started the process."""
+    """The address cannot be bound. The message tells the user why, and what to do."""
 
 
 class Server:
-    """See the module. Make it on the event loop that will serve."""
+    """See the module's docstring. Create it on the event loop that will serve."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Server:
         ping_timeout_ms: int | None = None,
         keys: Sequence[str] = (),
     ) -> None:
-        """`listen` is "host:port". `ping_timeout_ms` as `rpc.channel.channel_options` has it. `keys`: of which calls
-        must bring one, but for health and reflection; empty: anybody may call. Raises `ValueError`."""
+        """`listen`: "host:port". `ping_timeout_ms`: see `rpc.channel.channel_options`. `keys`: calls must carry one of
+        them, except health and reflection; empty: anybody may call. Raises `ValueError`."""
         _grpc_log.addFilter(_shows_no_header)
         self._listen = listen
         self._host, self._port = split_address(listen)
@@ -63,23 +63,24 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     def add(self, add_servicer: Callable[[Any, Any], None], servicer: object, service_name: str) -> None:
-        """Serve `servicer` (`add_servicer`: the generated add_XServicer_to_server), not ready until `set_serving`.
+        """Add `servicer` (`add_servicer`: the generated add_XServicer_to_server), which is not ready until
+        `set_serving`.
 
-        `service_name` is the full one: "tandem.v1.Inference". Before `start` only.
+        `service_name` is the full name: "tandem.v1.Inference". Only before `start`.
         """
         add_servicer(servicer, self._server)
         self._names.append(service_name)
         self._health.add(service_name)
 
     async def start(self) -> str:
-        """Bind and serve. Returns "host:port" with the port that was bound. Raises `CannotListen`."""
+        """Bind and serve. Returns "host:port" with the bound port. Raises `CannotListen`."""
         reflection.enable_server_reflection(self._names, self._server)
         port = self._bind()
         await self._server.start()
         return f"{self._host}:{port}"
 
     def _bind(self) -> int:
-        if why := _why_not(self._host, self._port):  # asked first: gRPC says only that it failed, and logs it besides
+        if why := _why_not(self._host, self._port):  # checked first: gRPC only says that it failed, and also logs that
             raise CannotListen(why)
         try:
             if self._tls is None:
@@ -91,11 +92,11 @@ class Server:
             raise CannotListen(_sentence(self._host, self._port, str(error), is_busy=False)) from error
 
     def set_serving(self, service_name: str, is_serving: bool) -> None:
-        """Say whether `service_name` is ready. Without effect once draining."""
+        """Set whether `service_name` is ready. Without effect once draining."""
         self._health.set_serving(service_name, is_serving)
 
     def enter_drain(self) -> None:
-        """Readiness NOT_SERVING for good; RPCs are still accepted. Repeating it is harmless."""
+        """Set readiness to NOT_SERVING permanently; RPCs are still accepted. Safe to repeat."""
         self._health.enter_drain()
 
     async def drain(self, grace_s: float) -> None:
@@ -111,14 +112,14 @@ def _options(max_message_bytes: int, ping_timeout_ms: int | None) -> list[tuple[
         ("grpc.max_receive_message_length", max_message_bytes),
         # A second process on the same port would silently get half of the connections.
         ("grpc.so_reuseport", 0),
-        # Pings of ours find clients whose machine is gone, so that what their streams own is freed.
+        # Our pings notice clients whose machine is gone, so that what their streams own is freed.
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        # Else a peer that hangs is noticed after a minute.
+        # Otherwise a hanging peer is noticed only after a minute.
         ("grpc.http2.ping_timeout_ms", ping_timeout_ms or KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Clients ping every KEEPALIVE_TIME_MS; by default a server takes that for an attack (GOAWAY too_many_pings).
+        # Clients ping every KEEPALIVE_TIME_MS; by default a server treats that as an attack (GOAWAY too_many_pings).
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     ]
 
@@ -136,8 +137,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_any_host(host: str) -> bool:
-    """Whether it stands for all addresses of a machine, to listen on, as in "0.0.0.0", "[::]" or "*". No name is looked
-    up."""
+    """Whether `host` means all addresses of a machine, such as "0.0.0.0", "[::]" or "*". Looks up no names."""
     if host == "*":
         return True
     address: IPv4Address | IPv6Address
@@ -145,7 +145,7 @@ def is_any_host(host: str) -> bool:
         address = ip_address(host.strip("[]"))
     except ValueError:
         try:
-            address = IPv4Address(socket.inet_aton(host))  # which also knows "0" and "0.0", as all who connect do
+            address = IPv4Address(socket.inet_aton(host))  # which also accepts "0" and "0.0", as clients do
         except OSError:
             return False
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
@@ -154,13 +154,13 @@ def is_any_host(host: str) -> bool:
 
 
 def _why_not(host: str, port: int) -> str:
-    """Why the address cannot be bound, found out with a plain socket. Empty if it can."""
+    """Why the address cannot be bound, tested with a plain socket; empty if it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
             probe.bind(address)
-            probe.listen(1)  # else two sockets may be bound to one port
+            probe.listen(1)  # otherwise two sockets may be bound to one port
     except OSError as error:
         return _sentence(host, port, error.strerror or str(error), is_busy=error.errno == errno.EADDRINUSE)
     return ""
@@ -172,5 +172,5 @@ def _sentence(host: str, port: int, reason: str, *, is_busy: bool) -> str:
 
 
 def _shows_no_header(record: logging.LogRecord) -> bool:
-    """Of metadata that is no UTF-8 gRPC logs the value, which may be a key, and a traceback, for whoever calls."""
+    """A log filter: for metadata that is not UTF-8, gRPC would log the value, which may be a key, with a traceback."""
     return not str(record.msg).startswith("Invalid encoding")

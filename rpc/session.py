@@ -1,19 +1,19 @@
-"""The generic half of the `Session` streams between a router and a worker (protos/tandem_worker.proto).
+"""The generic part of the `Session` streams between a router and a worker (protos/tandem_worker.proto).
 
-Owns the batching of events on their way up, the first handshake and the session's lease. Knows nothing of requests:
-what a session started on the worker ends in the service's own `finally`.
+Handles the batching of events to the router, the handshake and the session's lease. Knows nothing about requests: the
+service's own `finally` ends what a session has started on the worker.
 
     router                         worker's handler:  async def Session(self, request_iterator, context)
     Hello ───────────────────────> check_hello(await anext(request_iterator))     raises Incompatible
                                    await run_session(…):
     commands, Beat ──────────────>   handle(command) for each                     raises LeaseGone after lease_ms
     <── WorkerEvents ─────────────   outbox.messages()  <── outbox.post(events)   of silence
-    <── WorkerEvents, load alone ─   four times in a lease, whatever else is said: so the router knows it is alive
+    <── WorkerEvents, only load ──   at least four times per lease: tells the router that the worker is alive
                                    run_session returns: the router has closed its side, or outbox.close() was called
     stream dropped ──────────────> run_session is cancelled
                                    finally: free what the session owns
 
-    EventOutbox: OPEN ── post()* ── close() ──> CLOSED: what is pending is still sent, then messages() ends
+    EventOutbox: OPEN ── post()* ── close() ──> CLOSED: pending events are still sent, then messages() ends
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from protos import tandem_worker_pb2 as pb
 from rpc.errors import Incompatible, InvalidRequest, LeaseGone
 
 PROTOCOL_VERSION = 1
-"""Of the Session streams; raised whenever an old peer would misread a new one."""
+"""Version of the Session streams; increased when an old peer would misread a new one."""
 
 BEATS_PER_LEASE = 4
-"""How often each side says that it lives, at least."""
+"""Minimum signs of life from each side per lease."""
 
 MAX_NAME_LENGTH = 256
-"""Characters in the name of a router or a request: names are kept, logged and sent back."""
+"""Maximum characters in the id of a router or a request: ids are stored, logged and sent back."""
 
 MAX_EVENTS_PER_MESSAGE = 1024
 MAX_BYTES_PER_MESSAGE = 4 << 20
-"""Of events, unless one alone has more: how likely the tokens of a long prompt were takes 2 MB."""
+"""Size limit of events in a message, unless a single event is larger: a long prompt's logprobs take 2 MB."""
 
 Command = TypeVar("Command", pb.PrefillCommand, pb.DecodeCommand)
 
 
 class EventOutbox:
-    """Events of one session on their way to its router. Loop-thread only; one reader.
+    """Events of one session on their way to its router. Used only on the event loop's thread; one reader.
 
-    Unbounded, since an event may not be lost and there are only as many as the session's requests have tokens. A slow
+    Unbounded, since no event may be lost, and there are only as many as the session's requests have tokens. A slow
     reader gets fewer, larger messages.
     """
 
     def __init__(self, load: Callable[[], pb.WorkerLoad]) -> None:
-        """`load` gives the newest load, which goes into every message."""
+        """`load` returns the latest load, which goes into every message."""
         self._load = load
         self._pending: deque[pb.WorkerEvent] = deque()
         self._news = asyncio.Event()
-        """Set while a message is due: events are pending, a load was asked for, or the outbox is closed."""
+        """Set while a message is due: events are pending, a load was requested, or the outbox is closed."""
         self.is_closed = False
 
     def post(self, events: Iterable[pb.WorkerEvent] = ()) -> None:
-        """Send the events of one engine step, after all that were posted before. None at all: send the load alone.
+        """Send the events of one engine step, after all earlier ones. Without events, send only the load.
 
-        After `close` they are dropped: the session they belong to has ended.
+        After `close`, events are dropped: their session has ended.
         """
         if self.is_closed:
             return
@@ -69,12 +69,12 @@ class EventOutbox:
         self._news.set()
 
     def close(self) -> None:
-        """Take no more events; `messages` ends when those pending are sent. Repeating it is harmless."""
+        """Accept no more events; `messages` ends when the pending ones are sent. Safe to repeat."""
         self.is_closed = True
         self._news.set()
 
     async def messages(self) -> AsyncIterator[pb.WorkerEvents]:
-        """Messages of everything pending, each of bounded size, until closed and empty."""
+        """Yield messages with all pending events, each of bounded size, until closed and empty."""
         while True:
             await self._news.wait()
             if self.is_closed and not self._pending:
@@ -104,9 +104,9 @@ async def run_session(
 ) -> None:
     """Pass each of `commands` to `handle` and write the outbox' messages to `context` until either side ends.
 
-    Returns when the router has closed its side, or the outbox was closed; what was pending then is written first.
-    Raises `LeaseGone` when no command comes for `lease_ms` (the router is dead or cut off; a write to it that hangs is
-    given up), and whatever `handle` raises, after what is pending. The outbox is closed however it ends.
+    Returns when the router has closed its side, or the outbox was closed; pending events are written first.
+    Raises `LeaseGone` when no command comes for `lease_ms` (the router is dead or cut off; a hanging write to it is
+    given up). Raises what `handle` raises, after writing pending events. The outbox is closed in any case.
     """
     reader = asyncio.create_task(_read_all(commands, handle, lease_ms))
     writer = asyncio.create_task(_write_all(outbox, context))
@@ -115,7 +115,7 @@ async def run_session(
         await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
         outbox.close()
         if not (reader.done() and isinstance(reader.exception(), LeaseGone)):
-            # A write is never cut off while the router lives: gRPC then loses the status that is to follow it.
+            # A write is never cancelled while the router lives: gRPC would lose the status that follows it.
             await asyncio.wait({writer}, timeout=lease_ms / 1000)
         if reader.done():
             reader.result()
@@ -152,8 +152,8 @@ async def _beat(outbox: EventOutbox, lease_ms: int) -> None:
 
 
 def check_hello(command: pb.PrefillCommand | pb.DecodeCommand, *, incarnation: str) -> None:
-    """Of the command that opens a session: is it a Hello, and meant for this worker's `incarnation`? Raises
-    `Incompatible`, and `InvalidRequest` for a name that is none."""
+    """Check the first command of a session: a Hello for this worker's `incarnation`. Raises `Incompatible`, and
+    `InvalidRequest` for an invalid router id."""
     if command.WhichOneof("command") != "hello":
         raise Incompatible("the first command of a session must be hello")
     hello = command.hello

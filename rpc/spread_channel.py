@@ -1,8 +1,8 @@
-"""A channel to several peers behind one address, of which each call reaches one that can serve it. Owns no retries.
+"""A channel to several peers behind one address; each call goes to a peer that can serve it. No retries.
 
-                ┌── connections to all, calls in turn to those that serve ── as soon as one is known that does
+                ┌── connections to all, calls in turn to serving peers ── as soon as a serving peer is known
 a call ── over ─┤
-                └── one connection to anyone, who says why ── until then, and while none does
+                └── one connection to any peer, which says why not ── until then, and while none serves
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from rpc.targets import addresses_of
 from rpc.tls import ClientTLS
 
 RENEW_CONNECTIONS_S = 300.0
-"""So long those of a `SpreadChannel` are used for new calls."""
+"""How long connections of a `SpreadChannel` are used for new calls."""
 REOPEN_S = 5.0
-"""And so long where nobody is found that serves: gRPC asks a name server that knew nothing of a name, or did not
-answer, again after ever longer times, two minutes in the end, and cannot be told to ask sooner."""
+"""The same if no serving peer is found: after a failed DNS lookup, gRPC waits longer and longer before the next one, up
+to two minutes, and cannot be told to do it sooner."""
 HEARD_S = 1.0
-"""So long what a peer said of itself is good for, to whoever has to ask it."""
+"""How long a peer's health answer is used."""
 _A_STREAM_S = 86_400.0
-"""More than any stream lasts."""
+"""Longer than any stream lasts."""
 
 
 class SpreadChannel:
-    """Of peers behind one address: calls go in turn to those that serve `service`, and where none does to anyone, who
-    says why. On the event loop; the caller closes it.
+    """A channel to the peers behind one address: calls go in turn to those that serve `service`, or, if none does, to
+    any peer, which says why not. Used on the event loop; the caller closes it.
 
         connected to all ──renew_s──> connecting to all anew ──one serves there──> the new connections; the old ones
                        └──nobody serves there for REOPEN_S──> others, at once       close when their streams have ended
 
-    gRPC asks a name server only when a connection is lost, and reads certificates when a channel is opened: without
-    new ones, a peer that was added would get nothing, and a certificate that was renewed would run out.
+    gRPC looks up names only when a connection is lost, and reads certificates when a channel is opened. Without new
+    connections, added peers would get no calls, and a renewed certificate would not be used.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class SpreadChannel:
         self._renew_s = renew_s
         self._now = self._open()
         self._now_s = time.monotonic()
-        """When its connections were opened."""
+        """When the current connections were opened."""
         self._served_s = self._now_s
-        """When somebody served over them, as far as was seen; or when they were opened."""
+        """When a peer was last seen to serve over them; or when they were opened."""
         self._next: _Spread | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -74,7 +74,7 @@ class SpreadChannel:
                 await spread.close()
 
     def _calling(self, describe: Callable[[_Spread], Any]) -> Any:
-        """What is called with a request; `describe`: how, over some connections."""
+        """Make the function that stubs call with a request. `describe` makes the call for given connections."""
         calls: WeakKeyDictionary[_Spread, Any] = WeakKeyDictionary()
 
         def call(*request: Any, **how: Any) -> Any:
@@ -108,10 +108,10 @@ class SpreadChannel:
 
 
 class _Spread:
-    """The connections of a `SpreadChannel`, as of one resolution of its address."""
+    """The connections of a `SpreadChannel` from one resolution of its address."""
 
     def __init__(self, address: str, service: str, tls: ClientTLS | None) -> None:
-        # Streams take turns by themselves: with a question before each, all would be the same peer's.
+        # Streams have their own turns: if a unary call preceded each stream, all streams would go to the same peer.
         self._streams, self._questions = (open_channel(address, tls=tls, spread_service=service) for _ in range(2))
         for channel in (self._streams, self._questions):
             channel.get_state(try_to_connect=True)
@@ -129,12 +129,12 @@ class _Spread:
         return _either(self._streams, self._streams.unary_stream(*described, **further), at_any)
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Calls that run have `grace_s` seconds to end."""
+        """Close the connections; running calls have `grace_s` seconds to end."""
         await asyncio.gather(*(channel.close(grace_s) for channel in (self._streams, self._questions, self._any)))
 
 
 def _either(channel: grpc.aio.Channel, at_serving: Any, at_any: Any) -> Any:
-    """How to call one that serves, if `channel` knows one by now, or anyone."""
+    """Call a serving peer if `channel` knows one by now, else any peer."""
 
     def call(*request: Any, **how: Any) -> Any:
         return (at_serving if _is_ready(channel) else at_any)(*request, **how)
@@ -147,12 +147,12 @@ def _is_ready(channel: grpc.aio.Channel) -> bool:
 
 
 class BlockingSpreadChannel:
-    """Of peers that are listed, for code without an event loop: a call goes to the next in turn whose health service
-    says that it serves `service`, and where none does to the next one, who says why. Threads may share one; the caller
+    """A channel to listed peers, for code without an event loop: a call goes to the next peer whose health service says
+    that it serves `service`, or, if none does, to the next one, which says why not. Threads may share it; the caller
     closes it.
 
-    It asks for itself: what gRPC tells of a channel's state comes on a thread of its own, of which children that are
-    forked die, and which outlives a program that closes nothing.
+    It makes the health calls itself: gRPC reports a channel's state on a thread that crashes forked children, and that
+    outlives a program which does not close the channel.
     """
 
     def __init__(self, address: str, *, service: str, tls: ClientTLS | None = None) -> None:
@@ -172,8 +172,8 @@ class BlockingSpreadChannel:
             peer.channel.close()
 
     def _calling(self, at_each: Sequence[Any]) -> Any:
-        """Of `at_each` peer the same call. Each kind of call has turns of its own: else with a question before each
-        stream all streams would be the same peer's."""
+        """Make the function that stubs call; `at_each`: the same call at each peer. Each kind of call has its own
+        turns: if a unary call preceded each stream, all streams would go to the same peer."""
         turns = count()
 
         def call(*request: Any, timeout: float | None = None, **how: Any) -> Any:
@@ -185,7 +185,9 @@ class BlockingSpreadChannel:
         return call
 
     def _choose(self, turn: int, until_s: float) -> int:
-        """Those that are to be asked share the time: one that does not answer leaves the others theirs."""
+        """Choose a serving peer. The peers share the time for health calls, so that a silent one leaves time for
+        others.
+        """
         num_peers = len(self._peers)
         for number in range(num_peers):
             now_s, chosen = time.monotonic(), (turn + number) % num_peers
@@ -195,7 +197,7 @@ class BlockingSpreadChannel:
 
 
 class _Peer:
-    """One of those of a `BlockingSpreadChannel`."""
+    """A peer of a `BlockingSpreadChannel`."""
 
     def __init__(self, address: str, service: str, tls: ClientTLS | None) -> None:
         self.channel = open_blocking_channel(address, tls=tls)
@@ -205,15 +207,15 @@ class _Peer:
         self._heard_until_s = 0.0
 
     def is_serving(self, until_s: float) -> bool:
-        """As it said a moment ago, or says now; False where it does not until then. Raises as calls do of a channel
-        that is closed."""
+        """Whether the peer serves, by its last answer if that is recent, else by asking it; False if it does not answer
+        by `until_s`. Raises what calls on a closed channel raise."""
         left_s = until_s - time.monotonic()
         if time.monotonic() < self._heard_until_s or left_s <= 0:
             return self._is_serving
         try:
             answer: health_pb2.HealthCheckResponse = self._check(self._question, timeout=left_s)
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.CANCELLED:  # by who closes the channel
+            if error.code() is grpc.StatusCode.CANCELLED:  # the channel is being closed
                 raise
             self._is_serving, good_for_s = False, REOPEN_S
         else:

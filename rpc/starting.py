@@ -1,4 +1,4 @@
-"""What a service does before and after its imports, which take seconds. Imports next to nothing itself."""
+"""What a service does before and after its imports, which take seconds. Imports almost nothing itself."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import signal
 
 def before_imports(name: str) -> None:
     """`name`: the caller's `__name__`."""
-    gc.disable()  # of the objects that imports make, none is garbage: to look through them is up to a third of a start
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # at INFO gRPC's core tells of connections; read at its import
+    gc.disable()  # imports create no garbage, and looking for it takes up to a third of a start
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # at INFO, gRPC's core logs connections; read at its import
     if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Python's exception, raised in whichever module is being imported, is a traceback of nobody's making, and some
-        # swallow it: that service would go on. `run_until_signal` has handlers of its own.
+        # KeyboardInterrupt in the module that is being imported would print a pointless traceback, or be swallowed, so
+        # that the service would continue. `run_until_signal` installs its own handlers later.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def after_imports() -> None:
-    """Nor will it be garbage: whatever looks for some later need not go through them, a quarter of a second."""
+    """Exclude imported objects from later garbage collections, which saves a quarter of a second each."""
     gc.freeze()
     gc.enable()

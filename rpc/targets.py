@@ -1,4 +1,4 @@
-"""Several servers as one of gRPC's targets, "ipv4:10.0.0.4:50051,10.0.0.5:50051", and back. Pure."""
+"""Converts several addresses to one gRPC target, "ipv4:10.0.0.4:50051,10.0.0.5:50051", and back. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SCHEMES = {4: "ipv4:", 6: "ipv6:"}
 
 
 def target_of(addresses: Sequence[str]) -> str:
-    """What gRPC takes for all `addresses` ("host:port"). Raises `ValueError` for several of which one has a name for
-    its host: gRPC takes one name, and no list of them."""
+    """gRPC's target for all `addresses` ("host:port"). Raises `ValueError` for several addresses if one has a host
+    name: gRPC takes a single name, but no list of names."""
     if len(addresses) == 1:
         return addresses[0]
     schemes = {_scheme(address) for address in addresses}
@@ -23,7 +23,7 @@ def target_of(addresses: Sequence[str]) -> str:
 
 
 def addresses_of(target: str) -> list[str]:
-    """Those that `target` lists. Of any other it is the only one: gRPC asks whoever knows the name."""
+    """The addresses that `target` lists. Any other target is returned as the only one: gRPC resolves it."""
     for scheme in _SCHEMES.values():
         if target.startswith(scheme):
             return target.removeprefix(scheme).split(",")
@@ -31,9 +31,9 @@ def addresses_of(target: str) -> list[str]:
 
 
 def check_target(target: str, *, has_tls: bool = False) -> None:
-    """Raises `ValueError` for one that gRPC would misread, as it does ports beyond 65535, or could not use, as a list
-    of names; or, with `has_tls`, any list: it would look for all of it in each certificate. What begins with another
-    scheme is left to gRPC."""
+    """Raise `ValueError` for a target that gRPC would misread, such as one with a port beyond 65535, or could not use,
+    such as a list of names. With `has_tls`, also for any list, since gRPC would look for the whole list in each
+    certificate. Targets with other schemes are left to gRPC."""
     if re.match(r"(?:dns|unix|xds)[:-]", target):
         return
     of_list = next((scheme for scheme in _SCHEMES.values() if target.startswith(scheme)), "")
@@ -48,7 +48,7 @@ def check_target(target: str, *, has_tls: bool = False) -> None:
 
 
 def _scheme(address: str) -> str:
-    """Empty: its host is a name."""
+    """gRPC's scheme for an address; empty if its host is a name."""
     try:
         return _SCHEMES[ip_address(split_address(address)[0].strip("[]")).version]
     except ValueError:

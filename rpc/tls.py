@@ -1,11 +1,11 @@
-"""TLS, from the flags to what gRPC and HTTP servers and channels are given.
+"""TLS: from the flags to the credentials of gRPC and HTTP servers and channels.
 
-    SslArgs (flags, files checked) ── read at the start ──> server_tls: what callers are shown, and who may call
-       ^                                                └─> client_tls: whom we trust, and what we show
-       └── read again: for each connection that comes, where a file has changed (Renewals); for each channel opened
+    SslArgs (flags, files checked) ── read at the start ──> server_tls: our certificate, and which clients may call
+       ^                                                └─> client_tls: whom we trust, and our certificate
+       └── read again: at each new connection if a file has changed (Renewals); for each opened channel
 
-Connections that are there stay as they are. Files that go away, or that nobody could serve, change nothing. vLLM's
-words for the flags. gRPC compares the name or IP address under which a peer is called with those in its certificate.
+Existing connections do not change. Missing or unusable files change nothing. Flags have vLLM's names. gRPC compares the
+name or IP address by which a peer is called with those in its certificate.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import grpc
 
 _log = logging.getLogger(__name__)
 _KEY_KINDS = ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")
-"""In a certificate, by what it says its key is: RSA, P-256, P-384. BoringSSL, which gRPC brings, accepts a server with
-another and then fails every handshake."""
+"""Supported key types in a certificate: RSA, P-256, P-384. BoringSSL, which is part of gRPC, accepts a server
+certificate with another type and then fails every handshake."""
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ClientTLS:
-    """PEM. `ca`: whom to trust. `cert` and `key`: who we are, where the server asks."""
+    """PEM. `ca`: whom to trust. `cert` and `key`: our certificate, if the server asks for one."""
 
     ca: bytes
     cert: bytes | None = None
     key: bytes | None = None
     files: tuple[str, ...] = field(default=(), compare=False)
-    """Where they are from."""
+    """The files that they come from."""
 
     @classmethod
     def of_files(cls, *, ca: str | Path, cert: str | Path | None = None, key: str | Path | None = None) -> ClientTLS:
-        """Raises `ValueError` where one cannot be read, or is not what it should be."""
+        """Read the files. Raises `ValueError` if one cannot be read, or has the wrong content."""
         args = SslArgs(ssl_ca_certs=str(ca), ssl_certfile=str(cert or ""), ssl_keyfile=str(key or ""))
         assert args.client_tls is not None
         return args.client_tls
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Of what the files hold now, where that can be used."""
+        """Credentials from the files' current content, if that can be used."""
         newest = self._newest()
         return grpc.ssl_channel_credentials(newest.ca, newest.key, newest.cert)
 
@@ -55,16 +55,16 @@ class ClientTLS:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServerTLS:
-    """PEM of the server; with `client_ca`, clients must show a certificate that it signed."""
+    """PEM of the server. With `client_ca`, clients must present a certificate that it signed."""
 
     cert: bytes
     key: bytes
     client_ca: bytes | None = None
     files: tuple[str, ...]
-    """Where `cert`, `key` and `client_ca`, if there is one, are from."""
+    """The files of `cert`, `key` and, if there is one, `client_ca`."""
 
     def credentials(self) -> grpc.ServerCredentials:
-        """That follow the files."""
+        """Credentials that follow changes of the files."""
         renewals = Renewals(self)
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -79,7 +79,7 @@ class ServerTLS:
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.client_ca)
 
     def follow(self, context: ssl.SSLContext) -> None:
-        """Have `context`, which has loaded `cert` and `key`, show whoever connects what the files hold by then."""
+        """Make `context`, which has loaded `cert` and `key`, present the files' current content to new connections."""
         renewals, newest = Renewals(self), context
 
         def on_hello(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
@@ -94,21 +94,21 @@ class ServerTLS:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(*self.files[:2])
-        except OSError:  # changed since they were read: they will be read again
+        except OSError:  # changed since they were read: the next connection reads them again
             return None
         return context
 
 
 class Renewals:
-    """What a server's files hold once they have changed. For one server: a renewal is told once."""
+    """Detects changes of a server's files. One per server, since each renewal is returned once."""
 
     def __init__(self, tls: ServerTLS) -> None:
         self._tls = tls
         self._stamps: list[tuple[int, ...]] | None = None
-        """Of the files when they were last read."""
+        """Stamps of the files when they were last read."""
 
     def __call__(self) -> ServerTLS | None:
-        """None: nothing is new, or nothing that could be served, which is logged once."""
+        """Return the new content, or None if nothing has changed, or it is unusable, which is logged once."""
         stamps = [_stamp(path) for path in self._tls.files]
         if stamps == self._stamps:
             return None
@@ -126,7 +126,7 @@ class Renewals:
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """What differs once there is another file. Of none: empty."""
+    """Changes when the file changes; empty if there is no file."""
     try:
         stat = Path(path).stat()
     except OSError:
@@ -136,7 +136,7 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SslArgs:
-    """Flags. Raises `ValueError` naming the field, where a file is missing or is not what it should be."""
+    """TLS flags. Raises `ValueError` naming the field if a file is missing or has the wrong content."""
 
     ssl_certfile: str = field(
         default="",
@@ -167,7 +167,7 @@ class SslArgs:
 
     @property
     def client_tls(self) -> ClientTLS | None:
-        """Reads the files. None: others are called without TLS."""
+        """Read the files. None: this process calls others without TLS."""
         if not self.ssl_ca_certs:
             return None
         has_own = bool(self.ssl_certfile)
@@ -179,7 +179,7 @@ class SslArgs:
         )
 
     def server_tls(self, *, asks_callers: bool = False) -> ServerTLS | None:
-        """Reads the files. None: this process is served without TLS. `asks_callers`: for a certificate that
+        """Read the files. None: this process serves without TLS. `asks_callers`: require a client certificate that
         `ssl_ca_certs` signed."""
         if not self.ssl_certfile:
             return None
@@ -204,12 +204,12 @@ SSL_FIELDS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 
 def _args_of(files: tuple[str, ...]) -> SslArgs:
-    """Certificate, key, and whom to trust, if that is there: read and checked again. Raises `ValueError`."""
+    """`SslArgs` of certificate, key and optionally the trusted CA; checks the files again. Raises `ValueError`."""
     return SslArgs(**dict(zip(SSL_FIELDS, files, strict=False)))
 
 
 def hint(details: str) -> str:
-    """What to do about a connection that failed with these words of gRPC's; "" where TLS is no reason."""
+    """Advice for a connection that failed with these details from gRPC; "" if TLS is not the reason."""
     if "WRONG_VERSION_NUMBER" in details:
         return "the other side speaks no TLS: call it without ssl_ca_certs, or give it a certificate"
     if "CERTIFICATE_VERIFY_FAILED" in details:
@@ -231,7 +231,7 @@ def _check_certificate(cert_path: str, key_path: str, cert: bytes) -> None:
         why = f"ssl_certfile {cert_path} and ssl_keyfile {key_path} are not a certificate and its key, both as PEM"
         raise ValueError(f"{why} ({error.reason or error})") from error
     begin, end = cert.find(b"-----BEGIN CERTIFICATE-----"), cert.find(b"-----END CERTIFICATE-----")
-    if not 0 <= begin < end:  # OpenSSL takes other headings, too
+    if not 0 <= begin < end:  # OpenSSL also accepts other headings
         raise ValueError(f"ssl_certfile: {cert_path} must begin with BEGIN CERTIFICATE: gRPC takes no other heading")
     der = ssl.PEM_cert_to_DER_cert(cert[begin : end + 25].decode("ascii")).hex()
     if not any(kind in der for kind in _KEY_KINDS):

@@ -1,11 +1,11 @@
-"""Traces of requests: what one process has to tell of them, as parts of the caller's trace. In OpenTelemetry's form.
+"""Traces of requests in OpenTelemetry's form: a process adds its spans to the caller's trace.
 
-    caller's traceparent ──> begin(name) ── trace_headers ──> whoever is asked next, whose spans are children
+    caller's traceparent ──> begin(name) ── trace_headers ──> the next service called, whose spans are children
                                └─ end(children) ──> a queue ──> a thread of its own ──OTLP──> collector
 
-Nobody waits for the collector: while it cannot be reached spans are kept, two thousand of them, and then left out. Owns
-that thread (`rpc.otlp`, which alone imports OpenTelemetry). Without an endpoint (`rpc.otlp_endpoint`) nothing is made,
-and the caller's context goes on as it came.
+Nothing waits for the collector: while it cannot be reached, two thousand spans are kept, and further ones dropped.
+`rpc.otlp` owns the thread, and is the only module that imports OpenTelemetry. Without an endpoint (`rpc.otlp_endpoint`)
+no spans are made, and the caller's context is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""W3C Trace Context's, in HTTP and in gRPC's metadata."""
+"""The headers of W3C Trace Context, in HTTP and in gRPC's metadata."""
 _VALUE = re.compile(r"[\x20-\x7e]{1,1024}")
-"""Longer ones are no context: a tracestate must be passed on up to 512 bytes."""
+"""Longer values are ignored: the standard requires passing on a tracestate of up to 512 bytes."""
 
 Value: TypeAlias = str | int | float | bool
 NOTHING: Mapping[str, Value] = MappingProxyType({})
@@ -28,22 +28,22 @@ NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that took time, and has ended. Seconds on this process' monotonic clock."""
+    """An operation that has ended. Times are seconds of this process' monotonic clock."""
 
     name: str
     start_s: float
     end_s: float
     attributes: Mapping[str, Value] = field(default_factory=dict)
     error: str = ""
-    """Why it failed, if it did."""
+    """Why the operation failed; empty if it did not."""
     children: Sequence[Span] = ()
 
 
 class OpenSpan(ABC):
-    """A request that this process answers. Ended once, where it is recorded."""
+    """A request that this process answers. If it is recorded, it must be ended once."""
 
     trace_headers: Mapping[str, str]
-    """For whoever is asked next."""
+    """For the next service called."""
 
     @abstractmethod
     def end(
@@ -53,23 +53,23 @@ class OpenSpan(ABC):
     @property
     @abstractmethod
     def is_recorded(self) -> bool:
-        """False: nobody will read what it ends with."""
+        """False: the arguments of `end` are ignored."""
 
 
 class Tracing(ABC):
-    """Where the spans of a process go. Its owner closes it."""
+    """Receives the spans of a process. Its owner closes it."""
 
     @abstractmethod
     def begin(self, name: str, trace_headers: Mapping[str, str]) -> OpenSpan:
-        """`trace_headers`: the caller's, or none."""
+        """Begin a span. `trace_headers`: the caller's; may be empty."""
 
     @abstractmethod
     def close(self) -> None:
-        """Tell what is left, for some seconds at most. Blocks."""
+        """Export the remaining spans. Blocks for some seconds at most."""
 
 
 def trace_headers_of(items: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
-    """The caller's context among headers or metadata, whose names are in lower case."""
+    """The caller's trace context from headers or metadata, whose names must be in lower case."""
     return {
         name: value
         for name, value in items
@@ -78,7 +78,7 @@ def trace_headers_of(items: Iterable[tuple[str, str | bytes]]) -> dict[str, str]
 
 
 class Untraced(Tracing):
-    """Nobody is told."""
+    """Tracing is off."""
 
     def begin(self, name: str, trace_headers: Mapping[str, str]) -> OpenSpan:
         return _PassedOn(trace_headers)
