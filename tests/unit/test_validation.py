@@ -234,12 +234,13 @@ def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
     assert sampling.MAX_ALLOWED_TOKEN_IDS == engine_sampling.MAX_ALLOWED_TOKEN_IDS
     assert 2 * sampling.MAX_BAD_WORDS == engine_sampling.MAX_BAD_WORDS
     proto = (Path(pb.__file__).parent / "tandem_inference.proto").read_text()
+    proto = re.sub(r"\n *// ", " ", proto)  # a sentence of a comment may go over several lines
     for phrase in (
-        f"At most {validation_of_requests.MAX_REQUEST_ID_CHARS} characters",
-        f"at most {sampling.MAX_STOP_STRINGS}, each of at most {sampling.MAX_STOP_CHARS} characters",
+        f"At most {validation_of_requests.MAX_REQUEST_ID_CHARS} printable characters",
+        f"at most {sampling.MAX_STOP_STRINGS}, each of 1 to {sampling.MAX_STOP_CHARS} characters",
         f"at most {sampling.MAX_STOP_TOKEN_IDS}\n",
         f"at most {sampling.MAX_LOGIT_BIAS} entries",
-        f"at most {sampling.MAX_ALLOWED_TOKEN_IDS},",
+        f"At most {sampling.MAX_ALLOWED_TOKEN_IDS}.",
         f"At most {sampling.MAX_BAD_WORDS}, each of 1 to {sampling.MAX_BAD_WORD_CHARS} characters",
     ):
         assert phrase in proto
