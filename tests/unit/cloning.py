@@ -1,4 +1,4 @@
-"""Copies of small worlds, for explorations: ten times faster than the library's deep copies."""
+"""Deep copies of small worlds, for the explorations: ten times faster than `copy.deepcopy`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 _shared: set[type] = {int, str, float, bool, bytes, tuple, type(None)}
-"""Types whose values never change, as far as they are known: most of a world. They are not even asked about."""
+"""Types known so far to be immutable: most of a world. `clone` shares their values without a further look."""
 
 
 def clone(value: Any) -> Any:
-    """A deep copy. What never changes is shared: numbers, texts, tuples, frozen dataclasses, messages."""
+    """A deep copy that shares all immutable values: numbers, strings, tuples, frozen dataclasses, messages."""
     kind = type(value)
     if kind is dict:
         return {key: item if type(item) in _shared else clone(item) for key, item in value.items()}
@@ -33,7 +33,8 @@ def clone(value: Any) -> Any:
 
 @cache
 def names_of(kind: type) -> tuple[str, ...] | None:
-    """Of the attributes that a copy must copy. None: it never changes. Empty: whatever the object has."""
+    """The attributes that a copy of this type must copy. None: the type is immutable. Empty: all that the object
+    has."""
     if is_dataclass(kind):
         return None if kind.__dataclass_params__.frozen else tuple(f.name for f in fields(kind))  # type: ignore[attr-defined]
     return () if kind.__module__ == "router.retry_budget" else None

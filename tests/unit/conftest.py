@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from benchmarks.gpu_parts.runner import Setting
 
 if not torch.cuda.is_available() and "TRITON_ON_CPU" not in os.environ:
-    # Triton asks when its own modules are imported, which some of torch's do.
+    # Triton reads this when its own modules are imported, and some of torch's modules import them.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For toys: their tensors are so small that threads would mostly wait for each other, on a busy machine long."""
+    """For toy models: their tensors are so small that threads would mostly wait for each other, for long on a busy
+    machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -29,7 +30,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=[1, 2], ids=["one-thread", "two-threads"])
 def cpu_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What computes with the CPU kernels."""
+    """Run a test of the CPU kernels with one thread and with two."""
     from engine.kernels.build import load_cpu_kernels
 
     load_cpu_kernels()
@@ -41,7 +42,7 @@ def cpu_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Setting:
-    """Of the parts of benchmarks/gpu.py: toys, on a CPU."""
+    """The setting for the parts of benchmarks/gpu.py: toy sizes, on a CPU."""
     from benchmarks.gpu_parts.runner import Setting
 
     return Setting(device="cpu", is_tiny=True, results=tmp_path)

@@ -1,5 +1,5 @@
-"""What a prefill worker is made of, as `hold_world` drives it: the loop, the engine's thread and the way to a receiver
-are scripted, everything else is what runs in a worker. See test_hold_exploration.py."""
+"""The parts of a prefill worker, as `hold_world` drives them: the event loop, the engine's thread and the connection to
+the receiver are scripted, everything else is the code that runs in a worker. See test_hold_exploration.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LEASE_S = 1
 BLOCK_SIZE = 4
 NUM_TOKENS = 5
-"""Of the prompt: two steps, each of which ends a block."""
+"""Length of the prompt: its prefill takes two steps, each of which completes a block."""
 NUM_BLOCKS = 8
 STOP_TOKEN = 9
 LAYOUT = KVLayout(
@@ -39,7 +39,7 @@ POOL = HostPool(LAYOUT, np.zeros((1, NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.u
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Time stands still, and other threads' work is an event like any other."""
+    """A loop whose clock stands still, and on which the work of other threads is an event like any other."""
 
     world: World
     now_s = 0.0
@@ -69,7 +69,7 @@ class Loop(asyncio.SelectorEventLoop):
         return not self._ready  # type: ignore[attr-defined]
 
     def run_turns(self, max_turns: int = 1000) -> int:
-        """Run until nothing is ready, or so many turns. Returns their number."""
+        """Run until nothing is ready, or for `max_turns` turns. Returns how many turns it ran."""
         num_turns = 0
 
         def end_turn() -> None:
@@ -94,7 +94,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 @dataclass(eq=False)
 class Call:
-    """Something that the service waits for."""
+    """A call whose answer the service waits for."""
 
     what: str
     well: tuple[str, ...]
@@ -152,7 +152,7 @@ class WatchedBlocks(BlockManager):
 
 
 class Engine:
-    """What the role knows of an engine: a scheduler, behind a queue that is worked off between two steps."""
+    """The part of an engine that the role uses: a scheduler, and a queue of commands that are run between two steps."""
 
     config = SimpleNamespace(cache=SimpleNamespace(block_size=BLOCK_SIZE))
 
@@ -246,7 +246,7 @@ class Engine:
 
 
 class Writer:
-    """The data plane of one push, and all that the receiver was told of it."""
+    """The data plane of one push, and what the receiver was told about that push."""
 
     may_still_write = False
 
@@ -271,7 +271,7 @@ class Writer:
     def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
         self.world.must(not self.is_stopped, "posted to a writer that has been stopped")
         self.world.check_read(self.number, src_block_ids)
-        self.has_failed = False  # a repair
+        self.has_failed = False  # this post repairs the failure
 
     async def drain(self) -> None:
         if await self.world.ask(f"drain {self.number}", ["ok"], ["broken"]) == "broken":
@@ -310,7 +310,7 @@ class ScriptedLink:
         return writer
 
     async def lost(self) -> None:
-        await asyncio.Event().wait()  # not in these worlds
+        await asyncio.Event().wait()  # these worlds never lose a link
 
     async def commit(self, request: kv_pb.CommitRequest) -> kv_pb.CommitResponse:
         world, writer = self.world, self.world.writers[request.grant_id]

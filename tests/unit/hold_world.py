@@ -1,5 +1,5 @@
-"""A prefill worker's world: what can happen next, what must be true, and the search through all orders. See
-test_hold_exploration.py."""
+"""The world of a prefill worker: the events that can happen next, what must hold, and the search through all orders of
+events. See test_hold_exploration.py."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class World:
         self.faults = explorer.faults
         self.num_bugs = 0
         self.answers: list[str] = []
-        """To commits."""
+        """The receiver's answers to commits."""
         self.habit = ""
-        """What the receiver answers every commit with from now on."""
+        """If set, the receiver's answer to every further commit."""
         self.wrongs: list[str] = []
         self.calls: list[Call] = []
         self.writers: dict[int, Writer] = {}
@@ -61,7 +61,7 @@ class World:
         self.drain: asyncio.Task[None] | None = None
         self.path: Path = ()
         loop.set_exception_handler(self._on_bug)
-        asyncio._set_running_loop(loop)  # some of what follows is made on a loop
+        asyncio._set_running_loop(loop)  # some of these objects need a running loop when they are made
         try:
             self.host = WatchedHost(incarnation="p-1", lease_ms=10**9, load=pb.WorkerLoad)
             self.host.world = self
@@ -84,7 +84,7 @@ class World:
         loop.settle()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "never retrieved" not in context["message"]:  # said of runs that were not played to their end
+        if "never retrieved" not in context["message"]:  # asyncio says this of runs that were cut short
             self.wrongs.append(repr(context))
 
     # -- the router ---------------------------------------------------------------------------------------------
@@ -97,7 +97,8 @@ class World:
         self.heard += message.events
 
     def send_prefill(self) -> None:
-        """The same attempt each time, under a grant of its own: its number is also the prompt's first token."""
+        """Send the same attempt each time, but with a new grant. The grant's number is also the prompt's first
+        token."""
         self.num_sent += 1
         number = self.num_sent
         params = inference_pb.SamplingParams(
@@ -128,12 +129,12 @@ class World:
     async def digest(self, function: Callable[[Sequence[int]], Any], block_ids: Sequence[int]) -> Any:
         number = next(n for n, seq in self.engine.seqs.items() if {*block_ids} <= {*seq.block_table})
         await self.ask(f"digest {number}", ["ok"])
-        return function(block_ids)  # late, perhaps: of a push that has failed, they are thrown away
+        return function(block_ids)  # perhaps too late: the sender discards the digests of a failed push
 
     # -- events -------------------------------------------------------------------------------------------------
 
     def choices(self) -> list[str]:
-        """All that can happen now. Faults end with "!"."""
+        """All events that can happen now. The names of faults end with "!"."""
         names, faults = [], []
         for call in self.calls:
             if not call.answer.done():
@@ -159,14 +160,14 @@ class World:
         if self.num_faults == 0:
             return names
         if not names:
-            faults = [fault for fault in faults if fault == "router: repeats!"]  # nothing is left to disturb
+            faults = [fault for fault in faults if fault == "router: repeats!"]  # there is nothing left to disturb
         return names + [fault for fault in faults if fault not in self.done_once and self.is_explored(fault)]
 
     def is_explored(self, fault: str) -> bool:
         return not self.faults or any(fault.startswith(name) for name in self.faults)
 
     def fire(self, choice: str) -> None:
-        """Let it happen, without running the loop."""
+        """Make the event happen, without running the loop."""
         if choice.endswith("!"):
             self.num_faults -= 1
         what, _, how = choice.rstrip("!").partition(": ")
@@ -203,7 +204,7 @@ class World:
     # -- what must hold -----------------------------------------------------------------------------------------
 
     def must(self, condition: bool, what: str) -> None:
-        """Raising would only be caught by the service."""
+        """Record a violation. The service would catch an exception raised here."""
         if not condition:
             self.wrongs.append(what)
 
@@ -211,7 +212,7 @@ class World:
         self.must({*block_ids} <= {*self.engine.seqs[number].block_table}, "a read of blocks that are free")
 
     def check_release(self, seq: EngineSequence) -> None:
-        """The blocks of `seq` are about to be free."""
+        """Called just before the blocks of `seq` are freed."""
         writer = self.writers[seq.seq_id]
         self.must(writer.is_stopped, "freed while a writer may read it")
         self.must(not writer.is_committing, "freed while it is committed")
@@ -224,11 +225,11 @@ class World:
         return self.engine.blocks.ledger().num_free == NUM_BLOCKS
 
     def check(self) -> None:
-        """In every state in which the loop is idle."""
+        """Check what must hold in every state in which the loop is idle."""
         if self.drain is not None and self.drain.done() and "drained" not in self.done_once:
             self.done_once.add("drained")
             self.drain.result()
-            self.engine.run_commands()  # that order was given: the engine's thread works it off before it ends
+            self.engine.run_commands()  # commands already posted: the engine's thread runs them before it ends
             self.loop.settle()
             self.must(self.is_all_free, "drained before all is free")
         if not self.engine.commands:
@@ -237,7 +238,7 @@ class World:
         assert not self.wrongs, "; ".join(self.wrongs)
 
     def check_end(self) -> None:
-        """Nothing can happen any more."""
+        """Check what must hold once nothing can happen any more."""
         assert self.is_all_free, "blocks are never freed"
         assert not any(stream.is_open for stream in self.streams), "a stream is left"
         assert not self.role._pushes, "a push is left"
@@ -249,7 +250,7 @@ class World:
             assert writer.is_stopped, "a writer is left"
         is_alive = not self.session.done()
         num_said = sum(len(stream.said) for stream in self.streams)
-        num_refusals = sum(event.failed.code == 6 for event in self.heard)  # of an attempt that is open already
+        num_refusals = sum(event.failed.code == 6 for event in self.heard)  # 6: the attempt is open already
         assert not is_alive or len(self.heard) == num_said + num_refusals, "said, and not heard"
         self.session.cancel()
         self.loop.settle()
@@ -260,7 +261,8 @@ class World:
         assert not self.loop.tasks, "tasks are left"
 
     def key(self) -> tuple[object, ...]:
-        """What tells this state from others: all that can differ, down to the line at which each task waits."""
+        """What distinguishes this state from others: all that can differ, down to the instruction at which each task
+        waits."""
         loop_s = self.loop.time()
         return (
             self.num_faults,
@@ -278,7 +280,7 @@ class World:
 
 
 def where(task: asyncio.Task[Any]) -> tuple[tuple[str, int], ...]:
-    """The calls that a task is in."""
+    """The chain of coroutines that a task is in, each with the instruction at which it waits."""
     places = []
     awaited: Any = task.get_coro()
     while isinstance(awaited, CoroutineType):
@@ -289,7 +291,7 @@ def where(task: asyncio.Task[Any]) -> tuple[tuple[str, int], ...]:
 
 
 Path = tuple[tuple[str, int | None], ...]
-"""Events, each with the turns that the loop has had after it; None: until it was idle."""
+"""Events, each with the number of turns that the loop ran after it; None: it ran until it was idle."""
 
 
 @contextmanager
@@ -303,7 +305,7 @@ def new_loop() -> Iterator[Loop]:
 
 
 def sweep(loop: Loop) -> None:
-    """End what a run has left that was not played to its end."""
+    """Cancel the tasks that an unfinished run has left."""
     while loop.tasks or not loop.is_idle:
         for task in loop.tasks:
             task.cancel()
@@ -316,13 +318,13 @@ class Explorer:
     num_faults: int
     max_hurries: int
     faults: Sequence[str] = ()
-    """What they begin with; all if there are none."""
+    """Prefixes of the names of the faults to explore; empty: all faults."""
     num_runs: int = 0
     pending: list[Path] = field(default_factory=lambda: [()])
     seen: set[tuple[object, ...]] = field(default_factory=set)
 
     def explore(self) -> None:
-        """Run every order of events. A run ends where it comes to a state that was seen before."""
+        """Run every order of events. A run ends when it reaches a state that an earlier run has reached."""
         with new_loop() as loop:
             while self.pending:
                 world = World(loop, self)

@@ -1,4 +1,4 @@
-"""A router's pool and queue over workers that say what a test tells them to, and clients of it. No network."""
+"""A router's pool and queue with workers that say what a test scripts, and clients of that router. No network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTH = inference_pb.FINISH_REASON_LENGTH
 
 
 class ScriptedSession:
-    """A session whose worker says what the test tells it to."""
+    """A session with a worker that says what the test scripts."""
 
     is_open = True
     is_lost = False
@@ -64,7 +64,7 @@ class ScriptedSession:
         self.sent.append(command)
 
     async def close(self) -> None:
-        """As `WorkerSession`'s."""
+        """Does nothing; `WorkerSession` has it."""
 
     def say(self, request_id: str, attempt: int, **event: Any) -> None:
         said: Event = WorkerSaid(self.key, pb.WorkerEvent(request_id=request_id, attempt=attempt, **event))
@@ -106,9 +106,9 @@ class Bench:
         is_registry_reachable: Callable[[], bool] = lambda: True,
         prefixes: Any = None,
     ) -> None:
-        """`prefixes`: what the index says; None: nothing is cached."""
-        self.now_s = time.monotonic()  # as the lifecycle has it, which is small on a machine that has just begun
-        """Of ejections."""
+        """`prefixes` stands in for the lookup in the prefix index; None: nothing is cached."""
+        self.now_s = time.monotonic()  # the lifecycle's clock: small on a machine that has just booted
+        """The time by which the pool ejects workers."""
         self.pool = WorkerPool(
             router_id="r",
             policy=PolicyConfig(),
@@ -145,14 +145,14 @@ class Bench:
         return handle
 
     def tell(self, handle: WorkerHandle, **fields: Any) -> None:
-        """Of a worker, as the registry does."""
+        """Set fields of a worker's record, as a report from the registry does."""
         for name, value in fields.items():
             setattr(handle.record, name, value)
         handle.take_record(handle.record)
         self.pool.workers.num_changes += 1
 
     def tell_adapters(self, handle: WorkerHandle, *leaving: tuple[str, str], **lora_digests: str) -> None:
-        """All that a worker has, by name; and those that are `leaving`, by name and digest."""
+        """Set all adapters of a worker, by name, and those that are `leaving`, by name and digest."""
         handle.record.model.lora_names[:] = lora_digests
         handle.record.lora_digests.clear()
         handle.record.lora_digests.update(lora_digests)
@@ -162,16 +162,16 @@ class Bench:
         self.tell(handle)
 
     def take_away(self, handle: WorkerHandle) -> None:
-        """Its record has gone from the registry; its session is open, and what runs there goes on."""
+        """Remove the worker's record from the registry: its session stays open, and its requests go on."""
         handle.is_leaving = True
         self.pool.workers.num_changes += 1
 
     def hear_load(self, handle: WorkerHandle, load: pb.WorkerLoad) -> None:
-        """As a message of the worker brings it."""
+        """Set the load, as a message of the worker does."""
         self.pool.workers._on_load(handle, load)
 
     def lose_decode_session(self, *, num_lost: int) -> None:
-        """As WorkerSession and WorkerPool do when `num_lost` sessions in a row were lost."""
+        """Do what WorkerSession and WorkerPool do when `num_lost` sessions in a row were lost."""
         session, self.d.is_open, self.d.is_lost = self.d, False, True
         self.decode.num_lost = num_lost
         self.pool.workers.num_changes += 1
@@ -202,7 +202,7 @@ class Bench:
         return Asked(lifecycle.run())
 
     def requests(self, request_id: str, n: int) -> Asked:
-        """For several answers."""
+        """One request for `n` answers."""
         names = names_at_workers(request_id, n)
         first = self.lifecycle(request_id, name=names[0])
         others = [
@@ -241,7 +241,7 @@ class Bench:
 
 
 class Asked:
-    """A client that reads all of an answer, or leaves."""
+    """A client that reads a whole answer, or leaves."""
 
     def __init__(self, responses: AsyncGenerator[inference_pb.GenerateResponse, None]) -> None:
         self.received: list[inference_pb.GenerateResponse] = []

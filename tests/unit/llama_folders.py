@@ -1,4 +1,4 @@
-"""Folders of a tiny Llama for tests: config.json, weights, and what an engine makes of them."""
+"""Folders of a tiny Llama for tests (config.json and weights), and the tokens that an engine computes from them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config_of(folder: Path, **settings: Any) -> EngineConfig:
 
 
 def write_weights(folder: Path, *, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Random weights of LLAMA's shapes, as one file."""
+    """Write random weights of LLAMA's shapes to one file."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"model.embed_tokens.weight": (64, 16), "model.norm.weight": (16,), "lm_head.weight": (64, 16)}
     for layer in range(2):

@@ -1,4 +1,4 @@
-"""A router's pool with real sessions to one worker, whose streams end how and when a test says. No network."""
+"""A router's pool with real sessions to one worker. The test decides how and when their streams end. No network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.worker_pool import WorkerPool
 
 
 class Call:
-    """A stream that ends when the test says, cancelled or not."""
+    """A stream that ends when the test says so; cancelling it does nothing."""
 
     def __init__(self, events: AsyncIterator[pb.WorkerEvents]) -> None:
         self._events = events
@@ -29,14 +29,14 @@ class Call:
 
 
 class Channel:
-    """One whose streams open at once, and end how and when the test says."""
+    """A channel whose streams open at once, and end how and when the test says."""
 
     def __init__(self) -> None:
         self.ends: list[asyncio.Future[grpc.StatusCode | None]] = []
-        """One for each stream; set to None for one that ends well."""
+        """One future for each stream: the status the stream ends with, or None for a stream that ends well."""
         self.is_closed = False
         self.details = "broken"
-        """Of the error that a stream ends with."""
+        """Details of the error that a stream ends with."""
 
     def stream_stream(self, *_: object, **__: object) -> Callable[[object], Call]:
         return lambda _: Call(self._stream())
@@ -49,18 +49,18 @@ class Channel:
             raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), self.details)
 
     def unary_unary(self, *_: object, **__: object) -> None:
-        """Stubs make all their calls at once."""
+        """The constructor of a stub creates all its calls, unary ones included."""
 
     async def close(self) -> None:
         self.is_closed = True
 
 
 class OneWorker:
-    """A pool with real sessions to one decode worker, in one process after the other."""
+    """A pool with real sessions to one decode worker, which runs in one process after another."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.channels: list[Channel] = []
-        """One for each process."""
+        """One channel for each process."""
         monkeypatch.setattr("router.known_workers.open_channel", self._open_channel)
         monkeypatch.setattr("router.known_workers._RECONNECT_MIN_S", 0.0)
         self.pool = WorkerPool(
@@ -103,7 +103,7 @@ class OneWorker:
         code: grpc.StatusCode | None = grpc.StatusCode.UNAVAILABLE,
         is_leaving: bool = False,
     ) -> None:
-        """Waits until it is open, has some requests use it, and ends it."""
+        """Wait until the session is open, attach requests to it, and end it."""
         handle = await self.open_handle()
         handle.set_load(load(100, is_draining=is_leaving))
         session = handle.session

@@ -1,4 +1,5 @@
-"""Parts that end in every way, for the runner of benchmarks/gpu.py: their processes import this, and no torch."""
+"""Benchmark parts that end in every possible way, for tests of the runner of benchmarks/gpu.py. The runner's processes
+import this module, which does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def well(setting: Setting) -> Iterator[Row]:
 
 
 def waiting(setting: Setting) -> Iterator[Row]:
-    """Until `telling` runs, too."""
+    """Waits until `telling` runs as well."""
     yield row()
     while not (setting.results / WORD).exists():
         time.sleep(0.01)
@@ -51,7 +52,7 @@ def missing(setting: Setting) -> Iterator[Row]:
 
 
 def looking(setting: Setting) -> Iterator[Row]:
-    """How many files of results there are while it runs."""
+    """Yields the number of result files that exist while it runs."""
     yield row(len(list(setting.results.glob("gpu-*.json"))))
 
 
@@ -61,13 +62,13 @@ def dying(setting: Setting) -> Iterator[Row]:
 
 
 def hanging(setting: Setting) -> Iterator[Row]:
-    """With a child that hangs, too: its pid is the row's value."""
+    """Hangs, and so does its child process, whose pid is the row's value."""
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     yield row(child.pid)
     time.sleep(60)
 
 
 def stopping(setting: Setting) -> Iterator[Row]:
-    """Knows when to."""
+    """Stops by itself when its time is up."""
     yield row(setting.limit_s)
     raise OutOfTime

@@ -1,4 +1,4 @@
-"""Receiving processes of benchmarks/transfer.py that end in every way."""
+"""Receiving processes for benchmarks/transfer.py that end in every possible way."""
 
 from __future__ import annotations
 

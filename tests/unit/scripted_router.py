@@ -1,4 +1,4 @@
-"""A real gRPC server on a loopback port, whose answers are scripted."""
+"""A real gRPC server on a loopback port, with scripted answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXACT = [tokens(0, 10, text="a"), tokens(1, 11, 12, text="bc"), last(3, 3, text=
 
 
 def breaking(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-    """A script: the next message of EXACT, and then the router is gone."""
+    """A script: send the next message of EXACT, then fail as a router that is gone."""
     message = pb.GenerateResponse()
     message.CopyFrom(EXACT[min(len(request.output_token_ids), 2)])
     if message.HasField("usage"):
@@ -61,7 +61,7 @@ class Scripted(tandem_inference_pb2_grpc.InferenceServicer):
         return pb.GetModelInfoResponse(model="m", vocab_size=32_000)
 
     def endless(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-        """One token, and then none until the client goes away."""
+        """Send one token, then nothing until the client goes away."""
         context.add_callback(self.was_cancelled.set)
         yield tokens(0, 1, text="a")
         self.was_cancelled.wait(20)
@@ -69,7 +69,7 @@ class Scripted(tandem_inference_pb2_grpc.InferenceServicer):
 
 @contextmanager
 def scripted_router() -> Iterator[tuple[str, Scripted]]:
-    """Its address, and what it plays."""
+    """Run the server. Yields its address and the servicer, whose `script` the test sets."""
     grpc_server = grpc.server(ThreadPoolExecutor(4))
     scripted = Scripted()
     tandem_inference_pb2_grpc.add_InferenceServicer_to_server(scripted, grpc_server)

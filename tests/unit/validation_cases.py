@@ -1,4 +1,4 @@
-"""A model, requests and a tokenizer for tests of what the router takes."""
+"""A model, requests and a tokenizer for tests of which requests the router accepts."""
 
 from __future__ import annotations
 
