@@ -1,4 +1,5 @@
-"""Whose turn it is among those aside, under random histories against a model that sorts all of them each time."""
+"""Whose turn it is among the requests set aside, in random histories, against a model that sorts all of them each
+time."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from router.fair_shares import FairShares, Share
 
 
 class Asked:
-    """A request, by identity."""
+    """A request, compared by identity."""
 
     def __init__(self, lane: str, share: Share[Asked], num_tokens: int, *, is_return: bool, is_ahead: bool) -> None:
         self.lane, self.share, self.num_tokens = lane, share, num_tokens
@@ -73,7 +74,8 @@ class Model:
             assert self.aside.in_turn({lane}) == of_lane
 
     def go_through(self) -> None:
-        """As a queue does: some are planned, and charged for, until their workers are full."""
+        """Go through the lanes as a queue does: plan and charge some requests until the workers of each lane are
+        full."""
         left: set[str] = set()
         due = self.aside.due()
         while (lane := due.first()) is not None:

@@ -1,4 +1,4 @@
-"""Which workers are set aside, and for how long: a clock of the test's own, no network."""
+"""Which workers are set aside, and for how long, by a clock that the test sets. No network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.ejection import FAILURES_TO_EJECT, FORGET_S, MAX_PAUSE_S, PROBE_S, E
 
 
 class Clock:
-    """One worker's ejections, with the time at hand."""
+    """One worker's ejections, and the time."""
 
     def __init__(self) -> None:
         self.ejections = Ejections()
@@ -24,7 +24,7 @@ class Clock:
         return self.ejections.begin(worker_id, self.now_s)
 
     def fail(self, worker_id: str = "w") -> float | None:
-        """An attempt begins and fails."""
+        """Begin an attempt that fails."""
         trial = self.begin(worker_id)
         pause_s = trial.fail(self.now_s)
         trial.end()
@@ -83,7 +83,7 @@ def test_a_probe_that_fails_ejects_for_twice_as_long_up_to_a_bound() -> None:
     assert pause_of(10**6) == MAX_PAUSE_S
     clock.now_s += pauses[-1]
     assert clock.begin().succeed()
-    clock.eject()  # and from the shortest pause again
+    clock.eject()  # starts again from the shortest pause
 
 
 @pytest.mark.parametrize("verdict", ["none", "none in time"])
@@ -92,7 +92,7 @@ def test_a_probe_that_says_nothing_makes_room_for_another(verdict: str) -> None:
     clock.eject()
     clock.now_s += pause_of(1)
     probe = clock.begin()
-    beside = clock.begin()  # where nobody else is left
+    beside = clock.begin()  # as when no other worker is left
     beside.end()
     assert clock.is_set_aside
     if verdict == "none":
@@ -103,7 +103,7 @@ def test_a_probe_that_says_nothing_makes_room_for_another(verdict: str) -> None:
     assert not clock.is_set_aside
     clock.begin()
     assert clock.is_set_aside
-    probe.end()  # of the old one, late
+    probe.end()  # a late end of the old probe
     assert clock.is_set_aside
 
 
@@ -166,9 +166,10 @@ OPERATIONS = st.lists(
 @settings(max_examples=400, derandomize=True)
 @given(OPERATIONS)
 def test_whatever_happens(operations: list[object]) -> None:
-    """Never ejected before three failures nor let through during a pause; probed one at a time; never lost for good."""
+    """A worker is not ejected before three failures, not used during a pause, probed once at a time, never lost for
+    good."""
     clock, trials = Clock(), list[Trial]()
-    num_counted = 0  # since the last success while in use: an upper bound of those in a row
+    num_counted = 0  # failures since the last success while in use: an upper bound of those in a row
     paused_until_s, probes = 0.0, list[tuple[Trial, float]]()
     for operation in operations:
         was_ejected, was_set_aside = clock.ejections.is_ejected("w"), clock.is_set_aside

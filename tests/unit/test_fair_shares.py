@@ -1,4 +1,5 @@
-"""Whose turn it is, under random histories against a model that compares all counters each time; who earns what."""
+"""Whose turn it is, in random histories, against a model that compares all counters each time; and what each client
+earns."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from router.fair_shares import ANSWER_WEIGHT, FairShares, Share
 MAX_PROMPT = 9
 MAX_ANSWER = 4
 NUM_AT_ONCE = 3
-"""Requests that run, or return."""
+"""Most requests that run or wait to return."""
 AT_MOST = MAX_PROMPT + ANSWER_WEIGHT * MAX_ANSWER * NUM_AT_ONCE
-"""By which the counters of two that wait may differ: a prompt, and all answers under way."""
+"""How far the counters of two waiting clients may differ: by one prompt, and all answers under way."""
 
 
 class Request:
@@ -29,7 +30,7 @@ class Request:
 
 
 class World:
-    """Requests that come, are served, return, and go; and what may be said of them at any time."""
+    """Requests that arrive, are served, return and leave, and the checks that hold at any time."""
 
     def __init__(self) -> None:
         self.shares: FairShares[Request] = FairShares()
@@ -37,9 +38,9 @@ class World:
         self.running: list[Request] = []
         self.num_turns = 0
         self.served: dict[str, int] = {}
-        """Weighted tokens of each client."""
+        """Weighted tokens that each client was served."""
         self.since: dict[tuple[str, str], tuple[int, int]] = {}
-        """What two clients had been served when both began to wait."""
+        """What two clients had been served when both had begun to wait."""
 
     def come(self, client: str, num_tokens: int, *, is_ahead: bool = False) -> Request:
         self.num_turns += 1
@@ -56,7 +57,7 @@ class World:
         self.waiting.append(request)
 
     def plan(self) -> Request | None:
-        """The first of those that wait runs, if there is room."""
+        """Run the first waiting request, if there is room."""
         request = self.shares.first()
         num_returned = sum(each.is_return for each in self.waiting)
         if request is None or len(self.running) + num_returned - request.is_return >= NUM_AT_ONCE:
@@ -98,7 +99,7 @@ class World:
         self.served[client] = self.served.get(client, 0) + num_tokens
 
     def by_client(self) -> dict[str, list[Request]]:
-        """Those that wait for their first turn, in the order in which each client's own go."""
+        """The requests that wait for their first turn, by client, each client's in the order of their turns."""
         lines: dict[str, list[Request]] = {}
         for request in sorted(self.waiting, key=lambda request: not request.is_ahead):
             if not request.is_return:
@@ -178,7 +179,7 @@ def test_one_client_alone_is_served_in_turn(history: list[tuple[bool, int]]) -> 
 
 
 def served_in_order(world: World, num: int) -> str:
-    """The clients of the next requests, each answered in full before the next one is planned."""
+    """The clients of the next `num` requests. Each request is answered in full before the next one is planned."""
     clients = []
     for _ in range(num):
         request = world.plan()
@@ -204,13 +205,13 @@ def test_who_was_idle_has_earned_nothing_and_who_sends_many_does_not_go_before()
 def test_who_has_the_longer_prompts_and_answers_has_fewer_turns() -> None:
     world = World()
     for _ in range(9):
-        world.come("a", 24)  # and eight for the answer
+        world.come("a", 24)  # and the answer counts eight
         world.come("b", 8)
     assert served_in_order(world, 12).count("b") == 8
 
 
 def test_where_nobody_waits_nobody_goes_short() -> None:
-    """Whatever a client was served then is not held against it."""
+    """What a client was served while nobody else waited is not held against it."""
     world = World()
     for _ in range(9):
         world.come("a", 9)
@@ -235,7 +236,8 @@ def test_a_client_that_had_more_than_those_who_wait_is_remembered_until_they_had
 
 
 def test_names_without_end_take_no_memory_without_end() -> None:
-    """Each of them was served, while somebody waits who was served less."""
+    """Each of these clients is served while another one waits that was served less, so each must be remembered for a
+    time."""
     world = World()
     names = [f"client {number}" for number in range(3 * fair_shares.MAX_REMEMBERED)]
     for name in names:

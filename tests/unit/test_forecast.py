@@ -1,4 +1,4 @@
-"""What the router expects of a request's time."""
+"""How long the router expects a request to take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from router.queue_pace import QueuePace
 
 
 def forecast_of(num_answering: int, seconds_per_token: float, num_seconds: int = 20) -> Forecast:
-    """After so many answers at once, a token each every `seconds_per_token`; answers are of 10 tokens."""
+    """The forecast after `num_answering` answers at once, which emit a token each every `seconds_per_token`. Answers
+    have 10 tokens."""
     forecast = Forecast(num_running=num_answering)
     for _ in range(num_answering):
         forecast.answering(0.0)
@@ -48,7 +49,7 @@ def test_more_answers_than_were_seen_take_longer() -> None:
 
 
 def test_it_learns_from_answers_that_never_end() -> None:
-    """A second a token, with 60 at once: nobody is answered, and yet the router knows why."""
+    """With 60 answers at once a token takes a second. No answer completes, yet the router learns how slow they are."""
     forecast = forecast_of(60, 1.0)
     assert forecast.needed_s(0, 10, 10, 10) > 8
 
@@ -73,17 +74,17 @@ def test_the_queue_counts_while_there_is_one() -> None:
     for number in range(20):
         pace.planned(100, (number + 1) * 0.5, is_last=number == 19)
     assert pace.queued_s(1000) == pytest.approx(5.0)
-    pace.queued(1000.0)  # idle time in between is not counted
+    pace.queued(1000.0)  # the idle time before this is not counted
     pace.planned(100, 1000.5, is_last=True)
     assert pace.queued_s(1000) == pytest.approx(5.0)
     pace.queued(2000.0)
-    pace.planned(100, 2000.0, is_last=True)  # it had room at once
+    pace.planned(100, 2000.0, is_last=True)  # there was room at once
     assert pace.queued_s(1000) == pytest.approx(5.0)
     assert Forecast(num_running=1).needed_s(pace.queued_s(1000), 0, 0, 0) == pytest.approx(5.0)
 
 
 def test_one_tiny_prompt_that_met_a_pause_refuses_no_long_one() -> None:
-    """What is refused is never computed: nothing would correct it."""
+    """A refused prompt is never computed, so nothing would correct the estimate."""
     forecast = Forecast(num_running=1)
     forecast.computed(4, 2.0)
     assert forecast.needed_s(0, 3500, 0, 0) < 4

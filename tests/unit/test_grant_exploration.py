@@ -1,11 +1,11 @@
-"""Every interleaving of grants, writes, commits, cancels, deaths and timers, through the table that decode workers use.
+"""Every interleaving of grants, writes, commits, cancels, deaths and timers, through the grant table of decode workers.
 
-The model is a receiver with two blocks of memory, a router that is granted them, and a sender for every grant: one that
-streams (the receiver checks each write as it arrives) or one that is one-sided (what it posts lands in memory unasked,
-early, late, or never). Checked in every state: each block is free, reserved or committed, and one of these only;
-committed blocks hold what their own sender wrote and nothing else, for as long as they are used; and if from here on
-everybody falls silent, all that is not committed is free again after one lease. Mechanisms are then taken out, one at a
-time: each must be missed.
+The model is a receiver with two blocks of memory, a router that is granted them, and a sender for every grant. A
+streaming sender's writes are checked by the receiver as they arrive; a one-sided sender's writes land in memory
+unasked: early, late, or never. In every state, the test checks that each block is either free, reserved or committed;
+that committed blocks hold only what their own sender wrote, for as long as they are used; and that, if everybody falls
+silent from here on, all that is not committed is free again after one lease. Mechanisms are then removed, one at a
+time: each removal must be noticed.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ NO_COUNTERS = GrantCounters()
 
 @dataclass
 class Write:
-    """Of one block, on its way. `lost_s`: when its sender's connection went; it lands within a lease, or never."""
+    """A write of one block, on its way. `lost_s`: when its sender's connection was lost; after that the write lands
+    within one lease, or never."""
 
     grant: Grant
     content: str
     lost_s: int | None = None
     is_stray: bool = False
-    """A repetition that its sender knows nothing of."""
+    """Whether it is a repetition that its sender knows nothing of."""
 
 
 @dataclass
 class Sender:
-    """What it does next: "attach", "post", "drain", "commit", "verify", "finish", "stop" or "done"."""
+    """A sender. Its next `step` is "attach", "post", "drain", "commit", "verify", "finish", "stop" or "done"."""
 
     grant: Grant
     is_one_sided: bool
@@ -82,14 +83,14 @@ class World:
         return after
 
     def key(self) -> str:
-        """Of what decides what may come: counters do not."""
+        """Everything that decides what may happen next: counters do not."""
         counters, self.table.counters = self.table.counters, NO_COUNTERS
         key = repr(self)
         self.table.counters = counters
         return key
 
     def take_back(self, grants: list[Grant]) -> None:
-        """What the one place that frees does."""
+        """Free the blocks of `grants`, as a receiver does in one place only."""
         for grant in grants:
             for block_id in grant.block_ids:
                 assert block_id not in self.free, "freed twice"
@@ -109,7 +110,7 @@ class World:
 
 
 def successors(world: World) -> Iterator[World]:
-    """All worlds that one happening leads to."""
+    """All worlds that one event leads to."""
     if world.free and world.num_issued < NUM_GRANTS:
         for is_one_sided in (False, True):
             after = world.fork()
@@ -127,7 +128,7 @@ def successors(world: World) -> Iterator[World]:
             if advance(after, after.senders[i]):
                 yield after
     for block_id in world.committed:
-        after = world.fork()  # its request has ended
+        after = world.fork()  # the request that uses the block has ended
         del after.committed[block_id]
         after.free.append(block_id)
         yield after
@@ -147,7 +148,7 @@ def land(world: World, write: Write) -> None:
 
 
 def advance(world: World, sender: Sender) -> bool:
-    """The sender's next step. False if it waits."""
+    """Make the sender's next step. Returns False if the sender must wait."""
     table, grant = world.table, sender.grant
     name = (grant.grant_id, grant.epoch, INCARNATION)
     match sender.step:
@@ -190,7 +191,7 @@ def advance(world: World, sender: Sender) -> bool:
 
 
 def faults(world: World) -> Iterator[World]:
-    """A cancel, silence for a lease, a death, a write that is lost, damaged or repeated, a commit that is."""
+    """A cancel, silence for a lease, a death, a write that is lost, damaged or repeated, a commit that is repeated."""
     for sender in world.senders:
         if world.table.grant(sender.grant.grant_id) is not None:
             after = world.fork(1)
@@ -208,7 +209,7 @@ def faults(world: World) -> Iterator[World]:
                     write.lost_s = after.now_s
             if dead.attachment_id:
                 after.table.sender_gone(dead.grant.grant_id, dead.attachment_id, after.now_s)
-            dead.is_alive = dead.step in ("verify", "finish")  # these the receiver does, and answers nobody
+            dead.is_alive = dead.step in ("verify", "finish")  # the receiver makes these steps, and answers nobody
             yield after
     for i, write in enumerate(world.wire):
         after = world.fork(1)
@@ -233,8 +234,8 @@ def faults(world: World) -> Iterator[World]:
 
 
 def check_silence(world: World) -> None:
-    """Everybody is gone from now on: after two leases (a last sign of life, and then one for what may still land)
-    nothing is reserved."""
+    """From now on everybody is silent: nothing is reserved after two leases, one since the last sign of life, and one
+    in which writes may still land."""
     if not world.table.reserved_block_ids():
         return
     after = world.fork()
@@ -249,7 +250,7 @@ def check_silence(world: World) -> None:
 
 
 def explore(num_faults: int) -> int:
-    """Visit every reachable world. Returns how many there are."""
+    """Visit every reachable world. Returns the number of worlds."""
     table = GrantTable(
         incarnation=INCARNATION, num_layers=1, num_blocks=NUM_BLOCKS, block_bytes=1, lease_s=float(LEASE_S)
     )
@@ -315,7 +316,7 @@ FINISH_COMMIT = GrantTable.finish_commit
 def test_each_mechanism_is_missed(
     mechanism: str, without: object, num_faults: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By as many faults as it takes."""
+    """Without the mechanism, so many faults are enough for a wrong state."""
     monkeypatch.setattr(GrantTable, mechanism, without)
     with pytest.raises(AssertionError, match=what):
         explore(num_faults)

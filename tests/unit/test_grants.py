@@ -1,4 +1,5 @@
-"""The grant table: each end of a grant by name, then everything at random against the promises."""
+"""The grant table: first each end of a grant in a test of its own, then random operations against the table's
+promises."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_write_is_accepted_only_where_it_was_granted() -> None:
     table = make_table()
     grant = table.issue("owner", [4, 7, 9], 1, 0.0)
     assert write(table, grant, [9, 7], layer=2) is Verdict.ACCEPTED
-    assert write(table, grant, [4]) is Verdict.MALFORMED  # cached: somebody reads it
+    assert write(table, grant, [4]) is Verdict.MALFORMED  # block 4 is cached: another request may read it
     assert write(table, grant, [7, 8]) is Verdict.MALFORMED
     assert write(table, grant, [7], layer=3) is Verdict.MALFORMED
     assert write(table, grant, [7], layer=-1) is Verdict.MALFORMED
@@ -64,7 +65,7 @@ def test_strays_are_late(grant_id_change: int, epoch_change: int, incarnation: s
     assert write(table, grant, [4]) is Verdict.ACCEPTED
     attachment_id = attach(table, grant)
     assert table.revoke(grant.grant_id) == []
-    assert table.abandon(*stray) == []  # whoever is attached may still write
+    assert table.abandon(*stray) == []  # the attached sender may still write
     assert table.detach(grant.grant_id, attachment_id) == [grant]
 
 
@@ -138,7 +139,7 @@ def test_one_sided_senders_come_one_after_another() -> None:
     assert table.detach(grant.grant_id, first) == []
     second = attach(table, grant)
     assert second != first
-    assert table.detach(grant.grant_id, first) == []  # said twice: not about the second
+    assert table.detach(grant.grant_id, first) == []  # detached again: the second sender stays attached
     assert table.revoke(grant.grant_id) == []
     assert table.detach(grant.grant_id, second) == [grant]
 
@@ -180,7 +181,7 @@ class GrantMachine(RuleBasedStateMachine):
         self.free = list(range(20))
         self.owned_by_grant: dict[int, Grant] = {}
         self.ended: set[int] = set()
-        """Grants under which no write may be accepted any more."""
+        """Grants under which no further write may be accepted."""
         self.verifying: dict[int, Grant] = {}
         self.writing: dict[int, set[int]] = {}
         """Grant id -> one-sided senders that may have writes under way."""
@@ -247,7 +248,7 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(grant=grants)
     def begin_commit(self, grant: Grant) -> None:
         if grant.grant_id in self.verifying and grant.grant_id not in self.ended:
-            return  # the receiver lets the second wait
+            return  # the receiver makes a second commit wait
         start = self.table.begin_commit(grant.grant_id, grant.epoch, ME)
         assert (start is CommitStart.VERIFY) == (grant.grant_id not in self.ended)
         if start is CommitStart.VERIFY:
@@ -267,9 +268,9 @@ class GrantMachine(RuleBasedStateMachine):
             assert result is CommitResult.COMMITTED
             del self.owned_by_grant[grant.grant_id]
             self.ended.add(grant.grant_id)
-            self.writing.pop(grant.grant_id, None)  # it said that it had written all
+            self.writing.pop(grant.grant_id, None)  # by its commit, the sender said that it had written all
             self.lost_s.pop(grant.grant_id, None)
-            self.free.extend(grant.block_ids)  # a request that ends at once
+            self.free.extend(grant.block_ids)  # the request ends at once
 
     @rule(grant=grants)
     def revoke(self, grant: Grant) -> None:
@@ -307,7 +308,7 @@ class GrantMachine(RuleBasedStateMachine):
 
     @rule(grant=consumes(grants))
     def forget(self, grant: Grant) -> None:
-        """The sender and the router of a grant vanish: what is left ends by time alone."""
+        """The sender and the router of a grant vanish, so only time can end the grant."""
 
     def end_all(self, owner: str) -> None:
         self.ended |= {g.grant_id for g in self.owned_by_grant.values() if g.owner == owner}

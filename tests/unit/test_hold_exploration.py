@@ -1,19 +1,21 @@
-"""Every order of what can happen to a prompt's held blocks, through the code that prefill workers run.
+"""Every order of the events that can happen to a prompt's held blocks, through the code that prefill workers run.
 
-Real are the role, the session host and its session, the sender and its pushes, the scheduler and its blocks. Scripted
-are the router, the engine's thread, the receiver and the way to it, streaming or one-sided. What these still owe is an
-event: the answer to a connect, start, drain, commit or abandon, a stopped writer, digests, a step, commands taken from
-the engine's queue. So are the faults: an error, a mismatch once or always, a lost answer, a dead peer, a lease that
-passes, a step without a token, an engine that refuses, a router that cancels, dies or sends the attempt again, a drain.
+The role, the session host and its session, the sender and its pushes, the scheduler and its blocks are real. The
+router, the engine's thread, the receiver and the link to it, streaming or one-sided, are scripted. Whatever these still
+owe the service is an event: the answer to a connect, start, drain, commit or abandon, a stopped writer, digests, a
+step, commands taken from the engine's queue. So is each fault: an error, a mismatch once or always, a lost answer, a
+dead peer, a lease that passes, a step without a token, an engine that refuses, a router that cancels, dies or sends the
+attempt again, a drain.
 
-From every state each event is tried next, with up to two faults; the loop runs until it is idle between two events.
-With up to one fault, once in each run, it is also cut short after each number of turns at which it still had work. A
-run ends where it comes to a state that was seen before: 5550 states, 6850 runs.
+From every state the search tries each event next, with up to two faults. Between two events the loop runs until it is
+idle. With up to one fault, the loop is also cut short once in each run, after each number of turns at which it still
+had work. A run ends when it reaches a state that was seen before: 5550 states, 6850 runs.
 
-Checked: blocks are freed once, when nothing reads them, and for a one-sided sender after the receiver was told; handed
-over is said once, after COMMITTED; nothing is said of a closed stream; an attempt that was not cancelled has one end; a
-drain returns when all is free, or ordered to be on the engine's queue. When nothing can happen any more all is free,
-and no task, push or stream is left. Mechanisms are then taken out, one at a time: each must be missed.
+Checked: blocks are freed once, when nothing reads them, and for a one-sided sender after the receiver was told;
+`handed_over` is said once, after COMMITTED; nothing is said of a closed stream; an attempt that was not cancelled has
+one end; a drain returns when all blocks are free, or when the commands that free them are in the engine's queue. When
+nothing can happen any more, all blocks are free, and no task, push or stream is left. Mechanisms are then removed, one
+at a time: each removal must be noticed.
 """
 
 from __future__ import annotations

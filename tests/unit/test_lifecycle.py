@@ -1,4 +1,5 @@
-"""One request in the router: what it counts as taken, what it measures, and whom it lets through. No network."""
+"""One request in the router: which room it takes, what it measures, and when it lets the next request through. No
+network."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ async def test_who_leaves_before_the_worker_answered_lets_the_next_one_through()
     second = bench.request("second")
     await settle()
     assert [command.generate.request_id for command in bench.d.sent] == ["first"]
-    await first.leave()  # the worker may never have begun, so that its load stays the same and it says nothing
+    await first.leave()  # the worker may never have begun it: its load does not change, and it says nothing
     await settle()
     assert bench.d.sent[-1].generate.request_id == "second"
     await second.leave()
@@ -41,7 +42,7 @@ async def test_who_leaves_before_it_heard_of_its_plan_lets_the_next_one_through(
     await settle()
     bench.decode.set_load(load(50))
     bench.decode.set_load(load(100))
-    bench.dispatch()  # the first is planned now
+    bench.dispatch()  # plans the first request
     await first.leave()
     await settle()
     assert [command.generate.request_id for command in bench.d.sent] == ["second"]
@@ -53,7 +54,7 @@ async def test_an_answer_lets_the_next_one_through() -> None:
     first, second = bench.request("first"), bench.request("second")
     await settle()
     assert [command.reserve.request_id for command in bench.d.sent] == ["first"]
-    bench.decode.set_load(load(100, num_running=20))  # all of the first one's prompt was cached there: it took nothing
+    bench.decode.set_load(load(100, num_running=20))  # the first prompt was all cached: it took no blocks
     bench.d.say("first", 1, granted=Grant(grant_id=1))
     await settle()
     assert [command.reserve.request_id for command in bench.d.sent] == ["first", "second"]
@@ -76,7 +77,8 @@ async def test_a_first_token_lets_the_next_one_through() -> None:
 
 
 async def test_further_answers_wait_their_turn_and_take_no_memory_where_the_prompt_is() -> None:
-    """Also where no index says so; not before it is there; and what ends one of them ends them all."""
+    """The others count the first one's prompt as cached even if no index says so, but only once it is at the decode
+    worker. An error of one answer ends them all."""
     bench = Bench(with_prefill=True)
     asked = bench.requests("r", 3)
     await settle()
@@ -93,7 +95,7 @@ async def test_further_answers_wait_their_turn_and_take_no_memory_where_the_prom
     cached = [request.num_cached_blocks for request in bench.queue._shares[0].enter("").waiting]
     assert cached == [{}, {bench.decode.key: 59}, {bench.decode.key: 59}]
     assert bench.queue.num_tokens == len(PROMPT) + 2 * BLOCK, "what they share is not counted"
-    await later.leave()  # for whose prompt there is no room
+    await later.leave()  # there is no room for its prompt
     await settle()
     assert [command.WhichOneof("command") for command in bench.d.sent] == ["reserve", "generate", "generate"]
     assert bench.decode.num_planned_blocks == 2
@@ -107,7 +109,7 @@ async def test_further_answers_wait_their_turn_and_take_no_memory_where_the_prom
 
 
 async def test_further_answers_begin_with_the_first_token_of_who_prefills_and_answers() -> None:
-    """The second one may be told much later (`--stream-interval`)."""
+    """The second token may arrive much later (`--stream-interval`), so they do not wait for it."""
     bench = Bench()
     asked = bench.requests("r", 2)
     await settle()
@@ -138,7 +140,7 @@ async def test_the_priority_that_a_request_gives_is_its_place_in_the_queue() -> 
 
 
 async def test_a_client_is_charged_for_what_is_computed_and_for_each_token_of_the_answer() -> None:
-    """And workers are not told whose request it is."""
+    """And workers are not told which client sent the request."""
     bench = Bench(with_prefill=True)
     share = bench.queue.enter(0, "whose it is")
     asked = Asked(bench.lifecycle("r", fairness_id="whose it is").run())
@@ -147,7 +149,7 @@ async def test_a_client_is_charged_for_what_is_computed_and_for_each_token_of_th
     bench.d.say("r", 1, busy=pb.Busy())
     await settle()
     bench.decode.set_load(load(100, num_running=1))
-    bench.decode.set_load(load(100))  # it has freed something
+    bench.decode.set_load(load(100))  # the worker has freed blocks
     bench.dispatch()
     await settle()
     bench.d.say("r", 2, granted=Grant(grant_id=1))
@@ -167,7 +169,8 @@ async def test_a_client_is_charged_for_what_is_computed_and_for_each_token_of_th
 
 
 async def test_a_worker_is_asked_for_as_many_sequences_as_it_takes_and_others_wait_in_fair_order() -> None:
-    """Whoever were planned there and refused would go before all who come later."""
+    """If the router planned more there, the worker would refuse them, and they would then go before all later
+    requests."""
     bench = Bench()
     told = load(600)
 
@@ -210,7 +213,7 @@ async def test_a_refusal_that_was_overtaken_by_the_last_freeing_is_asked_again()
     bench.decode.set_load(load(70, num_running=1))
     asked = bench.request("r")
     await settle()
-    bench.decode.set_load(load(100))  # came with the refusal, or before it was heard; nothing more will be freed
+    bench.decode.set_load(load(100))  # arrives with the refusal or before it; nothing more will be freed
     bench.d.say("r", 1, busy=pb.Busy())
     await settle()
     assert [command.generate.attempt for command in bench.d.sent] == [1, 2]
@@ -238,7 +241,7 @@ async def test_a_refusal_is_not_asked_again_before_something_was_freed() -> None
 async def test_a_refusal_is_asked_again_after_a_while_though_nothing_was_seen_to_be_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What another router's request took and gave back within a step never shows in a load."""
+    """A load never shows what another router's request took and gave back within one step."""
     monkeypatch.setattr("router.worker_handle.ASK_AGAIN_S", 0.02)
     bench = Bench()
     asked = bench.request("r")
@@ -318,7 +321,7 @@ async def test_what_a_worker_took_that_failed_is_not_held_against_the_next() -> 
 
 @pytest.mark.parametrize("num_cached", [0, 59 * BLOCK])
 async def test_what_was_not_in_the_cache_after_all_has_been_computed(num_cached: int) -> None:
-    """Else a prompt's time would be taken for that of a few tokens, and the worker for a slow one."""
+    """Otherwise the router would take a whole prompt's time for that of a few tokens, and the worker for a slow one."""
     bench = Bench()
     bench.cluster.prefixes.longest_match = all_cached(bench)  # type: ignore[method-assign]
     asked = bench.request("r")
@@ -331,7 +334,8 @@ async def test_what_was_not_in_the_cache_after_all_has_been_computed(num_cached:
 
 
 async def test_what_was_in_the_cache_and_nobody_knew_has_not_been_computed() -> None:
-    """Without Redis nobody knows: the time of a few tokens is not that of a whole prompt."""
+    """Without Redis the router does not know what is cached. It must not take the time of a few tokens for a whole
+    prompt's."""
     bench = Bench()
     asked = bench.request("r")
     await settle()
@@ -385,7 +389,7 @@ async def test_the_log_says_why_an_attempt_failed(caplog: pytest.LogCaptureFixtu
 
 
 async def test_streams_that_move_and_streams_that_come_from_another_router_are_counted() -> None:
-    """The second give no time to a first token: their client had it before."""
+    """A resumed stream adds no time to first token: its client had that token before."""
 
     def counted() -> list[float]:
         names = ("retries_total", "migrations_total", "resumptions_total", "time_to_first_token_seconds_count")
@@ -426,7 +430,8 @@ async def test_what_runs_is_counted_until_its_end() -> None:
 
 
 async def test_an_id_that_comes_again_hears_nothing_of_the_request_that_had_it() -> None:
-    """The first token of the one was still on its way when its client left, and asked something else by the same id."""
+    """The first token of the first request is still on its way when its client leaves and sends another one with the
+    same id."""
     bench, numbers = Bench(), AttemptNumbers()
     first = bench.request("same", numbers=numbers)
     await settle()
@@ -445,7 +450,7 @@ async def test_an_id_that_comes_again_hears_nothing_of_the_request_that_had_it()
 
 
 async def test_a_deadline_that_passes_ends_the_answer_and_closes_it() -> None:
-    """The router's own: a client's clock and gRPC's server may be late."""
+    """The router keeps the deadline itself: the client's clock and gRPC's server may be late."""
     is_closed = asyncio.Event()
 
     async def answer() -> AsyncGenerator[inference_pb.GenerateResponse, None]:

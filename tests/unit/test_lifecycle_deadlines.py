@@ -1,4 +1,4 @@
-"""Requests with a deadline: who is refused at the door, and who goes on while there is time. No network."""
+"""Requests with a deadline: which are refused on arrival, and which go on while there is time. No network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_who_sends_many_is_refused_for_its_deadline_and_others_are_not() -
     now_s = asyncio.get_running_loop().time()
     asked = [Asked(bench.lifecycle(f"flood-{number}", fairness_id="a").run()) for number in range(5)]
     await settle()
-    bench.queue.pace._seconds_per_token.add(1.0, len(PROMPT), 1.0)  # a second for each prompt that goes before
+    bench.queue.pace._seconds_per_token.add(1.0, len(PROMPT), 1.0)  # each prompt ahead takes a second
     refused = Asked(bench.lifecycle("more", fairness_id="a", deadline_s=now_s + 4).run())
     other = Asked(bench.lifecycle("other", fairness_id="b", deadline_s=now_s + 4).run())
     await settle()
@@ -34,9 +34,10 @@ async def test_who_sends_many_is_refused_for_its_deadline_and_others_are_not() -
 
 
 async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once() -> None:
-    """Two seconds a prompt, as the router has seen: the third in a row has little chance within six."""
+    """The router has seen that a prompt takes two seconds: the third in a row has little chance of an answer within
+    six."""
     bench = Bench()
-    bench.decode.set_load(load(300))  # room for all: what is ahead is to be computed, not to be waited for
+    bench.decode.set_load(load(300))  # room for all: requests wait for the prompts ahead to be computed, not for room
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
     for _ in range(20):
         forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
@@ -83,7 +84,7 @@ async def test_a_stream_of_another_router_goes_on_as_long_as_there_is_time() -> 
 
 
 async def test_what_waits_for_room_is_given_up_before_its_deadline_unless_its_answer_has_begun() -> None:
-    """A client that has some of its answer keeps what still comes in time."""
+    """If the client has part of the answer already, it still gets what can be computed in time."""
     bench = Bench()
     bench.tell(bench.decode, compat_digest="a kind")
     bench.decode.set_load(load(0))
@@ -103,7 +104,7 @@ async def test_many_answers_are_thought_to_take_longer_than_one() -> None:
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
     forecast.num_running = 1
     forecast.answering(now_s - 8)
-    forecast.emitted(80, now_s)  # 0.1 s a token: 8 of them take a second, alone
+    forecast.emitted(80, now_s)  # 0.1 s a token: an answer of 8 takes about a second if it runs alone
     forecast.ended(80, now_s, is_complete=True)
     one = bench.lifecycle("one", deadline_s=now_s + 3)
     asked = Asked(one.run())
@@ -116,7 +117,7 @@ async def test_many_answers_are_thought_to_take_longer_than_one() -> None:
 
 
 class Cached:
-    """What workers have of a prompt, by key."""
+    """A prefix index: the number of cached blocks at each worker."""
 
     def __init__(self, **num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -129,7 +130,7 @@ class Cached:
 
 @pytest.mark.parametrize(("num_blocks", "is_refused"), [(0, True), (20, True), (50, False)])
 async def test_what_is_cached_of_a_prompt_is_not_computed(num_blocks: int, is_refused: bool) -> None:
-    """Two seconds a prompt, of which there is one; where five sixths are cached, a third of a second."""
+    """A prompt takes two seconds, and one runs already. With five sixths cached, this one takes a third of a second."""
     bench = Bench(prefixes=Cached(d=num_blocks, elsewhere=60))
     bench.decode.set_load(load(300))
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
@@ -144,7 +145,7 @@ async def test_what_is_cached_of_a_prompt_is_not_computed(num_blocks: int, is_re
 
 
 async def test_a_prompt_is_thought_to_be_computed_where_that_is_soonest() -> None:
-    """That streams run at a decode worker makes it slower there, and that prompts wait anywhere."""
+    """Running streams slow down prefill at a decode worker; waiting prompts delay it at any worker."""
     bench, num_tokens = Bench(with_prefill=True), len(PROMPT)
     cached = {bench.prefill.key: 10, bench.decode.key: 20}
     assert bench.pool.num_tokens_to_compute(num_tokens, "", cached) == num_tokens - 20 * BLOCK
@@ -160,7 +161,7 @@ async def test_a_prompt_is_thought_to_be_computed_where_that_is_soonest() -> Non
 
 
 async def test_nobody_asks_what_is_cached_where_it_decides_nothing() -> None:
-    """A flood of requests that would all be late asks Redis nothing."""
+    """A flood of requests that would all be late causes no lookup in Redis."""
     cached = Cached(d=60)
     bench = Bench(prefixes=cached)
     busy = load(300)
@@ -177,7 +178,8 @@ async def test_nobody_asks_what_is_cached_where_it_decides_nothing() -> None:
 
 
 async def test_who_came_while_it_was_asked_what_is_cached_goes_before() -> None:
-    """It would not be late behind those that waited when it asked, and is behind those that wait when it is told."""
+    """Behind the requests that waited when its lookup began, it would be in time. Behind those that wait when the
+    lookup returns, it is late."""
     asking, told = asyncio.Event(), asyncio.Event()
 
     class Slow(Cached):
@@ -190,7 +192,7 @@ async def test_who_came_while_it_was_asked_what_is_cached_goes_before() -> None:
     bench = Bench(prefixes=Slow(d=59))
     bench.decode.set_load(load(0))
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
-    bench.queue.pace._seconds_per_token.add(1.0, len(PROMPT), 1.0)  # a second for each prompt that goes before
+    bench.queue.pace._seconds_per_token.add(1.0, len(PROMPT), 1.0)  # each prompt ahead takes a second
     for _ in range(20):
         forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
     forecast.num_running = 1

@@ -1,4 +1,4 @@
-"""What one request leaves behind in the router, however it ends. No network."""
+"""What one request leaves behind in the router, in whatever way it ends. No network."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ async def test_who_leaves_while_it_waits_is_not_taken_for_hours_of_waiting() -> 
     await settle()
     assert len(bench.queue) == 0
     pace, later_s = bench.queue.pace, time.monotonic() + 7200
-    pace.queued(later_s)  # the next one to wait
+    pace.queued(later_s)  # the next request begins to wait
     pace.planned(10, later_s + 0.01, is_last=True)
     assert pace.queued_s(10) < 1, "what later ones are refused by"
 
 
 async def test_the_room_of_a_failed_attempt_is_its_requests_until_that_is_in_the_queue_again() -> None:
-    """Who waits behind it has its room if it leaves, at once, and not before."""
+    """If it leaves, the request that waits behind it gets the room at once, and not before."""
     bench = Bench()
     first, behind = bench.request("first"), bench.request("behind")
     await settle()
@@ -65,7 +65,7 @@ async def test_the_room_of_a_failed_attempt_is_its_requests_until_that_is_in_the
 
 
 class Context:
-    """Of an RPC whose client never gives up."""
+    """The context of an RPC whose client never gives up."""
 
     async def send_initial_metadata(self, _: object) -> None: ...
 
@@ -97,7 +97,7 @@ async def refusal_of(servicer: InferenceServicer, model: str) -> TandemError:
 
 
 async def test_an_adapter_that_no_worker_has_told_of_yet_may_be_asked_for_again() -> None:
-    """As where a router has just been started again: it may be there, for all that it knows."""
+    """A router that has just been restarted knows no workers yet: one of them may have the adapter."""
     bench = Bench()
     bench.take_away(bench.decode)
     servicer = servicer_of(bench)
@@ -112,7 +112,7 @@ async def test_an_adapter_that_no_worker_has_told_of_yet_may_be_asked_for_again(
 
 
 async def test_an_adapter_whose_last_worker_has_gone_may_be_asked_for_again() -> None:
-    """As while that one is started again."""
+    """For example while that worker is restarted."""
     bench = Bench()
     other = bench.add("other", pb.Role.ROLE_DECODE, 2048)
     for handle in (bench.decode, other):
@@ -131,7 +131,8 @@ async def test_an_adapter_whose_last_worker_has_gone_may_be_asked_for_again() ->
 async def test_a_stream_with_an_adapter_is_taken_over_from_another_router(
     served: dict[str, str], leaving: list[tuple[str, str]]
 ) -> None:
-    """Its client says by the kind's name which of that name it was. New requests may ask for it no more."""
+    """The client's `worker_kind` says which adapter called `sql` began the answer. That adapter may be leaving: then
+    new requests cannot ask for it."""
     bench = Bench()
     bench.decode.record.model.vocab_size = 100
     bench.tell_adapters(bench.decode, *leaving, **served)
@@ -193,7 +194,7 @@ async def test_an_adapter_that_has_gone_for_good_is_unknown() -> None:
 async def test_whom_nobody_can_serve_is_told_what_is_missing_and_so_is_the_log(
     caplog: pytest.LogCaptureFixture, is_reachable: bool, words: str
 ) -> None:
-    """A router that cannot read who is there finds nobody, however many run."""
+    """A router that cannot read the registry finds no worker, however many run."""
     caplog.set_level("INFO")
     bench = Bench(is_registry_reachable=lambda: is_reachable)
     bench.take_away(bench.decode)
@@ -207,8 +208,8 @@ async def test_whom_nobody_can_serve_is_told_what_is_missing_and_so_is_the_log(
 
 
 async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.LogCaptureFixture) -> None:
-    """When it is closed, and not when its generators are found by the garbage collector: until then others of its id
-    are refused, and a router that drains waits."""
+    """The request is freed when its stream is closed, not when the garbage collector finds its generators: until then,
+    others with its id are refused, and a draining router waits."""
     caplog.set_level("INFO")
     bench = Bench()
     bench.decode.record.model.vocab_size = 100

@@ -1,4 +1,4 @@
-"""What a client is told in which message, where its router has more to do than one event at a time. No network."""
+"""What a client is told in which message, when its router has several events to handle at a time. No network."""
 
 from __future__ import annotations
 

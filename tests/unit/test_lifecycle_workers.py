@@ -1,4 +1,5 @@
-"""Which workers a request may go to: who has what it needs, is of its kind, and takes new work. No network."""
+"""Which workers a request may go to: those that have what it needs, are of its kind, and take new requests. No
+network."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ async def test_it_does_not_wait_for_ever(worker_wait_s: float) -> None:
 
 
 async def test_the_time_without_a_worker_is_no_measure_of_how_fast_answers_are() -> None:
-    """Else new requests are refused for deadlines that they would meet."""
+    """Otherwise the router would refuse new requests whose deadlines it can meet."""
     bench = Bench()
     forecast = bench.cluster.forecast
     first = await begun_and_lost(bench, "0", "1")
@@ -127,7 +128,7 @@ async def test_once_a_worker_is_there_it_waits_for_room_however_long() -> None:
     bench.tell(full, compat_digest="a kind")
     full.set_load(load(0))
     bench.dispatch()
-    await asyncio.sleep(0.6)  # longer than it would have waited without
+    await asyncio.sleep(0.6)  # longer than it would wait if there were no worker
     assert not asked.task.done(), "a worker is there, and has no room yet"
     await asked.leave()
 
@@ -151,7 +152,7 @@ async def test_all_that_a_lost_worker_had_wait_and_are_in_nobodys_way() -> None:
 
 
 async def test_further_answers_wait_with_the_first_though_they_have_not_begun() -> None:
-    """What ends one of them ends them all."""
+    """They must not end for lack of a worker: the end of one answer ends them all."""
     bench = Bench()
     asked = bench.requests("r", 2)
     await settle()
@@ -172,7 +173,7 @@ async def test_further_answers_wait_with_the_first_though_they_have_not_begun() 
 
 
 async def begun_and_lost(bench: Bench, *names: str) -> list[Asked]:
-    """Requests with a token each, whose worker is lost, and was the only one."""
+    """Requests that have each received a token, and whose only worker is then lost."""
     bench.tell(bench.decode, compat_digest="a kind")
     bench.decode.set_load(load(300))  # room for all
     all_asked = [bench.request(name) for name in names]
@@ -199,7 +200,7 @@ async def test_a_request_that_has_not_begun_may_go_to_any_model() -> None:
 
 
 async def test_a_worker_is_not_connected_before_its_session_is_open() -> None:
-    """`tandem up` waits for that: the first request would be planned without it."""
+    """`tandem up` waits for open sessions: otherwise the first request would be planned without this worker."""
     bench = Bench()
     found = bench.add("found", pb.Role.ROLE_PREFILL, 2048)
     assert bench.pool.not_connected == []
@@ -215,7 +216,7 @@ async def test_of_a_worker_that_was_started_again_the_newer_is_connected_or_not(
     bench = Bench()
     newer = bench.add("d", pb.Role.ROLE_DECODE, 2048, incarnation="2")
     newer.session = None
-    bench.take_away(bench.decode)  # gone from the registry; its session is open, and what runs there goes on
+    bench.take_away(bench.decode)  # gone from the registry; its session is open, and its requests go on
     assert bench.pool.not_connected == ["d"]
 
 
@@ -233,7 +234,8 @@ async def test_a_worker_that_the_registry_forgets_gets_nothing_new_from_then_on(
 
 
 async def test_nothing_is_learned_of_a_worker_that_is_forgotten() -> None:
-    """Nobody would forget it again: its first token waits for a client that reads slowly, while it dies."""
+    """What is learned after that would never be forgotten. Here the first token waits for a client that reads slowly,
+    while the worker dies."""
     bench = Bench()
     asked = bench.request("r")
     await settle()
@@ -248,13 +250,13 @@ async def test_nothing_is_learned_of_a_worker_that_is_forgotten() -> None:
 
 
 async def test_new_requests_go_to_workers_of_one_kind() -> None:
-    """Other weights would give other answers. The kind is that of most decode workers, also when they change."""
+    """Other weights would give other answers. The kind is that of most decode workers, also when these change."""
     bench = Bench()
     bench.tell(bench.decode, compat_digest="a")
     other, third = bench.add("other", pb.Role.ROLE_DECODE, 512), bench.add("third", pb.Role.ROLE_DECODE, 2048)
     bench.tell(other, compat_digest="b")
     bench.tell(third, compat_digest="a")
-    for handle, num_free in ((bench.decode, 5000), (third, 5000), (other, 9000)):  # `other` would be first choice
+    for handle, num_free in ((bench.decode, 5000), (third, 5000), (other, 9000)):  # `other` would be the first choice
         handle.set_load(load(num_free))
     sessions = [cast(ScriptedSession, handle.session) for handle in (bench.decode, other, third)]
     asked = [bench.request(f"r{number}") for number in range(4)]
@@ -276,7 +278,7 @@ async def test_new_requests_go_to_workers_of_one_kind() -> None:
 
 
 async def test_workers_that_would_leave_out_a_grammar_do_not_get_it() -> None:
-    """Older ones do not know the field, and would answer as if it were not there."""
+    """Older workers do not know the `grammar` field, and would answer without the grammar."""
     bench = Bench(with_prefill=True)
     with pytest.raises(NoWorker, match="no decode worker that takes structured_outputs is available"):
         await bench.request("a", grammar="g").task

@@ -63,7 +63,7 @@ def record(
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """What was said since the last call, and why."""
+    """What the log has said since the last call, and why."""
     said = [(line.message, line.why) for line in caplog.records]  # type: ignore[attr-defined]
     caplog.clear()
     return said
@@ -127,7 +127,7 @@ def test_workers_that_differ_are_not_paired_and_the_log_says_in_what(
 
 
 def test_workers_of_different_transports_are_not_paired(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A transfer between them would be refused, request after request."""
+    """The receiver would refuse each transfer between them."""
     digest = digest_of(folder)
     prefill, decode = record(pb.ROLE_PREFILL, "p", digest), record(pb.ROLE_DECODE, "d", digest)
     prefill.transport, decode.transport = "nixl", "grpc"
@@ -179,7 +179,7 @@ def test_workers_that_are_none_of_ours(
 def test_a_worker_whose_record_nobody_could_reckon_with_is_not_used(
     folder: Path, field: str, value: Any, why: str
 ) -> None:
-    """Numbers of all workers are looked at for each request: one such would fail them all."""
+    """Planning reads the numbers of all workers for each request: one such record would fail every request."""
     malformed = record(pb.ROLE_DECODE, "d", "x=1")
     setattr(malformed if field == "prefix_key" else malformed.model, field, value)
     assert why_unused(ModelInfo.from_folder(folder), malformed) == why
@@ -258,7 +258,7 @@ def test_a_digest_that_is_made_otherwise_differs_as_a_whole(theirs: str) -> None
 
 
 def test_parts_that_one_digest_lacks_are_named() -> None:
-    """The texts would begin alike, and differ where they are cut off."""
+    """The whole digests begin alike: in their texts, the difference would be in the part that is cut off."""
     ours = {"dtype": "bfloat16", "weights": "f" * 99}
     theirs = {"lora_modules": "abc", **ours, "kv_order": "x"}
     assert compat_difference(join_parts(ours), join_parts(theirs)) == (
@@ -270,7 +270,8 @@ def test_parts_that_one_digest_lacks_are_named() -> None:
 
 
 def test_decode_workers_of_two_kinds_are_told_apart(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where no prefill worker is unlike either: once for each that is unlike the first, with what differs."""
+    """Without prefill workers to compare them with, the log names each decode worker that differs from the first one,
+    once, and says what differs."""
     pairs, floats = (join_parts({"dtype": "bfloat16", "cpu_arithmetic": name}) for name in ("pairs", "floats"))
     peers = Peers(ModelInfo.from_folder(folder))
     records = [

@@ -1,4 +1,4 @@
-"""Which workers a request gets, number by number."""
+"""Which workers a request gets, with the numbers at which the choice changes."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ def test_behind_too_long_a_backlog_a_request_waits() -> None:
 
 
 def test_an_idle_decode_worker_takes_part_in_a_burst() -> None:
-    """Before anything was learned, tokens decide, with 64 for each prompt: a tenth of 864 is what a request would wait
-    that may yet come to decode here."""
+    """Until costs are learned, tokens decide, and each prompt counts 64 more. Prefilling here would delay a request
+    that may yet come to decode here: that costs a tenth of 864 tokens."""
     assert choose(800, [prefill("p")], [decode("d")]) == THERE
     assert choose(800, [prefill("p", queued=86)], [decode("d")]) == THERE
     assert choose(800, [prefill("p", queued=87)], [decode("d")]) == HERE
     assert choose(800, [prefill("p", queued=286)], [decode("d", queued=200)]) == THERE
     assert choose(800, [prefill("p", queued=287)], [decode("d", queued=200)]) == HERE
-    # What each has cached is not computed again.
+    # No worker computes again what it has cached.
     assert choose(800, [prefill("p", queued=246, cached=10)], [decode("d")]) == THERE
     assert choose(800, [prefill("p", queued=247, cached=10)], [decode("d")]) == HERE
     assert choose(800, [prefill("p")], [decode("d", cached=20)]) == HERE
@@ -135,7 +135,8 @@ def test_a_busy_decode_worker_is_left_alone() -> None:
 
 
 def learned(*, p_s: float = 1.0, d_s: float = 1.0, handover_s: float = 0.0) -> Costs:
-    """Of prompts of 1,000 and 2,000 tokens: so long for 1,000 at `p` and `d`, with nothing else, and to move them."""
+    """Costs learned from prompts of 1,000 and 2,000 tokens. Alone at `p` or `d`, 1,000 tokens take `p_s` or `d_s`;
+    moving any prompt takes `handover_s`."""
     costs = Costs()
     for num_tokens in (1000, 2000) * 10:
         for name, seconds in (("p", p_s), ("d", d_s)):
@@ -145,14 +146,14 @@ def learned(*, p_s: float = 1.0, d_s: float = 1.0, handover_s: float = 0.0) -> C
 
 
 def test_short_prompts_stay_where_moving_them_takes_longer_than_they_slow_down_others() -> None:
-    """0.1 s to move a prompt; a millisecond a token, a tenth of which counts for each request beside it, and one more:
-    even at 0.1 s = 0.1 x (running + 1) x tokens / 1000."""
+    """Moving a prompt takes 0.1 s. Computing it takes a millisecond a token, a tenth of which counts for each request
+    beside it, and for one more. The two are even at 0.1 s = 0.1 x (running + 1) x tokens / 1000."""
     costs = learned(handover_s=0.1)
     assert choose(800, [prefill("p")], [decode("d")], costs=costs) == HERE
     assert choose(1200, [prefill("p")], [decode("d")], costs=costs) == THERE
     assert choose(200, [prefill("p")], [decode("d", running=3)], costs=costs) == HERE
     assert choose(300, [prefill("p")], [decode("d", running=3)], costs=costs) == THERE
-    # Only what must be moved, or computed, counts.
+    # Only tokens that must be moved, or computed, count.
     assert choose(1200, [prefill("p", cached=40)], [decode("d", cached=40)], costs=costs) == HERE
 
 

@@ -1,4 +1,4 @@
-"""What of a prompt a router looks up. No network."""
+"""Which part of a prompt a router looks up in the prefix index. No network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for adapters that only some workers have, beside those for the model: who goes first. No network."""
+"""The order of requests for adapters that only some workers have, beside requests for the model itself. No network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT = PROMPT[: 4 * BLOCK]
 
 
 def some_with_it(**bench: object) -> Several:
-    """`d` has the adapter `sql`, `e` has not, and both are full."""
+    """Two full workers: `d` has the adapter `sql`, `e` does not."""
     several = Several("e", **bench)
     several.tell_adapters(several.decode, sql="1")
     several.fill("d", "e")
@@ -83,7 +83,8 @@ async def test_who_finds_a_worker_busy_goes_before_those_aside() -> None:
 
 
 async def test_a_long_prompt_aside_is_not_overtaken_at_its_worker() -> None:
-    """Neither by those in line nor by those aside for another adapter: else it would wait for as long as they come."""
+    """Neither a request in line nor one aside for another adapter may overtake it. Otherwise it would wait for as long
+    as such requests come."""
     bench = Several("e", "f")
     bench.tell_adapters(bench.decode, sql="1", poet="2")
     bench.tell_adapters(bench.by_name["f"], poet="2")
@@ -136,7 +137,8 @@ async def test_a_flood_for_an_adapter_is_bounded_and_keeps_nobody_else_out() -> 
 
 
 async def test_a_deadline_is_held_against_the_workers_that_have_the_adapter() -> None:
-    """Else a request is let in that must be late, as workers without it have nothing to do."""
+    """Workers without the adapter have nothing to do. If they counted, the router would accept a request that must be
+    late."""
     bench = Several("e")
     bench.tell_adapters(bench.decode, sql="1")
     busy = load(0)

@@ -1,4 +1,4 @@
-"""Requests that have begun on workers of another kind than new ones go to, as in an upgrade. No network."""
+"""Requests whose answers began on workers of another kind than new requests go to, as in an upgrade. No network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.validation.resumption import Resumption
 
 
 class Upgrade(Bench):
-    """One decode worker of the old kind, which is full, and two of the new one."""
+    """One decode worker of the old kind, which is full, and two of the new kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Upgrade(Bench):
         self.decode.set_load(load(0))
 
     def moved(self, name: str, **asked: Any) -> Asked:
-        """A stream that began on a worker of the old kind, which it has lost."""
+        """Resume a stream that began on a worker of the old kind and lost that worker."""
         resumption = Resumption(token_ids=[1, 2, 3], kind=Kind("old"))
         return Asked(self.lifecycle(name, resumption=resumption, **asked).run())
 
@@ -59,7 +59,7 @@ async def test_among_themselves_they_go_first_come_first_served() -> None:
     bench = Upgrade()
     first, second = bench.moved("first"), bench.moved("second")
     await settle()
-    bench.free_old(70)  # for one of them
+    bench.free_old(70)  # room for one of them
     await settle()
     assert (bench.sent_to_old, len(bench.queue)) == (["first"], 1)
     await first.leave()
@@ -72,7 +72,7 @@ async def test_among_themselves_the_lower_number_goes_first() -> None:
     bench = Upgrade()
     batch, urgent = bench.moved("batch", priority=5), bench.moved("urgent")
     await settle()
-    bench.free_old(70)  # for one of them
+    bench.free_old(70)  # room for one of them
     await settle()
     assert (bench.sent_to_old, len(bench.queue)) == (["urgent"], 1)
     await urgent.leave()
@@ -100,11 +100,11 @@ async def test_who_finds_its_worker_busy_is_the_next_one_there_all_the_same() ->
 
 
 async def test_who_comes_later_overtakes_nobody_of_its_kind_that_is_aside() -> None:
-    """Else a long one would wait for as long as short ones come."""
+    """Otherwise a long request would wait for as long as short ones come."""
     bench = Upgrade()
     long = bench.moved("long")
     await settle()
-    bench.decode.set_load(load(30))  # too little for it
+    bench.decode.set_load(load(30))  # too little for the long one
     short = bench.moved("short", prompt_token_ids=PROMPT[: 4 * BLOCK])
     await settle()
     assert (bench.sent_to_old, len(bench.queue)) == ([], 2)
@@ -116,7 +116,7 @@ async def test_who_comes_later_overtakes_nobody_of_its_kind_that_is_aside() -> N
 
 
 async def test_the_time_that_they_wait_is_no_measure_of_the_line() -> None:
-    """Between two of those in line, who had room at once, it may be minutes."""
+    """That time may be minutes, and may fall between two requests in line that had room at once."""
     bench = Upgrade()
     moved = bench.moved("moved")
     await settle()
@@ -158,7 +158,8 @@ async def test_where_their_kind_is_the_one_that_is_left_they_go_before_new_ones_
 
 
 async def test_what_is_ahead_of_a_new_request_is_ahead_of_it_at_workers_that_it_goes_to() -> None:
-    """Else it is let in, and misses its deadline, as one of the old kind has nothing to do."""
+    """The old worker has nothing to do. If it counted, the router would accept the request, which would miss its
+    deadline."""
     bench = Upgrade()
     bench.decode.set_load(load(100))
     for handle in bench.new:

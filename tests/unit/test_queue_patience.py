@@ -1,5 +1,5 @@
-"""Answers that have begun and lost the only worker of their kind: what they cost others while they wait, and that each
-of them ends. Workers come, go, fill up and free room at random. No network."""
+"""Answers that have begun and have lost the only worker of their kind: what they cost other requests while they wait,
+and that each of them ends. Workers come, go, fill up and free room at random. No network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ KINDS = ("old", "new", "third")
 
 
 class Workers:
-    """Of each kind one, which is there or not, with room for some requests. New requests go to the first that is."""
+    """One worker of each kind, present or not, with room for some requests. New requests go to the first that is
+    present."""
 
     def __init__(self, *, worker_wait_s: float, max_tokens: int = 10**6) -> None:
         self.room: dict[str, int] = {}
@@ -65,8 +66,8 @@ class Workers:
 
 
 async def test_those_without_a_worker_are_not_looked_at_one_by_one() -> None:
-    """A worker that dies leaves thousands of them. Others' tokens would wait for seconds, as often as one of them comes
-    or gives up."""
+    """A worker that dies leaves thousands of such requests. If the queue tried each whenever one comes or gives up, the
+    tokens of other requests would wait for seconds."""
     workers = Workers(worker_wait_s=0.1)
     waiting = [workers.wait("old", is_return=True) for _ in range(200)]
     await asyncio.sleep(0)
@@ -98,7 +99,7 @@ async def test_those_without_a_worker_do_not_fill_the_queue_of_others() -> None:
     moved = workers.wait("old", num_tokens=100, is_return=True)
     await asyncio.sleep(0)
     await workers.wait("")
-    await workers.wait("", num_tokens=50)  # alone one may be as long as it likes
+    await workers.wait("", num_tokens=50)  # a single request may have any length
     workers.room["old"] = 1
     workers.queue.dispatch()
     await moved
@@ -121,11 +122,11 @@ async def test_those_whose_workers_are_full_keep_others_out_only_where_all_toget
 
 @pytest.mark.parametrize("room", [{}, {"new": 0, "old": 0}])
 async def test_the_time_without_a_worker_or_aside_is_no_measure_of_the_line(room: dict[str, int]) -> None:
-    """Else new requests are refused for deadlines that they would meet."""
+    """Otherwise the router would refuse new requests whose deadlines it can meet."""
     workers = Workers(worker_wait_s=30.0)
     workers.room = room
     moved = [workers.wait("old", is_return=True) for _ in range(2)]
-    await asyncio.sleep(0.2)  # of a thousand such tokens: 200 s
+    await asyncio.sleep(0.2)  # at this pace a thousand tokens would take 200 s
     workers.room["old"] = 2
     workers.queue.dispatch()
     await asyncio.gather(*moved)
@@ -174,7 +175,8 @@ async def test_whatever_becomes_of_workers_each_request_ends_and_nobody_waits_fo
         queue.dispatch_soon()
         for _ in range(3):
             await asyncio.sleep(0)
-        # Whoever waits without a worker has a timer, and whoever has none waits for room where there is none.
+        # A request that waits without a worker has a timer. A request without a timer waits for room, and there is
+        # none.
         for needs, patient in queue._patient.items():
             assert needs.kind is not None
             assert needs.kind.compat_digest not in workers.room

@@ -1,11 +1,11 @@
 """Every interleaving of one request with its workers, with up to two faults, through the code that the router runs.
 
 The model is a prefill and a decode worker, each with a stream of messages on its way to the router. From every state
-all that could happen next is tried: a worker does its next step, is busy, fails, dies or stands still; a message
-arrives; the client leaves. Checked in each state: positions are contiguous and tokens right, the end comes once,
-nothing that was begun on a worker is left there at the end, there is always something that can still happen, a worker
-is praised only for what it did and blamed only for what it failed itself, once an attempt, and retries are as many as
-the budget allows.
+the search tries all that can happen next: a worker makes its next step, is busy, fails, dies or stalls; a message
+arrives; the client leaves. In each state it checks: positions are contiguous and tokens right; the end comes once; at
+the end, no worker is left with work for the request; something can always still happen; a worker is credited only with
+what it did and blamed only for what it failed itself, once an attempt; there are no more retries than the budget
+allows.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ NUM_TOKENS = 3
 LENGTH = inference_pb.FINISH_REASON_LENGTH
 
 Deed: TypeAlias = tuple[WorkerKey | WorkerPair, int]
-"""What a worker, or a pair of them, did in an attempt."""
+"""What a worker, or a pair of workers, did in an attempt."""
 
 
 @dataclass
 class Work:
-    """One attempt on one worker: what it does next."""
+    """One attempt on one worker, and the worker's next step."""
 
     attempt: int
     step: str
@@ -67,7 +67,7 @@ class Work:
 
 @dataclass
 class World:
-    """The router's machine, both workers, and the messages between them."""
+    """The router's state machine, both workers, and the messages between them."""
 
     state: RequestState
     num_faults: int
@@ -77,10 +77,10 @@ class World:
     emitted: list[int] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     at_fault: set[Deed] = field(default_factory=set)
-    """Who failed which attempt by itself."""
+    """Which worker, or pair, failed which attempt by its own fault."""
     did_well: set[Deed] = field(default_factory=set)
     noted: set[Deed] = field(default_factory=set)
-    """What the machine said of them."""
+    """The deeds that the state machine has noted."""
 
     def key(self) -> str:
         state = self.state
@@ -106,7 +106,7 @@ def tokens(index: int) -> pb.Tokens:
 
 
 def do(world: World, actions: list[Action]) -> None:
-    """What the router's shell and the network do with the machine's actions."""
+    """Do what the router's shell and the network do with the actions of the state machine."""
     for action in actions:
         match action:
             case EnterQueue():
@@ -148,7 +148,7 @@ def deliver(world: World, event: Event) -> World:
 
 
 def successors(world: World) -> Iterator[World]:
-    """All worlds that one happening leads to."""
+    """All worlds that one event leads to."""
 
     def fork() -> World:
         return clone(world)
@@ -173,14 +173,14 @@ def successors(world: World) -> Iterator[World]:
 
 
 def work_on(world: World, worker: WorkerKey) -> bool:
-    """The worker's next step. False if it waits for the other one."""
+    """Make the worker's next step. Returns False if it must wait for the other worker."""
     work = world.work[worker]
     match work.step:
         case "reserve":
             say(world, worker, work.attempt, granted=Grant(grant_id=work.attempt))
             work.step = "granted"
         case "granted":
-            return False  # until the prefill worker commits
+            return False  # waits until the prefill worker commits
         case "prefill":
             say(world, worker, work.attempt, tokens=tokens(work.next_index))
             work.step = "commit"
@@ -229,15 +229,15 @@ def faults(world: World) -> Iterator[World]:
         del after.work[worker]
         yield after
     for worker in (P, D):
-        after = fork()  # it dies: what it had said and was not heard is lost with it
+        after = fork()  # it dies: its messages that have not arrived are lost with it
         after.work.pop(worker, None)
         after.inbox[worker] = []
         yield deliver(after, WorkerLost(worker))
-        yield deliver(fork(), WorkerStalled(worker))  # it may go on any time, and what it said is still to come
+        yield deliver(fork(), WorkerStalled(worker))  # it may go on at any time, and its messages still arrive
 
 
 def nothing_follows(ended: World) -> None:
-    """Whatever is still on its way to a request that has ended, or comes once more, does nothing."""
+    """Check that late or repeated events do nothing to a request that has ended."""
     late: list[Event] = [event for events in ended.inbox.values() for event in events]
     key = ended.key()
     for event in [*late, Planned(PAIR), Stopped(), WorkerLost(P), WorkerLost(D), WorkerStalled(D), AccountOverdue()]:
@@ -246,7 +246,7 @@ def nothing_follows(ended: World) -> None:
 
 
 def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, int]:
-    """Visit every reachable world. Returns how many there are, and how many of them are ends."""
+    """Visit every reachable world. Returns the number of worlds, and how many of them are ends."""
     first = World(RequestState(max_attempts=max_attempts, budget=RetryBudget(budget)), num_faults)
     do(first, first.state.start())
     frontier, seen, num_ends = deque([first]), {first.key()}, 0
@@ -278,7 +278,7 @@ def test_every_interleaving(num_faults: int, budget: int) -> None:
 
 
 def test_the_explorer_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mechanisms taken out, one at a time: the explorer must notice each."""
+    """Mechanisms are removed, one at a time: the explorer must notice each removal."""
 
     def believe_everything(self: RequestState, worker: WorkerKey, said: pb.WorkerEvent) -> list[Action]:
         said.attempt = self.attempt

@@ -1,4 +1,4 @@
-"""The router's queue: first come, first served, bounded in tokens, and nobody waits for nothing."""
+"""The router's queue: first come, first served, bounded in tokens, and no request waits while there is room for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rpc.errors import NoWorker, Overloaded
 
 
 class Room:
-    """Workers with room for some tokens."""
+    """A worker with room for some tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -177,7 +177,7 @@ async def test_a_queue_full_of_new_requests_does_not_keep_out_what_another_route
     with pytest.raises(Overloaded, match="holds 150 tokens of at most 150") as full:
         await room.wait(1, is_resumed=True)
     assert full.value.retry_after_s
-    other = asyncio.create_task(room.wait(50, "b"))  # whoever says so of all its requests keeps nobody else out
+    other = asyncio.create_task(room.wait(50, "b"))  # a client whose requests all say so keeps no other out
     await settle()
     assert not other.done()
     for task in (*tasks, other):
@@ -206,7 +206,8 @@ async def test_nobody_overtakes_the_first_but_who_was_served_less_becomes_it() -
 
 
 async def test_a_client_that_fills_the_queue_keeps_no_other_out() -> None:
-    """The bound is for what goes before a request: of another's line as much as of one's own, and its first."""
+    """The bound is for what goes before a request: its own client's line, and of each other line the first request and
+    then as many tokens as its own line has."""
     room = Room(0)
     tasks = []
 
@@ -254,12 +255,12 @@ async def test_a_queue_full_of_those_behind_it_keeps_nobody_out_until_it_is_twic
 
 async def test_a_full_queue_refuses_with_a_time() -> None:
     room = Room(0)
-    task = asyncio.create_task(room.wait(500))  # one request always may wait
+    task = asyncio.create_task(room.wait(500))  # one request may always wait, whatever its size
     await settle()
     with pytest.raises(Overloaded) as caught:
         await room.wait(1)
     assert caught.value.retry_after_s is not None
-    returning = asyncio.create_task(room.wait(7, is_return=True))  # it was let in before
+    returning = asyncio.create_task(room.wait(7, is_return=True))  # a return: the queue accepted it before
     await settle()
     assert not returning.done()
     for waiting in (task, returning):
@@ -303,9 +304,9 @@ async def test_a_plan_that_nobody_hears_of_is_given_back() -> None:
     room = Room(0)
     task = asyncio.create_task(room.wait(5))
     await settle()
-    room.add(5)  # planned now
+    room.add(5)  # plans the request
     assert room.worker.num_planned_blocks == 5
-    task.cancel()  # before it could hear
+    task.cancel()  # before the request hears of it
     with pytest.raises(asyncio.CancelledError):
         await task
     assert room.worker.num_planned_blocks == 0
@@ -330,7 +331,7 @@ async def test_a_plan_of_the_last_moment_is_taken() -> None:
     late = asyncio.create_task(room.wait(5, give_up_s=loop.time() + 0.05))
     await settle()
     loop.call_at(loop.time() + 0.02, room.add, 5)
-    loop.call_soon(time.sleep, 0.1)  # so that the plan and the end of waiting come in one turn of the loop
+    loop.call_soon(time.sleep, 0.1)  # so that the plan and the time to give up come in one turn of the loop
     result = await late
     assert room.worker.num_planned_blocks == 5
     result.settle()
@@ -347,14 +348,15 @@ async def test_what_goes_wrong_in_planning_ends_the_request_that_is_planned() ->
         return TakenRoom(room.worker, None, request.num_tokens, kind=Kind("a kind"))
 
     room.queue._choose = choose
-    room.queue.dispatch()  # as from a session, which must go on
+    room.queue.dispatch()  # must not raise: a session calls it, and must go on
     with pytest.raises(TypeError, match="a bug"):
         await first
     await second
 
 
 async def test_who_finds_the_queue_full_hears_when_there_may_be_room() -> None:
-    """Of 100 tokens, and 60 more than there is room for: as long as these take, within a second and a minute."""
+    """A queue of 100 tokens has 60 too many for this request. The client is told the time that 60 take, at least a
+    second and at most a minute."""
     room = Room(0)
     waiting = asyncio.create_task(room.wait(100))
     await settle()

@@ -1,4 +1,4 @@
-"""What a request's spans are, whatever happens to it: one for each attempt, with what was begun of it. No network."""
+"""The spans of a request, whatever happens to it: one for each attempt, with those of its stages within. No network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def named(spans: list[Span]) -> list[Any]:
 
 
 def check(spans: list[Span]) -> None:
-    """One after the other, and what is within one of them does not stick out."""
+    """Check that spans follow each other, and that each child lies within its parent."""
     for before, after in itertools.pairwise(spans):
         assert before.start_s <= before.end_s <= after.start_s
     for span in spans:
@@ -45,7 +45,7 @@ async def test_an_answer_that_goes_on_at_another_attempt() -> None:
     session = bench.reopen_decode_session()
     bench.dispatch()
     await settle()
-    assert named(spans_of(lifecycle)) == ["prepare", "queue", ("attempt", ["prefill", "decode"])]  # of what has ended
+    assert named(spans_of(lifecycle)) == ["prepare", "queue", ("attempt", ["prefill", "decode"])]  # the ended ones
     session.say("r", 2, tokens=pb.Tokens(index=1, token_ids=[6], finish_reason=LENGTH))
     await asked.task
     spans = spans_of(lifecycle)
@@ -55,7 +55,7 @@ async def test_an_answer_that_goes_on_at_another_attempt() -> None:
     assert [span.error for span in spans] == ["", "", "worker d was lost", "", ""]
     assert [span.attributes.get("tandem.attempt") for span in spans] == [None, 1, 1, 2, 2]
     prefill = spans[2].children[0]
-    assert prefill.attributes["tandem.waited_s"] == pytest.approx(prefill.end_s - prefill.start_s)  # no longer than it
+    assert prefill.attributes["tandem.waited_s"] == pytest.approx(prefill.end_s - prefill.start_s)  # at most the span
 
 
 async def test_a_worker_without_room_and_then_a_handover() -> None:

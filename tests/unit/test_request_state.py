@@ -1,4 +1,4 @@
-"""The life of a request, event by event: no network, no clock."""
+"""The life of a request, event by event. No network, no clock."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def with_logprobs(event: WorkerSaid, *token_ids: int) -> WorkerSaid:
 
 
 def test_logprobs_travel_with_their_tokens() -> None:
-    """Those of a token that came before its turn, too."""
+    """So do those of a token that arrives before its turn."""
     state = prefilling()
     state.wants_logprobs = True
     assert state.on(with_logprobs(tokens(D, 1, 1, 6), 6)) == []
@@ -263,13 +263,13 @@ def test_decode_worker_lost_goes_on_at_the_next_index(how: type[WorkerLost | Wor
     state.on(tokens(D, 1, 1, 6))
     assert EnterQueue(is_return=True, avoid=frozenset({D})) in state.on(how(D))
     state.on(Planned(Plan(D2, None)))
-    assert state.on(tokens(D, 1, 2, 99)) == []  # a ghost of the first attempt
+    assert state.on(tokens(D, 1, 2, 99)) == []  # a late message of the first attempt
     assert emitted(state.on(tokens(D2, 2, 2, 7))) == [(2, [7])]
     assert state.token_ids == [5, 6, 7]
 
 
 def test_who_meets_a_second_stall_stays_until_it_has_got_something() -> None:
-    """Its own prompt may be what takes so long: it would go round for ever."""
+    """Its own prompt may be what stalls the worker. If it moved again, it would go from worker to worker for ever."""
     state = RequestState(max_attempts=6, budget=RetryBudget())
     state.start()
     state.on(Planned(Plan(D, None)))
@@ -295,7 +295,7 @@ def test_gap_or_repetition_ends_the_attempt_and_is_not_emitted(index: int) -> No
     ("code", "error", "retry_after_s"),
     [
         (StatusCode.DATA_LOSS, CorruptKV, None),
-        (StatusCode.FAILED_PRECONDITION, NoWorker, 1.0),  # it has let go of an adapter, and its record says so soon
+        (StatusCode.FAILED_PRECONDITION, NoWorker, 1.0),  # the worker let go of an adapter; its record will say so
     ],
 )
 def test_gives_up_after_max_attempts_with_the_last_error(
@@ -363,8 +363,8 @@ def notes(actions: Sequence[Action]) -> list[Action]:
 def test_only_a_failure_of_its_own_is_held_against_a_worker(
     worker: WorkerKey, code: StatusCode, can_retry: bool, is_fault: bool
 ) -> None:
-    """And against the two together what may be either's: a transfer, which the prefill worker reports, and what one
-    asked of the other."""
+    """A failure that may be either worker's is held against the pair: a transfer, which the prefill worker reports, and
+    what one worker asked of the other."""
     actions = prefilling().on(failed(worker, 1, code=code.value[0], can_retry=can_retry))
     is_pairs = can_retry and (worker == P or code is StatusCode.INVALID_ARGUMENT)
     blamed = worker if is_fault else WorkerPair(P, D) if is_pairs else None
@@ -430,7 +430,7 @@ def test_an_empty_budget_ends_the_request_with_what_failed_and_cancels_it() -> N
 
 
 def test_a_stream_that_goes_on_each_time_may_lose_any_number_of_workers() -> None:
-    """Only failures in a row without a token count, and cost something."""
+    """Only failures in a row without a new token count, and take from the budget."""
     state = RequestState(max_attempts=2, budget=RetryBudget(0))
     state.start()
     for index in range(10):

@@ -1,4 +1,5 @@
-"""Streams that break: when they are taken up again (`tandem.resume`), and where (`router.validation.resumption`)."""
+"""Broken streams: when the client resumes them (`tandem.resume`), and where the router does
+(`router.validation.resumption`)."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_the_next_call_asks_for_what_is_missing(error: TandemError) -> None:
 
 @pytest.mark.parametrize(("asked", "again"), [(-1, 60), (70, 70), (None, None)])
 def test_a_prompt_that_was_cut_to_the_room_there_was_is_cut_there_again(asked: int | None, again: int | None) -> None:
-    """The next router may have more room, or less."""
+    """The next router may have more room for the prompt, or less."""
     request = pb.GenerateRequest(text="hi", truncate_prompt_tokens=asked)
     stream = ResumableStream(request, timeout_s=None, resume_s=10.0)
     stream.accept(pb.GenerateResponse(token_ids=[5], worker_kind="k", prompt_tokens=60))
@@ -137,7 +138,7 @@ def test_what_has_shown_nothing_is_the_callers_to_ask_again() -> None:
         stream_of().wait_s(LOST)
     several = stream_of(n=2)
     several.accept(tokens(0, 5, kind="k"))
-    several.accept(pb.GenerateResponse(sequence=1, token_ids=[6]))  # by an older router
+    several.accept(pb.GenerateResponse(sequence=1, token_ids=[6]))  # as an older router sends it
     with pytest.raises(Unreachable):
         several.wait_s(LOST)
     never = stream_of(resume_s=0)
@@ -157,7 +158,7 @@ def test_what_a_router_took_on_and_lost_is_asked_anew(n: int) -> None:
     first.CopyFrom(stream.request())
     stream.note_metadata([("x", "y"), (ACCEPTED_KEY, "1")])
     assert stream.wait_s(LOST) == FIRST_WAIT_S
-    stream.note_metadata(None)  # the next one was refused
+    stream.note_metadata(None)  # the next call was refused
     assert stream.wait_s(LOST) == 2 * FIRST_WAIT_S
     assert stream.request() == first, "the same seed, too"
     refused = stream_of()
@@ -181,8 +182,9 @@ def test_who_is_full_or_has_not_noticed_is_asked_again_for_a_while() -> None:
 
 
 def test_what_a_lost_call_has_left_running_is_waited_for() -> None:
-    """Where there may be other routers it is asked again at once: it may be of the same one, which has taken it
-    on and not noticed yet that nobody hears it. The id is the request's own, and nobody can choose another."""
+    """Where there may be other routers, the client asks again at once, perhaps the same router, which runs the lost
+    call and has not noticed yet that its client is gone. Only this request uses its id, and nobody else can choose
+    it."""
     clock = Clock()
     stream = stream_of(resume_s=10, has_others=True, clock=clock)
     waits = [stream.wait_s(error) for error in (LOST, RequestExists("r"), RequestExists("r"), LOST)]
@@ -190,7 +192,7 @@ def test_what_a_lost_call_has_left_running_is_waited_for() -> None:
     clock.now_s += 10
     with pytest.raises(RequestExists):
         stream.wait_s(RequestExists("r"))
-    for refused in (Draining("leaving"), None):  # nobody has it of this call
+    for refused in (Draining("leaving"), None):  # no router has accepted this call
         another = stream_of(resume_s=10, has_others=True)
         assert refused is None or another.wait_s(refused) == 0
         with pytest.raises(RequestExists):
@@ -344,7 +346,7 @@ def detokenizer(**settings: object) -> IncrementalDetokenizer:
 
 @pytest.mark.parametrize("stop", [(), ("zzz", "\U0001f389\u00e9"), ("with",)], ids=["none", "never", "in the middle"])
 def test_the_text_goes_on_wherever_the_stream_broke(stop: tuple[str, ...]) -> None:
-    """Inside characters, and where the text so far may be the beginning of a stop string."""
+    """The break may be inside a character, or where the text so far may be the beginning of a stop string."""
     token_ids = [token for sample in SAMPLES for token in TOKENIZER.encode(sample)]
     whole = detokenizer(stop=stop)
     pieces, num_tokens = [], 0

@@ -1,4 +1,4 @@
-"""How often requests are tried again, all of them together: in a sick cluster, and where now and then one fails."""
+"""How many retries all requests together get: in a sick cluster, and in one where a request fails now and then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERNAL = 13
 
 
 def ask(budget: RetryBudget, fails: Callable[[], bool]) -> tuple[int, End]:
-    """One request from start to end. Returns how many attempts there were."""
+    """Run one request from start to end. Returns the number of attempts, and its end."""
     state = RequestState(MAX_ATTEMPTS, budget)
     actions: list[Action] = state.start()
     while state.phase is not Phase.DONE:

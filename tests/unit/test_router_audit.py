@@ -1,4 +1,4 @@
-"""What a router counts as taken, or listens for, belongs to a request that runs."""
+"""All that a router counts as taken, or listens for, belongs to a running request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_all_that_a_request_holds_is_its_own_and_nothing_is_left() -> None
 
 
 async def test_several_answers_hold_each_their_own() -> None:
-    """Also once their prompts are computed, when their room is settled."""
+    """Each holds its own room and events, also once its prompt is computed and its room is settled."""
     bench = Bench()
     first = bench.lifecycle("r", name="0_r")
     others = [bench.lifecycle("r", name=f"{i}_r", sequence=i, after=first) for i in (1, 2)]
@@ -77,7 +77,7 @@ async def test_a_router_knows_the_life_cycles_of_all_answers() -> None:
 
 
 class ForgetsCancels:
-    """As a lookup in Redis did, on Python 3.11: whoever is cancelled meanwhile goes on."""
+    """As a lookup in Redis was on Python 3.11: a request that is cancelled during the lookup goes on."""
 
     async def longest_match(self, token_ids: list[int], cache_salt: str, lora_digest: str = "") -> dict[WorkerKey, int]:
         try:
@@ -123,7 +123,7 @@ async def test_who_waits_in_the_queue_holds_nothing() -> None:
 
 
 async def test_an_audit_tells_what_it_finds_twice() -> None:
-    """Once may be between two steps of the loop: planned, and its request has not heard of it yet."""
+    """A single finding may fall between two steps of the loop: a request is planned, and has not heard of it yet."""
     bench = Bench()
     servicer = ClusterServicer(
         router_id="r",

@@ -1,4 +1,4 @@
-"""Token ids are those of transformers, whatever the folder's files say, and the event loop stays free."""
+"""Token ids equal those of transformers, whatever the folder's files say, and the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_bos_and_eos_are_those_of_transformers(tmp_path: Path, config: dict[str,
 @pytest.mark.parametrize("post_processor", [True, False])
 @pytest.mark.parametrize("num_kept", [1, 2, 3, 7, 8, 9])
 def test_a_text_that_is_cut_is_that_of_transformers(tmp_path: Path, num_kept: int, post_processor: bool) -> None:
-    """It keeps its beginning-of-sequence."""
+    """The cut text keeps its beginning-of-sequence token."""
     folder = write_folder(tmp_path, {}, post_processor=post_processor)
     reference = AutoTokenizer.from_pretrained(folder, truncation_side="left")
     tokenizer = Tokenizer.from_folder(folder)
@@ -172,7 +172,7 @@ async def test_long_texts_leave_the_event_loop_free(default_model: Path) -> None
 
 
 class Counting(Tokenizer):
-    """Of how many characters it has made tokens."""
+    """Counts the characters that it has tokenized."""
 
     num_chars = 0
 
@@ -183,7 +183,7 @@ class Counting(Tokenizer):
 
 async def test_of_a_text_far_too_long_so_much_is_read_as_shows_that(default_model: Path) -> None:
     most = 2000
-    for unit, num_chars_most in (("The lazy dog. ", 30_000), ("x", 800_000)):  # the second has 64 in a token
+    for unit, num_chars_most in (("The lazy dog. ", 30_000), ("x", 800_000)):  # a token of the second has 64 characters
         tokenizer = Counting.from_folder(default_model)
         with pytest.raises(TooManyTokens, match=r"^has \d+ in its first \d+ characters$"):
             await tokenizer.encode_async(unit * (3_000_000 // len(unit)), max_tokens=most)

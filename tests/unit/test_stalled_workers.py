@@ -1,4 +1,5 @@
-"""A worker whose engine stands still: nothing new goes there, and what is there leaves where it can go on elsewhere."""
+"""A worker whose engine is stalled: it gets no new requests, and its own move to where another worker can continue
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ STALLED = load(50, num_running=1, is_stalled=True)
 
 
 class Two(Bench):
-    """`d`, which stands still when told to, and `other`, which is there or not."""
+    """`d`, which the test stalls, and `other`."""
 
     def __init__(self, *, with_prefill: bool = False) -> None:
         super().__init__(with_prefill=with_prefill)
@@ -30,7 +31,7 @@ class Two(Bench):
 
 
 def what(session: ScriptedSession) -> list[str]:
-    """Was sent there, command by command."""
+    """The commands that the worker was sent, in order."""
     return [str(command.WhichOneof("command")) for command in session.sent]
 
 
@@ -104,7 +105,7 @@ async def test_news_of_a_stall_that_is_over_moves_nobody() -> None:
     asked = bench.request("a")
     await settle()
     bench.stall()
-    bench.hear_load(bench.decode, load(100))  # before the request had its turn
+    bench.hear_load(bench.decode, load(100))  # before the request hears of the stall
     await settle()
     assert (what(bench.d), what(bench.other)) == (["generate"], [])
     await asked.leave()

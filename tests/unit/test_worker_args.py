@@ -1,4 +1,4 @@
-"""What a worker is told of where others reach it."""
+"""Where a worker says that others reach it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_another_host_may_be_advertised(host: str) -> None:
 
 
 def test_others_are_told_of_a_port() -> None:
-    WorkerArgs(listen="10.0.0.4:0")  # the port that it takes is the one that others are told
+    WorkerArgs(listen="10.0.0.4:0")  # allowed: the worker tells others the port that it gets
     with pytest.raises(ValueError, match="advertise must name the port"):
         WorkerArgs(listen="0.0.0.0:0", advertise="10.0.0.4:0")
     with pytest.raises(ValueError, match="advertise: an address is HOST:PORT"):

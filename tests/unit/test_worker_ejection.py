@@ -1,4 +1,4 @@
-"""A worker that fails again and again, as the router's requests see it: set aside, probed, used again. No network."""
+"""A worker that fails again and again, as the router's requests see it: ejected, probed, used again. No network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERNAL, UNAVAILABLE, ABORTED, DATA_LOSS = 13, 14, 10, 15
 
 
 class Two(Bench):
-    """A decode worker `d` that is always the policy's first choice, and another one, `other`, which does well."""
+    """A decode worker `d` that is always the policy's first choice, and another one, `other`, which does not fail."""
 
     def __init__(self, *, with_prefill: bool = False) -> None:
         super().__init__(with_prefill=with_prefill)
@@ -36,7 +36,7 @@ class Two(Bench):
         self.num_asked = 0
 
     async def ask(self) -> tuple[str, Asked]:
-        """A new request, sent to a worker."""
+        """Send a new request, and let the router send it to a worker."""
         self.num_asked += 1
         request_id = f"r{self.num_asked}"
         asked = self.request(request_id)
@@ -44,7 +44,7 @@ class Two(Bench):
         return request_id, asked
 
     async def fail(self, *, code: int = INTERNAL) -> None:
-        """A request that `d` fails, and that its client then gives up."""
+        """Send a request that `d` fails, and whose client then gives up."""
         request_id, asked = await self.ask()
         failed = pb.Failed(code=code, message="broken", can_retry=True)
         self.d.say(request_id, attempt_of(self.d, request_id), failed=failed)
@@ -63,13 +63,13 @@ def roomy_load(*, num_used: int, is_draining: bool = False) -> pb.WorkerLoad:
 
 
 def attempt_of(session: ScriptedSession, request_id: str) -> int:
-    """The last one that was sent."""
+    """The request's last attempt that was sent to the worker."""
     asked = [getattr(command, command.WhichOneof("command")) for command in session.sent]
     return max(request.attempt for request in asked if request.request_id == request_id)
 
 
 def ids_of(session: ScriptedSession) -> list[str]:
-    """Of the requests that the worker was asked for."""
+    """The ids of the requests that were sent to the worker."""
     return [command.generate.request_id for command in session.sent if command.WhichOneof("command") == "generate"]
 
 
@@ -163,8 +163,8 @@ async def test_a_probe_that_nobody_hears_of_is_followed_by_another() -> None:
     waiting = asyncio.create_task(bench.queue.wait_for_plan(QueuedRequest(num_tokens=16)))
     await settle()
     bench.decode.is_full = False
-    bench.dispatch()  # planned now
-    waiting.cancel()  # before it could hear
+    bench.dispatch()  # plans the request
+    waiting.cancel()  # before the request hears of it
     await asyncio.wait([waiting])
     assert waiting.cancelled()
     _, asked = await bench.ask()
@@ -197,7 +197,8 @@ async def test_where_all_decode_workers_are_ejected_they_serve_all_the_same() ->
 
 @pytest.mark.parametrize("code", [INTERNAL, UNAVAILABLE, ABORTED, DATA_LOSS])
 async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(code: int) -> None:
-    """What is its own fault ejects it. If its transfers fail, it is kept apart from this decode worker alone."""
+    """A failure of its own ejects it. If its transfers fail, the router only stops pairing it with this decode
+    worker."""
     bench = Bench(with_prefill=True)
 
     def set_aside() -> tuple[list[str], list[WorkerPair]]:
@@ -234,7 +235,7 @@ async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(cod
 
 
 async def fail_transfers(bench: Bench) -> None:
-    """Between the prefill worker and `d`, as often as sets them apart."""
+    """Fail transfers between the prefill worker and `d` until the router no longer pairs the two."""
     for index in range(FAILURES_TO_EJECT):
         asked = bench.request(f"r{index}")
         await settle()

@@ -1,4 +1,4 @@
-"""Which loads that workers tell, with each of their steps, are looked at by those who wait. No network."""
+"""Workers report their load with each step: which reports make the router look at the waiting requests. No network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.taken_room import TakenRoom
 
 
 class Looks(Bench):
-    """Counts them."""
+    """Counts the looks at the queue."""
 
     num_looks = 0
 
@@ -23,7 +23,7 @@ class Looks(Bench):
         super().dispatch()
 
     def num_looks_at(self, *loads: pb.WorkerLoad) -> int:
-        """At the last of them, told one after the other at one moment."""
+        """The number of looks at the last of `loads`, which arrive one after another at one moment."""
         for each in loads:
             before = self.num_looks
             self.hear_load(self.decode, each)
@@ -37,7 +37,8 @@ def waiting(num_tokens: int) -> pb.WorkerLoad:
 
 
 async def test_a_step_that_frees_nothing_is_no_news() -> None:
-    """As most are: with hundreds of workers, a router would do little else than look at all of them for each."""
+    """Most steps free nothing. With hundreds of workers, a router would do little else than look at the queue after
+    each."""
     bench = Looks()
     assert bench.num_looks_at(load(50), load(49, num_running=1), load(48, num_running=2)) == 0
 
@@ -74,8 +75,9 @@ async def test_what_hangs_on_time_is_looked_at_now_and_then() -> None:
 
 
 async def test_who_waits_is_looked_at_once_for_all_loads_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look tries to place the first request beside all workers. One for each load would leave a router of hundreds
-    of workers no time for anything else where requests wait, and more routers would not help: all hear all loads."""
+    """Each look compares the first request with all workers. With one look for each load, a router of hundreds of
+    workers would have no time for anything else while requests wait. More routers would not help: each hears all
+    loads."""
     bench = Bench()
     bench.hear_load(bench.decode, load(0))
     asked = bench.request("waits")

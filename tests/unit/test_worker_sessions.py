@@ -1,4 +1,4 @@
-"""Sessions that are lost, opened again, and closed: the pool's part. No network."""
+"""Sessions that are lost, opened again and closed, on the pool's side. No network."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_pool_that_closes_closes_all_though_one_leaves_meanwhile(monkeyp
     leaving = await worker.open_handle()
     assert leaving.session is not None
     leaving.session.attach("r", lambda _: None)
-    worker.pool.set_records([stays])  # the other one finishes what it has
+    worker.pool.set_records([stays])  # the other worker finishes the request it has
 
     async def finish() -> None:
         assert leaving.session is not None
@@ -53,7 +53,7 @@ async def test_a_pool_that_closes_closes_all_though_one_leaves_meanwhile(monkeyp
 async def test_a_worker_that_leaves_as_it_has_said_alarms_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that leaves while requests are there, or without a word, does."""
+    """A worker that leaves while it has requests, or unannounced, causes a warning."""
     caplog.set_level(logging.INFO, "router.known_workers")
     worker = OneWorker(monkeypatch)
     told = []
@@ -68,7 +68,7 @@ async def test_a_worker_that_leaves_as_it_has_said_alarms_nobody(
 async def test_two_that_take_turns_under_one_id_join_once_each(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And again after a session was lost."""
+    """The log says "worker joined" once for each, and once more after a session was lost."""
     caplog.set_level(logging.INFO, "router.known_workers")
     worker = OneWorker(monkeypatch)
     first, second = worker.record_of("1"), worker.record_of("2")

@@ -1,4 +1,4 @@
-"""Workers of one model, each with adapters of its own: who gets which requests. No network."""
+"""Workers of one model, each with its own adapters: which requests go to which workers. No network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rpc.errors import NoWorker
 
 
 class Several(Bench):
-    """More decode workers. All have the same model, and hear of their commands by name."""
+    """A bench with more decode workers, all of one model. Tests name each by its worker id."""
 
     def __init__(self, *names: str, **bench: Any) -> None:
         super().__init__(**bench)
@@ -85,7 +85,7 @@ async def test_workers_without_an_adapter_get_none_of_its_requests() -> None:
 
 
 async def test_two_adapters_of_one_name_are_not_paired() -> None:
-    """The answer would begin with one and go on with the other."""
+    """The answer would begin with one adapter and go on with the other."""
     bench = Bench(with_prefill=True)
     bench.tell_adapters(bench.prefill, sql="old")
     bench.tell_adapters(bench.decode, sql="new")
@@ -208,7 +208,8 @@ async def test_all_answers_to_a_prompt_are_of_one_adapter() -> None:
 
 
 async def test_only_what_has_begun_with_an_adapter_that_is_leaving_gets_it() -> None:
-    """Its client may have named it, or have another answer of it; a prefill worker may compute for it, too."""
+    """The client may have named the adapter, or may have another answer of it. A prefill worker may compute for it,
+    too."""
     bench = Several(with_prefill=True, worker_wait_s=0.01)
     for handle in (bench.decode, bench.prefill):
         bench.tell_adapters(handle, ("sql", "old"), ("sql", "older"), ("poet", "new"), sql="new")
@@ -250,7 +251,7 @@ async def test_of_a_stream_whose_client_names_no_kind_what_is_cached_is_known() 
 
 
 async def test_who_can_only_have_workers_with_another_adapter_of_the_name_hears_so() -> None:
-    """None of them is for new requests: it would wait for ever."""
+    """New requests can use none of these workers: the request would wait for ever."""
     bench = Several("e", "f")
     for name, lora_digest in (("d", "old"), ("e", "old"), ("f", "new")):
         bench.tell_adapters(bench.by_name[name], sql=lora_digest)
@@ -297,7 +298,7 @@ async def test_an_adapter_of_workers_of_another_model_is_none_of_this_ones() -> 
 
 
 async def test_who_is_refused_for_its_adapter_asks_for_what_the_next_worker_has() -> None:
-    """As where a worker was started again with another under its name, which its record does not tell of yet."""
+    """For example if the worker was restarted with another adapter of that name, which its record does not say yet."""
     bench = Several("e")
     bench.tell_adapters(bench.decode, sql="old")
     asked = bench.ask("a", lora_name="sql")
