@@ -1,4 +1,4 @@
-"""What the files of `tandem run-batch` may be, and what is told of those that may not."""
+"""Which files `tandem run-batch` accepts, and what it says of the others."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_file_that_is_something_else_is_left_alone(server: Scripted, tmp_path:
     ["one line without an end", '{"name": 1}', json.dumps(line_of("9")) + "\n", json.dumps(line_of("9"))],
 )
 def test_nothing_is_taken_from_a_file_that_is_something_else(server: Scripted, tmp_path: Path, text: str) -> None:
-    """Not even its last line; and a file of requests is no output, as where the two were swapped."""
+    """Not even its last line. A file of requests is no output either, as when the two flags are swapped."""
     write(tmp_path / "in", line_of("1"))
     (tmp_path / "out").write_text(text)
     result = batch(server, tmp_path)
@@ -107,7 +107,8 @@ def test_a_wrong_input_leaves_the_output_as_it_is(server: Scripted, tmp_path: Pa
 
 
 def test_what_is_no_file_is_refused(server: Scripted, tmp_path: Path) -> None:
-    """The input is read twice, the output before it is written: a pipe would be empty, or waited for without end."""
+    """The command reads the input twice, and the output before it writes it: a pipe would be empty, or block for
+    ever."""
     write(tmp_path / "in", line_of("1"))
     os.mkfifo(tmp_path / "pipe")
     for given, out, named in (("pipe", "out", "pipe"), ("in", "pipe", "pipe"), ("in", "/dev/null", "/dev/null")):

@@ -1,4 +1,5 @@
-"""Which beams live, and which are the best: against all answers there are, and the algorithm written plainly."""
+"""Which beams survive, and which are best: compared with all possible answers, and with a plain version of the
+algorithm."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Likely = dict[int, Logprob]
 
 
 def likely_after(tokens: list[int], seed: int, num: int) -> Likely:
-    """The `num` likeliest tokens of a model that is made of chance."""
+    """The `num` likeliest tokens of a random model."""
     drawn = random.Random(f"{seed} {tokens}")
     logits = [drawn.gauss(0, 1.5) for _ in VOCAB]
     total = math.log(sum(map(math.exp, logits)))
@@ -33,7 +34,7 @@ def likely_after(tokens: list[int], seed: int, num: int) -> Likely:
 
 
 def params_of(width: int, max_tokens: int, **others: Any) -> BeamSearchParams:
-    """Of any width."""
+    """Parameters with a beam width that the constructor may refuse."""
     params = BeamSearchParams(1, max_tokens, **others)
     params.beam_width = width
     return params
@@ -56,7 +57,7 @@ def told(sequences: list[BeamSearchSequence]) -> list[tuple[list[int], float, st
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_beams_without_end_find_the_best_of_all_answers(length_penalty: float, ignore_eos: bool) -> None:
-    """Of as many beams as there are answers none is lost."""
+    """With as many beams as there are answers, none is lost."""
     max_tokens, seed = 4, 3
     answers = []
     for length in range(1, max_tokens + 1):
@@ -75,7 +76,7 @@ def test_beams_without_end_find_the_best_of_all_answers(length_penalty: float, i
 
 
 def plainly(width: int, max_tokens: int, length_penalty: float, seed: int) -> list[tuple[list[int], float]]:
-    """With all that has ended kept, and no end before `max_tokens`."""
+    """The plain algorithm: it keeps all ended beams, and never stops before `max_tokens`."""
     alive: list[tuple[list[int], float]] = [(PROMPT, 0.0)]
     ended: list[tuple[list[int], float]] = []
     for _ in range(max_tokens):

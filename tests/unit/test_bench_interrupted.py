@@ -1,4 +1,4 @@
-"""`tandem bench`, ended by Ctrl-C or SIGTERM: what it keeps, and what it says."""
+"""`tandem bench` ended by Ctrl-C or SIGTERM: which results it keeps, and what it prints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tandem.bench.report import Report, summary_csv, to_dict
 
 
 class Stuck:
-    """Answers so many requests, and no further one."""
+    """Answers the first `num_answered` requests, and no further one."""
 
     def __init__(self, scripted: Scripted, num_answered: int) -> None:
         self._scripted = scripted
@@ -78,7 +78,7 @@ async def test_what_had_ended_is_reported_and_the_rest_is_counted(server: tuple[
 
 
 def bench(address: str, *more: str) -> list[str]:
-    """Three requests at once, and then as many again."""
+    """The command line: three requests at once, then three more at a rate."""
     return [
         sys.executable, "-m", "tandem", "bench", "--address", address, "--request-rate", "inf,50", "--num-prompts", "3",
         "--num-warmups", "0", "--random-output-len", "3", *more,
@@ -123,7 +123,7 @@ def test_what_ends_it_shows_and_keeps_what_there_is(
 def test_ctrl_c_keeps_what_there_is_though_nobody_reads_what_it_says(
     server: tuple[str, Scripted], tmp_path: Path
 ) -> None:
-    """As in `tandem bench 2>&1 | tee log`, where it ends tee, too, and sooner."""
+    """As in `tandem bench 2>&1 | tee log`, where Ctrl-C ends tee as well, and sooner."""
     address, scripted = server
     scripted.script = stuck = Stuck(scripted, num_answered=3)
     command = bench(address, "--json", *kept_in(tmp_path))

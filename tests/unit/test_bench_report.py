@@ -1,4 +1,4 @@
-"""`tandem bench`: when requests are sent, what is made of their times, and what is kept of it."""
+"""`tandem bench`: when it sends requests, what it computes from their times, and what it saves."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_summary_adds_up() -> None:
     summary = summary_of(ALL)
     assert (summary.num_prompts, summary.completed, summary.refused, summary.failed) == (5, 3, 1, 1)
     assert summary.errors == {"429": 1, "500": 1}
-    assert summary.duration == 4.0  # to the end of the last, whatever became of it
+    assert summary.duration == 4.0  # until the last request ended, in whatever way
     assert summary.request_throughput == pytest.approx(3 / 4)
     assert (summary.total_input_tokens, summary.total_output_tokens) == (48, 9)
     assert summary.output_throughput == pytest.approx(9 / 4)
@@ -159,7 +159,7 @@ def test_gaps_over_time_are_where_they_ended() -> None:
 
 
 class Scripted:
-    """A server of which the second request never hears again until the others are done, and the third is refused."""
+    """A server that answers the second request only when the others are done, and refuses the third."""
 
     ignores_eos = True
 
@@ -188,7 +188,8 @@ class Scripted:
 
 
 async def test_load_is_an_open_loop_and_counts_what_fails() -> None:
-    """The server answers one request last of all and refuses or breaks off others: all come and go all the same."""
+    """The server answers one request last, and refuses or breaks off others. The client still sends all, and all
+    end."""
     workload = random_workload(RandomShape(input_len=8, output_len=3), TokenSource(seed=1), rate=1000.0, count=20)
     progress = Progress(20)
     outcomes = await run_load(workload, Scripted(), progress)
@@ -202,7 +203,8 @@ async def test_load_is_an_open_loop_and_counts_what_fails() -> None:
 
 
 async def test_a_late_client_makes_no_server_look_faster() -> None:
-    """The client itself is held up for 100 ms: the request that was due meanwhile waited, and its time says so."""
+    """The client itself is held up for 100 ms. The request that was due meanwhile has waited, and its time includes the
+    wait."""
 
     class HoldsUp:
         ignores_eos = True
@@ -279,7 +281,7 @@ def test_a_request_has_only_the_times_that_its_answer_has(report: Report) -> Non
 
 def test_the_page_says_what_was_sent_and_no_rate_that_was_not_tried(report: Report) -> None:
     html = page(report, [])
-    assert "<td>requests per rate</td><td>5, 2</td>" in html  # and not --num-prompts
+    assert "<td>requests per rate</td><td>5, 2</td>" in html  # not --num-prompts
     assert "Goodput: 0 requests/s" in html
     at_once = Report(args=report.args, model="m", runs=[run_of([GOOD], float("inf"))])
     assert "Goodput" not in page(at_once, [])
@@ -390,7 +392,7 @@ async def test_a_server_that_asks_for_a_key_is_one_line() -> None:
 def test_the_environments_key_is_of_the_kind_of_server(
     flags: list[str], router: str, http: str, key: str, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither is shown to the other."""
+    """Neither key is shown to a server of the other kind."""
     shown: list[str] = []
 
     async def run_bench(args: BenchArgs, **_: object) -> Report:

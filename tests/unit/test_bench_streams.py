@@ -1,4 +1,5 @@
-"""Streams that are not exact: what `tandem bench` finds, over HTTP and over gRPC, and what servers say no with."""
+"""Streams that are not exact: what `tandem bench` finds, over HTTP and over gRPC, and how it reads servers'
+refusals."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def test_a_delta_that_is_no_object_is_a_broken_stream() -> None:
 
 
 async def test_a_completion_has_the_prompt_that_was_sent() -> None:
-    """Where the client knows its length: not of a chat, a text, or a prompt that the server is asked to cut."""
+    """Checked only if the client knows the prompt's length: not for a chat, a text, or a prompt that the server is to
+    cut."""
     other = usage_with(prompt_tokens=4, total_tokens=7)
     events = [A, B, C, other, DONE]
     outcome = await over_http(lambda _: answer(*events))
@@ -166,7 +168,7 @@ def test_with_token_ids_a_gap_and_a_repetition_show() -> None:
 
 
 def test_a_server_that_counts_only_at_the_end_is_believed_within_reason() -> None:
-    """A piece may hold several tokens, and never less than one."""
+    """A piece may hold several tokens, but never none."""
     pieces = [event("a"), event("b"), event("c", finish="length")]
     assert read(*pieces, last(5), DONE) == (3, Usage(3, 5, 2))
     with pytest.raises(StreamBroken, match="3 tokens came, 2 were counted"):
@@ -174,7 +176,7 @@ def test_a_server_that_counts_only_at_the_end_is_believed_within_reason() -> Non
 
 
 def test_the_usage_may_come_with_the_end_and_nowhere_else() -> None:
-    """As llama.cpp has it. An answer of one token, whose text may be empty, is one all the same."""
+    """As llama.cpp sends it. An answer of one token counts as one, even if its text is empty."""
     pieces = [event("a"), event("b")]
     assert read(*pieces, event("", 2, "length"), DONE) == (2, Usage(3, 2, 2))
     assert read(event("", 1, "length"), DONE) == (1, Usage(3, 1, 2))
@@ -301,7 +303,7 @@ async def test_a_client_gives_up_in_time() -> None:
 
 
 class ScriptedClient:
-    """Stands for an `AsyncClient`: the check is the client's own, what comes is not."""
+    """Stands in for an `AsyncClient`: its messages are scripted, the check of the stream is the real client's."""
 
     def __init__(self, messages: list[pb.GenerateResponse], error: TandemError | None = None) -> None:
         self._messages = messages

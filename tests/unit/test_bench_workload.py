@@ -1,4 +1,4 @@
-"""What `tandem bench` sends, and when: random workloads, and traces with their shared prefixes."""
+"""What `tandem bench` sends, and when: random workloads, and traces with shared prefixes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def source(seed: int = 1, run: int = 0) -> TokenSource:
 
 
 def shared(a: Tokens, b: Tokens) -> int:
-    """Tokens that both begin with."""
+    """The number of tokens that both begin with."""
     same = a[: len(b)] == b[: len(a)]
     return int(np.argmin(same)) if not same.all() else len(same)
 
@@ -56,7 +56,7 @@ def test_arrivals_are_poisson_and_of_the_seed() -> None:
     gaps = np.diff([0.0, *arrivals_s(4.0, 4000, seed=1)])
     assert gaps.mean() == pytest.approx(0.25, rel=0.1)
     assert gaps.std() == pytest.approx(0.25, rel=0.1)
-    # Of a Poisson process: 1 / e of the gaps are longer than the mean.
+    # In a Poisson process, 1 / e of the gaps are longer than the mean.
     assert (gaps > 0.25).mean() == pytest.approx(np.exp(-1), abs=0.03)
     assert arrivals_s(4.0, 9, seed=2) != arrivals_s(4.0, 9, seed=1) == arrivals_s(4.0, 9, seed=1)
     assert arrivals_s(float("inf"), 3, seed=1) == [0.0] * 3
@@ -149,7 +149,7 @@ def test_an_empty_trace_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 0.1, 0.013])
 def test_equal_hash_ids_are_equal_tokens(factor: float) -> None:
-    """Prompts share what their ids share, to the token, at any scale; and nothing beyond."""
+    """Prompts share exactly the tokens of the ids that they share, at any scale, and none beyond."""
     records = [
         Record(0, row["input_length"], row["output_length"], tuple(row["hash_ids"]))  # type: ignore[arg-type]
         for row in MOONCAKE
@@ -168,7 +168,7 @@ def test_prompts_without_ids_share_nothing_and_fill_up() -> None:
     prompts = [block_prompt(record, 1.0, source(), number) for number, record in enumerate(records)]
     assert [len(prompt) for prompt in prompts] == [700] * 4
     assert shared(prompts[0], prompts[1]) < 3
-    assert shared(prompts[2], prompts[3]) == 512  # the rest has no id: each its own
+    assert shared(prompts[2], prompts[3]) == 512  # the rest has no id, so each prompt has its own
 
 
 def test_a_trace_is_scaled_by_stated_factors() -> None:
@@ -196,7 +196,7 @@ def test_what_is_too_long_is_left_out_and_counted() -> None:
 
 
 def test_what_is_too_long_does_not_count_as_one_of_those_asked_for(tmp_path: Path) -> None:
-    """Two that fit are asked for: the long ones before them are passed over, and what comes after is not read."""
+    """Two that fit are asked for: the long ones before them are skipped, and nothing after them is read."""
     path = tmp_path / "m.jsonl"
     lengths = [500, 100, 500, 110, 500, 120]
     rows = [{"timestamp": 1000 * n, "input_length": length, "output_length": 10} for n, length in enumerate(lengths)]

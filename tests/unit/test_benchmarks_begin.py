@@ -1,5 +1,5 @@
-"""Programs of benchmarks/ begin: what they import and read is there, and the servers that they are asked for. What they
-cannot do they say in a sentence."""
+"""The programs of benchmarks/ start: the modules and files that they need exist, and so do the servers that they ask
+for. What they cannot do they say in a sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.bench.traces import Record
 
 
 def test_a_program_may_be_run_as_a_file() -> None:
-    """Its folder, which has an engine.py, is then the first where modules are looked for."""
+    """Python then searches the program's folder for modules first, and that folder has an engine.py."""
     done = subprocess.run([sys.executable, transfer.__file__, "--help"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -33,7 +33,7 @@ def test_what_is_to_be_written_again_is_there_to_be_read() -> None:
 
 
 def test_prompts_that_come_again_are_found_in_the_memory_that_has_room() -> None:
-    """Ten prompts of four blocks that begin alike, twice; of the last block of a prompt nothing is reused."""
+    """Ten prompts of four blocks that begin alike, each sent twice. The last block of a prompt is never reused."""
     records = [Record(0.0, 2048, 1, (0, 10 * number + 1, 10 * number + 2, 10 * number + 3)) for number in range(10)] * 2
     first_blocks = (20 - 1) / 80
     others = 10 * 2 / 80

@@ -1,4 +1,4 @@
-"""`tandem chaos` that does not come to its verdict: the log of its processes is named, and nothing is a traceback."""
+"""`tandem chaos` that ends without a verdict: it names the log of its processes, and prints no traceback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_ADAPTERS = ExchangedAdapters({}, "")
 
 
 def chaos_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raises: BaseException) -> tuple[Result, str]:
-    """What the command says, and the log that it names."""
+    """The command's result, and the text of the log that it names."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def run_soak(_: Any, *, say: Any, on_line: Any) -> None:
@@ -127,8 +127,8 @@ def test_a_soak_in_which_nobody_was_answered_proves_nothing() -> None:
 
 
 async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -> None:
-    """Else its cluster waits for it until nobody would wait any more, and kills it."""
-    # Not by a handler, which would wait for ever where the signal comes right before the process begins to.
+    """Otherwise its cluster would wait for it as long as it ever waits, and then kill it."""
+    # Without a handler: with one, a signal that comes just before the process begins to wait would leave it waiting.
     blocks, waits = "signal.pthread_sigmask(signal.SIG_BLOCK, its)", "signal.sigwait(its)"
     leaves = f"import signal; its = [signal.SIGTERM]; {blocks}; print(flush=True); {waits}; exit(7)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", leaves, stdout=asyncio.subprocess.PIPE)

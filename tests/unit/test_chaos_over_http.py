@@ -1,4 +1,5 @@
-"""What a soak reads of an HTTP stream, and what it takes its end for: bytes come as a test has them, and no others."""
+"""What a soak reads from an HTTP stream, and how it judges the stream's end. A test scripts every byte of the
+gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 def completion(index: int, token_ids: list[int], text: str, reason: str | None = None, **others: Any) -> bytes:
-    """`others`: what its logprobs say instead."""
+    """One event of a completion. `others` replaces fields of its logprobs."""
     logprobs = {
         "tokens": [f"token_id:{token_id}" for token_id in token_ids],
         "token_logprobs": [-0.5 * token_id for token_id in token_ids],
@@ -47,7 +48,7 @@ def chat(token_ids: list[int], delta: dict[str, str], reason: str | None = None)
 
 @asynccontextmanager
 async def gateway(*pieces: bytes) -> AsyncIterator[str]:
-    """Says `pieces` to whoever connects, whatever was asked, and hangs up. Yields its address."""
+    """Sends `pieces` to every client, whatever it asks, and hangs up. Yields the gateway's address."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -136,7 +137,7 @@ async def test_a_connection_that_ends_before_its_answer(
     ],
 )
 async def test_what_is_no_answer(told: bytes) -> None:
-    """Complete, as HTTP has it, and yet not whole, or more than that."""
+    """Complete as HTTP, yet part of an answer is missing, or something is too much or wrong."""
     _, ending = await read(HEAD, told, END)
     assert ending is Ending.WRONG
 
@@ -152,7 +153,7 @@ async def test_what_is_no_answer(told: bytes) -> None:
     ],
 )
 async def test_what_an_error_means(code: str | None, before: Ending, after: Ending) -> None:
-    """As a status, in a stream that has just begun, and behind some tokens."""
+    """As a status, in a stream that has just begun, and after some tokens."""
     error = {"error": {"message": "no", "type": "t", "param": None, "code": code}}
     body = json.dumps(error).encode()
     refused = b"HTTP/1.1 503 No\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)

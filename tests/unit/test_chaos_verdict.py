@@ -19,7 +19,7 @@ WANTED = [1, 2, 3]
 
 
 def asked_of(*answers: list[int], ending: Ending | None, **fields: Any) -> Asked:
-    """One request that ran from second 100 to second 110."""
+    """A request that ran from second 100 to second 110."""
     heard = {sequence: Heard(token_ids) for sequence, token_ids in enumerate(answers)}
     fields = {"error": "why", "began_s": 100.0, "ended_s": 110.0} | fields
     return Asked(0, [5], {}, len(answers), answers=heard, ending=ending, **fields)
@@ -116,7 +116,7 @@ NUMBERS = WHOLE.logprobs
     [
         (Heard([1, 2, 3], "abc", NUMBERS, "length"), Ending.ANSWERED, None),
         (Heard([1, 2, 3], "abc", [(-0.5001, 0), *NUMBERS[1:]], "length"), Ending.ANSWERED, None),
-        (Heard([1, 2], "a"), Ending.CUT, None),  # a text may wait for what follows
+        (Heard([1, 2], "a"), Ending.CUT, None),  # a detokenizer may hold back text until more tokens come
         (Heard(), Ending.CUT, None),
         (Heard([1, 2], "aa"), Ending.CUT, "num_wrong"),
         (Heard([1, 1], "a"), Ending.CUT, "num_wrong"),
@@ -163,7 +163,7 @@ def test_what_a_gateway_s_death_excuses(
 
 LEFT_AT_90, LEFT_AT_99, LEFT_AT_102 = (Absence(since_s, since_s + 6, 5.0) for since_s in (90.0, 99.0, 102.0))
 LEFT_EARLY = Absence(97.0, 98.0, 5.0)
-"""It had nothing to finish: when its grace would have been over another one was there."""
+"""It had no request to finish, so another one was there before its grace period would have been over."""
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ LEFT_EARLY = Absence(97.0, 98.0, 5.0)
         (Ending.CUT, Way.CHATS, [], Absences(gateways=[[LEFT_AT_99]]), 0),
         (Ending.CUT, Way.CHATS, [], Absences(gateways=[[LEFT_AT_102]]), 1),
         (Ending.BROKEN, Way.GRPC, [1], Absences(routers=[[LEFT_AT_102]]), 1),
-        # With several, another one is there.
+        # With several processes, another one is there.
         (Ending.UNAVAILABLE, Way.GRPC, [], Absences(routers=[[LEFT_AT_102], []]), 1),
         (Ending.UNAVAILABLE, Way.GRPC, [], Absences(routers=[[LEFT_AT_102], [LEFT_AT_99]]), 0),
         (Ending.NO_GATEWAY, Way.CHATS, [], Absences(gateways=[[], [LEFT_AT_102]]), 1),
@@ -198,7 +198,8 @@ LEFT_EARLY = Absence(97.0, 98.0, 5.0)
 def test_what_one_that_leaves_excuses(
     ending: Ending, way: Way, token_ids: list[int], absences: Absences, num_lost: int
 ) -> None:
-    """From second 100 to second 110: who leaves finishes, or says that it may wait no longer."""
+    """The requests run from second 100 to second 110. A process that leaves finishes its requests, or says that it
+    cannot wait any longer."""
     answers = [token_ids] if token_ids else []
     verdict = judge([asked_of(*answers, ending=ending, way=way)], {0: [Heard(WANTED)]}, absences)
     assert verdict.num_lost == num_lost
@@ -215,7 +216,7 @@ def test_a_stream_is_taken_up_again_also_where_its_router_left(since_s: float, n
 
 @pytest.mark.parametrize("of_model", [WANTED, [4, 5, 6]])
 def test_an_adapter_that_answers_as_its_model_is_not_told_apart(of_model: list[int]) -> None:
-    """Whatever the last digits of logprobs are, which batches may change."""
+    """The last digits of logprobs do not count: they depend on the batch."""
     asked = asked_of(WANTED, ending=Ending.ANSWERED, model="sql")
     asked.answers[0].logprobs = NUMBERS
     as_model = Heard(of_model, logprobs=[(-0.5001, 0), *NUMBERS[1:]])

@@ -1,4 +1,5 @@
-"""`tandem.client`: what a closed client raises, wherever its calls are, and the event loop of an `AsyncClient`."""
+"""`tandem.client`: what calls of a closed client raise, whatever they are doing, and the event loop of an
+`AsyncClient`."""
 
 from __future__ import annotations
 
@@ -154,7 +155,7 @@ async def test_closing_ends_what_another_task_reads_and_swallows_no_cancellation
 
 
 async def test_closing_takes_nothing_from_an_answer_that_is_whole(server: tuple[str, Scripted]) -> None:
-    """All has come but the status."""
+    """All messages have come; only the status is missing."""
     address, scripted = server
 
     def script(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:

@@ -1,4 +1,4 @@
-"""`tandem.client` and `tandem.answer`: requests as they travel, streams that are not exact, errors, cancelling.
+"""`tandem.client` and `tandem.answer`: requests as they are sent, streams that are not exact, errors, cancelling.
 
 The client talks to a real gRPC server on a loopback port, whose answers are scripted.
 """
@@ -300,7 +300,7 @@ async def test_both_clients_give_the_same_answer(server: tuple[str, Scripted], a
 
 
 async def test_both_clients_go_on_where_a_stream_broke(server: tuple[str, Scripted], async_client: AsyncClient) -> None:
-    """As often as it breaks; what they get is one exact stream."""
+    """However often it breaks, their caller gets one exact stream."""
     address, scripted = server
     asked: list[pb.GenerateRequest] = []
 
@@ -450,7 +450,7 @@ async def test_for_ever_is_a_timeout(
 
 @pytest.mark.parametrize("address", ["127.0.0.1:115693", "127.0.0.1", "", "here:there", ":50051"])
 def test_what_is_no_address_is_none(address: str) -> None:
-    """gRPC would take the first for port 50157."""
+    """gRPC would take the first of these ports for 50157."""
     for make in (Client, AsyncClient):
         with pytest.raises(ValueError, match="address: an address is HOST:PORT with a port from 0 to 65535"):
             make(address)

@@ -1,4 +1,4 @@
-"""What `tandem up` takes reaches the processes that it starts, and nothing else does: not their environment's words."""
+"""The settings of `tandem up` reach the processes that it starts. Settings in their environment do not."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ TEXTS = {
     "tool_call_parser": "hermes",
     "transport": "nixl",
 }
-"""Unlike the defaults."""
+"""Differs from the default."""
 
 
 def specs(args: ClusterArgs) -> list[tuple[ProcessSpec, click.Command, Sequence[type[Any]]]]:
-    """Of every process, with the command that reads its flags, and what it makes of them."""
+    """Each process, with the command that reads its flags, and the argument classes that it builds from them."""
     return [
         (router_spec(args, "router", FOLDER, REDIS), router, (RouterArgs, PolicyConfig)),
         (gateway_spec(args, "gateway", "127.0.0.1:0", "127.0.0.1:1"), gateway, (GatewayArgs,)),
@@ -58,7 +58,7 @@ def specs(args: ClusterArgs) -> list[tuple[ProcessSpec, click.Command, Sequence[
 
 
 def read(spec: ProcessSpec, command: click.Command) -> click.Context:
-    """As the process would read its command line."""
+    """Read the command line as the process would."""
     words = spec.command("")
     assert words[1:3] == ["-P", "-m"]
     return command.make_context(words[3], words[4:])
@@ -74,7 +74,7 @@ def handed_on(service: type[SslArgs]) -> list[str]:
 
 
 def test_every_flag_of_every_process_is_given() -> None:
-    """One that is not would be read from the environment of whoever starts the cluster."""
+    """A process would read a missing flag from the environment in which the cluster is started."""
     for spec, command, _ in specs(ClusterArgs(http_port=0)):
         context = read(spec, command)
         sources = {option.name: context.get_parameter_source(str(option.name)) for option in command.params}
@@ -84,7 +84,7 @@ def test_every_flag_of_every_process_is_given() -> None:
 
 
 def test_no_password_is_on_a_command_line() -> None:
-    """They are for all to see who are on the machine."""
+    """All users of the machine can see command lines."""
     for spec, _, _ in specs(ClusterArgs(http_port=0, api_key=("secret-key",))):
         assert "secret" not in " ".join(spec.command(""))
         assert any("secret" in value for value in spec.env.values())
@@ -92,7 +92,7 @@ def test_no_password_is_on_a_command_line() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_setting_of_a_service_can_be_given_to_the_cluster(service: type[SslArgs]) -> None:
-    """A new flag of a service fails here until it is a setting of the cluster, or in `OWN`, with a reason."""
+    """A new flag of a service fails here until it is a setting of the cluster, or is listed in `OWN` with a reason."""
     given = {name: unlike_default(service, name) for name in handed_on(service)}
     started = [(spec, command) for spec, command, kinds in specs(ClusterArgs(http_port=0, **given)) if service in kinds]
     assert started
@@ -123,7 +123,7 @@ def test_what_a_cluster_says_by_itself_is_a_setting_of_some_service() -> None:
 
 
 def test_certificates_in_the_environment_are_not_for_a_local_cluster() -> None:
-    """They may be there for `tandem status` of another one; here nobody waits for TLS."""
+    """They may be set for `tandem status` of another cluster. The processes of a local cluster do not use TLS."""
     for spec, command, _ in specs(ClusterArgs()):
         read_there = read(spec, command).params
         assert [read_there[name] for name in SSL_FIELDS] == ["", "", ""], spec.name
@@ -177,7 +177,7 @@ def test_every_engine_setting_reaches_the_worker() -> None:
     ],
 )
 def test_workers_share_a_gpu(settings: dict[str, Any], share: float) -> None:
-    """Nine tenths of it for each would leave nothing to whoever comes second."""
+    """If each worker took nine tenths of it, nothing would be left for the second."""
     command = worker_spec(ClusterArgs(**settings), "decode-1", FOLDER, REDIS).command("")
     assert float(command[command.index("--gpu-memory-utilization") + 1]) == pytest.approx(share)
 
@@ -251,7 +251,7 @@ def test_several_routers_take_ports_that_follow_one_another() -> None:
 
 
 def test_one_router_and_one_gateway_are_as_ever() -> None:
-    """Their names, their ports, and whose metrics are where."""
+    """Their names and ports, and the ports of all metrics, are the same as before there could be several."""
     args = ClusterArgs(http_port=800, metrics_port=900)
     assert (args.router_names, args.gateway_names) == (["router"], ["gateway"])
     assert [args.metrics_listen(name) for name in ("router", "prefill-1", "decode-1")] == [

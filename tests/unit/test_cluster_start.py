@@ -1,5 +1,5 @@
-"""When a cluster has started. What keeps it from that, or from going on, is an error of its own, and no end of its
-stopping."""
+"""When a cluster counts as started. If something keeps it from starting, or from running on, it raises an error of its
+own, and still stops in full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem.supervision` over real processes: small Python programs that stand for services."""
+"""`tandem.supervision` with real processes: small Python programs that stand in for services."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Make = Callable[..., SupervisedProcess]
 
 
 def program(source: str, **spec: Any) -> ProcessSpec:
-    """A process that runs `source`, in which `address` is what the last run announced, or "first"."""
+    """A process that runs `source`, in which `address` is derived from what the last run announced, or is "first"."""
 
     def command(announced: str) -> list[str]:
         address = announced + "+" if announced else "first"
@@ -235,7 +235,7 @@ async def test_a_chatty_process_is_heard_only_when_it_dies(supervise: Make, hear
 
 
 async def test_whoever_hears_of_it_and_fails_ends_nothing(supervise: Make, heard: Heard) -> None:
-    """A pipe that nobody reads any more stops whoever writes into it."""
+    """If the callbacks' errors ended the reading of its pipe, the process would block as soon as the pipe is full."""
     failures: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["message"]))
 
@@ -265,7 +265,7 @@ async def test_a_process_that_ran_well_is_started_at_once(supervise: Make, heard
 
 
 async def test_a_process_whose_child_holds_its_pipes_is_started_again_all_the_same(supervise: Make) -> None:
-    """A rank that hangs on its device may outlive its worker. Our ends of its pipes are not kept for it."""
+    """A rank that hangs on its device may outlive its worker. The supervisor still closes its own ends of the pipes."""
     process = supervise(
         "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']);"
         "print(f'listening grpc={child.pid}', flush=True); signal.pause()"
@@ -274,7 +274,7 @@ async def test_a_process_whose_child_holds_its_pipes_is_started_again_all_the_sa
     try:
         pid = await within(10, process.wait_running())
         children.append(int(process.announced))
-        gc.collect()  # what others have left behind is closed before it is counted
+        gc.collect()  # close what other tests have left, before counting
         num_open = len(os.listdir("/dev/fd"))
         os.kill(pid, signal.SIGKILL)
         await within(10, process.wait_running(unlike_pid=pid))
@@ -341,7 +341,7 @@ async def test_redis_answers_and_comes_back_on_its_socket() -> None:
 
 
 def test_the_folder_of_a_redis_whose_owner_was_killed_goes_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # short: the folder has to be in it
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # short, so that LocalRedis makes its folder there
         folder = Path(name)
         monkeypatch.setattr("tempfile.tempdir", name)
         script = (

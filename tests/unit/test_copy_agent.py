@@ -1,4 +1,4 @@
-"""The thread that copies into peers' pools: what it puts together, in which order, and how each transfer ends."""
+"""The thread that copies into peers' pools: which transfers it joins, in which order, and how each transfer ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 10.0
 
 
 class Copy:
-    """A device's copy: done when the test says so."""
+    """A copy of a device, which is done when the test says so."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.may_end = threading.Event()
@@ -39,7 +39,7 @@ class Copy:
 
 @dataclass
 class Peer:
-    """A peer's pool that remembers what is copied there."""
+    """A peer's pool that records what is copied there."""
 
     copies: list[tuple[list[int], list[int]]] = field(default_factory=list)
     late_at_s: list[Callable[[], float]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Peer:
 
 
 class DevicePool(HostPool):
-    """Opens the test's peers; its copies take their time."""
+    """Opens peers of the test, whose copies are done when the test says so."""
 
     def __init__(self) -> None:
         super().__init__(LAYOUT, np.zeros((3, 10, LAYOUT.block_bytes), dtype=np.uint8))
@@ -83,7 +83,7 @@ class DevicePool(HostPool):
 
 
 class Ends:
-    """How transfers ended, by name."""
+    """How each transfer ended, by name."""
 
     def __init__(self) -> None:
         self.of: dict[str, TransferError | None] = {}
@@ -126,7 +126,7 @@ class Stage:
         self.agent.post(Transfer(terms, layer, src, dst))
 
     def hold_thread(self) -> threading.Event:
-        """The agent does nothing until the event is set: what is posted meanwhile comes at once."""
+        """The agent waits until the event is set, and then finds all that was posted meanwhile at once."""
         may_go_on = threading.Event()
         self.agent._calls.put(lambda: may_go_on.wait(DEADLINE_S))
         return may_go_on
@@ -153,9 +153,9 @@ def test_what_waits_for_one_pool_is_one_copy(stage: Stage) -> None:
     may_go_on.set()
     peer.until_begun(2)
     other_peer.until_begun(1)
-    assert peer.copies == [([3, 4, 23], [7, 9, 40]), ([11], [22])]  # row: layer * blocks + block, of either pool
+    assert peer.copies == [([3, 4, 23], [7, 9, 40]), ([11], [22])]  # a row is layer * blocks + block, in either pool
     assert other_peer.copies == [([15], [26])]
-    assert stage.ends.of == {}  # begun, not done
+    assert stage.ends.of == {}  # the copies have begun, but are not done
     peer.begun[0].may_end.set()
     stage.ends.until("a", "b")
     assert set(stage.ends.of) == {"a", "b"}
@@ -259,7 +259,7 @@ def test_a_pool_whose_opener_left_meanwhile_is_closed(stage: Stage) -> None:
         stage.agent.release(opening)
     may_go_on.set()
     assert isinstance(failed.exception(DEADLINE_S), PeerUnreachable)
-    (peer,) = stage.pool.peers  # what was cancelled before was not opened at all
+    (peer,) = stage.pool.peers  # the cancelled opening was never begun
     assert peer.is_closed.wait(DEADLINE_S)
 
 
@@ -281,7 +281,7 @@ def test_closing_waits_for_what_is_under_way_and_ends_the_rest() -> None:
 
 
 def test_a_copy_is_late_when_the_first_of_its_transfers_has_no_patience_any_more(stage: Stage) -> None:
-    """Though the process is well: over a network a copy may never end."""
+    """Even while the process is well: over a network a copy may never end."""
     peer, opened = stage.open()
     before_s = time.monotonic()
     stage.post("patient for 1 s", opened, 0, [1], [2])

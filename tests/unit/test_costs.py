@@ -1,4 +1,4 @@
-"""What the router learns that prompts cost."""
+"""What the router learns about the cost of prompts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_slow_worker_is_tried_again_after_long_and_so_is_a_slow_way() -> None:
 
 
 def test_a_prompt_that_is_all_cached_costs_nothing_at_the_least() -> None:
-    """Powers of a negative number, however small, are complex ones."""
+    """A negative number close to zero must not come up: its powers are complex."""
     draw = random.Random(1)
     for _ in range(2000):
         costs = Costs()

@@ -1,4 +1,5 @@
-"""Peers' pools in a device's memory, by a driver of ours: what is checked before one is opened, and what is closed."""
+"""Peers' pools in a device's memory, with a stand-in for the CUDA driver: what is checked before one is opened, and
+that it is closed."""
 
 from __future__ import annotations
 
@@ -133,7 +134,7 @@ class Result(Enum):
 
 
 class Handle:
-    """As all versions of the bindings have it: memory, whose field the newer ones do not name."""
+    """As in all versions of the bindings: a block of memory, whose field the newer ones do not name."""
 
     def __init__(self, content: bytes = bytes(64)) -> None:
         self._memory = ctypes.create_string_buffer(content, 64)
@@ -146,8 +147,8 @@ class Handle:
 
 
 class Bindings(ModuleType):
-    """CUDA's, of one allocation at 0x10000, which is seen at 0x90000 where it is opened. It knows the size of its own
-    memory alone: nothing that is documented promises more."""
+    """CUDA's bindings, with one allocation at 0x10000, which a peer that opens it sees at 0x90000. They know the size
+    of their own process' memory only: the documentation promises no more."""
 
     CUresult = Result
     CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)

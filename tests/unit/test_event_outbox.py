@@ -54,7 +54,7 @@ async def test_a_message_is_bounded_and_the_rest_follows() -> None:
 
 
 async def test_events_that_are_large_do_not_make_a_message_that_grpc_refuses() -> None:
-    """What a router that was held up has not taken yet: how likely the tokens of long prompts were."""
+    """Logprobs of long prompts pile up while a router is held up and takes no messages."""
     outbox = EventOutbox(pb.WorkerLoad)
     large = inference_pb.TokenLogprobs(sampled=inference_pb.Logprob(token=bytes(2_000_000)))
     for index in range(10):
@@ -71,7 +71,7 @@ async def test_every_message_has_the_newest_load() -> None:
     messages = outbox.messages()
     outbox.post(tokens(0))
     assert (await anext(messages)).load.num_running == 3
-    outbox.post()  # nothing happened but the load
+    outbox.post()  # no event, only a new load
     message = await anext(messages)
     assert (message.load.num_running, len(message.events)) == (4, 0)
 

@@ -1,4 +1,4 @@
-"""What the proxy of chaos tests does to a connection: in one direction, in both, and what it tells of an end."""
+"""What the proxy of chaos tests does to a connection, in one direction or in both, and how it passes on an end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SILENCE_S = 0.2
 
 
 class Server:
-    """Counts what it is told, and answers it. Ends its connections when it is told to."""
+    """Records what it hears, and answers it. Ends its connections when it is told to."""
 
     def __init__(self) -> None:
         self.heard = b""
         self.has_heard = asyncio.Condition()
         self.has_lost = asyncio.Event()
-        """A client's connection has ended."""
+        """Set when a client's connection has ended."""
         self.ends = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,7 +40,7 @@ class Server:
 
 
 async def read(reader: asyncio.StreamReader) -> bytes:
-    """Nothing, however the connection ends."""
+    """Read some bytes; returns none if the connection has ended, in whatever way."""
     try:
         return await reader.read(100)
     except ConnectionError:
@@ -64,7 +64,7 @@ class Line:
             return await self.reader.read(100)
 
     async def hears_nothing(self) -> bool:
-        """For a moment: that nothing came cannot be waited for."""
+        """Wait a moment, as silence is no event that a test can wait for."""
         try:
             async with asyncio.timeout(SILENCE_S):
                 await self.reader.read(100)

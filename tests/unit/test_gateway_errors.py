@@ -1,4 +1,4 @@
-"""What a client of the gateway is told is wrong: codes that programs look for, and sentences that people read."""
+"""How the gateway reports errors to its clients: with codes for programs, and sentences for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rpc.errors import InvalidRequest, Unreachable
 
 
 def refusal(num_prompt_tokens: int, **params: Any) -> Refusal:
-    """The router's of so long a prompt, as the gateway tells it."""
+    """The router's refusal of a prompt of that length, as the gateway reports it."""
     with pytest.raises(InvalidRequest) as caught:
         check_prompt_length(validate(text_request(**params), MODEL), num_prompt_tokens, MODEL)
     return refusal_of(caught.value)
@@ -39,7 +39,7 @@ def test_anthropics_clients_are_told_in_the_words_that_they_shorten_by() -> None
     too_long, beside = (error_of(each, "r")["error"] for each in (refusal(100), refusal(40, max_tokens=61)))
     assert too_long["message"].startswith("prompt is too long. ")
     assert beside["message"].startswith("input length and `max_tokens` exceed context limit: 40 + 61 > 100. ")
-    with pytest.raises(InvalidRequest) as caught:  # by the answer alone
+    with pytest.raises(InvalidRequest) as caught:  # refused for the answer's length alone
         validate(text_request(max_tokens=100), MODEL)
     assert "prompt is too long" not in error_of(refusal_of(caught.value), "r")["error"]["message"]
 

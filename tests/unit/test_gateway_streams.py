@@ -1,4 +1,4 @@
-"""What the gateway reads while it may have to leave, and several streams as one."""
+"""How the gateway reads a stream while it may have to leave, and how it merges several streams into one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rpc.merge import merged
 
 
 class Source:
-    """Of items that a test gives."""
+    """A stream of the items that a test puts into it."""
 
     def __init__(self) -> None:
         self.items: asyncio.Queue[int | Exception | None] = asyncio.Queue()
-        """None: the end."""
+        """None ends the stream."""
         self.is_closed = False
 
     async def read(self) -> AsyncGenerator[int, None]:
@@ -96,7 +96,7 @@ async def test_streams_are_merged_with_their_numbers_and_closed(num: int) -> Non
 
 @pytest.mark.parametrize("num", [1, 3])
 async def test_a_cancellation_from_within_one_stream_ends_them_all(num: int) -> None:
-    """As of a call on a channel that somebody closes: nobody waits for the others then, nor for ever."""
+    """As when the channel of a call is closed: nothing then waits for the other streams, or for ever."""
 
     async def cancelled() -> AsyncGenerator[int, None]:
         raise asyncio.CancelledError

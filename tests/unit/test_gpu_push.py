@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py that push KV, and what benchmarks/transfer.py measures for them, over toys."""
+"""The parts of benchmarks/gpu.py that push KV, and what benchmarks/transfer.py measures for them, at toy sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_is_pushed_arrives_and_a_receiver_that_lies_is_noticed(monkeypatch:
     async def nothing(*_: object) -> float:
         return 1.0
 
-    for name in ("write_s", "transfer_s"):  # nothing is sent: what lies there is the receiver's own
+    for name in ("write_s", "transfer_s"):  # nothing is sent: the receiver keeps its own content
         monkeypatch.setattr(transfer, name, nothing)
     large, _ = asyncio.run(transfer.measure("local", options))
     assert large["num_wrong_digests"] == 4 * 64

@@ -1,4 +1,5 @@
-"""Grammars that would hold up a router, or end it: they end a process of their own, and the next one is served."""
+"""Grammars that would block a router, or crash it: they end only the checker's process, and the next grammar is
+served."""
 
 from __future__ import annotations
 
@@ -78,14 +79,14 @@ async def test_one_that_takes_more_memory_than_its_own_limit_is_to_blame(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 async def test_one_whose_process_is_killed_is_not_to_blame(checker: GrammarChecker, how: signal.Signals) -> None:
-    """As the system does where no memory is left: the request may be sent again."""
+    """The system kills processes when memory runs out: the request may be sent again."""
     first = await check(checker, **FINE)
     child = checker._child
     assert child is not None
     hold_up(child.pid)
     asked = asyncio.create_task(check(checker, **FINE))
     await settle()
-    os.kill(child.pid, how)  # not by `send_signal`, which takes the exit code from whoever waits for it
+    os.kill(child.pid, how)  # `send_signal` would take the exit code from the checker
     if how is not signal.SIGKILL:
         os.kill(child.pid, signal.SIGCONT)
     with pytest.raises(Overloaded, match="was killed") as killed:

@@ -1,5 +1,5 @@
-"""Guesses at an answer that a grammar holds to a form: each of them may come, and what was asked about wrong ones is as
-if it had never been."""
+"""Drafts for an answer that must match a grammar: the grammar allows each draft, and a question about a wrong draft
+leaves no trace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tandem.structured_outputs import StructuredOutputsParams
 
 VOCAB_SIZE = 300
 COSTLY = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}, "required": ["p999"]}
-"""After the first bracket any of a thousand names may come: too much to find out."""
+"""After the first bracket any of a thousand names may follow: too costly to work out."""
 EITHER = {"anyOf": [COSTLY, {"const": "red"}]}
 
 
@@ -42,7 +42,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 def compiled(grammars: Grammars, grammar: str) -> GrammarState:
     state = grammars.state(grammar)
-    assert state.allowed([]) is not None  # waits
+    assert state.allowed([]) is not None  # waits until it is compiled
     return state
 
 
@@ -60,7 +60,7 @@ def nothing(forced: list[int]) -> list[int]:
 
 
 def test_who_waits_is_told_when_a_grammar_has_come(tmp_path: Path) -> None:
-    """And of one that cannot come, as no tokenizer can be read."""
+    """And also when it fails to compile, because the tokenizer cannot be read."""
     (tmp_path / "unreadable").mkdir()
     (tmp_path / "unreadable" / "tokenizer.json").write_text("{")
     for folder in (write_model(tmp_path), tmp_path / "unreadable"):
@@ -72,14 +72,14 @@ def test_who_waits_is_told_when_a_grammar_has_come(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60)
-@example("json", 940)  # a text that alone may come, cut otherwise than the tokenizer would
+@example("json", 940)  # the only possible text, but cut unlike the tokenizer cuts it
 @given(st.sampled_from(list(KINDS)), st.integers(0, 2**32))
 def test_what_may_come_is_the_same_whatever_was_guessed(grammars: Grammars, kind: str, seed: int) -> None:
     rng = random.Random(seed)
     state, plain = compiled(grammars, grammar_text(kind)), compiled(grammars, grammar_text(kind))
     answer: list[int] = []
     while len(answer) < 30 and EOS not in answer:
-        # Of what was looked up some may come, or nothing does.
+        # Some of the looked-up tokens may be possible here; or none is looked up.
         looked_up = [rng.choice(answer or [5]) for _ in range(rng.randrange(4))]
         most = rng.randrange(8)
         drafts = state.propose(answer, lambda _, found=looked_up: found, most)  # type: ignore[misc]
@@ -92,7 +92,7 @@ def test_what_may_come_is_the_same_whatever_was_guessed(grammars: Grammars, kind
             np.testing.assert_array_equal(state.allowed(answer + drafts[:i], i), expected)
             assert expected is not None
             if i < num_possible and not expected[drafts[i]]:
-                assert expected.sum() == 1  # it may come as text, and will not: one way to cut it is left
+                assert expected.sum() == 1  # possible as text, but not in this cut: one cut is left
                 num_possible = i
         num_right = rng.randrange(num_possible + 1)
         for draft in drafts[:num_right]:
@@ -153,8 +153,8 @@ def test_an_error_over_drafts_is_none_of_the_answer(grammars: Grammars) -> None:
     assert state.error == ""
     answer = tokens_of('"')
     np.testing.assert_array_equal(state.allowed(answer), compiled(grammars, schema(EITHER)).allowed(answer))
-    assert state.propose(answer, nothing, 4) == []  # enough of it
-    # Of an answer that goes there it is one.
+    assert state.propose(answer, nothing, 4) == []  # it has been asked enough
+    # For an answer that takes this path, the error is its own.
     other = compiled(grammars, schema(EITHER))
     assert other.allowed(drafts) is None
     assert "max is 2000" in other.error
@@ -173,7 +173,7 @@ def test_no_more_masks_of_drafts_than_there_is_time_for(grammars: Grammars, monk
 def test_why_an_answer_ends_is_kept_beside_drafts_of_the_same_step(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own mask is asked for first, and takes too long; those of its drafts would not."""
+    """The mask of the answer itself is asked for first, and takes too long. Those of its drafts would not."""
     state = compiled(grammars, grammar_text("json"))
     drafts = state.propose([], nothing, 4)
     assert drafts
@@ -184,7 +184,7 @@ def test_why_an_answer_ends_is_kept_beside_drafts_of_the_same_step(
 
 
 class ErringMatcher:
-    """Whose limits are passed when it is asked about drafts."""
+    """A matcher that exceeds its limits when it is asked about drafts."""
 
     num_made = 0
 
@@ -226,7 +226,7 @@ def test_an_error_over_guesses_is_none_of_the_answer() -> None:
 def one_sequence(
     grammars: Grammars, prompt: list[int], draft_batch: int = 16, **params: int
 ) -> tuple[Scheduler, Sequence]:
-    """Its answer has begun: {" """
+    """A scheduler, and a sequence whose answer is {" so far."""
     manager = BlockManager(num_blocks=64, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk_tokens=64, prefill_batch_tokens=64,
@@ -256,7 +256,7 @@ def test_no_more_than_there_is_room_for(grammars: Grammars, draft_batch: int, ma
 
 @pytest.mark.parametrize(("num_wanted", "num_looked_up"), [(8, 3), (5, 1), (4, 0), (1, 0)])
 def test_looked_up_is_what_followed_what_has_to_come(grammars: Grammars, num_wanted: int, num_looked_up: int) -> None:
-    """As far as it may come here, and that went well."""
+    """As far as the grammar allows it here, and as far as earlier drafts were right."""
     scheduler, seq = one_sequence(grammars, [*tokens_of('"abc": "red"}'), 5])
     seq.draft_history.max_drafts = num_wanted
     [scheduled] = scheduler.schedule().scheduled

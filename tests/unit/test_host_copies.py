@@ -1,4 +1,4 @@
-"""Blocks go to host memory and come back as they were, some at a time, and what goes wrong is heard of."""
+"""Blocks are copied to host memory and come back unchanged, some at a time, and errors are reported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def done(copies: HostCopies, number: int) -> list[BlockCopy]:
 def test_what_comes_back_is_what_was_saved(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(device, dtype)
     before = pool.cpu().view(torch.uint8).clone()
-    monkeypatch.setattr(host_copies, "PIECE_BYTES", 5 * before[:, 0].numel())  # a host block's place is in one of some
+    monkeypatch.setattr(host_copies, "PIECE_BYTES", 5 * before[:, 0].numel())  # several pieces of five host blocks each
     copies = HostCopies(pool, 13)
     saves = [save(block_id, 12 - i) for i, block_id in enumerate(range(0, 26, 2))]
     copies.begin(saves)
@@ -74,8 +74,8 @@ def test_what_comes_back_is_what_was_saved(device: str, dtype: torch.dtype, monk
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("is_load", [False, True])
 def test_launches_do_not_grow_with_the_pool(is_load: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch of torch's reaches as far as 2 GiB, a layer of a large pool or two: one for each layer of each block
-    would take longer than the way to the host."""
+    """One launch of torch's covers up to 2 GiB, a layer or two of a large pool. A launch for each layer of each block
+    would take longer than the copy to the host."""
     num_copies = COPIES_AT_ONCE
     with pretend_gpu() as gpu:
         pool = pool_of("cuda", torch.bfloat16)
@@ -91,11 +91,11 @@ def test_launches_do_not_grow_with_the_pool(is_load: bool, monkeypatch: pytest.M
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_next_are_launched_before_the_last_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And told of, each batch, once it was waited for. A load that is asked for meanwhile comes before other saves."""
+    """Each batch is reported once it was waited for. A load that is requested meanwhile goes before the other saves."""
     saves = [save(block_id, block_id) for block_id in range(2 * COPIES_AT_ONCE + 3)]
     asked = load(39, 0)
     story: list[object] = []
-    """What was told of, and how many launches there had been when the thread waited."""
+    """What was reported, and the number of launches at each wait of the thread."""
     with pretend_gpu() as gpu:
         copies = HostCopies(pool_of("cuda", torch.float32), 40)
         torch.cuda.synchronize()
@@ -118,7 +118,7 @@ def test_the_next_are_launched_before_the_last_are_waited_for(monkeypatch: pytes
         copies.begin(saves)
         assert ended.wait(5)
         copies.close()
-    batch = COPIES_AT_ONCE + 2  # its rows and a launch beside one for each block
+    batch = COPIES_AT_ONCE + 2  # one launch for each block, one for their rows and one more
     assert story == [
         2 * batch, saves[:COPIES_AT_ONCE], 2 * batch + 3, saves[COPIES_AT_ONCE:-3], 2 * batch + 8, [asked],
         2 * batch + 8, saves[-3:],
@@ -127,7 +127,7 @@ def test_the_next_are_launched_before_the_last_are_waited_for(monkeypatch: pytes
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_is_under_way_is_copied_to_its_end_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever closes it may let go of the pool."""
+    """After `close` the caller may free the pool."""
     with pretend_gpu():
         pool = pool_of("cuda", torch.float32)
         copies = HostCopies(pool, 40)
@@ -150,7 +150,7 @@ def test_what_is_under_way_is_copied_to_its_end_and_no_more(monkeypatch: pytest.
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_copy_that_fails_is_heard_of_behind_those_on_their_way() -> None:
-    """The pool's memory is another's then, or free."""
+    """After the error, the pool's memory may be freed, or belong to another."""
     with pretend_gpu():
         pool = pool_of("cuda", torch.float32)
         copies = HostCopies(pool, 40)
@@ -165,7 +165,7 @@ def test_a_copy_that_fails_is_heard_of_behind_those_on_their_way() -> None:
 def test_who_waits_for_a_load_does_not_wait_for_all_saves() -> None:
     copies = HostCopies(pool_of("cpu", torch.float32), 40)
     begun = [save(block_id, block_id) for block_id in range(39)]
-    with copies._changed:  # before the thread sees any
+    with copies._changed:  # before the thread sees any of them
         copies.begin(begun)
         copies.begin([load(39, 0)])
     taken = done(copies, 40)
@@ -197,7 +197,7 @@ def test_a_copy_that_fails_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_waits_for_what_is_copied_no_more_hears_so() -> None:
-    """As what runs at a program's exit may, when these have ended."""
+    """For example code that runs at a program's exit, when the copies have ended."""
     copies = HostCopies(torch.zeros(2, 4, 2, 2, 4, 4), 4)
     copies.close()
     copies.begin([BlockCopy(False, 0, 0)])
@@ -228,7 +228,7 @@ copies.begin(BlockCopy(False, n % 64, n % 64) for n in range(50_000))
 
 
 def test_a_process_ends_well_in_the_middle_of_copies() -> None:
-    """Nobody need close an engine."""
+    """An engine need not be closed."""
     command = [sys.executable, "-c", ENDS_EARLY]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Ctrl-C before a command has come to itself: no traceback, and the exit code of what it ends."""
+"""Ctrl-C while a command is still importing its modules: no traceback, and the exit code of an interrupted command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.cli import main
 
 
 def started(where: str, *args: str, how: str = "heard") -> subprocess.CompletedProcess[str]:
-    """`python -m tandem ARGS`, that gets a SIGINT when it first imports `where`."""
+    """`python -m tandem ARGS`, which gets a SIGINT when it first imports `where`."""
     code = f"""
 import builtins, os, runpy, signal, sys
 
@@ -60,7 +60,7 @@ def test_where_it_is_ignored_it_stays_ignored() -> None:
 
 
 def test_little_is_imported_before_it_can_take_ctrl_c() -> None:
-    """What Ctrl-C interrupts until then has Python's traceback: so long as typing takes, most of the time it did."""
+    """Until then Ctrl-C causes Python's traceback. When `typing` was imported before, that took most of this time."""
     code = "import sys, tandem.interrupts; print({'typing', 're', 'click'} & sys.modules.keys())"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=root, check=True)

@@ -1,4 +1,4 @@
-"""The pool's shape and what is done to whole blocks of it."""
+"""The pool's shape, and operations on whole blocks of the pool."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def test_a_cpus_pool_asks_for_huge_pages_while_they_come_quickly(
     first, last = (flags_of_mapping(pool.data_ptr() + at) for at in (0, pool.nbytes - 1))
     assert "hg" in first
     assert ("hg" in last) == has_all
-    assert "sh" not in first  # its own: nobody else is to see what is in it
+    assert "sh" not in first  # private memory: no other process may see its content
 
 
 def flags_of_mapping(address: int) -> list[str]:
-    """What Linux says of the memory there."""
+    """The flags that Linux reports for the memory mapping at `address`."""
     is_there = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()

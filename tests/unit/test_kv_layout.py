@@ -1,4 +1,4 @@
-"""Layouts and pools: what a peer may claim, and where bytes lie."""
+"""Layouts and pools: what a peer may claim, and where each block's bytes are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sender's connections: shared by pushes, and closed when they lead nowhere and nobody uses them."""
+"""A sender's connections: pushes share them, and they are closed once they are lost and unused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Connection:
 
 
 class Network:
-    """Makes connections, one for each `connect`; as long as `may_connect` is not set, none is ready."""
+    """Makes a connection for each `connect`; none is ready while `may_connect` is not set."""
 
     def __init__(self) -> None:
         self.made: list[Connection] = []
@@ -84,7 +84,8 @@ async def test_pushes_share_one_and_it_stays_when_none_uses_it(network: Network)
 
 
 async def test_a_lost_one_is_closed_at_once_where_nobody_uses_it(network: Network) -> None:
-    """Else what it holds of its peer's, all its memory perhaps, would stay until somebody pushes there again."""
+    """Otherwise it would keep what it holds of its peer, perhaps all of the peer's memory, until the next push to that
+    peer."""
     network.links.give_back(await network.links.get(grant_of()))
     (connection,) = network.made
     connection.is_lost.set()
@@ -100,7 +101,7 @@ async def test_a_lost_one_is_closed_when_the_last_push_over_it_has_ended(network
     again = await network.links.get(grant_of())
     assert again.link is not connection  # no new push gets it
     for user in users:
-        assert not connection.has_closed.is_set()  # a commit may still be asked for over it
+        assert not connection.has_closed.is_set()  # may still carry a commit
         network.links.give_back(user)
     await until(connection.has_closed)
     assert not network.made[1].has_closed.is_set()
@@ -171,7 +172,7 @@ async def test_closing_ends_what_is_retired_and_still_used(network: Network) -> 
 
 
 async def test_one_that_nobody_waited_for_to_its_end_is_closed_when_it_is_lost(network: Network) -> None:
-    """Its first push was cancelled while it was being made, and no other has come."""
+    """Its first push was cancelled while the connection was being made, and no other push has come."""
     network.may_connect.clear()
     gone = asyncio.create_task(network.links.get(grant_of()))
     await settle()

@@ -1,4 +1,4 @@
-"""Copies from one pool in the host's memory into another's, by rows."""
+"""Copies of rows from one pool in host memory to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The NIXL agent's thread, over a NIXL that does nothing."""
+"""The thread of the NIXL agent, with a stand-in for NIXL that does nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WatchedPool(HostPool):
 
 
 class Agent:
-    """NIXL's."""
+    """NIXL's agent."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -61,7 +61,7 @@ def replace_nixl(monkeypatch: pytest.MonkeyPatch, agent: type[Agent]) -> None:
 
 
 def test_its_thread_is_bound_to_the_memory_before_nixl_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX looks for the calling thread's CUDA context already when it opens its devices."""
+    """UCX looks for the CUDA context of the calling thread when it opens its devices."""
     heard: list[tuple[str, int]] = []
 
     class HeardAgent(Agent):
@@ -87,7 +87,7 @@ def test_a_write_under_way_that_is_late_is_released_before_nixl_can_go_on_with_i
             return SimpleNamespace(release=lambda: heard.append("released"))
 
         def transfer(self, _: object) -> str:
-            is_late.set()  # this process is stopped now, and goes on a lease later
+            is_late.set()  # as if this process stopped here, and went on a lease later
             return "PROC"
 
         def check_xfer_state(self, _: object) -> str:
@@ -170,7 +170,7 @@ def test_a_copy_that_is_late_before_it_begins_is_none(monkeypatch: pytest.Monkey
 
 
 def test_a_call_that_nobody_waits_for_any_more_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a connection's that is given up while this worker closes."""
+    """For example the call of a connection that is given up while this worker closes."""
     replace_nixl(monkeypatch, Agent)
     agent = NixlAgent("sender", WatchedPool([]))
     may_go_on = threading.Event()
@@ -184,7 +184,7 @@ def test_a_call_that_nobody_waits_for_any_more_does_not_end_the_thread(monkeypat
 
 
 class Peers:
-    """Transfers to several, and how they ended."""
+    """Transfers to several peers, and how they ended."""
 
     def __init__(self) -> None:
         self.ended: dict[str, TransferError | None] = {}
@@ -235,7 +235,7 @@ def test_a_write_that_failed_ends_those_to_its_peer_and_no_others(monkeypatch: p
 
 
 def test_the_agent_of_a_write_that_was_given_up_is_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX would send on what it has of it."""
+    """UCX would go on sending what it has of that write."""
     made: list[StuckAgent] = []
     called: list[StuckAgent] = []
 
@@ -273,7 +273,7 @@ def test_the_agent_of_a_write_that_was_given_up_is_not_called_again(monkeypatch:
 
 
 def test_an_agent_that_could_not_be_made_anew_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory cannot be registered a second time, perhaps: nothing of the half that was made is used."""
+    """Perhaps memory cannot be registered a second time: nothing of the half-made agent is used."""
 
     made: list[NarrowAgent] = []
 
@@ -344,7 +344,7 @@ def test_an_agent_that_does_not_end_well_is_not_called_again(monkeypatch: pytest
 def test_a_receiver_that_closes_while_it_is_written_to_logs_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A sender's stream that broke is waited for, for as long as its blocks are."""
+    """When a sender's stream broke, the agent waits as long as the stream's blocks are in use."""
     replace_nixl(monkeypatch, Agent)
     agent = NixlAgent("receiver", WatchedPool([]))
     agent.enter_push()

@@ -1,4 +1,5 @@
-"""Who waits for blocks that are being copied to host memory or back, case by case: nobody is worse off for them."""
+"""Which requests wait for blocks that are being copied to host memory or back, case by case: no request is worse
+off."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ def end_copies(scheduler: Scheduler) -> list[BlockCopy]:
 
 
 def again(seq: Sequence, name: str) -> Sequence:
-    """With the same prompt."""
+    """Another sequence with the same prompt."""
     other = sequence(name, seq.num_prompt_tokens)
     other.token_ids = seq.token_ids[: seq.num_prompt_tokens]
     return other
 
 
 def gave_way(scheduler: Scheduler) -> Sequence:
-    """To two others in a pool of 12 blocks: it has ended, and its blocks are on the host."""
+    """A sequence that has ended in a pool of 12 blocks. Two later ones took its place, so its blocks are in host
+    memory."""
     earlier = sequence("earlier", 25, max_tokens=1)
     for seq in (earlier, sequence("other", 40, max_tokens=1), sequence("another", 40, max_tokens=1)):
         scheduler.add(seq)
@@ -105,14 +107,14 @@ def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> 
     assert len(copies) == block_manager.SAVES_AT_ONCE
     for copy in copies:
         manager.end_copy(copy)
-    assert manager.take_copies() == []  # a quarter is ready
+    assert manager.take_copies() == []  # a quarter of the pool is ready
 
 
 def test_of_a_stream_that_goes_on_here_only_the_prompt_counts_as_found() -> None:
     scheduler = offloading(12)
     earlier = gave_way(scheduler)
     resumed = again(earlier, "resumed")
-    resumed.num_prompt_tokens = 3  # the rest was its answer
+    resumed.num_prompt_tokens = 3  # the rest was its answer so far
     assert scheduler.reserve(resumed)
     assert resumed.num_loading_blocks > 1
     assert scheduler.stats.num_loaded_tokens == scheduler.stats.num_prefix_hits_tokens == 3

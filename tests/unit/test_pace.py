@@ -1,4 +1,4 @@
-"""Steps stay as short as asked, on machines of any speed."""
+"""The scheduler keeps steps as short as asked, on machines of any speed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.scheduling.pace import MIN_BUDGET, UNKNOWN_BUDGET, StepPace
 def step(
     pace: StepPace, *, decode_s: float, token_s: float, num_waiting: int = 1, noise: random.Random | None = None
 ) -> float:
-    """One step of a machine that decodes and has prompts without end. Returns what it took."""
+    """One step of a machine that decodes and always has prompts to prefill. Returns the step's time."""
     num_tokens = pace.num_prefill_tokens(num_waiting)
     assert num_tokens is not None
-    if not num_tokens:  # now and then only decoding is measured
+    if not num_tokens:  # now and then the pace measures decoding alone
         pace.note(num_decoding=4, num_prefill_tokens=0, seconds=decode_s)
         num_tokens = pace.num_prefill_tokens(num_waiting)
         assert num_tokens
@@ -68,7 +68,7 @@ def test_half_of_what_decoding_takes_less_is_believed_at_once() -> None:
 
 
 def test_the_last_tokens_of_a_prompt_say_nothing_of_what_many_take() -> None:
-    """A step with a handful of them takes as long as one without, give or take its noise."""
+    """A step with a few prompt tokens takes as long as one without, apart from noise."""
     pace = warmed_up(0.05, decode_s=0.02, token_s=5e-4)
     for _ in range(5):
         pace.note(num_decoding=4, num_prefill_tokens=2, seconds=0.025)

@@ -1,4 +1,4 @@
-"""What the router learns of how fast decode workers step, and what it does with it."""
+"""What the router learns about how fast decode workers step, and how it uses that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def step_s(num_blocks: float) -> float:
 
 
 def learned(factor: float, *, noise: float = 0.0, busy: int = 0) -> Paces:
-    """`factor`: how many times longer SLOW's steps take. `busy`: blocks that FAST has more."""
+    """`factor`: how many times as long SLOW's steps take. `busy`: how many more blocks FAST has in use."""
     paces, chance = Paces(), random.Random(1)
     for number in range(60):
         for worker in (FAST, ALSO_FAST, SLOW):
@@ -81,7 +81,7 @@ async def test_the_next_answer_goes_to_who_steps_faster() -> None:
     await settle()
     for index in range(3 + MIN_TOKENS):
         if index == 2 + MIN_TOKENS:
-            await asyncio.sleep(0.5)  # for what the others take some 0.1 s
+            await asyncio.sleep(0.5)  # others take about 0.1 s for this
         bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
         await settle()
     await asked.leave()
@@ -104,15 +104,15 @@ async def test_a_client_that_reads_slowly_makes_no_worker_slow() -> None:
         await read
     for index in range(2, 3 + MIN_TOKENS):
         bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
-    await asyncio.sleep(0.5)  # for what the others take some 0.1 s
+    await asyncio.sleep(0.5)  # others take about 0.1 s for this
     await anext(messages)
     await messages.aclose()
     assert bench.pool.costs.paces.slowness(bench.decode.key, time.monotonic()) <= 1
 
 
 async def test_nothing_is_learned_of_a_worker_that_is_gone() -> None:
-    """Its client reads what it said only later: what is learned then would never be forgotten, and who steps slowly is
-    found beside all that are known."""
+    """The client reads the worker's messages only later. What is learned then would never be forgotten, and slow
+    workers are found by comparison with all that are known."""
     bench = Bench()
     bench.pool.workers._spawn = lambda closing: closing.close()  # type: ignore[method-assign]
     messages = bench.lifecycle("r").run()
@@ -125,6 +125,6 @@ async def test_nothing_is_learned_of_a_worker_that_is_gone() -> None:
             bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7], finish_reason=reason))
         await read
     bench.pool.set_records([])
-    assert not bench.pool.handles  # all was said
+    assert not bench.pool.handles  # the worker has sent everything, and is gone
     assert [message async for message in messages]
     assert not bench.pool.costs.paces._lines

@@ -1,5 +1,5 @@
-"""What the audit of a pool finds wrong, as others' tests and `tandem audit` trust it to: each in books that are right
-until something is done to them that nobody should do."""
+"""The errors that a pool's audit finds, on which other tests and `tandem audit` rely. Each test breaks correct books in
+one way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a worker's pool lies, by its transport, and that it is the engine's bytes either way."""
+"""Where a worker's pool is, by its transport. In each place it has the engine's bytes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_other_processes_of_an_engine_write_is_what_travels(transport: str)
 
 
 def test_ranks_on_gpus_have_theirs_and_the_worker_hears_of_one_that_is_lost() -> None:
-    """One that has ended, here; on a CPU all lie in one memory."""
+    """The rank here loses its connection. On a CPU all ranks share one memory."""
     lost: list[RankLost] = []
     memory = PoolMemory("grpc", is_received=True, on_rank_lost=lost.append)
     assert memory.rank_program("cpu") == RankProgram()

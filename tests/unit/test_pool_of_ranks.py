@@ -1,4 +1,4 @@
-"""Pools of several ranks as one, and each as another process asks for it."""
+"""The pools of several ranks as one pool, and each rank's pool as another process uses it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def host_pool(num_blocks: int = LAYOUT.num_blocks, *, seed: int = 1, num_layers:
 
 @pytest.mark.parametrize(("num_ranks", "shared_bytes"), [(2, 2 << 20), (3, 2 << 20), (3, 100)])
 def test_it_is_the_same_bytes(num_ranks: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are too many for the memory that ranks share."""
+    """Also for reads and writes that are too large for the memory that ranks share."""
     monkeypatch.setattr(module, "SHARED_BYTES", shared_bytes)
     host = host_pool()
     pool = on_devices(host, num_ranks)
@@ -74,7 +74,7 @@ def test_pools_that_are_unlike_are_none() -> None:
 
 
 class Agent:
-    """Of one rank, which is told what the worker's is."""
+    """The agent of one rank, which is told what the worker's agent is told."""
 
     def __init__(self, name: str, error: Exception | None) -> None:
         self.name = name
@@ -120,7 +120,7 @@ class PoolWithAgent(HostPool):
 
 
 def pools_with_agents() -> list[PoolWithAgent]:
-    """The other ranks' as in processes of their own."""
+    """Three ranks' pools. The others behave as those in processes of their own."""
     return [PoolWithAgent(part.layout, part.array) for part in parts_of(host_pool(), 3)]
 
 
@@ -151,7 +151,7 @@ def test_every_rank_hears_of_a_push_and_of_its_end() -> None:
         assert all(pool.agent.told.acquire(timeout=PATIENCE_S) for pool in pools)
         assert [pool.agent.num_pushes for pool in pools] == [counted] * 3
     agent.close()
-    agent.leave_push()  # of a stream that ends after all else
+    agent.leave_push()  # for a stream that ends after everything else
 
 
 def test_a_rank_without_nixl_is_heard_of_at_the_start() -> None:
@@ -174,7 +174,7 @@ def test_a_rank_that_cannot_reach_its_peer_leaves_no_other_open() -> None:
 
 def test_agents_of_a_worker_that_lost_a_rank_are_closed() -> None:
     pools = pools_with_agents()
-    pools[0].error = RankLost("it ended")  # as who asks rank 1 would raise it
+    pools[0].error = RankLost("it ended")  # what a call of rank 1 would raise
     as_one(pools).start_agent("sender").close()
     assert all(pool.agent.is_closed for pool in pools)
 
@@ -183,7 +183,7 @@ def test_agents_of_a_worker_that_lost_a_rank_are_closed() -> None:
 
 
 def test_blocks_are_copied_to_the_peers_rank_of_the_same_number() -> None:
-    """Whatever comes together: layers of all ranks, of some, in any order; and all is closed."""
+    """Whatever one call copies: layers of all ranks or of some, in any order. At the end all pools are closed."""
     ours, theirs, driver = host_pool(), host_pool(NUM_PEER_BLOCKS, seed=2), OneProcess()
     wanted = theirs.array.copy()
     opened = on_devices(ours, driver=driver).open_peer(on_devices(theirs).describe_memory(), NUM_PEER_BLOCKS)
@@ -262,7 +262,7 @@ def test_a_rank_that_cannot_open_its_part_closes_those_of_others() -> None:
 
 
 class Peer:
-    """Of one rank: its copies are done when they are waited for."""
+    """The pool of one rank of a peer. Its copies are done when they are waited for."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -301,7 +301,7 @@ def test_copies_are_done_when_each_rank_has_done_its_own() -> None:
 
 @pytest.mark.parametrize("failing", range(3))
 def test_where_one_rank_fails_the_others_have_ended_before_anybody_hears_of_it(failing: int) -> None:
-    """Who hears of it takes the blocks for free."""
+    """The caller that gets the error takes the blocks for free."""
     peers = [Peer(RuntimeError("CUDA error") if rank == failing else None) for rank in range(3)]
     opened = peers_of_ranks(peers)
     with pytest.raises(RuntimeError, match="CUDA error"):
@@ -361,7 +361,7 @@ def test_a_rank_that_ended_is_lost_once_and_for_all() -> None:
 
 
 def test_what_a_rank_was_asked_before_it_stood_still_it_does_not_do_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asked has given it up, and the blocks may be somebody else's."""
+    """The caller has given up, and the blocks may belong to another request."""
     lost: list[RankLost] = []
     host = part()
     before = host.array.copy()

@@ -1,4 +1,4 @@
-"""How large a KV pool a GPU gets: the arithmetic, and the step that is measured, which any device can compute."""
+"""How large a KV pool a GPU gets: the arithmetic, and the step that is measured, which can run on any device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_pool_gets_its_share_less_weights_and_a_step() -> None:
 
 
 def test_what_others_have_taken_is_not_given_away() -> None:
-    assert num_blocks_left(**{**DEVICE, "free_bytes": 11 * GIB + 5}) == 10 * 512  # a neighbour's context grows, or ours
+    assert num_blocks_left(**{**DEVICE, "free_bytes": 11 * GIB + 5}) == 10 * 512  # memory of others has grown, or ours
     small = {"total_bytes": 10 * GIB, "peak_bytes": GIB, "free_bytes": 4 * GIB}
     assert num_blocks_left(**{**DEVICE, **small}) == int(3.8 * 512)
 
@@ -72,7 +72,7 @@ def test_the_largest_step_is_one_that_the_engine_can_compute(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # As many as unfold what they see: 21 new tokens for latents of these sizes.
+        # As many sequences as unfold their latents: with these sizes, that takes 21 new tokens each.
         ({"max_num_batched_tokens": 64}, [(21, 107)] * 3),
         ({"max_num_batched_tokens": 64, "max_num_seqs": 2}, [(32, 96)] * 2),
         ({"max_num_batched_tokens": 500}, [(125, 3)] * 4),

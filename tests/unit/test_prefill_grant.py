@@ -1,5 +1,5 @@
-"""What a prefill worker refuses at the door, so that it cannot disturb what is computed beside it: a grant that does
-not fit its prompt; more answers than half of it is for."""
+"""What a prefill worker refuses on arrival, so that it cannot disturb other requests: a grant that does not fit its
+prompt, and more answers that stay here than half of the pool can hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_more_cached_than_there_are() -> None:
 
 
 def staying(num_blocks: int, max_num_seqs: int) -> PrefillRole:
-    """With blocks of 16 tokens and contexts of 64 blocks."""
+    """A role for a pool with blocks of 16 tokens, and contexts of up to 64 blocks."""
     config = SimpleNamespace(
         model=SimpleNamespace(max_model_len=1024), cache=SimpleNamespace(block_size=16),
         scheduler=SimpleNamespace(max_num_seqs=max_num_seqs),
@@ -53,7 +53,7 @@ def answer(num_prompt_tokens: int, max_tokens: int) -> tuple[Stream, pb.EngineRe
 
 def test_answers_that_stay_get_half_of_the_pool_as_they_may_grow() -> None:
     role = staying(num_blocks=100, max_num_seqs=64)
-    first, request = answer(160, 160)  # 20 blocks in the end
+    first, request = answer(160, 160)  # grows to 20 blocks
     assert role._take(first, request)
     assert role._take(*answer(160, 160))
     assert not role._take(*answer(160, 16))

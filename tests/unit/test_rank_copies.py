@@ -1,4 +1,5 @@
-"""A copy is done when it is done on every rank, and nobody waits for one that has ended. The ranks are threads here."""
+"""A copy is done when every rank has done it, and nothing waits for a rank that has ended. The ranks are threads
+here."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def pool_of(rank: int) -> torch.Tensor:
 
 
 class Ranks:
-    """Three: the first one's copies, and the others' ends."""
+    """Three ranks: the copies of the first, and the other ranks' ends of its connections."""
 
     def __init__(self) -> None:
         pipes = [Pipe() for _ in range(2)]
@@ -134,8 +135,8 @@ def test_a_rank_that_cannot_copy_ends(when: str, ranks: Ranks, monkeypatch: pyte
     def end(status: int) -> None:
         assert status == 1
         with socket.socket(fileno=os.dup(ranks.connections[0].fileno())) as theirs:
-            theirs.shutdown(socket.SHUT_RDWR)  # closed, it would stay open: a thread reads
-        raise SystemExit(status)  # of this thread: rank 0's process is this one
+            theirs.shutdown(socket.SHUT_RDWR)  # `close` would not end it: a thread reads
+        raise SystemExit(status)  # ends this thread only: it shares rank 0's process
 
     monkeypatch.setattr(os, "_exit", end)
     ranks.follow(2)
@@ -145,7 +146,7 @@ def test_a_rank_that_cannot_copy_ends(when: str, ranks: Ranks, monkeypatch: pyte
             ranks.follow(1)
     else:
         ranks.follow(1, num_host_blocks=4)
-        ranks.copies.begin([save(0)])  # into one that this rank has not
+        ranks.copies.begin([save(0)])  # to a host block that this rank lacks
     assert ranks.told.wait(END_S)
     for ask in (ranks.copies.wait, ranks.copies.take_done):
         with pytest.raises(RankLost):

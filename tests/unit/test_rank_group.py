@@ -1,4 +1,4 @@
-"""What ranks do together, over the real thing between threads: sums whose bits follow from their elements alone."""
+"""What ranks compute together, through real groups between threads: sums whose bits depend on their elements alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def together(num_ranks: int, folder: Path, call: Callable[[RankGroup], Any]) -> list[Any]:
-    """What `call` returns on each rank."""
+    """What `call` returns on each rank, in the order of ranks."""
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(
             threads.map(lambda rank: call(RankGroup(rank, num_ranks, "cpu", folder / "meeting")), range(num_ranks))
@@ -26,7 +26,7 @@ def together(num_ranks: int, folder: Path, call: Callable[[RankGroup], Any]) -> 
 
 
 def terms(num_ranks: int, *axes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of very different sizes, so that another order of adding up has other bits."""
+    """Terms of very different sizes, so that adding them in another order gives other bits."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_ranks, *axes, generator=generator)
     return (x * torch.exp2(torch.randint(-6, 7, x.shape, generator=generator).float())).to(dtype)
@@ -37,7 +37,7 @@ def terms(num_ranks: int, *axes: int, dtype: torch.dtype) -> torch.Tensor:
 def test_a_sum_is_made_in_the_order_of_ranks(
     num_ranks: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one exchange or in two, and rounded once."""
+    """Whether it takes one exchange or two, the sum is rounded once."""
     x = terms(num_ranks, 37, 11, dtype=dtype)
     expected = torch.zeros(37, 11)
     for term in x:
@@ -109,7 +109,7 @@ def test_nobody_waits_for_a_rank_that_never_comes(tmp_path: Path, monkeypatch: p
 
 
 class Nccl:
-    """What `RankGroup` uses of it to end it."""
+    """The methods of NCCL's process group that `RankGroup` uses to end it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.num_aborts = 0
@@ -128,7 +128,7 @@ class Nccl:
 def test_what_a_device_waits_for_is_aborted(
     error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for the end of that: it may come after the device's, or never."""
+    """The caller does not wait for the abort to end: that may come after the device's wait, or never."""
     nccl = Nccl(error)
     monkeypatch.setattr(group_module, "_nccl", lambda store, rank, num_ranks: nccl)
     RankGroup(0, 2, "cuda", tmp_path / "meeting").abort()

@@ -1,4 +1,4 @@
-"""A process that waits for a rank which has ended, as one does whose device waits for it, ends."""
+"""If a process waits for a rank that has ended, for example because its device does, the process ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_whoever_waits_for_a_rank_that_has_ended_ends_with_it() -> None:
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.wait(60.0) == 1
-        _, said = process.communicate()  # the other rank lives for as long as it is not told anything
+        _, said = process.communicate()  # the other rank lives as long as its pipe is open
     expected = "tandem: rank 2 of the engine has ended with 3; what it said stands above; this process ends, too\n"
     assert said == expected
 
@@ -43,7 +43,7 @@ def test_whoever_has_noticed_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "_exit", exited.append)
     rank = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
     with ending_with([rank]):
-        wait_until(lambda: rank.returncode is not None, 60.0, "the rank's end is seen")  # and why, here as there
+        wait_until(lambda: rank.returncode is not None, 60.0, "the rank's end is seen")  # this process sees it as well
     for watch in [thread for thread in threading.enumerate() if thread.name == "rank-watch"]:
         watch.join(60.0)
     assert not exited

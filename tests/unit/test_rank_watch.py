@@ -1,4 +1,4 @@
-"""Nobody waits for a rank that has ended, nor takes what a device computed without it. The device is a lock here."""
+"""Nothing waits for a rank that has ended, or uses what a device computed without it. The device is a lock here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END_S = 60.0
 
 
 class Ranks:
-    """Processes that live until their connections end, or they are killed."""
+    """Processes that live until their connections end, or until they are killed."""
 
     def __init__(self, num_ranks: int) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -44,7 +44,7 @@ class Ranks:
 
 
 class Device:
-    """Waits for a rank that is gone, until it is aborted."""
+    """Waits for a lost rank until it is aborted."""
 
     def __init__(self) -> None:
         self.is_aborted = threading.Event()
@@ -79,7 +79,7 @@ def take(watch: RankWatch, ranks: Ranks, device: Device) -> None:
 
 
 def launch(watch: RankWatch, ranks: Ranks, device: Device) -> None:
-    """Into a queue that is full."""
+    """Launch into a full queue."""
     with watch.launching():
         ranks.kill(2)
         assert device.is_aborted.wait(END_S), "the device waits on"
@@ -89,7 +89,7 @@ def launch(watch: RankWatch, ranks: Ranks, device: Device) -> None:
 def test_a_wait_for_a_rank_that_ends_is_aborted(
     call: Callable[[RankWatch, Ranks, Device], None], watch: RankWatch, ranks: Ranks, device: Device
 ) -> None:
-    """It ends without an error, as a device's does: what came of it is not taken."""
+    """The wait itself ends without an error, as a device's does. The watch keeps its result from being used."""
     with pytest.raises(RankLost, match=r"^rank 2 of the engine has ended with SIGKILL; what it said stands above$"):
         call(watch, ranks, device)
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_a_wait_for_a_rank_that_ends_is_aborted(
 def test_what_is_being_launched_is_let_finish(
     watch: RankWatch, ranks: Ranks, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its calls on this thread use what an abort on another one lets go of."""
+    """Its calls on this thread use what an abort on another thread would free."""
     monkeypatch.setattr(rank_watch, "LAUNCH_S", END_S)
     with pytest.raises(RankLost), watch.launching():  # noqa: PT012
         ranks.kill(2)
@@ -113,7 +113,7 @@ def test_what_is_being_launched_is_let_finish(
 
 
 def test_what_breaks_meanwhile_names_who_ended_first(watch: RankWatch, ranks: Ranks) -> None:
-    """Another rank then fails, too, and so do connections."""
+    """Afterwards another rank fails, too, and so do connections."""
     broken = RuntimeError("Connection closed by peer")
     with pytest.raises(RankLost, match=r"^rank 2 ") as caught, watch.launching():  # noqa: PT012
         ranks.kill(2)
@@ -133,7 +133,7 @@ def test_an_error_of_its_own_stays_what_it_is(watch: RankWatch, monkeypatch: pyt
 
 
 def test_ranks_that_are_let_go_of_are_not_lost(ranks: Ranks, device: Device) -> None:
-    """They end, and nobody looks. A process that was forked off meanwhile has all files that this one has."""
+    """The watch does not watch their ends. A process forked meanwhile keeps copies of this process' files open."""
     watch = RankWatch(ranks.processes, ranks.connections, device.abort)
     [thread] = [each for each in threading.enumerate() if each.name == "rank-watch"]
     forked = os.dup(watch._state._wakes.fileno())
@@ -166,7 +166,7 @@ def test_a_device_that_cannot_be_woken_ends_with_its_process() -> None:
 
 
 class Left(threading.Event):
-    """Says when somebody waits for it."""
+    """An event that says when a thread waits for it."""
 
     def __init__(self) -> None:
         super().__init__()

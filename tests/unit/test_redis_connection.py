@@ -1,4 +1,4 @@
-"""Redis' clients, over a server that says what it is told to."""
+"""Redis clients, with a server whose answers are scripted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def num_connections_of_two_calls(answer: bytes) -> int:
         nonlocal num_connections
         num_connections += 1
         while data := await reader.read(4096):
-            writer.write(b"+OK\r\n" * data.count(b"CLIENT") or answer)  # it introduces itself first
+            writer.write(b"+OK\r\n" * data.count(b"CLIENT") or answer)  # the client introduces itself first
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:

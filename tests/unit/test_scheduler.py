@@ -1,4 +1,4 @@
-"""What the scheduler promises of order and budget, case by case."""
+"""What the scheduler promises about order and budget, case by case."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _numbers = iter(range(10_000))
 
 
 def sequence(name: str, length: int, **params: object) -> Sequence:
-    """Tokens that no other sequence has."""
+    """A sequence of tokens that no other sequence has."""
     number = next(_numbers)
     tokens = [1000 * number + 10 + i for i in range(length)]
     sampling = SamplingParams(**{"max_tokens": 20, **params})  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def sequence(name: str, length: int, **params: object) -> Sequence:
 
 
 def compute(scheduler: Scheduler, output: SchedulerOutput, sampled: list[int | None]) -> list[RequestOutput]:
-    """`sampled`: one token each, or None."""
+    """Run a step. `sampled`: for each sequence its token, or None."""
     scheduler.begin(output)
     return apply(scheduler, output, sampled)
 
@@ -113,7 +113,7 @@ def test_prompts_are_cut_for_what_may_begin_to_decode_at_any_moment() -> None:
     output = scheduler.schedule(3)
     assert plan(output) == [("prompt", 3)]
     compute(scheduler, output, [None])
-    assert plan(scheduler.schedule(0)) == [("prompt", 5)]  # nothing decodes yet: nobody gains by an empty step
+    assert plan(scheduler.schedule(0)) == [("prompt", 5)]  # nothing decodes yet, so an empty step would help no one
     assert scheduler.abort("granted")
     assert plan(scheduler.schedule(3)) == [("prompt", 5)]
 
@@ -137,7 +137,7 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
 
 
 def test_a_prompt_without_a_next_token_keeps_its_blocks() -> None:
-    """Its first blocks may be under way to a receiver: whoever sends them says when they are free."""
+    """A transfer to a receiver may still read its first blocks. The sender says when they are free."""
     scheduler = make(chunk=4)
     prompt = sequence("bad", 6)
     prompt.is_prefill_only = True
@@ -168,7 +168,7 @@ def test_the_budget_bounds_a_step() -> None:
 
 
 def test_prompts_share_a_step_until_they_are_enough() -> None:
-    """The first does not wait for one that only makes the step longer."""
+    """The first prompt does not wait for others that only make its step longer."""
     scheduler = make(budget=40, chunk=40, batch=6)
     for name in "abcde":
         scheduler.add(sequence(name, 10 if name == "d" else 4))
@@ -182,7 +182,7 @@ def test_nothing_overtakes_the_head_of_the_queue() -> None:
     scheduler = make(num_blocks=12)
     scheduler.add(sequence("running", 20))
     step(scheduler)
-    scheduler.add(sequence("large", 40))  # 10 blocks: not while the first runs
+    scheduler.add(sequence("large", 40))  # 10 blocks: too many while the first runs
     scheduler.add(sequence("small", 2))
     assert "small" not in [name for name, _ in plan(step(scheduler))]
     scheduler.abort("running")
@@ -306,7 +306,7 @@ def test_a_prompt_whose_blocks_are_being_pushed_is_not_preempted() -> None:
     scheduler.add(young)
     while not young.num_output_tokens:
         step(scheduler)
-    pushed = sequence("pushed", 16)  # all that is left, but for one
+    pushed = sequence("pushed", 16)  # takes all blocks that are left, but for one
     pushed.is_prefill_only = True
     scheduler.add(pushed)
     step(scheduler)
@@ -323,7 +323,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
         scheduler.add(sequence(name, 8, max_tokens=50))
     first = launch(scheduler)
     assert len(first.scheduled) == 2
-    assert scheduler.schedule().scheduled == []  # each needs a block more, and one is left
+    assert scheduler.schedule().scheduled == []  # each needs another block, and one is left
     apply(scheduler, first, [7, 7])
     assert plan(scheduler.schedule()) == [("old", 1)]
     assert scheduler.stats.num_preemptions == 1
@@ -346,7 +346,7 @@ def test_a_reservation_does_not_take_what_waiting_requests_need() -> None:
 
 
 def test_what_shares_its_prompt_with_others_needs_room_for_the_rest_alone() -> None:
-    """Also while others wait that share it, too; and not once nobody has it any more."""
+    """Also while others wait that share it, but not once no sequence has that prompt any more."""
     scheduler = make(num_blocks=14)
     first = sequence("first", 38)
     scheduler.add(first)
@@ -381,7 +381,7 @@ def test_no_more_sequences_than_max_num_seqs() -> None:
 
 
 def test_what_is_granted_is_no_more_than_that_either_when_it_begins() -> None:
-    """Others that come meanwhile wait: a device has room, and recorded steps, for so many."""
+    """Requests that arrive meanwhile wait: the device has room, and recorded steps, for no more sequences."""
     scheduler = make(max_num_seqs=2)
     assert scheduler.reserve(sequence("granted", 2))
     for name in "ab":
@@ -424,7 +424,7 @@ def test_a_committed_prompt_is_found_by_who_comes_next() -> None:
 
 
 def test_of_a_prompt_that_is_cached_to_its_end_the_last_block_is_computed() -> None:
-    """The logits behind its last token give the next one."""
+    """The next token needs the logits at the last token."""
     scheduler = make()
     first, second = sequence("first", 8), sequence("second", 8)
     second.token_ids[:] = first.token_ids[:]
@@ -436,7 +436,7 @@ def test_of_a_prompt_that_is_cached_to_its_end_the_last_block_is_computed() -> N
 
 
 def test_what_waits_for_memory_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not in each step that finds no room for it: of a long prompt that takes as long as a step."""
+    """Not in each step that finds no room for it: to hash a long prompt takes as long as a step."""
     hashed: list[int] = []
 
     def count(hashes: list[bytes], token_ids: list[int], block_size: int, key: bytes) -> None:

@@ -1,14 +1,15 @@
-"""Block manager and scheduler under random histories: the books balance, no block is in two hands, nothing starves.
+"""Block manager and scheduler in random histories: the books balance, no block is used twice, nothing starves.
 
 A model plays the executor: it remembers which (sequence, position) each slot was last written for, and checks that what
-a sequence would read is what was written for the very same tokens. So sharing, preemption, prefix reuse
-and granted blocks that are filled from outside are all checked by content, not only by count.
+a sequence would read was written for the very same tokens. This checks sharing, preemption, prefix reuse and granted
+blocks that are filled from outside by their content, not only by count.
 
-Up to two steps are in flight, in which anything may happen to their sequences; the model writes as late as a device
-may, just before tokens are known. So a block that was given away too early is found with another's content in it.
+Up to two steps are in flight, during which anything may happen to their sequences. The model writes as late as a device
+may, just before the tokens are known. So if a block is given away too early, the model finds another sequence's content
+in it.
 
-Copies to host memory and back end in any order, or not for long; what they read, they read as late as that, and what
-they write to is rubbish until then.
+Copies to host memory and back end in any order, perhaps late. The model lets them read as late as they end, and fills
+what they write to with rubbish until then.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ EOS = 1
 MAX_MODEL_LEN = 40
 
 TEXTS = [list(range(2, 26)), [2, 3] * 12, list(range(26, 50)), [4, 5, 6] * 8]
-# Prefixes of few texts, so that they are often shared; sometimes with an ending of their own.
+# Prefixes of few texts, so that sequences often share them; sometimes with an ending of their own.
 prompts = st.builds(
     lambda text, length, end: [*text[:length], *end],
     st.sampled_from(TEXTS[:2]),
@@ -44,7 +45,7 @@ prompts = st.builds(
 
 
 class Pool:
-    """What each slot of each block was written for: the salt, and the tokens up to and including its own."""
+    """For each slot of each block, what it was written for: the salt, and the tokens up to and including its own."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -54,7 +55,7 @@ class Pool:
         self.slots[block_id] = list(content)
 
     def write(self, block_table: list[int], seq: Sequence, start: int, end: int) -> None:
-        # What is computed for a sequence that ended with the token before is of no use, but it is written.
+        # If a sequence ended with the previous token, what is computed for it is useless, but it is written.
         token_ids = [*seq.token_ids] + [PENDING_TOKEN] * (end - len(seq))
         for position in range(start, end):
             block = block_table[position // self.block_size]
@@ -70,7 +71,7 @@ class Pool:
 
 @dataclass
 class Launched:
-    """A step as a device was told of it: block tables as they were then."""
+    """A launched step, with the block tables of that time."""
 
     output: SchedulerOutput
     tables: list[list[int]]
@@ -118,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.host = Pool(num_host_blocks, block_size)
         self.copies: list[BlockCopy] = []
         self.findable: set[bytes] = set()
-        """By the cache events."""
+        """The cached hashes, according to the cache events."""
         self.in_flight: deque[Launched] = deque()
         self.ids = count()
         self.seqs: dict[str, Sequence] = {}
@@ -156,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.scheduler.reserve(seq):
             return multiple()
         if not seq.num_loading_blocks:
-            self.pool.check(seq.block_table, seq, seq.num_computed_tokens)  # what it need not receive
+            self.pool.check(seq.block_table, seq, seq.num_computed_tokens)  # the part it need not receive
         return seq.request_id
 
     @rule(request_id=consumes(requests), token=st.integers(2, 9))
@@ -176,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             and seq.block_table
             and not seq.num_loading_blocks + seq.num_steps_in_flight
         ):
-            self.pool.check(seq.block_table, seq, seq.num_computed_tokens)  # up to now it could be read
+            self.pool.check(seq.block_table, seq, seq.num_computed_tokens)  # a transfer could read it until now
         was_there = seq.status is not SequenceStatus.FINISHED
         assert self.scheduler.abort(request_id) == was_there
 
@@ -261,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.findable == set(self.manager.cached_hashes())
 
     def teardown(self) -> None:
-        """Nothing starves: with no newcomers everything ends, and every block comes back."""
+        """Nothing starves: without new requests everything ends, and every block becomes free or cached."""
         if not hasattr(self, "manager"):
             return
         for request_id in [*self.scheduler.granted, *self.scheduler.held]:
@@ -290,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class OffloadingMachine(SchedulerMachine):
-    """The same with host memory, and a pool that has room for two requests or three."""
+    """The same with host memory, and a pool with room for two or three requests."""
 
     @initialize(num_host_blocks=st.sampled_from([1, 2, 6, 12, 40]), num_drafts=st.sampled_from([0, 0, 4]))
     def make(self, num_host_blocks: int, num_drafts: int) -> None:
@@ -308,7 +309,7 @@ class OffloadingMachine(SchedulerMachine):
     def serve(
         self, text: list[int], length: int, salt: str, is_prefill_only: bool, copies_wait: bool, steps: int
     ) -> str:
-        """A request and steps enough to end it, and to take the place of others that ended; or just to admit it."""
+        """Serve a request for as many steps as end it and reuse the blocks of ended ones, or only admit it."""
         seq = self.new_sequence(text[:length], 2, cache_salt=salt, is_prefill_only=is_prefill_only)
         self.scheduler.add(seq)
         for _ in range(steps):
@@ -328,7 +329,7 @@ class OffloadingMachine(SchedulerMachine):
         then=st.sampled_from(["", "commit", "abort", "both"]),
     )
     def reserve_again(self, text: list[int], length: int, then: str) -> object:
-        """What is granted may be on its way from the host, and its commit, or its end, come before it is there."""
+        """Granted blocks may still be coming from the host when the commit or the end of the request arrives."""
         seq = self.new_sequence(text[:length], 5)
         self.reserve_of(seq)
         if then in ("commit", "both"):
@@ -339,7 +340,7 @@ class OffloadingMachine(SchedulerMachine):
 
     @rule()
     def fail(self) -> None:
-        """What a step samples is no token: some block holds no numbers, and nobody must find it."""
+        """A step samples no token: some block holds NaN, and no later request may find it in the cache."""
         if not self.in_flight:
             return
         launched = self.in_flight.popleft()

@@ -1,4 +1,4 @@
-"""What a scheduler's books say of its cache: the metrics of a worker show it."""
+"""What a scheduler counts about its cache, for the metrics of a worker."""
 
 from __future__ import annotations
 

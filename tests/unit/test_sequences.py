@@ -43,7 +43,8 @@ async def test_an_answer_in_one_message_begins_where_it_was_resumed_and_names_it
 
 @pytest.mark.parametrize("num_before", [0, 3])
 async def test_the_others_wait_for_the_second_token_that_comes_now(num_before: int) -> None:
-    """Then the prompt lies in a decode worker's cache. What a client has from another router says nothing of that."""
+    """At the second token, the prompt is in a decode worker's cache. Tokens that the client has from another router do
+    not show that."""
     begun: list[str] = []
     goes_on = asyncio.Event()
 
@@ -60,7 +61,7 @@ async def test_the_others_wait_for_the_second_token_that_comes_now(num_before: i
     lifecycles: Any = [SimpleNamespace(run=first, has_one_worker=False), SimpleNamespace(run=other)]
     messages = Sequences(lifecycles, is_streaming=True).run()
     assert (await anext(messages)).token_ids == [7]
-    for _ in range(5):  # whoever may run has run
+    for _ in range(5):  # lets every task run that can
         await asyncio.sleep(0)
     goes_on.set()
     assert [list(message.token_ids) async for message in messages] == [[8], []]

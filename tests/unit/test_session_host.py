@@ -1,4 +1,5 @@
-"""What a worker keeps of its routers' sessions: streams by name, news for all, a last word. No network."""
+"""What a worker keeps of its routers' sessions: streams by name, news for all of them, and a last message. No
+network."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Generates:
 
 
 class Router:
-    """The other end of one session."""
+    """The router's end of one session."""
 
     def __init__(self, host: SessionHost) -> None:
         self.commands: asyncio.Queue[pb.DecodeCommand] = asyncio.Queue()
@@ -85,7 +86,8 @@ def finished(engine_id: str) -> RequestOutput:
 
 
 async def test_a_name_that_comes_back_names_something_new_in_the_engine() -> None:
-    """A cancelled prefill is cleaned up later, by its engine id: that must not hit who bears the name by then."""
+    """A cancelled prefill is cleaned up later, by its engine id. That must not hit the stream that has its name by
+    then."""
     bench = Bench()
     router = await bench.router()
     router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
@@ -120,7 +122,7 @@ async def test_ending_the_sessions_says_what_was_still_to_be_said() -> None:
 async def test_what_the_engine_could_not_compute_is_not_tried_elsewhere(
     is_prefill: bool, error: str, code: int
 ) -> None:
-    """A request whose numbers are none would take down one worker after the other."""
+    """A request whose logits are NaN would fail on one worker after another."""
     bench = Bench()
     router = await bench.router()
     router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
@@ -137,7 +139,7 @@ async def test_what_the_engine_could_not_compute_is_not_tried_elsewhere(
     assert bench.host.find(stream.engine_id) is None
     if is_prefill:
         assert stream.first_token is not None
-        assert stream.first_token.cancelled()  # its task cleans up
+        assert stream.first_token.cancelled()  # the prefill's task cleans up
     router.task.cancel()
     await asyncio.wait([router.task])
 
@@ -162,8 +164,8 @@ async def test_tokens_that_were_kept_are_told_before_what_went_wrong_after_them(
     [(asyncio.CancelledError(), True), (Unreachable("gone"), True), (KeyError("x"), True), (ValueError("bad"), False)],
 )
 async def test_what_ends_the_work_of_a_stream_is_told_to_the_router(error: BaseException, can_retry: bool) -> None:
-    """Else the request would wait for ever: nobody but the worker knows that it has stopped. What it asked for itself
-    would be as wrong at another worker."""
+    """Only the worker knows that the work has stopped: the request would wait for ever. An error in what the request
+    itself asks for would come at any other worker, too."""
     bench = Bench()
     router = await bench.router()
     router.send(generate=pb.EngineRequest(request_id="a", attempt=1))

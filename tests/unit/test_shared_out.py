@@ -1,4 +1,4 @@
-"""What each rank of several has of a model: all parts together are the whole, and nothing is in two of them."""
+"""Which part of a model each of several ranks has: all parts together are the whole, and no two overlap."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_heads_of_latents_and_every_expert_are_shared_out() -> None:
 
 
 def test_ranks_may_share_a_key_head() -> None:
-    """Each query head finds its own."""
+    """Each query head uses the right one."""
     shape = load_model_shape(LLAMA | {"num_key_value_heads": 2}, "auto")
     share = share_of(shape, 6)
     assert isinstance(shape, DecoderConfig)
@@ -167,7 +167,7 @@ def test_inputs_that_share_a_scale_are_not_cut() -> None:
 
 
 class Collecting:
-    """In the place of a group: keeps each rank's logits, padded as they are."""
+    """Stands in for a group: collects each rank's logits, with their padding."""
 
     def __init__(self, rank: int, parts: list[torch.Tensor]) -> None:
         self.rank, self.num_ranks = rank, 3
@@ -180,7 +180,7 @@ class Collecting:
 
 @pytest.mark.parametrize("vocab_size", [9, 10, 11, 7, 4])
 def test_parts_of_the_vocabulary_are_the_vocabulary(vocab_size: int) -> None:
-    """Also where the last ranks have fewer rows, or none."""
+    """Also if the last ranks have fewer rows, or none."""
     weight, x = torch.randn(vocab_size, 8), torch.randn(2, 8)
     parts: list[torch.Tensor] = []
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""Tokens guessed ahead: what is guessed, how many, and what becomes of right and wrong ones in the scheduler."""
+"""Draft tokens: which are guessed, how many, and what the scheduler does with right and wrong ones."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ TOY = {
     ("tokens", "drafts"),
     [
         ([5, 6, 7, 8, 9, 5, 6], [7, 8, 9, 5]),
-        ([1, 2, 3, 4, 1, 2, 9, 9, 1, 2], [9, 9, 1, 2]),  # where it stood last
-        ([1, 2, 3, 7, 9, 2, 3, 8, 9, 1, 2, 3], [7, 9, 2, 3]),  # more that is equal goes before later
-        ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]),  # round in circles
+        ([1, 2, 3, 4, 1, 2, 9, 9, 1, 2], [9, 9, 1, 2]),  # where the pair stood last
+        ([1, 2, 3, 7, 9, 2, 3, 8, 9, 1, 2, 3], [7, 9, 2, 3]),  # a longer match goes before a later one
+        ([1, 2, 3, 1, 2, 3], [1, 2, 3, 1]),  # goes round in circles
         ([8, 8, 8], [8, 8, 8, 8]),
-        ([5, 6, 7, 9, 6], []),  # one token alone is not enough
+        ([5, 6, 7, 9, 6], []),  # one matching token is not enough
         ([5, 6, 7, 8], []),
         ([5], []),
     ],
@@ -71,14 +71,14 @@ def test_how_many_tokens_must_be_found_again() -> None:
 def test_a_draft_follows_a_copy_of_the_end(tokens: list[int], num_wanted: int) -> None:
     words = array("q", tokens)
     drafts = propose(words, CONFIG, num_wanted)
-    words.append(0)  # nothing looks at it any more
+    words.append(0)  # raises if a buffer of it is still in use
     if not drafts:
         ends = [tuple(tokens[i - 2 : i]) for i in range(2, len(tokens))]
         assert tuple(tokens[-2:]) not in ends or len(tokens) < 2
         return
     assert len(drafts) == num_wanted
     text = tokens + drafts
-    # Somewhere before stands what ends the tokens, and what follows there follows here.
+    # An earlier place has the same last two tokens, and the drafts follow there.
     assert any(
         text[i : i + 2 + num_wanted] == text[len(tokens) - 2 : len(tokens) + num_wanted] for i in range(len(tokens) - 2)
     )
@@ -171,14 +171,14 @@ def make(*, num_blocks: int = 64, budget: int = 64, draft_batch: int = 16, num_d
 
 
 def repeating(number: int = 0, **params: object) -> Sequence:
-    """Ten tokens; after a 10 drafts are 11, 12, 13, 14."""
+    """Ten tokens. After a 10 the drafts are 11, 12, 13, 14."""
     tokens = [10, 11, 12, 13, 14, 15, 16, 17, 18, 9]
     sampling = SamplingParams(**{"max_tokens": 20, **params})  # type: ignore[arg-type]
     return Sequence(number, f"r{number}", tokens, len(tokens), sampling)
 
 
 def begin(scheduler: Scheduler, *seqs: Sequence) -> None:
-    """All prompts are computed, and each goes on with 10 and 11: drafts are 12, 13, 14, 15."""
+    """Compute all prompts, each of which goes on with 10 and 11: the next drafts are 12, 13, 14, 15."""
     for seq in seqs:
         scheduler.add(seq)
     for token_id in (10, 11):
@@ -186,7 +186,7 @@ def begin(scheduler: Scheduler, *seqs: Sequence) -> None:
 
 
 def run(scheduler: Scheduler, sampled: list[int]) -> tuple[SchedulerOutput, list[RequestOutput]]:
-    """One step, in which each sequence samples these, as far as it samples so many."""
+    """Run a step in which each sequence samples the first of these tokens, as many as it samples."""
     output = scheduler.schedule()
     scheduler.begin(output)
     return output, scheduler.apply(output, [sampled[: s.num_sampled] for s in output.scheduled])
@@ -211,7 +211,7 @@ def test_right_drafts_and_the_token_after_them_come_in_one_step() -> None:
         ([99, 13, 14, 15, 16], [99]),
         ([12, 99, 14, 15, 16], [12, 99]),
         ([12, 13, 14, 99, 16], [12, 13, 14, 99]),
-        ([12, 13, INVALID_TOKEN, 15, 16], [12, 13]),  # said when it is computed again, alone
+        ([12, 13, INVALID_TOKEN, 15, 16], [12, 13]),  # the error is reported when it is computed again, alone
     ],
 )
 def test_what_comes_after_a_wrong_draft_was_never_computed(sampled: list[int], told: list[int]) -> None:
@@ -222,7 +222,7 @@ def test_what_comes_after_a_wrong_draft_was_never_computed(sampled: list[int], t
     assert list(seq.token_ids[12:]) == told
     assert seq.num_uncomputed_tokens == 1
     assert seq.draft_history.max_drafts == max(1, len(told) - 1)
-    # Whose KV is wrong is not found by others.
+    # Other sequences cannot find a block whose KV is wrong.
     assert len(scheduler.block_manager.cached_hashes()) == seq.num_computed_tokens // 4
 
 
@@ -261,7 +261,7 @@ def test_no_more_drafts_than_tokens_that_may_come() -> None:
 
 def test_sequences_without_drafts_come_first_and_prompts_last() -> None:
     scheduler, seq, other = make(), repeating(0), repeating(1)
-    other.token_ids[0] = other.token_ids[1] = 77  # in which nothing is found
+    other.token_ids[0] = other.token_ids[1] = 77  # nothing is found for a draft
     begin(scheduler, seq, other)
     scheduler.add(repeating(2))
     output = scheduler.schedule()
@@ -276,7 +276,7 @@ def test_a_step_of_many_rows_takes_no_more_drafts(draft_batch: int, nums: list[i
 
 
 def test_nothing_is_preempted_for_drafts() -> None:
-    # 10 tokens and 2 are 3 blocks for each; drafts take a fourth, and there is one.
+    # 12 tokens are 3 blocks for each sequence. Drafts take a fourth, and one block is left.
     scheduler = make(num_blocks=7)
     begin(scheduler, repeating(0), repeating(1))
     output = scheduler.schedule()
@@ -297,7 +297,8 @@ def test_nothing_waits_for_a_grammar_that_is_being_compiled() -> None:
 
 
 def test_a_grammar_that_is_compiled_between_two_looks_leaves_nobody_behind() -> None:
-    """Who finds nothing to compute asks for what was waited for. It is there by then: that is no reason to rest."""
+    """The step finds nothing to compute and then asks for the grammar, which is there by then: the engine must not go
+    idle."""
     scheduler, seq = make(), repeating()
     begin(scheduler, seq)
     compiling: Future[LLMatcher] = Future()
@@ -359,7 +360,7 @@ def test_prompts_beside_them_are_cut_without_drafts() -> None:
 
 
 def test_drafts_are_no_prompts(tmp_path: Path, one_thread: None) -> None:
-    """Neither counted as such, nor taken for them by the pace."""
+    """The statistics do not count them as prompt tokens, and the pace does not take them for such."""
     (tmp_path / "config.json").write_text(json.dumps(TOY))
     args = EngineArgs(
         model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", num_kv_blocks=16,
@@ -375,7 +376,7 @@ def test_drafts_are_no_prompts(tmp_path: Path, one_thread: None) -> None:
 
 
 def test_a_prompt_of_one_token_is_a_prompt(tmp_path: Path, one_thread: None) -> None:
-    """In the books, whole or as the last chunk of one."""
+    """The statistics count it as prompt, whether it is a whole prompt or the last chunk of one."""
     (tmp_path / "config.json").write_text(json.dumps(TOY))
     args = EngineArgs(
         model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", num_kv_blocks=16,

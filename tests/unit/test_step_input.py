@@ -1,4 +1,4 @@
-"""A step's integers, as they travel to the other ranks of an engine."""
+"""The integers of a step, as they are sent to the other ranks of an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 4
 
 
 def random_output(rng: random.Random) -> tuple[SchedulerOutput, dict[int, int]]:
-    """A step of every kind of sequences, and where the one before left what is pending."""
+    """A step of every kind of sequence, and where the previous step left pending tokens."""
     scheduled = []
     for number in range(rng.randrange(5)):
         length = rng.randrange(1, 30)

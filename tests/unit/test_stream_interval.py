@@ -1,4 +1,5 @@
-"""Tokens that are told several at a time: all of them, in order, the first and the last at once."""
+"""Tokens that are sent several at a time: none is lost, they stay in order, and the first and the last are sent at
+once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Text with tags in it: what fits, what does not, what is refused; against a reader of such texts that is not ours."""
+"""Text with tags: what fits, what does not, and which forms are refused, compared with an independent reader of such
+texts."""
 
 from __future__ import annotations
 
@@ -252,7 +253,7 @@ async def test_what_takes_too_long_is_refused_and_the_next_one_compiled(checker:
 async def test_words_that_are_tokens_are_said_by_number_and_not_in_the_routers_process(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a stranger's tag takes there holds up nobody's stream."""
+    """Work on a stranger's tag must not block the streams of others."""
     monkeypatch.setattr(structured_outputs, "StructuralTag", None)
     params = pb.SamplingParams(structured_outputs=asked(TRIGGERED))
     assert "<[77]>" in await compile_grammar(params, checker, tokens={"<f=": 77})
@@ -260,7 +261,7 @@ async def test_words_that_are_tokens_are_said_by_number_and_not_in_the_routers_p
 
 
 def test_words_are_said_by_number_where_their_tokens_are_no_text(tmp_path: Path) -> None:
-    """An added token that is two line breaks begins no tag by itself: text has it, too."""
+    """An added token that is two line breaks does not begin a tag by itself: ordinary text has it, too."""
     made = tokenizer()
     made.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in ("NN", "<t>", "<t><t>")])
     made.add_special_tokens(["[s]"])
@@ -280,7 +281,7 @@ def test_words_are_said_by_number_where_their_tokens_are_no_text(tmp_path: Path)
 
 
 async def test_words_that_are_tokens_are_looked_for_beside_the_routers_event_loop(checker: GrammarChecker) -> None:
-    """A tokenizer may have thousands of them, and a tag 64 KiB."""
+    """A tokenizer may have thousands of such words, and a tag 64 KiB."""
     looked: list[bool] = []
 
     class Watched(Tokenizer):
@@ -319,7 +320,7 @@ MEANT = ["<f=now>", "<f=weather>", "</think>", "\n</calls>", "\n</a>", "</f>", '
 
 
 def has_form(name: str, text: str) -> bool:
-    """Told apart by a search for what begins and what ends."""
+    """Whether the text has the form, found by a search for what begins and ends each part."""
     if name == "thinking":
         head, found, text = text.partition("</think>")
         return bool(found) and head.startswith("<think>") and has_form("triggered", text)
@@ -346,7 +347,7 @@ def has_form(name: str, text: str) -> bool:
 
 
 def words(kind: str) -> tokenizers.Tokenizer:
-    """The same vocabulary, in which some words are tokens by themselves: hidden ones, or not."""
+    """The same vocabulary, in which some words are tokens of their own, special or not."""
     made = tokenizer()
     if kind != "spelled":
         added = [
@@ -359,7 +360,7 @@ def words(kind: str) -> tokenizers.Tokenizer:
 @pytest.mark.parametrize("kind", ["spelled", "added", "special"])
 @pytest.mark.parametrize("name", list(WALKED))
 def test_whatever_is_drawn_has_the_form(name: str, kind: str, tmp_path: Path) -> None:
-    """Walks that like to begin a tag; and the masks depend on the tokens alone, however they were come by."""
+    """Random walks that often begin a tag. The masks depend on the tokens alone, not on how they were reached."""
     made, form = words(kind), asked(WALKED[name])
     folder = write_model(tmp_path / "model")
     made.save(str(folder / "tokenizer.json"))
@@ -399,7 +400,7 @@ def test_whatever_is_drawn_has_the_form(name: str, kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", [name for name in FITS if FITS[name][1]])
 def test_what_fits_may_be_said_in_the_tokens_of_a_real_model(name: str, model_folder: Path) -> None:
-    """As its tokenizer cuts the text, one after the other, to an end."""
+    """In the tokens into which the model's tokenizer cuts the text, to its end."""
     state_of = Grammars(model_folder, vocab_size=49_152, eos_token_ids=frozenset({2}))
     reader = Tokenizer.from_folder(model_folder)
     grammar = grammar_of(asked(FITS[name][0]))
@@ -473,7 +474,7 @@ ENDLESS = {
 def test_a_form_that_never_ends_holds_nobody_up(
     form: pb.StructuredOutputs, said: str, is_thought: bool, tmp_path: Path
 ) -> None:
-    """Followed in a process of its own, which is ended where that is for ever."""
+    """Runs in a process of its own, which is ended if it takes for ever."""
     grammar = grammar_of(form)
     if is_thought:
         grammar = reasoning_of("qwen3", "<think>", has_form=True).grammar(grammar)

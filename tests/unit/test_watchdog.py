@@ -1,4 +1,4 @@
-"""When an engine stands still, and when it is stuck: within one step for too long, as this event loop sees it."""
+"""When an engine counts as stalled, and when as stuck: within one step for too long, as this event loop sees it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Engine:
 
 
 class Watch:
-    """Somebody who watches an engine, and what was heard of it."""
+    """A task that watches an engine, and what it reported."""
 
     def __init__(self, progress: Iterable[int | None], *, stall_s: float = 9.0, timeout_s: float = TIMEOUT_S) -> None:
         self.heard: list[bool] = []
