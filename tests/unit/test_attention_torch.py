@@ -1,4 +1,4 @@
-"""The plain-torch backend against attention written out in float64, one query at a time, over odd shapes."""
+"""The plain-torch backend compared with attention written out in float64, one query at a time, over odd shapes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_soft_cap_and_another_scale(
     lens: list[tuple[int, int]], window: int, soft_cap: float, scale: float | None
 ) -> None:
     case = Case(lens, num_heads=6, num_kv_heads=2, head_dim=8, block_size=4)
-    case.q *= 15  # scores of some dozens: the cap bends them
+    case.q *= 15  # scores of several dozens, which the cap bends
     expected = case.expected(window, soft_cap, scale)
     torch.testing.assert_close(run(case, window, soft_cap, scale).double(), expected, rtol=1e-4, atol=1e-4)
     if len(case.q) > 1:
@@ -97,7 +97,7 @@ def test_bfloat16() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
 def test_a_pool_of_8_bit_floats_against_float64(lens: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    """Keys and values are such numbers: all that rounds is the arithmetic between them."""
+    """The keys and values are 8-bit floats themselves, so only the arithmetic between them rounds."""
     case = Case(lens, num_heads=6, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype, kv_dtype=torch.float8_e4m3fn)
     out, tolerance = run(case, 7), 1e-5 if dtype == torch.float32 else 2e-2
     assert out.dtype == dtype
@@ -129,7 +129,7 @@ def test_padding_stays_bounded(shapes: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 3])
 @pytest.mark.parametrize("is_masked", [True, False])
 def test_heads_that_share_keys_without_torch_knowing(num_seqs: int, is_masked: bool) -> None:
-    """As it is done on a GPU."""
+    """A GPU computes it this way."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(num_seqs, heads, length, 8, dtype=torch.float64, generator=generator)

@@ -1,4 +1,4 @@
-"""Which tokens the words are that an answer is not to have, and when the last of them may not come."""
+"""Which tokens form the words that an answer must not contain, and when the last token of a word is forbidden."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def forbidden(seq: Sequence) -> set[int]:
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        ([], {7}),  # the prompt's tokens are none of the answer's
+        ([], {7}),  # the prompt's tokens do not count
         ([PENDING_TOKEN], {7}),
         ([1], {7, 2}),
         ([3, 1], {7, 2}),
@@ -85,6 +85,6 @@ def test_words_as_tokens(model_folder: Any) -> None:
     lisbon, behind = encode("Lisbon"), encode(" Lisbon")
     assert bad_words_token_ids(["Lisbon", " Lisbon", "Lisbon"], encode) == [tuple(lisbon), tuple(behind)]
     assert (len(lisbon), len(behind)) == (3, 1), "by vLLM's rule the second may come"
-    # Where a space is a token of its own, what follows it is the word as it is.
+    # If a space is a token of its own, the tokens after it are the word's own.
     assert bad_words_token_ids(["ab"], lambda text: [ord(char) for char in text]) == [(97, 98)]
     assert bad_words_token_ids([], encode) == []

@@ -1,4 +1,5 @@
-"""What docs/gpu.md carries to a machine with torch, Triton and transformers is all that benchmarks/gpu.py imports."""
+"""What docs/gpu.md carries to a machine with torch, Triton and transformers is all that benchmarks/gpu.py needs to
+import."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def carry(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Path]:
-    """A folder of packages as a bare machine has them: torch, Triton and transformers, what they need, and so many
-    lines, or all, of what docs/gpu.md carries there."""
+    """Makes the package folder of a bare machine: torch, Triton and transformers, what these need, and the packages of
+    the first lines, or of all, that docs/gpu.md carries there."""
     text = (ROOT / "docs/gpu.md").read_text()
     (listed,) = re.findall(r"-d wheels \\\n(.*?)\nzip", text, re.DOTALL)
     lines = [line.split() for line in listed.replace("\\", "").splitlines()]
@@ -32,7 +33,7 @@ def carry(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Pa
         carried = {canonicalize_name(name) for line in lines[:num_lines] for name in line}
         for name in with_needs(["torch", "triton", "transformers"]) | carried:
             for top in tops_of(name):
-                if not (folder / top).exists():  # several packages share one: google
+                if not (folder / top).exists():  # several packages may share one, such as google
                     (folder / top).symlink_to(str(distribution(name).locate_file(top)))
         return folder
 
@@ -40,7 +41,8 @@ def carry(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Pa
 
 
 def tops_of(name: str) -> set[str]:
-    """What a package has in the folder of packages; nothing where it is not installed here, as `nixl-cu13`."""
+    """The top-level entries of a package in the package folder; none if it is not installed here, such as
+    `nixl-cu13`."""
     try:
         return {path.parts[0] for path in files(name) or []} - {".."}
     except PackageNotFoundError:
@@ -61,7 +63,7 @@ def with_needs(names: Iterable[str]) -> set[str]:
 
 
 def run_bare(site: Path, *arguments: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
-    """Python with these packages and no others."""
+    """Run Python with these packages and no others."""
     return subprocess.run(
         [sys.executable, "-S", *arguments], env=os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{site}"}, cwd=ROOT,
         capture_output=True, text=True, timeout=120, check=False,
@@ -91,7 +93,7 @@ def test_what_is_carried_to_a_bare_machine_is_all_that_is_imported(
 
 @pytest.mark.slow
 def test_the_kernels_tests_find_all_that_they_ask_for_on_a_bare_machine(carry: Callable[[int | None], Path]) -> None:
-    """Their fixtures are looked up, and no test is run."""
+    """pytest sets up the plan of their fixtures, but runs no test."""
     _, *arguments = kernels.command()
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = run_bare(carry(2), *arguments, "-n", "0", "--setup-plan", path=path)

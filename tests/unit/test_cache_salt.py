@@ -1,4 +1,4 @@
-"""Blocks are shared by sequences of one salt, and by no others."""
+"""Sequences share blocks with sequences of the same salt, and with no others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_blocks_are_shared_within_a_salt() -> None:
         manager.free(again)
     assert manager.num_shared_blocks(sequence("c")) == 0
     assert not set.intersection(*(set(seq.block_table) for seq in first.values()))
-    # What they were is not findable under another salt later, either.
+    # The freed blocks cannot be found under another salt either.
     for seq in first.values():
         manager.free(seq)
     assert computed(manager, "c").num_computed_tokens == 0
@@ -63,7 +63,7 @@ def test_keys() -> None:
 
 
 def test_processes_of_two_versions_agree_on_names() -> None:
-    """What a registry has of one must be found by another: here are names as they have always been."""
+    """What one version writes to a registry, another must find. These are the names that have always been used."""
     key = salted_key(prefix_key("weights=abc; dtype=bfloat16"), "salt", "adapter")
     assert [name.hex() for name in block_hashes([1, 2, 3, 70000, 5, 6, 7, 8, 9], 4, key)] == [
         "0c05304573f2f351ba5b82f1b7d46160",

@@ -1,4 +1,4 @@
-"""Rendered chats are those of transformers' apply_chat_template; templates cannot do more than write text."""
+"""Rendered chats equal those of transformers' apply_chat_template, and a template can do nothing but write text."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ DEVELOPED = [("system", "A"), ("developer", "B"), ("developer", "C"), ("user", "
 def test_what_a_developer_says_is_shown_as_the_systems_where_the_template_knows_that_alone(
     source: str, chat: list[tuple[str, str]], prompt: str
 ) -> None:
-    """OpenAI's clients, and Codex, say developer: Qwen's templates would leave it out, and nobody would hear of it."""
+    """OpenAI's clients, and Codex, send developer messages. Qwen's templates would leave them out without a word."""
     template = ChatTemplate(source)
     assert template.render(messages_of(chat)) == prompt
 

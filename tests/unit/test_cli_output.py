@@ -1,4 +1,4 @@
-"""What `tandem` prints: JSON, help and errors (tables: test_tables.py). No cluster is needed for any of it."""
+"""What `tandem` prints: JSON, help and errors (tables: test_tables.py). None of it needs a cluster."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_errors_say_what_to_do() -> None:
 
 @pytest.mark.parametrize("command", [["generate", "hello"], ["generate", "hello", "--json"], ["status"], ["audit"]])
 def test_without_a_router_there_is_one_readable_line(command: list[str]) -> None:
-    with socket.socket() as taken:  # bound, not listening: connections are refused, and nobody else gets the port
+    with socket.socket() as taken:  # bound, not listening: it refuses connections, and no one gets the port
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         result = CliRunner().invoke(main, [*command, "--router", address])
@@ -188,7 +188,7 @@ def test_wrong_usage_exits_with_2_and_names_the_flag(command: list[str], message
 
 
 def test_stdin_and_stdout_that_are_closed_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `tandem … <&- >&-`, where Python has none."""
+    """As in `tandem … <&- >&-`, where Python's sys.stdin and sys.stdout are None."""
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(click.UsageError, match="PROMPT: must not be empty"):
         main(["generate", "-"], standalone_mode=False)
@@ -232,7 +232,7 @@ def test_a_prompt_that_cannot_be_sent_is_named() -> None:
 
 
 def test_a_schema_may_begin_with_a_mark_of_its_bytes_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As editors of Windows write it."""
+    """Editors on Windows write it."""
     asked: list[Any] = []
 
     def look(prompt: object, **sampling: Any) -> None:

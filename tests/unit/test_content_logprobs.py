@@ -1,4 +1,5 @@
-"""Which tokens an answer's content is made of, told while it comes, whatever a model thinks and calls before it."""
+"""Which tokens an answer's content consists of, told while they arrive, whatever the model thinks and calls before
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ENDS = st.sampled_from([["</think>"], ["</think>", "\n\n"], ["</", "think", ">"]
 
 
 def told_of(tokens: list[str], reader: Any) -> tuple[str, list[str]]:
-    """The content, and the tokens that are told to be its."""
+    """The content, and the tokens that are reported as the content's."""
     content, told, of_content = "", [], OfContent()
     messages = []
     for token in tokens:
@@ -61,7 +62,7 @@ def test_messages_of_channels(said: list[tuple[str, list[str]]]) -> None:
 
 
 def accepted(messages: list[tuple[str, str, str]]) -> list[str]:
-    """Of messages of one token, text and thought each: the tokens that are told to be the content's."""
+    """The tokens that are reported as the content's, for messages of one token, its text and its thought."""
     told, of_content = [], OfContent()
     for token, text, thought in messages:
         message = pb.GenerateResponse(text=text, reasoning=thought)
@@ -71,7 +72,7 @@ def accepted(messages: list[tuple[str, str, str]]) -> list[str]:
 
 
 def test_what_a_stop_string_keeps_back_may_be_what_is_told() -> None:
-    # Answers that begin with "!!", where "!!!?" would end them.
+    # Two answers that begin with "!!" and have the stop string "!!!?", which holds text back.
     assert accepted([("!", "", ""), ("!", "", ""), ("!!", "!", ""), ("a", "!!!a", "")]) == ["!", "!", "!!", "a"]
 
 

@@ -1,4 +1,5 @@
-"""What adapters add to a product, by the CPU kernels: against float64, and whatever is computed beside a row."""
+"""What the CPU kernels add to a product for adapters: compared with float64, and independent of the rows beside a
+row."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def added_of(inputs: int, sizes: list[int], ranks: dict[int, list[int]]) -> Added:
-    """`ranks`: by adapter, one for each of the products below one another; 0: it leaves this one as it is."""
+    """`ranks`: for each adapter, one rank for each of the stacked products. 0: the adapter leaves that product as it
+    is."""
     starts = np.cumsum([0, *sizes]).tolist()
     return {
         number: [
@@ -46,7 +48,7 @@ def added_of(inputs: int, sizes: list[int], ranks: dict[int, list[int]]) -> Adde
 
 
 def expected_of(x: torch.Tensor, weight: torch.Tensor, added: Added, ids: list[int]) -> torch.Tensor:
-    """In float64, but for what is rounded between an adapter's two products."""
+    """Computed in float64, but for the rounding between an adapter's two products."""
     y = x.double() @ weight.double().T
     for number, parts in added.items():
         rows = np.flatnonzero(np.array(ids) == number)
@@ -58,9 +60,9 @@ def expected_of(x: torch.Tensor, weight: torch.Tensor, added: Added, ids: list[i
 
 SHAPES: list[tuple[int, list[int]]] = [(576, [576, 192, 192]), (64, [31]), (130, [48, 16, 1]), (2, [1]), (1536, [576])]
 RANKS: dict[int, list[int]] = {1: [16, 16, 16], 2: [3, 0, 5], 4: [40, 1, 16], 7: [0, 8, 0]}
-"""Of adapters 3, 5 and 6 there is nothing; ranks that end within a pair, within 16, and beyond."""
+"""Adapters 3, 5 and 6 do not exist. The ranks end within a pair, within 16, and beyond."""
 IDS = [1, 0, 2, 1, 4, 3, 7, 0, 1, 2, 4, 4, 9, 1]
-"""Of rows: some of adapters that change nothing, one that nobody knows."""
+"""The adapter of each row: some change nothing, and one is unknown."""
 
 
 Product = TypeVar("Product", AdaptedPanelLinear, AdaptedPanelGatedLinear)
@@ -91,7 +93,7 @@ def test_added_products_against_float64(num_rows: int, inputs: int, sizes: list[
     x, ids = drawn(num_rows, inputs, seed=2), rows_of(num_rows)
     adapters.assign(np.array(ids))
     expected = expected_of(x, weight, added, ids)
-    # A sum between two neighbours in bfloat16 may be rounded to the other one, and is multiplied then.
+    # A sum near the middle of two neighbours in bfloat16 may be rounded either way, and is then multiplied.
     torch.testing.assert_close(product(x).double(), expected, rtol=2**-7, atol=2e-2 * inputs**0.5 * 2**-3)
 
 
@@ -126,7 +128,7 @@ def test_rows_without_an_adapter_have_the_bits_of_the_product_by_itself() -> Non
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_row_does_not_depend_on_the_rows_beside_it(is_gated: bool) -> None:
-    """Nor on their adapters, whether there are few of its own adapter or many, or the number of threads."""
+    """Nor on their adapters, on how many rows share its own adapter, or on the number of threads."""
     added = added_of(576, [96, 96], {1: [16, 16], 2: [3, 40], 3: [0, 64]})
     for part in (part for parts in added.values() for part in parts):
         part.down[:, 288:] = -part.down[:, :288]
@@ -140,7 +142,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(is_gated: bool) -> None:
         plain = PanelLinear(weight)
         product = with_added(AdaptedPanelLinear(plain, 576, adapters), added)
     x, ids = drawn(400, 576, seed=2), np.array([(i * i) % 4 for i in range(200)] + [1] * 200)
-    # Large numbers that nearly take each other away: added up in another order, what is left of them is another.
+    # Large numbers that nearly cancel each other: if added up in another order, another rest would be left.
     x[:, 288:] = 100 * x[:, :288] + x[:, 288:]
     x[:, :288] *= 100
     adapters.assign(ids)

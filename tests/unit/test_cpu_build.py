@@ -1,4 +1,4 @@
-"""The CPU kernels as they are built and chosen: how they add up, what they cannot do, and what is said without them."""
+"""How the CPU kernels are built and chosen: how they add up, what they cannot do, and what is reported without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 
 
 def test_how_it_adds_up_is_said() -> None:
-    """Tiles where the compiler was told of them, unless Linux refuses them."""
+    """Tiles if the compiler was told that there are some, unless Linux refuses them."""
     flags = os.environ.get("CXXFLAGS", "")
     vectors = ("pairs", "floats16", "floats8", "floats4")
     expected = ("tiles",) if "PRETEND_TILES" in flags else ("tiles", "pairs") if has_amx(flags) else vectors
@@ -26,7 +26,7 @@ def test_how_it_adds_up_is_said() -> None:
 
 
 def has_amx(flags: str) -> bool:
-    """Whether the compiler says so of this machine."""
+    """Whether the compiler says that this machine has AMX."""
     command = [*build.find_compiler(), "-march=native", *flags.split(), "-E", "-dM", "-xc++", os.devnull]
     return "__AMX_BF16__" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -41,7 +41,7 @@ KNOWN = ("device", "dtype", "block_size", "quantization", "kv_dtype")
 
 
 def choose(name: str, **change: object) -> str:
-    """The backend behind `name`, for `SHAPE` but for what is changed."""
+    """The backend behind `name` for `SHAPE` with these changes."""
     shape = {**SHAPE, **change}
     known = {key: shape.pop(key) for key in KNOWN if key in shape}
     model = SimpleNamespace(num_heads=shape.pop("num_groups"), num_kv_heads=1, mla=None, moe=None, **shape)
@@ -66,7 +66,7 @@ def choose(name: str, **change: object) -> str:
 )
 def test_what_they_cannot_do_is_done_by_plain_torch(change: dict[str, object], why: str) -> None:
     assert choose("auto") == choose("auto", quantization="int8") == "cpu"
-    if "device" not in change:  # a GPU may get other kernels: tests/unit/test_triton_attention.py
+    if "device" not in change:  # other kernels may serve a GPU: tests/unit/test_triton_attention.py
         assert choose("auto", **change) == "torch"
     with pytest.raises(ValueError, match=why):
         choose("cpu", **change)

@@ -1,4 +1,4 @@
-"""Products of the CPU kernels with weights in 4 bits: those of what they stand for in bfloat16, to the bit."""
+"""Products of the CPU kernels with 4-bit weights equal, to the bit, those with the bfloat16 weights they stand for."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from engine.weight import as_int4
 BFLOAT16 = torch.bfloat16
 NUM_ROWS = [1, 12, 13, 33, 193]
 SIZES = [(32, 1, 32), (64, 31, 32), (128, 130, 64), (576, 960, 32), (576, 40, 576), (384, 500, 128)]
-"""(inputs, outputs, inputs of a group): panels that are not full, groups of several steps, one group."""
+"""(inputs, outputs, inputs of a group): panels that are not full, groups of several steps, a single group."""
 
 pytestmark = pytest.mark.usefixtures("cpu_threads")
 
 
 def case(num_rows: int, num_inputs: int, num_outputs: int, group_size: int) -> tuple[torch.Tensor, Int4Weight, Any]:
-    """x, a weight of any integers, scales of either sign and offsets, and a bias."""
+    """x, a weight with any integers, scales of either sign and offsets, and a bias."""
     generator = torch.Generator().manual_seed(num_rows + num_inputs + num_outputs)
     x = torch.randn(num_rows, num_inputs, generator=generator).to(BFLOAT16)
     integers = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
     shape = (num_outputs, num_inputs // group_size)
     scale, offset = (torch.randn(shape, generator=generator) / 30 for _ in range(2))
     bias = torch.randn(num_outputs, generator=generator).to(BFLOAT16)
-    # Of 20 bits, so that a machine without an instruction for both rounds a product and a sum but once.
+    # Scales of 20 bits: then a machine without a fused multiply-add also rounds a product and a sum only once.
     scale = (scale.view(torch.int32) & ~15).view(torch.float32)
     return x, Int4Weight.of_integers(integers, scale, offset, BFLOAT16), bias
 
@@ -42,7 +42,7 @@ def case(num_rows: int, num_inputs: int, num_outputs: int, group_size: int) -> t
 def test_products_are_those_of_bfloat16_to_the_bit(
     num_rows: int, num_inputs: int, num_outputs: int, group_size: int, has_bias: bool
 ) -> None:
-    """Whether a panel is widened for one tile of rows or for several."""
+    """Whether the kernel widens a panel for one tile of rows or for several."""
     x, weight, bias = case(num_rows, num_inputs, num_outputs, group_size)
     bias = bias if has_bias else None
     y = PanelLinear(weight, bias)(x)
@@ -71,7 +71,7 @@ def test_a_product_does_not_depend_on_the_rows_beside_it() -> None:
 
 @pytest.mark.parametrize("group_size", [32, 160])
 def test_inputs_that_no_cache_holds_are_added_up_as_those_of_one_row(group_size: int) -> None:
-    """With the matrix unit, in parts that begin within a group: 520 rows of 4,960 inputs are 5 MB."""
+    """The matrix unit adds them up in parts, which begin within a group: 520 rows of 4,960 inputs are 5 MB."""
     x, weight, bias = case(520, 4960, 300, group_size)
     product = PanelLinear(weight, bias)
     whole = product(x)
@@ -113,7 +113,7 @@ def test_weights_are_quantised_where_they_are_not() -> None:
 @pytest.mark.parametrize("other", ["plain", "coarse"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_gate_in_another_form_than_what_it_is_for(which: int, other: str) -> None:
-    """As checkpoints may have them: both are widened."""
+    """Checkpoints may have this. Both are then widened."""
     x, narrow, _ = case(5, 64, 40, 32)
     _, coarse, _ = case(6, 64, 40, 64)
     weights: list[Any] = [narrow, narrow]
@@ -136,7 +136,7 @@ def test_experts_are_kept_in_4_bits() -> None:
 
 @pytest.mark.parametrize("size", [31, 32])
 def test_experts_of_any_size(size: int) -> None:
-    """Of an odd one, too: products take inputs in pairs."""
+    """Also of an odd size, though products take inputs in pairs."""
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(7, 64, generator=generator).to(BFLOAT16)
     shapes = [(size, 64), (size, 64), (64, size)]

@@ -1,4 +1,5 @@
-"""Products of the CPU kernels with weights in int8: those of the same numbers in bfloat16 to the bit, times a scale."""
+"""Products of the CPU kernels with int8 weights equal, to the bit, those of the same numbers in bfloat16, times a
+scale."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("cpu_threads")
 
 
 def case(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[torch.Tensor, ScaledWeight, torch.Tensor]:
-    """x, a weight of any integers, -128 among them, and a bias."""
+    """x, a weight with any integers, -128 included, and a bias."""
     generator = torch.Generator().manual_seed(num_rows + num_inputs + num_outputs)
     x = torch.randn(num_rows, num_inputs, generator=generator).to(BFLOAT16)
     integers = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
@@ -57,7 +58,7 @@ def test_products_against_float64(num_rows: int, num_inputs: int, num_outputs: i
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), SIZES)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_products_are_those_of_bfloat16_to_the_bit(num_rows: int, num_inputs: int, num_outputs: int) -> None:
-    """Which has a place for every integer of 8 bits; whether a panel is widened for one tile of rows or for several."""
+    """bfloat16 can hold every 8-bit integer. The kernel widens a panel for one tile of rows or for several."""
     x, weight, bias = case(num_rows, num_inputs, num_outputs)
     expected = PanelLinear(weight.weight.to(BFLOAT16), bias)(x)
     assert torch.equal(PanelLinear(with_scales_of_one(weight), bias)(x), expected)
@@ -89,7 +90,7 @@ def test_a_product_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_inputs_that_no_cache_holds_are_added_up_as_those_of_one_row() -> None:
-    """With the matrix unit, in parts: 520 rows of 5,002 inputs are 5 MB."""
+    """The matrix unit adds them up in parts: 520 rows of 5,002 inputs are 5 MB."""
     x, weight, bias = case(520, 5002, 300)
     product = PanelLinear(weight, bias)
     whole = product(x)
@@ -134,7 +135,7 @@ def test_weights_are_quantised_where_they_are_not() -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_gate_that_is_not_in_8_bits_beside_one_that_is(which: int) -> None:
-    """As checkpoints may have them: both are widened."""
+    """Checkpoints may have this. Both are then widened."""
     x, narrow, _ = case(5, 64, 40)
     weights: list[Any] = [narrow, narrow]
     weights[which] = narrow.dequantized()

@@ -1,4 +1,4 @@
-"""The CPU kernels against float64 and against plain torch, over odd shapes."""
+"""The CPU kernels compared with float64 and with plain torch, over odd shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("cpu_threads")
 
 
 def to_paired(kv: torch.Tensor) -> torch.Tensor:
-    """A layer [block, 2, K, slot, H] from KV_ORDER to PAIRED_KV_ORDER."""
+    """Convert a layer [block, 2, K, slot, H] from KV_ORDER to PAIRED_KV_ORDER."""
     B, _, K, S, H = kv.shape
     keys = kv[:, 0].reshape(B, K, S, H // 2, 2).transpose(2, 3).reshape(B, K, S, H)
     values = kv[:, 1].reshape(B, K, S // 2, 2, H).transpose(3, 4).reshape(B, K, S, H)
@@ -34,7 +34,7 @@ def heads_of(num_heads: int, num_kv_heads: int, head_dim: int, norms: tuple[RMSN
 
 
 def attend(case: Case, window: int, scale: float | None = None, sinks_N: torch.Tensor | None = None) -> torch.Tensor:
-    """Through the backend, with a rotation that does nothing: what is written is what is read."""
+    """Attend through the backend, with a rotation that changes nothing, so that it reads what it wrote."""
     backend, kv = CpuAttention(), to_paired(case.kv)
     plan = backend.prepare(case.layout)
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1)
@@ -78,7 +78,7 @@ def test_attention_with_another_scale() -> None:
 
 @pytest.mark.parametrize("window", [0, 9])
 def test_attention_with_sinks(window: int) -> None:
-    """Of heads one by one and together, of contexts that are split among threads, and of ones that are not."""
+    """Heads one by one and together, with contexts that are split among threads, and with others that are not."""
     for lens in ([(70, 1), (15, 1), (0, 19), (30, 35)], [(1299, 1)], [(9, 1)] * 9):
         case = case_of(lens)
         actual, expected = attend(case, window, sinks_N=case.sinks()), case.expected(window, sinks_N=case.sinks())
@@ -108,7 +108,7 @@ def test_a_long_context_is_split_among_threads_and_put_together(window: int) -> 
 
 @pytest.mark.parametrize("window", [0, 513, 600, 800])
 def test_split_contexts_beside_each_other_are_not_mixed(window: int) -> None:
-    """With a window the pieces of a sequence do not begin at its first key."""
+    """With a window, the pieces of a sequence do not begin at its first key."""
     case = Case([(650, 1), (900, 1), (870, 1)], num_heads=4, num_kv_heads=2, head_dim=64, block_size=32, dtype=BFLOAT16)
     assert_close(case, window)
 
@@ -121,7 +121,7 @@ def test_scores_of_any_size_stay_finite() -> None:
 
 
 def test_a_key_that_is_no_number_is_seen_by_all_rows_behind_it_and_by_no_other() -> None:
-    """In tiles that a row's own position cuts, too."""
+    """Also within tiles that the row's own position cuts."""
     case = case_of([(0, 90)])
     case.k[20] = float("nan")
     actual = attend(case, 0)
@@ -131,7 +131,7 @@ def test_a_key_that_is_no_number_is_seen_by_all_rows_behind_it_and_by_no_other()
 
 @pytest.mark.parametrize("window", [0, 100, 600])
 def test_a_row_does_not_depend_on_what_is_computed_with_it(window: int) -> None:
-    """The same token gives the same bits alone and in any batch or chunk: what exact streams rest on."""
+    """Exact streams rely on this: a token has the same bits alone and in any batch or chunk."""
     whole = case_of([(0, 1100)])
     sinks_N = whole.sinks() if window == 100 else None
     tokens, expected = (whole.q, whole.k, whole.v), attend(whole, window, sinks_N=sinks_N)
@@ -194,7 +194,7 @@ def test_norms_are_those_of_plain_torch_to_the_bit(num_tokens: int, size: int) -
     generator = torch.Generator().manual_seed(5)
     x, delta, weight = (torch.randn(n, size, generator=generator).to(BFLOAT16) for n in (num_tokens, num_tokens, 1))
     plain, kernels = RMSNorm(weight[0], 1e-5), torch.ops.tandem_cpu
-    # The sum of squares is added up in another order: a value between two others may be rounded the other way.
+    # The sum of squares is added up in another order, so values halfway between two others may round either way.
     torch.testing.assert_close(kernels.add_rms_norm(x, None, weight[0], 1e-5), plain(x), rtol=2**-7, atol=2**-6)
     expected_sum, expected = plain.add(x, delta)
     total = x.clone()
@@ -271,7 +271,7 @@ def test_a_product_does_not_depend_on_the_rows_beside_it(linear: Callable[[torch
 
 
 def test_inputs_that_no_cache_holds_are_added_up_as_those_of_one_row() -> None:
-    """With the matrix unit, in parts: 520 rows of 5,000 inputs are 5 MB."""
+    """The matrix unit adds them up in parts: 520 rows of 5,000 inputs are 5 MB."""
     x, weight, bias = product_case(520, 5000, 300)
     product = PanelLinear(weight, bias)
     whole = product(x)

@@ -1,4 +1,4 @@
-"""The CPU kernels that sample, against the sampler: to the token."""
+"""The CPU kernels that sample choose the same tokens as the sampler."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ FILTERS = {
 @pytest.mark.parametrize("names", [("top_k",), ("top_p",), ("min_p",), tuple(FILTERS)], ids="+".join)
 @pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 300, 49_152])
 def test_filters_keep_what_those_of_the_sampler_keep(vocab_size: int, names: tuple[str, ...]) -> None:
-    """Of tokens that could win: all that are as likely as the last one kept, at temperatures that level all, too."""
+    """Among tokens that can win, they keep all that are as likely as the last one kept, also at temperatures that level
+    all."""
     rng, generator = random.Random(vocab_size), torch.Generator().manual_seed(3)
     for spread in (0.0, 0.01, 1.0, 8.0, 1e4):
         logits = spread * torch.randn(8, vocab_size, generator=generator)
         logits[2] = logits[2].bfloat16().float()
-        logits[3] = (2 * logits[3]).round() / 2  # many of them equal
+        logits[3] = (2 * logits[3]).round() / 2  # makes many of them equal
         logits[4, torch.rand(vocab_size, generator=generator) < 0.9] = float("-inf")
         logits[4, vocab_size // 2], logits[5] = 1.0, logits[5] - 1e4
         params: list[dict[str, Any]] = [{name: rng.choice(FILTERS[name]) for name in names} for _ in logits]
@@ -73,7 +74,7 @@ def test_the_largest_is_that_of_the_sampler(vocab_size: int) -> None:
     logits = torch.randn(30, vocab_size, generator=torch.Generator().manual_seed(4))
     logits[1], logits[2], logits[3], logits[4] = 0.0, -0.0, float("-inf"), -3e38
     logits[5, : vocab_size // 2] = -0.0
-    logits[5, vocab_size // 2 :] = 0.0  # equal to those before
+    logits[5, vocab_size // 2 :] = 0.0  # equal to the first half
     logits[6, -1], logits[7, -1], logits[8, -1] = float("nan"), -float("nan"), float("inf")
     assert kernel_largest(logits).tolist() == choose_largest(logits).tolist()
 

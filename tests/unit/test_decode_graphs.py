@@ -1,4 +1,4 @@
-"""Recorded decoding steps: which recording serves which step, and that a replay reads nothing but what it is given."""
+"""Recorded decode steps: which recording serves which step, and that a replay reads only what it is given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step_of(
     samples_all: bool = True,
     adapter_ids: list[int] | None = None,
 ) -> InputBatch:
-    """Every sequence computes its last token, whose id is 100 times its position."""
+    """A step in which every sequence computes its last token, whose id is 100 times its position."""
     lens = np.array(context_lens, dtype=np.int64)
     layout = StepLayout(
         query_lens=np.ones_like(lens),
@@ -46,7 +46,7 @@ def step_of(
 
 
 class Backend:
-    """Plans that keep the contexts alone."""
+    """A backend whose plans hold only the context lengths."""
 
     def __init__(self) -> None:
         self.reserved: list[tuple[int, int]] = []
@@ -115,7 +115,7 @@ def test_all_are_recorded_at_start_the_largest_first(graphs: DecodeGraphs, backe
 
 
 def test_each_is_used_once_when_all_are_recorded(backend: Backend) -> None:
-    """Over rows without a sequence. What a first use takes, no request waits for."""
+    """In steps without a sequence, so that no request waits for what only the first use does."""
     used: list[tuple[tuple[int, int], int]] = []
 
     class CountingRecorder:
@@ -152,7 +152,7 @@ def test_steps_that_can_be_replayed(recorded: DecodeGraphs) -> None:
 
 
 class Adapters:
-    """That add a row's adapter to its token's id, and count how often they do."""
+    """Adapters that add a row's adapter to its token's id, and count how often they run."""
 
     def __init__(self) -> None:
         self.current: torch.Tensor | None = None
@@ -172,11 +172,11 @@ class Adapters:
 
 
 def test_steps_with_adapters_have_recordings_of_their_own(backend: Backend) -> None:
-    """Whose rows are whose is read where it was when they were recorded; steps without adapters launch none."""
+    """A replay reads the adapter of each row from the tensor that was recorded. Steps without adapters launch none."""
     adapters = Adapters()
 
     class KeepingRecorder:
-        """A recording knows the tensor that was there when it was made, not the one that is now."""
+        """A recording uses the tensor of the time when it was made, not the current one."""
 
         def record(self, launch: Callable[[], None]) -> Callable[[], None]:
             tensor = adapters.current
@@ -224,7 +224,7 @@ def test_nothing_is_recorded_while_requests_run(graphs: DecodeGraphs) -> None:
 
 
 def test_an_engine_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a collector, which would not look at what was there when the engine was made."""
+    """Without the garbage collector, which does not look at objects that existed when the engine was made."""
     monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
     model: Any = SimpleNamespace(
         adapters=None,
@@ -259,7 +259,7 @@ def test_ladders() -> None:
 
 
 def test_recordings_go_before_what_they_have_recorded(backend: Backend) -> None:
-    """A group of ranks, held by the model, waits for those of its exchanges."""
+    """The model holds the group of ranks, which waits for the recordings of its exchanges."""
     gone: list[str] = []
 
     class Model:

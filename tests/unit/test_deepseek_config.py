@@ -1,4 +1,4 @@
-"""What config.json of a DeepSeek model may say, and which settings can serve it."""
+"""Which config.json of DeepSeek models are accepted, and which settings can serve them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_dense_layers_alone_need_no_experts() -> None:
 
 
 def test_a_checkpoint_of_deepseek_v3() -> None:
-    """The fields of its config.json that are not plain, without `quantization_config`."""
+    """The fields of its config.json that matter, without `quantization_config`."""
     config = load_decoder_config({
         "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280, "hidden_size": 7168,
         "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,

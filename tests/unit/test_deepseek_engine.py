@@ -1,5 +1,5 @@
-"""Engines of DeepSeek models: what the pool holds, checkpoints, answers. That a step computes what transformers does:
-tests/unit/test_models_match_transformers.py."""
+"""Engines of DeepSeek models: what the pool holds, checkpoints, answers. That a step computes what transformers does is
+tested in tests/unit/test_models_match_transformers.py."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_an_engine_answers_as_transformers_does(saved: tuple[Path, list[int]]) -
 def test_the_same_tokens_from_prompts_unfolded_and_absorbed(
     tmp_path: Path, settings: dict[str, int], num_unfolded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 23 tokens in three layers, where 6 tokens unfold what they see: whole, in chunks that are too short for it,
-    and in some of which the last is."""
+    """A prompt of 23 tokens in three layers, where 6 tokens suffice to unfold what they attend to: the whole prompt,
+    chunks that are all too short, and chunks of which the last is too short."""
     folder, expected = save_v3(tmp_path, UNFOLDS_EARLY)
     calls: list[int] = []
     attend = UnfoldedHeads.attend
@@ -72,7 +72,7 @@ def test_the_same_tokens_from_prompts_unfolded_and_absorbed(
 
 
 def changed_copy(saved: Path, folder: Path, changes: dict[str, torch.Tensor | None]) -> Path:
-    """None: without the tensor."""
+    """A copy of the checkpoint with changed tensors. None removes a tensor."""
     tensors = load_file(saved / "model.safetensors") | changes
     save_file({name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
     (folder / "config.json").write_text((saved / "config.json").read_text())
@@ -104,7 +104,7 @@ def test_weights_that_do_not_fit(
 
 
 def test_the_bias_of_the_choice_keeps_float32(saved: tuple[Path, list[int]]) -> None:
-    """In a model of 16 bits: its steps are smaller than what bfloat16 keeps beside 1."""
+    """Also in a 16-bit model: the bias' steps are smaller than what bfloat16 can resolve near 1."""
     executor = Executor(config_of(saved[0], None, dtype="bfloat16"))
     layer = executor._worker.runner._model._layers._layers[1]
     assert layer.feed_forward._router._bias_E.dtype == torch.float32
@@ -118,7 +118,7 @@ def test_a_pool_of_8_bit_floats_is_near_one_of_float32(saved: tuple[Path, list[i
     assert eight.executor.kv_pool.dtype == torch.float8_e4m3fn
     exact_one, prompt_alone = LLMEngine(config_of(saved[0], None)), replace(GREEDY, max_tokens=1)
     assert len(alone(eight, prompt_alone)) == len(alone(exact_one, prompt_alone)) == 1
-    # Layer 0's latents come from the same numbers: what differs is their rounding.
+    # Layer 0's latents come from the same numbers, so they differ only by their rounding.
     ours, exact = eight.executor.kv_pool[0].float(), exact_one.executor.kv_pool[0]
     error = (ours - exact).norm() / exact.norm()
     assert 0.01 < error < 0.04

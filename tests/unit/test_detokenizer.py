@@ -1,4 +1,4 @@
-"""Incremental text equals what decoding everything at once gives, whatever the tokens and however they arrive."""
+"""Incremental text equals the text of decoding all tokens at once, whatever the tokens are and however they arrive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLES = [
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """All 256 bytes as tokens, some merges (also such that break characters apart), and two special tokens."""
+    """A tokenizer with all 256 bytes as tokens, some merges, also across characters, and two special tokens."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = characters + [a + b for text in SAMPLES for a, b in _byte_pairs(text)]
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
@@ -46,7 +46,7 @@ def _byte_pairs(text: str) -> list[tuple[str, str]]:
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """Llama's kind: "▁" for a space, bytes as <0x..> where the vocabulary lacks a character."""
+    """Llama's kind of tokenizer: "▁" for a space, and bytes as <0x..> for characters that the vocabulary lacks."""
     words = ["▁", "▁Hello", "▁wor", "ld", ",", "!", "a", "b", "c", "▁▁", "你", "é", "▁the"]
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     backend = tokenizers.Tokenizer(
@@ -79,7 +79,7 @@ METASPACE = metaspace_tokenizer()
 
 
 def answer_text(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], *, skip: bool = True) -> str:
-    """What the answer's text must be, decoded at once. For prompts that end in a whole character."""
+    """The expected text of the answer, decoded at once. The prompt must end in a whole character."""
     prompt_text = tokenizer.decode(list(prompt), skip)
     text = tokenizer.decode([*prompt, *ids], skip)
     assert text.startswith(prompt_text)
@@ -95,10 +95,10 @@ def stopped_text(
     min_tokens: int = 0,
     includes_stop: bool = False,
 ) -> tuple[str, str | None, int]:
-    """Text, stop string and number of tokens, found by decoding everything again after each token."""
+    """The expected text, stop string and number of tokens, found by decoding everything again after each token."""
     num_seen = 0
     for num_tokens in range(1, len(ids) + 1):
-        text = answer_text(tokenizer, prompt, ids[:num_tokens]).rstrip(REPLACEMENT)  # it may yet become a character
+        text = answer_text(tokenizer, prompt, ids[:num_tokens]).rstrip(REPLACEMENT)  # it may still become a character
         for end in range(num_seen + 1, len(text) + 1):
             found = [s for s in stop if text[:end].endswith(s)]
             if found and num_tokens > min_tokens:
@@ -114,7 +114,7 @@ def run(detokenizer: IncrementalDetokenizer, chunks: Sequence[Sequence[int]]) ->
         delta = detokenizer.push(chunk)
         text += delta.text
         num_tokens += delta.num_tokens
-        if detokenizer._stops is None:  # else what follows it may be held
+        if detokenizer._stops is None:  # else the text behind it may be held back
             assert not text.endswith(REPLACEMENT), "said what may yet become a character"
         if delta.is_stopped:
             return text + detokenizer.finish(), delta.stop, num_tokens
@@ -127,7 +127,7 @@ def split(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
 
 
 def token_sequences(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Random tokens: single bytes in any order, and texts cut into tokens, mixed."""
+    """Random tokens: single bytes in any order, mixed with texts cut into tokens."""
     token = st.integers(0, tokenizer.vocab_size - 1)
     text = st.sampled_from(SAMPLES).map(lambda text: tokenizer.encode(text, add_special_tokens=False))
     return st.lists(st.one_of(token.map(lambda t: [t]), text), max_size=12).map(
@@ -151,7 +151,7 @@ def test_byte_level_text_equals_decoding_at_once(ids: list[int], prompt: str, cu
 @settings(max_examples=200)
 @given(data=st.binary(max_size=150), repeat=st.integers(1, 4), cuts=CUTS)
 def test_any_bytes_give_what_decoding_at_once_gives(data: bytes, repeat: int, cuts: list[int]) -> None:
-    """Long runs of bytes that are no UTF-8, longer than the window, between characters."""
+    """Includes long runs of bytes that are not UTF-8, longer than the window, between characters."""
     ids = [_byte_id(byte) for byte in data * repeat]
     text, _, _ = run(IncrementalDetokenizer(BYTE_LEVEL), split(ids, cuts))
     assert text == (data * repeat).decode("utf-8", "replace").removesuffix(REPLACEMENT)
@@ -171,7 +171,7 @@ def test_long_runs_of_invalid_bytes(lead: bytes, num_invalid: int, invalid: list
 
 
 def test_a_shrunk_window_never_counts_half_a_character() -> None:
-    """Wherever the cut falls: here a character ends in a token that also begins another, which stays incomplete."""
+    """Wherever the cut falls. Here a character ends in a token that also begins another one, which stays incomplete."""
     end_and_begin = BYTE_LEVEL._backend.token_to_id(_piece(0xA0) + _piece(0xE5))
     assert end_and_begin is not None
     for num_before in range(MAX_PENDING_TOKENS + 2):
@@ -181,7 +181,7 @@ def test_a_shrunk_window_never_counts_half_a_character() -> None:
 
 
 def test_a_shrunk_window_that_reads_differently_is_given_up() -> None:
-    """One wrong byte token makes all of its run invalid, so that the kept half of the run reads as letters."""
+    """One wrong byte token makes its whole run invalid; the half of the run that is kept would read as letters."""
     letters = [1 + ord("a")] * MAX_PENDING_TOKENS
     ids = [1 + 0xFF, *letters, 1 + 0xFF, SENTENCEPIECE._backend.token_to_id("▁Hello")]
     expected = REPLACEMENT * (MAX_PENDING_TOKENS + 2) + " Hello"
@@ -203,7 +203,7 @@ def _byte_id(byte: int) -> int:
 
 @st.composite
 def sentencepiece_ids(draw: st.DrawFn) -> list[int]:
-    """Words, special tokens, and characters spelled in byte tokens: what the model really says."""
+    """What a model really generates: words, special tokens, and characters spelled in byte tokens."""
     ids: list[int] = []
     for part in draw(st.lists(st.one_of(st.integers(257, SENTENCEPIECE.vocab_size - 1), st.sampled_from("你é🎉ß")))):
         ids += [1 + byte for byte in part.encode()] if isinstance(part, str) else [part]
@@ -224,8 +224,8 @@ def test_sentencepiece_text_equals_decoding_at_once(ids: list[int], prompt: str,
     cuts=CUTS,
 )
 def test_sentencepiece_never_loses_or_repeats_a_word(ids: list[int], cuts: list[int]) -> None:
-    """With bytes of no or half a character between. Decoded at once, a wrong byte makes the whole run before it
-    invalid; text that was said cannot be taken back, so only the words around it are compared."""
+    """Also with bytes of half a character, or of none, in between. Decoded at once, a wrong byte makes the whole run
+    before it invalid. Text that was sent cannot be taken back, so only the words around it are compared."""
     text, _, _ = run(IncrementalDetokenizer(SENTENCEPIECE), split(ids, cuts))
     words = [SENTENCEPIECE._backend.id_to_token(i) for i in ids if i > 256 and i not in SENTENCEPIECE.special_token_ids]
     for letter in "Hwdtabc,!":
@@ -267,7 +267,7 @@ def test_stop_strings_cut_like_a_search_of_the_whole_text(
 
 
 def pushes(tokenizer: Tokenizer, text: str, **settings: object) -> list[str]:
-    """What each character's push says, then what finish says."""
+    """The text of each character's push, then that of `finish`."""
     detokenizer = IncrementalDetokenizer(tokenizer, **settings)  # type: ignore[arg-type]
     said = []
     for char in text:
@@ -296,7 +296,8 @@ def test_the_stop_string_that_is_complete_first_wins_and_of_two_the_longer() -> 
 
 
 def test_stop_strings_before_min_tokens_are_text() -> None:
-    """The stop's last character must come from a token after the first min_tokens; its beginning need not."""
+    """The last character of the stop string must come from a token after the first `min_tokens`; its beginning need
+    not."""
     assert "".join(pushes(BYTE_LEVEL, "aEbEc", stop=["E"], min_tokens=2)) == "aEb"
     assert "".join(pushes(BYTE_LEVEL, "aEbEc", stop=["E"], min_tokens=1)) == "a"
     assert "".join(pushes(BYTE_LEVEL, "abcd", stop=["bc"], min_tokens=2)) == "a"
@@ -330,17 +331,17 @@ def test_an_answer_completes_the_character_that_its_prompt_breaks_off_in() -> No
 
 
 def test_a_space_between_prompt_and_answer_stays() -> None:
-    """sentencepiece writes it into the answer's first token, and leaves it out at the beginning of a text."""
+    """sentencepiece puts this space into the answer's first token, and drops it at the beginning of a text."""
     ids = [SENTENCEPIECE._backend.token_to_id("▁the")]
     assert run(IncrementalDetokenizer(SENTENCEPIECE), [ids])[0] == "the"
     prompt = [*SENTENCEPIECE.encode("Hello"), *[SENTENCEPIECE._backend.token_to_id("</s>")] * 60]
     assert run(IncrementalDetokenizer(SENTENCEPIECE, prompt_token_ids=prompt), [ids])[0] == " the"
-    ids = [*[SENTENCEPIECE.vocab_size + 1] * 100, *ids]  # ids of a padded embedding, which have no text
+    ids = [*[SENTENCEPIECE.vocab_size + 1] * 100, *ids]  # ids of a padded embedding have no text
     assert run(IncrementalDetokenizer(SENTENCEPIECE, prompt_token_ids=prompt), [ids])[0] == " the"
 
 
 def test_a_byte_that_makes_said_bytes_invalid_takes_nothing_back() -> None:
-    """tokenizers' DecodeStream raises "Invalid prefix" here."""
+    """The DecodeStream of tokenizers raises "Invalid prefix" here."""
     ids = [*(1 + byte for byte in "你".encode()), 1 + 0xE5, SENTENCEPIECE._backend.token_to_id("a")]
     assert run(IncrementalDetokenizer(SENTENCEPIECE), [[i] for i in ids])[0] == "你" + REPLACEMENT + "a"
 
@@ -363,7 +364,8 @@ def test_empty_stop_strings_are_refused() -> None:
 
 
 def test_a_token_costs_the_same_however_long_the_answer() -> None:
-    """Text, bytes that never become a character, tokens without text, and text that all but completes a stop."""
+    """For text, bytes that never become a character, tokens without text, and text that almost completes a stop
+    string."""
     rng = random.Random(0)
     eos = BYTE_LEVEL._backend.token_to_id("<eos>")
     answers = {
@@ -378,7 +380,7 @@ def test_a_token_costs_the_same_however_long_the_answer() -> None:
         started = time.process_time()
         detokenizer.push(ids)
         us_per_token = (time.process_time() - started) / len(ids) * 1e6
-        # Measured: 2 to 10 µs. One that decodes everything again takes hundreds.
+        # Measured: 2 to 10 µs. Decoding everything again would take hundreds.
         assert us_per_token < 100, f"{name}: {us_per_token:.0f} µs a token"
         window = detokenizer._window
         assert len(window._ids) <= 2 * MAX_PENDING_TOKENS + 1, name
@@ -386,7 +388,7 @@ def test_a_token_costs_the_same_however_long_the_answer() -> None:
 
 
 def test_offsets_say_where_each_tokens_text_begins() -> None:
-    """All tokens of a character where it does; a special token nowhere else than what comes after it."""
+    """All tokens of a character have its offset; a special token has the offset of the text after it."""
     text = "h\u00e9 \U0001f642\u4f60!"
     bos = BYTE_LEVEL.encode("<bos>", add_special_tokens=False)
     ids = [*bos, *(token for char in text for token in BYTE_LEVEL.encode(char)), *bos]
@@ -411,7 +413,7 @@ def test_offsets_of_a_stop_string_held_back() -> None:
 
 
 def test_several_answers_may_share_their_stop_strings() -> None:
-    """Thousands of states, which nothing changes: each answer stands where its own text has come to."""
+    """They share thousands of states, which never change. Each answer has its own position."""
     tokenizer, stops = byte_level_tokenizer(), StopStrings(["abcd", "bx"])
     one, other = (IncrementalDetokenizer(tokenizer, stop=stops) for _ in range(2))
     assert one._stops is other._stops is stops

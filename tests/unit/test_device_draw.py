@@ -1,4 +1,4 @@
-"""Draws on a device are those of the CPU's sampler, token for token."""
+"""A device draws the same tokens as the CPU's sampler."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_tokens_are_the_same_whatever_rows_ask_for(dtype: torch.dtype) -> None:
 def test_filters_keep_the_same_tokens(params: dict[str, Any]) -> None:
     seqs = [sequence(temperature=0.7, **params)] * 5
     values = logits(5, seed=3)
-    values[2] = values[2].round()  # many equals
+    values[2] = values[2].round()  # makes many of them equal
     ours = device_draw.filtered_weights(values.to(DEVICE), seqs).cpu()
     torch.testing.assert_close(ours, sampler.filtered_weights(values.clone(), seqs), rtol=1e-14, atol=0)
 
@@ -70,7 +70,7 @@ def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(params: dict
 
 @pytest.mark.parametrize("params", FILTERS)
 def test_of_what_a_grammar_leaves(params: dict[str, Any]) -> None:
-    """One token, or a few."""
+    """The grammar leaves one token, or a few."""
     seqs = [sequence(temperature=0.9, seed=seed, **params) for seed in range(8)]
     values = torch.full((8, VOCAB_SIZE), float("-inf"))
     for row, left in enumerate([[1002], [0], [5, 900], [3, 4, 5, 6, 7]] * 2):

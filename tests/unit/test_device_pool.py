@@ -1,4 +1,5 @@
-"""A pool in a device's memory: the bytes are the host pool's, and nobody hears of a layer before it is written."""
+"""A pool in a device's memory: it has the same bytes as the host pool, and no layer is reported before it is
+written."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def digest_blocks(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
 
 
 def make_pools() -> tuple[HostPool, DevicePool, list[str]]:
-    """The same bytes, seen in both ways, and what was done beside the engine."""
+    """A host pool and a device pool over the same bytes, and the log of what was done beside the engine."""
     size = (LAYOUT.num_layers, LAYOUT.num_blocks, LAYOUT.block_bytes)
     host = HostPool(LAYOUT, np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8))
     log: list[str] = []
@@ -89,7 +90,7 @@ def test_a_tensor_of_another_shape_is_refused(change: Callable[[torch.Tensor], A
 
 
 def test_what_copies_to_peers_is_made_once_and_tried_on_a_row_of_our_own() -> None:
-    """Before the first transfer, which would else wait until the kernel is compiled."""
+    """Otherwise the first transfer would wait until the kernel is compiled."""
     host, _, _ = make_pools()
     before = host.array.copy()
     copied: list[tuple[int, list[list[int]]]] = []
@@ -120,7 +121,7 @@ def test_a_pool_that_cannot_be_opened_says_so() -> None:
 
 
 class LaggingDevice:
-    """Does what was launched when it is let go on."""
+    """A device that does what was launched only when the test lets it go on."""
 
     def __init__(self) -> None:
         self.events: list[LaggingEvent] = []
@@ -176,11 +177,11 @@ def test_a_step_is_reported_when_its_layers_are_told_while_the_next_one_is_under
 
     for layer in range(4):
         watch.when_done(lambda layer=layer: tell(layer))
-    device.go_on(2)  # the first step's
+    device.go_on(2)  # those of the first step
     reporting = threading.Thread(target=watch.catch_up)
     reporting.start()
     reporting.join(0.05)
-    assert reporting.is_alive()  # done, and not told
+    assert reporting.is_alive()  # done, but not reported
     may_tell.set()
     reporting.join(PATIENCE_S)
     assert (reporting.is_alive(), heard) == (False, [0, 1])

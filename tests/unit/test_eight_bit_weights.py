@@ -52,7 +52,8 @@ Saved = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def one_tensor(folder: Path, form_name: str, **changes: torch.Tensor | None) -> torch.Tensor:
-    """A checkpoint of one weight. What it stands for; `changes`: by the ends of names, None: without the tensor."""
+    """Save a checkpoint of one weight, and return what the weight stands for. `changes`: by the ends of tensors' names;
+    None removes a tensor."""
     form = FORMS[form_name]
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) * torch.logspace(-2, 0, 50)[:, None]
     stored, plain = quantized({NAME: weight}, form)
@@ -78,7 +79,7 @@ def weights_of(folder: Path, dtype: str = "float32", quantization: str = "none")
 def test_widened_weights_are_what_was_stored_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, dtype: torch.dtype, max_floats: int
 ) -> None:
-    """Whole, and in pieces whose ends are no block's."""
+    """Whole, and in pieces that do not end where blocks end."""
     monkeypatch.setattr(scaled_weight, "MAX_FLOATS", max_floats)
     expected = one_tensor(tmp_path, form).to(dtype)
     weights = weights_of(tmp_path, str(dtype).removeprefix("torch."))
@@ -91,7 +92,7 @@ def test_widened_weights_are_what_was_stored_to_the_bit(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_stay_in_8_bits_for_products_in_the_same(tmp_path: Path, form: str) -> None:
-    """But not those with scales of blocks; nor any for products in the other 8 bits."""
+    """But not if their scales are of blocks, nor for products in the other kind of 8 bits."""
     expected = one_tensor(tmp_path, form)
     own, other = ("int8", "fp8") if "int" in form else ("fp8", "int8")
     widened = weights_of(tmp_path, quantization=other).take_product(NAME, SHAPE)
@@ -181,7 +182,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 
 
 def pair_of(folder: Path, saved: Saved, form_name: str) -> tuple[Path, Path]:
-    """The same model in 8 bits, and plain."""
+    """The folders of a model with 8-bit weights, and of the same model with plain weights."""
     hf_config, tensors = saved
     stored, plain = quantized(tensors, FORMS[form_name])
     in_8_bits = hf_config | {"quantization_config": FORMS[form_name].quantization_config}
@@ -203,8 +204,8 @@ def logits_of(folder: Path, **settings: Any) -> list[torch.Tensor]:
 def test_engines_compute_as_with_the_plain_weights_to_the_bit(
     saved: Callable[[str], Saved], tmp_path: Path, family: str, form: str
 ) -> None:
-    """q, k, v, gate and up with scales of their own, biases, latents, experts. In bfloat16: products in float32 depend
-    on where in its file a weight begins."""
+    """q, k, v, gate and up have scales of their own; also biases, latents and experts. In bfloat16, since float32
+    products depend on where in its file a weight begins."""
     eight, plain = pair_of(tmp_path, saved(family), form)
     in_8_bits, expected_logits = (logits_of(folder, dtype="bfloat16") for folder in (eight, plain))
     for ours, expected in zip(in_8_bits, expected_logits, strict=True):
@@ -216,11 +217,11 @@ def test_engines_compute_as_with_the_plain_weights_to_the_bit(
 def test_engines_compute_as_transformers_does_with_the_same_checkpoint(
     saved: Callable[[str], Saved], tmp_path: Path, family: str, form: str
 ) -> None:
-    """Which widens them on a CPU, too, by code of its own."""
+    """On a CPU, transformers widens the weights, too, with code of its own."""
     hf_config, tensors = saved(family)
     stored, _ = quantized(tensors, replace(FORMS[form], block=(4, 4) if "blocks" in form else None))
     quantization_config = FORMS[form].quantization_config
-    if "blocks" in form:  # transformers takes blocks that divide
+    if "blocks" in form:  # transformers needs blocks that divide the sizes
         quantization_config = quantization_config | {"weight_block_size": [4, 4]}
     folder = save_checkpoint(tmp_path, hf_config | {"quantization_config": quantization_config}, stored)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -239,10 +240,10 @@ def test_engines_compute_as_transformers_does_with_the_same_checkpoint(
 def test_int8_products_are_those_of_the_checkpoint(
     saved: Callable[[str], Saved], tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not rounded once more, which would be a hundred times as far off."""
+    """The weights are not rounded again, which would make the error a hundred times as large."""
     eight, plain = pair_of(tmp_path, saved("qwen2"), form)
     with monkeypatch.context() as patch:
-        patch.setattr("engine.quantization.quantize_int8", None)  # nothing is quantised
+        patch.setattr("engine.quantization.quantize_int8", None)  # nothing is quantised again
         kept = logits_of(eight, dtype="float32", quantization="int8")
     for ours, expected in zip(kept, logits_of(plain, dtype="float32"), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
@@ -256,13 +257,13 @@ def test_int8_products_are_those_of_the_checkpoint(
 def test_the_cpu_kernels_take_int8_as_it_is_stored(
     saved: Callable[[str], Saved], tmp_path: Path, family: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far from the widened weights, which are rounded once more, as bfloat16 is from itself."""
+    """Widened weights are rounded once more: the error of int8 is about as large as theirs."""
     eight, plain = pair_of(tmp_path, saved(family), form)
     args = replace(arguments(eight, "cpu", "cpu", dtype="bfloat16", block_size=16), load_format="auto", num_threads=1)
     config = create_engine_config(args)
     assert config.model.quantization == "stored"
     with monkeypatch.context() as patch:
-        patch.setattr("engine.kernels.cpu.quantize_int8", None)  # nothing is quantised
+        patch.setattr("engine.kernels.cpu.quantize_int8", None)  # nothing is quantised again
         patch.setattr(ScaledWeight, "dequantized", None)  # nor widened
         kept = logits_of_steps(args, records=False)
     expected = logits_of_steps(replace(args, model=str(plain)), records=False)
@@ -274,7 +275,7 @@ def test_the_cpu_kernels_take_int8_as_it_is_stored(
 def test_a_tensor_is_let_go_before_the_next_is_read(
     saved: Callable[[str], Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that loading takes the model and a tensor, not the checkpoint and the model."""
+    """Loading then takes the memory of the model and one tensor, not of the checkpoint and the model."""
     folder, _ = pair_of(tmp_path, saved("llama"), "int channel")
     read, alive, most = EightBitWeights._read_stored, weakref.WeakSet[torch.Tensor](), 0
 
@@ -321,7 +322,7 @@ NAN = torch.tensor(float("nan"))
 def test_weights_that_cannot_be_read(
     tmp_path: Path, form: str, changes: dict[str, torch.Tensor | None], message: str, quantization: str
 ) -> None:
-    """With the name of file and tensor."""
+    """The error names the file and the tensor."""
     one_tensor(tmp_path, form, **changes)
     weights = weights_of(tmp_path, quantization=quantization)
     with pytest.raises(ValueError, match=f"^{tmp_path / 'model.safetensors'}: {NAME}.*{message}"):

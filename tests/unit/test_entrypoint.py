@@ -82,7 +82,7 @@ def test_defaults_flags_and_environment() -> None:
 
 
 def test_help_shows_everything_in_order() -> None:
-    text = "".join(invoke("--help").output.split())  # however it is wrapped
+    text = "".join(invoke("--help").output.split())  # however the text is wrapped
     for expected in (
         "--needed TEXT No default. [env var: TANDEM_NEEDED; required]",
         "--batch-size INTEGER How many. [env var: TANDEM_BATCH_SIZE; default: 4]",
@@ -207,8 +207,8 @@ def test_a_signal_lets_main_end(kind: str, signum: int, code: int) -> None:
 
 
 def test_a_hangup_is_nothing_to_what_is_told_not_to_mind_it() -> None:
-    """As nohup does."""
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which children inherit
+    """As under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # children inherit this
     try:
         process = start("nohup")
     finally:
@@ -235,7 +235,7 @@ def test_a_second_signal_ends_the_process_at_once(kind: str) -> None:
         if kind == "stuck":
             assert process.stdout.readline() == "stopping\n"
         else:
-            # Two equal signals that wait at the same time are one to the kernel.
+            # The kernel merges two equal signals that are pending at the same time.
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.3)
         process.send_signal(signal.SIGINT)
@@ -280,13 +280,13 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("command", [*([STARTED, *names] for names in PROGRAMS), [TOLD]])
 def test_nobody_looks_for_garbage_while_a_program_imports_what_it_needs(command: list[str]) -> None:
-    """There is none; and that took a third of a start."""
+    """There is no garbage then, and looking for it took a third of the start."""
     subprocess.run([sys.executable, "-c", *command], cwd=ROOT, capture_output=True, check=True)
 
 
 @pytest.mark.parametrize("service", ["router", "gateway", "prefill_service", "decode_service"])
 def test_grpc_tells_a_log_of_what_is_wrong_alone(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
-    """Else a worker that leaves as it should is a line of "Cancelling all calls" in each router's log."""
+    """Otherwise a worker that leaves in order adds a line "Cancelling all calls" to each router's log."""
     file = str(Path(__file__).parents[2] / service / "__main__.py")
     monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
     runpy.run_path(file)
@@ -308,8 +308,8 @@ except BaseException:
 
 @pytest.mark.parametrize("service", ["router", "gateway", "prefill_service", "decode_service"])
 def test_ctrl_c_while_a_service_imports_what_it_needs_ends_it(service: str, tmp_path: Path) -> None:
-    """Though a module swallows what Python makes of it; and without a traceback."""
-    (tmp_path / "grpc.py").write_text(SWALLOWS)  # what all of them import
+    """Even if a module swallows the KeyboardInterrupt, and without a traceback."""
+    (tmp_path / "grpc.py").write_text(SWALLOWS)  # all services import it
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", service], cwd=ROOT, env=env, capture_output=True, timeout=60, check=False

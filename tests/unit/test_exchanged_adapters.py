@@ -1,4 +1,4 @@
-"""A soak's adapters that are exchanged: what is under which name, and whose files may have answered a request."""
+"""The adapters that a soak exchanges: which files have which name, and whose files may have answered a request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_whose_files_may_have_answered(adapters: Path, tmp_path: Path, monkeypat
     now_s = 0.0
     monkeypatch.setattr(exchanged.time, "monotonic", lambda: now_s)
     folder = ExchangedAdapters(adapters_in(adapters), str(tmp_path))
-    for at_s in (100.0, 200.0, 210.0, 220.0):  # a is b's, then b and c are exchanged, then a is c's
+    for at_s in (100.0, 200.0, 210.0, 220.0):  # a gets b's files, then b and c are exchanged, then a gets c's
         now_s = at_s
         folder.exchange()
 

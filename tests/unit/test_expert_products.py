@@ -1,4 +1,4 @@
-"""Products of experts by plain torch, and which a layer gets."""
+"""Products of experts in plain torch, and which of them a layer gets."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_plain_experts_are_what_they_are_in_8_bits_widened() -> None:
 
 
 def products_of(weights: Weights, intermediate_size: int = 24) -> ExpertProducts:
-    """Of 48 hidden numbers."""
+    """The products of a layer's experts, with 48 hidden numbers."""
     assert EXPERTS is not None
     config = replace(EXPERTS, intermediate_size=intermediate_size)
     return PartsFactory(weights, PLAIN_PARTS, 1e-6).experts("layer.experts", config, 48)
 
 
 class Changed(DummyEightBitWeights):
-    """But for one weight."""
+    """Dummy weights, one of which is changed."""
 
     def __init__(self, name: str, change: Callable[[ScaledWeight], Weight]) -> None:
         super().__init__(3, "bfloat16", "cpu", BLOCKS)
@@ -123,7 +123,7 @@ def rank_of(whole: Weights, rank: int) -> ShardedWeights:
 
 
 def test_ranks_have_a_part_of_each_expert() -> None:
-    """Unless that would cut a group in two."""
+    """Unless that would cut a group of inputs in two."""
     counts, whole = [2, 0, 5, 1], DummyEightBitWeights(3, "bfloat16", "cpu", BLOCKS)
     x, parts = randn(8, 48, dtype=BFLOAT16), [products_of(rank_of(whole, rank), 16) for rank in range(2)]
     assert all(isinstance(part, ScaledExperts) for part in parts)
@@ -151,7 +151,7 @@ GROUPS_OF_32 = StoredWeights(quantizations=("int4",), packing="gptq", group_size
 
 
 class Int4Experts(DummyInt4Weights):
-    """Of 64 hidden numbers; one weight may be changed."""
+    """Dummy weights in 4 bits for 64 hidden numbers; one of them may be changed."""
 
     def __init__(self, name: str = "", change: Callable[[Int4Weight], Weight] = lambda weight: weight) -> None:
         super().__init__(3, "bfloat16", "cpu", GROUPS_OF_32)
@@ -170,7 +170,7 @@ def int4_products_of(weights: Weights, intermediate_size: int = 96, hidden_size:
 
 
 def test_weights_in_4_bits_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is widened while they are loaded."""
+    """None of them is widened while they are loaded."""
     monkeypatch.setattr(Int4Weight, "dequantized", None)
     weights = Int4Experts()
     experts = int4_products_of(weights)
@@ -210,7 +210,7 @@ def test_experts_in_4_bits_are_what_they_are_widened() -> None:
 
 @pytest.mark.parametrize("group_size", [32, 64, 192, -1])
 def test_ranks_have_a_part_of_each_expert_in_4_bits(group_size: int) -> None:
-    """Whose groups are those of the whole, or pieces of them: rank 1 begins at input 96."""
+    """The groups of a part are those of the whole weight, or pieces of them: rank 1 begins at input 96."""
     stored = replace(GROUPS_OF_32, group_size=group_size)
     counts, whole = [2, 0, 5, 1], DummyInt4Weights(3, "bfloat16", "cpu", stored)
     x, parts = randn(8, 192, dtype=BFLOAT16), [int4_products_of(rank_of(whole, rank), 96, 192) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""What config.json says of Qwen3-MoE's and Mixtral's experts. DeepSeek's: test_deepseek_config.py."""
+"""What config.json says of the experts of Qwen3-MoE and Mixtral. For DeepSeek's, see test_deepseek_config.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_config_json_that_cannot_be_served(base: dict[str, Any], changes: dict[s
     ("name", "kind"), [("Qwen3Moe", transformers.Qwen3MoeConfig), ("Mixtral", transformers.MixtralConfig)]
 )
 def test_absent_fields_are_those_of_transformers(name: str, kind: Any) -> None:
-    """But for how many experts there are, which every checkpoint says."""
+    """Except the number of experts, which every checkpoint states."""
     whole = kind(num_local_experts=16).to_dict()
     named = {"architectures": [f"{name}ForCausalLM"]}
     needed = (

@@ -1,4 +1,4 @@
-"""Numbers that are given as flags: those that nobody means are refused at the start, by each process for itself."""
+"""Numbers given as flags: each process refuses, at its start, values that cannot be meant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker_service.args import WorkerArgs
 
 SERVICES = ((RouterArgs, router), (WorkerArgs, decode), (GatewayArgs, gateway))
 MAY_BE_SHORT = {"drain_grace_s", "resume_s", "worker_wait_s"}
-"""As good as 0, which is no waiting at all."""
+"""A tiny value is as good as 0, which is no waiting at all."""
 
 
 def wrong_numbers() -> Iterator[tuple[click.Command, str, str]]:
@@ -36,7 +36,7 @@ def wrong_numbers() -> Iterator[tuple[click.Command, str, str]]:
 @pytest.mark.parametrize(("command", "flag", "value"), [*wrong_numbers()])
 def test_a_number_that_nobody_means_is_refused(command: click.Command, flag: str, value: str) -> None:
     model = [] if command is gateway else ["--model", "m"]
-    # Where nobody can listen: what is not refused is not begun either.
+    # An address at which it cannot listen: a value that is not refused does not start a server either.
     result = CliRunner().invoke(command, [*model, "--listen", "nowhere", flag, value])
     assert result.exit_code == 2, result.output
     assert f"Error: {flag} must be " in result.stderr

@@ -1,7 +1,7 @@
-"""The FlashAttention backend against float64 and plain torch, over functions that have the libraries' parameters,
+"""The FlashAttention backend compared with float64 and plain torch, over functions that have the libraries' parameters,
 demands and semantics (tests/flash_reference.py); torch's own is the real `varlen_attn` down to the ATen operator.
 
-With a GPU, the libraries that are installed there as well.
+With a GPU, the libraries that are installed there are tested as well.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ HAS_GPU = torch.cuda.is_available()
 KINDS = ["FlashAttention-3", "FlashAttention-4", "FlashAttention-2", "torch's"]
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LONG = [(300, 1), (511, 1), (512, 1), (0, 1), (255, 3), (0, 300), (520, 9)]
-"""Several pages of 256, ending before, at and after their ends."""
+"""Several pages of 256. Contexts end before, at and after page ends."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def real_varlen_attn_on_cpu() -> Iterator[None]:
 
 
 def calls_of(kind: str) -> FlashCalls:
-    """From here on as they are with the real functions."""
+    """From here on the calls are the same as with the real functions."""
     if kind == "FlashAttention-3":
         return flash_attn_3_calls(flash_reference.flash_attn_3_with_kvcache)
     if kind == "FlashAttention-4":
@@ -79,7 +79,7 @@ def calls_of(kind: str) -> FlashCalls:
         return flash_attn_2_calls(reference.flash_attn_varlen_func, reference.flash_attn_with_kvcache)
     if release_of(torch.__version__) < TORCH_WITH_PAGES:
         pytest.skip(f"varlen_attn of torch {torch.__version__} takes no pages")
-    from torch.nn.attention.varlen import varlen_attn  # all of torch's compiler with it
+    from torch.nn.attention.varlen import varlen_attn  # imports all of torch's compiler
 
     return torch_calls(varlen_attn)
 
@@ -113,7 +113,7 @@ def plain_backend_of(case: Case) -> TorchAttention:
 
 
 def written_pool(case: Case) -> torch.Tensor:
-    """The pool with the step's keys and values in it: by plain torch."""
+    """The pool after plain torch has written the step's keys and values to it."""
     plain = plain_backend_of(case)
     kv = case.kv.clone()
     plain.write_kv(kv, case.k, case.v, plain.prepare(case.layout))
@@ -208,7 +208,7 @@ def test_the_pool_is_read_where_it_lies(kind: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(flash_reference, "_attend", watching)
     backend.attend(case.q, kv, backend.prepare(case.layout), case.scores())
-    assert seen == [kv[:, 0].data_ptr(), kv[:, 1].data_ptr()] * 2  # of decodes, of prefills
+    assert seen == [kv[:, 0].data_ptr(), kv[:, 1].data_ptr()] * 2  # for decodes, for prefills
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_batch_is_one_buffer_of_aligned_arrays() -> None:
         ]  # fmt: skip
         for array, numbers in zip(arrays, expected, strict=True):
             np.testing.assert_array_equal(array, numbers)
-            assert (array.data_ptr() - batch.query_starts.data_ptr()) % 16 == 0  # bytes
+            assert (array.data_ptr() - batch.query_starts.data_ptr()) % 16 == 0  # in bytes
             assert array.untyped_storage().data_ptr() == batch.query_starts.untyped_storage().data_ptr()
         assert (batch.max_query_len, batch.max_context_len) == (query_lens.max(), context_lens.max())
 
@@ -268,7 +268,7 @@ def test_prompts_alone_against_float64(kind: str, lens: list[tuple[int, int]], w
 
 @needs_triton
 def test_who_computes_which_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token that is not called a decode is a prompt's."""
+    """A sequence of one new token that is not marked as a decode counts as a prompt."""
     case = case_of([(9, 1), (31, 1), (4, 3)])
     case.layout = replace(case.layout, num_decodes=1)
     backend, real = mixed_backend_of(case, calls_of("FlashAttention-4")), flash_reference._attend
@@ -314,7 +314,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the library that an engine finds."""
+    """The kind of library that an engine finds."""
     for module in (attention, choice):
         monkeypatch.setattr(module, "load_flash_calls", lambda **_: calls_of(request.param))
     return str(request.param)
@@ -325,7 +325,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flash_arguments(folder: Path, kind: str, backend: str, device: str = "cpu") -> EngineArgs:
-    """Pages as the library wants them."""
+    """Arguments with the page size that the library needs."""
     block_size = 4 if calls_of(kind).page_multiple == 1 else 256
     return arguments(
         folder, backend, device, num_kv_blocks=64, max_model_len=60, block_size=block_size, max_num_batched_tokens=16
@@ -343,7 +343,7 @@ def assert_same_logits(folder: Path, kind: str, *, records: bool, device: str = 
 def test_an_engine_computes_what_it_does_with_plain_torch(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms of heads, biases, a window in one layer."""
+    """With norms of heads, biases, and a window in one layer."""
     without_triton(monkeypatch)
     assert_same_logits(folder, kind, records=False)
 
@@ -403,7 +403,8 @@ def test_installed_against_float64(installed: FlashCalls, window: int, dtype: to
 
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 def test_installed_page_sizes(installed: FlashCalls, block_size: int) -> None:
-    """128: as many keys as FlashAttention-4 has in a tile of such heads, which it loads in another way then."""
+    """With 128, a page has as many keys as a tile of FlashAttention-4 for such heads, which it then loads in another
+    way."""
     if block_size % installed.page_multiple:
         pytest.skip("its pages are larger")
     for window in (0, 200):

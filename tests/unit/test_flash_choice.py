@@ -1,5 +1,5 @@
-"""Which library the FlashAttention backend takes, when it is taken itself, and what is said where it is not. GPUs and
-libraries are made believe."""
+"""Which library the FlashAttention backend uses, when the backend itself is chosen, and what is reported if not. GPUs
+and libraries are faked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choose(name: str, **change: Any) -> str:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes believe that there is one, and libraries."""
+    """Fakes a GPU and libraries."""
 
     def make(
         capability: tuple[int, int], *modules: str, version: str = "2.8.3", torch_version: str = "2.13.0",

@@ -1,5 +1,5 @@
-"""FlashAttention-4, where it is installed, compiles the backend's calls, and copies nothing. Needs no GPU:
-`pip install "flash-attn-4[cu13]"` in an environment of Python 3.12."""
+"""FlashAttention-4, if installed, compiles the backend's calls, and copies nothing. This needs no GPU: run `pip install
+"flash-attn-4[cu13]"` in an environment of Python 3.12."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a row may not have is the same whoever else is in the step, and takes a device no more launches for many rows
-than for few."""
+"""The tokens that a row must not have are the same whatever rows are beside it, and many rows take no more launches on
+a device than few."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 
 def sequences(grammars: Grammars, times: int = 1) -> list[Sequence]:
-    """Each with what is asked, as often."""
+    """One sequence for each of `ASKED`, `times` times over."""
     seqs = []
     for number, asked in enumerate(ASKED * times):
         output = [2, 12] if "bad_words_token_ids" in asked else []
@@ -47,7 +47,7 @@ def sequences(grammars: Grammars, times: int = 1) -> list[Sequence]:
 
 def logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     values = torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * 3
-    values[:, [EOS, 7, 11, 13, 14]] = 20.0  # what many may not have
+    values[:, [EOS, 7, 11, 13, 14]] = 20.0  # likely tokens that many rows must not have
     return values.to(dtype)
 
 
@@ -58,7 +58,7 @@ def sampled(values: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_what_it_has_alone(grammars: Grammars, dtype: torch.dtype) -> None:
     seqs, values = sequences(grammars), logits(len(ASKED), dtype)
-    values[3, 250] = float("nan")  # of a token that is not allowed
+    values[3, 250] = float("nan")  # of a token that is forbidden
     values[8, 40] = float("nan")
     together = values.clone()
     token_ids = sampled(together, seqs).tolist()

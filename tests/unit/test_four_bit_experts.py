@@ -1,4 +1,4 @@
-"""Models whose experts stay in MXFP4, on a GPU that is not there: transformers' numbers, a quarter of the memory."""
+"""Models whose experts stay in MXFP4, on a pretended GPU: transformers' numbers in a quarter of the memory."""
 
 from __future__ import annotations
 

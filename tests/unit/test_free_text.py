@@ -1,4 +1,4 @@
-"""Texts without certain words, as regexes: against a search for the words."""
+"""Regexes for texts without certain words, compared with a search for the words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_texts_without_words(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("words", WORDS)
 def test_texts_up_to_the_first_of_the_words(words: tuple[str, ...]) -> None:
-    """And those that end with a word's beginning."""
+    """And texts that end with the beginning of a word."""
     begun = {word[:length] for word in words for length in range(1, len(word))}
     free = FreeText(words, ["", *begun])
     for word in words:

@@ -1,4 +1,5 @@
-"""GGUF files whose weights stay in 4 bits: each form's blocks, and a whole small file, by transformers' conversion."""
+"""GGUF files whose weights stay in 4 bits: the blocks of each form, and a whole small file, compared with transformers'
+conversion."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """With 4 bits as they are, and in bfloat16."""
+    """The converted folders: with 4-bit weights kept, and in bfloat16."""
     kept = convert_gguf_file(gguf_file, tmp_path_factory.mktemp("kept"))
     plain = tmp_path_factory.mktemp("plain")
     convert_gguf(gguf_file, plain)

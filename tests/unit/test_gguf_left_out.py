@@ -1,4 +1,4 @@
-"""What transformers leaves out of a GGUF file: taken by ourselves, or refused."""
+"""What transformers leaves out of a GGUF file: Tandem reads it itself, or refuses the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LLAMA3 = {
 
 
 def llama3_factors(theta: float = 10000.0, head_dim: int = HEAD_DIM) -> np.ndarray:
-    """As transformers scales frequencies."""
+    """The factors by which transformers scales frequencies."""
     config = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=LLAMA3 | {"rope_theta": theta})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = theta ** -(torch.arange(0, head_dim, 2) / head_dim)
@@ -55,7 +55,7 @@ def yarn_of_deepseek(writer: gguf.GGUFWriter) -> None:
 
 
 def test_a_file_that_lacks_weights_is_refused(tmp_path: Path) -> None:
-    """As the first of several parts does. transformers fills up with random numbers."""
+    """The first of several parts lacks some. transformers would fill them with random numbers."""
     path = write_llama(tmp_path / "split.gguf", lacks=("blk.1.ffn_down", "blk.1.ffn_up"))
     with pytest.raises(
         ValueError, match=r"split\.gguf cannot be converted: it lacks 2 tensors .*layers\.1\.mlp\.down_proj.*--merge"

@@ -1,5 +1,5 @@
-"""The parts of benchmarks/gpu.py that say what is right, over toys on a CPU: models against transformers, and what an
-engine answers against another."""
+"""The parts of benchmarks/gpu.py that check correctness, with toys on a CPU: models against transformers, and the
+answers of one engine against another's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_the_model_against_transformers(setting: Setting, monkeypatch: pytest.MonkeyPatch, is_damaged: bool) -> None:
     monkeypatch.setattr(model, "MODELS", ("qwen3",))
-    if is_damaged:  # a wrong head's norm, which nothing but the numbers shows
+    if is_damaged:  # a wrong norm of heads, which only the numbers reveal
         damage_norms(monkeypatch)
     rows = list(model.measure(setting))
     assert [row.what for row in rows] == [
@@ -86,7 +86,7 @@ def test_blocks_come_from_the_host_however_slowly_they_went_there(
 
 
 def test_whatever_is_asked_changes_its_answer(tmp_path: Path) -> None:
-    """Or a device could pass it over."""
+    """Otherwise a device could ignore a parameter unnoticed."""
     plan, plain = answers.FULL, SamplingParams()
     model.save_model("llama", plan, tmp_path)
     settings = {"model": str(tmp_path), "device": "cpu", "num_threads": 1, "num_kv_blocks": 1000}

@@ -1,5 +1,5 @@
-"""benchmarks/gpu.py: what it counts, and how its parts are run. The parts: test_gpu_parts.py, test_gpu_push.py,
-test_gpu_servers.py, test_gpu_answers.py; what is carried to a bare machine for them: test_bare_machine.py."""
+"""benchmarks/gpu.py: what it counts, and how it runs its parts. The parts: test_gpu_parts.py, test_gpu_push.py,
+test_gpu_servers.py, test_gpu_answers.py. What is carried to a bare machine for them: test_bare_machine.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def setting(tmp_path: Path) -> Setting:
 
 def test_bytes_of_llama_8b() -> None:
     shape = FULL.model
-    # A layer: q and o 4096 x 4096, k and v 4096 x 1024, three of 4096 x 14336. And the logits' product.
+    # A layer: q and o 4096 x 4096, k and v 4096 x 1024, three of 4096 x 14336. Plus the product of the logits.
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert layer == 218_103_808
     assert shape.num_weight_bytes == 2 * (32 * layer + 128_256 * 4096) == 15_009_316_864
@@ -49,7 +49,7 @@ def test_bytes_of_llama_8b() -> None:
     assert shape.decode_bytes(64, 2048) == 15_009_316_864 + 64 * 2048 * 131_072
     assert steps.decode_limit_ms(FULL, 64, 2048, 4300.0) == pytest.approx(7.4859, rel=1e-4)
     assert steps.decode_limit_ms(FULL, 64, 2048, None) is None
-    eight = replace(shape, layer_item_bytes=1, kv_item_bytes=1)  # the logits' product stays as it is
+    eight = replace(shape, layer_item_bytes=1, kv_item_bytes=1)  # the product of the logits keeps its size
     assert eight.decode_bytes(64, 2048) == 32 * layer + 2 * 128_256 * 4096 + 64 * 2048 * 65_536
     assert eight.prefill_flop(100) == shape.prefill_flop(100)
 
@@ -59,13 +59,13 @@ def test_operations_of_a_prompt() -> None:
         "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "vocab_size": 100,
     }  # fmt: skip
-    # Of each token and layer: q, o 8 x 8, k, v 8 x 4, three of 8 x 10. Attention: 1 + 2 + 3 pairs, 2 heads of 4.
+    # For each token and layer: q, o 8 x 8, k, v 8 x 4, three of 8 x 10. Attention: 1 + 2 + 3 pairs, 2 heads of 4.
     products = 2 * 3 * 2 * (2 * 64 + 2 * 32 + 3 * 80)
     logits = 2 * 100 * 8
     pairs = 2 * (1 + 2 + 3) * 2 * 2 * 2 * 4
     assert ModelShape(config).prefill_flop(3) == products + logits + pairs == 5184 + 1600 + 384
     assert attention_flop(2, 4, 3) == 192
-    # 8B: 16 billion a token, and about 49 thousand tokens a second at 790 TFLOP/s, less what attention takes.
+    # 8B: 16 billion operations a token, about 49 thousand tokens a second at 790 TFLOP/s, less what attention takes.
     assert FULL.model.prefill_flop(2048) / 2048 == pytest.approx(14.5e9, rel=0.01)
     assert steps.prefill_limit_ms(FULL, 8, 8192, 790.0) == pytest.approx(8 * 8192 * 16.1e9 / 790e12 * 1e3, rel=0.01)
 
@@ -142,7 +142,7 @@ def test_long(): assert not {hangs} or threading.Event().wait(60)
 
 @pytest.fixture
 def kernels_rows(setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Row]]:
-    """Of tests of our own, one of which may hang, and so many seconds."""
+    """The rows of a run of the test's own kernel tests, one of which may hang, with `limit_s` seconds."""
 
     def rows_of(*, hangs: bool, limit_s: float) -> list[Row]:
         tests = tmp_path / "test_of_kernels.py"
@@ -171,7 +171,7 @@ def test_kernels_tests_that_fail_are_counted_and_the_first_illegal_access_is_nam
 
 
 def test_kernels_tests_that_hang_are_ended_and_what_failed_before_is_told(kernels_rows: Any) -> None:
-    (row,) = kernels_rows(hangs=True, limit_s=12.0)  # pytest itself takes seconds to begin, on a busy machine
+    (row,) = kernels_rows(hangs=True, limit_s=12.0)  # pytest alone takes seconds to start on a busy machine
     assert (row.value, row.is_wrong) == (1, True)
     assert row.note == f"out of time after 75% of the tests; {LOST}"
 
@@ -248,7 +248,7 @@ def part(name: str, measure: Callable[[Setting], Iterator[Row]], limit_s: float 
 
 
 def in_process(part: Part, setting: Setting, limit_s: float, on_row: Callable[[Row], None]) -> str:
-    """Returns its problem."""
+    """Run one part in a process. Returns its problem."""
     problems: list[str] = []
     side_by_side([part], setting, [limit_s], lambda _, row: on_row(row), lambda _, problem: problems.append(problem))
     (problem,) = problems
@@ -272,7 +272,7 @@ def test_no_part_begins_after_the_budget_or_runs_beyond_it(setting: Setting) -> 
             clock.now_s += 40
             on_end(part, "")
 
-    # "d" has 10 of its 60 seconds left, which is too little to begin.
+    # "d" has 10 of its 60 seconds left: too few to begin.
 
     said: list[str] = []
     results = run_parts(
@@ -289,7 +289,7 @@ def test_no_part_begins_after_the_budget_or_runs_beyond_it(setting: Setting) -> 
 
 
 def test_neighbours_that_time_nothing_run_side_by_side(setting: Setting, tmp_path: Path) -> None:
-    """The first of them waits for the second's word, a process is gone, and a timed part runs alone."""
+    """The first waits for a file that the second writes; the process of another dies; a timed part runs alone."""
     waiting, telling = (
         replace(part(measure.__name__, measure), is_timed=False) for measure in (parts.waiting, parts.telling)
     )
@@ -345,7 +345,7 @@ def test_who_ended_a_part_is_said(setting: Setting, measure: Any, limit_s: float
 
 
 def is_running(pid: int) -> bool:
-    """Whoever adopted it may not have heard of its end."""
+    """Whether the process runs. A zombie, which its new parent has not reaped yet, does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -381,7 +381,7 @@ def test_the_exit_code_is_of_what_was_found(
     monkeypatch.setattr(gpu, "PARTS", [part(*each) for each in chosen])
     result = CliRunner().invoke(gpu.main, ["--tiny"])
     assert result.exit_code == exit_code
-    # What is not kept is printed.
+    # Results that are not saved are printed.
     assert [found["part"] for found in json.loads(result.stdout.splitlines()[-1])["parts"]] == [c[0] for c in chosen]
 
 

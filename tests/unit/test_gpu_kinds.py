@@ -1,4 +1,4 @@
-"""Sizes of launches by kind of GPU: what must be true of them that no compiler shows (test_triton_compile.py)."""
+"""Launch sizes by kind of GPU: what must hold for them that no compiler checks (see test_triton_compile.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from gpu_kinds import GPU_KINDS
 from pretend_gpu import pretend_gpu
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 from engine.kernels.gpu.decode import DecodeConfig
 from engine.kernels.gpu.experts import expert_config
@@ -17,7 +17,7 @@ from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig
 
 HEAD_DIMS = (8, 64, 80, 96, 128, 130, 192, 256)
 KINDS = [*GPU_KINDS.values(), GpuKind((13, 0), 48 << 10)]
-"""The last one is of the future, or a slice."""
+"""The last one stands for a future GPU, or for a slice of one."""
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU, and none to be pretended")
@@ -35,7 +35,8 @@ def test_tensor_cores_of_an_unknown_gpu_are_told_in_the_way_that_all_know() -> N
 
 
 def test_sizes_for_an_h200() -> None:
-    """Chosen by reading its machine code: those for others are beside them, not instead."""
+    """They were chosen by reading its machine code. Sizes for other kinds are added to them, and do not replace
+    them."""
     assert {(dim, 2): DecodeConfig.of(H200, dim, 2).block_n for dim in (8, 64, 128, 130, 256)} == {
         (8, 2): 64, (64, 2): 64, (128, 2): 64, (130, 2): 32, (256, 2): 32,
     }  # fmt: skip
@@ -52,8 +53,8 @@ def test_sizes_for_an_h200() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.capability))
 def test_what_is_promised_about_bits_and_rows(kind: GpuKind) -> None:
-    """A piece has whole tiles, a tile of queries has room for a token, and a row of experts is added up in the same
-    tiles whatever rows are beside it. Tensor cores take 16 rows and keys at least."""
+    """A piece has whole tiles, a tile of queries has room for a token, and the tiles in which a row of experts is added
+    up do not depend on the rows beside it. Tensor cores take at least 16 rows and keys."""
     for head_dim, itemsizes in product(HEAD_DIMS, ((2, 2), (2, 1), (4, 4))):
         decode = DecodeConfig.of(kind, head_dim, *itemsizes)
         assert decode.min_piece == 256

@@ -1,4 +1,5 @@
-"""The parts of benchmarks/gpu.py that a CPU computes in a moment, over toys. Those that push KV: test_gpu_push.py."""
+"""The parts of benchmarks/gpu.py that a CPU computes in a moment, with toys. For those that push KV, see
+test_gpu_push.py."""
 
 from __future__ import annotations
 
@@ -189,7 +190,7 @@ def test_latents_and_experts(setting: Setting) -> None:
         ("experts 4 of 32, 3 tokens, float32", "GB/s"),
     ]
     assert all(row.value and row.limit for row in rows)
-    # Of DeepSeek-V3's 671 billion weights 58 layers of experts on eight ranks are 654.
+    # Of DeepSeek-V3's 671 billion weights, the experts of 58 layers on eight ranks are 654 billion.
     assert expert_numbers(FULL.latents) * 58 * 8 == 653_908_770_816
 
 
@@ -208,7 +209,7 @@ def test_experts_in_four_bits(setting: Setting) -> None:
 
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
 def test_what_the_same_bits_cost(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invariant, "bits_rows", lambda setting: iter(()))  # four engines, interpreted
+    monkeypatch.setattr(invariant, "bits_rows", lambda setting: iter(()))  # would interpret four engines
     known = {floors.COPY: 10.0, floors.PRODUCTS: 1.0}
     rows = {row.what: row for row in invariant.measure(replace(setting, known=known))}
     units = {what: row.unit for what, row in rows.items() if "=" not in what}
@@ -253,7 +254,7 @@ def test_steps_in_fewer_bits_stand_beside_their_bytes(setting: Setting, monkeypa
     assert rows["int8: decode step, 1 x 8"].limit == eight.decode_bytes(1, 8) / 100e6
     assert rows["int8: prefill, 2 x 64"].value
     rows = {row.what: row for row in steps.measure_int4(known)}
-    num_fewer = eight.num_in_layers * 3 // 8  # of 32 weights 16 bytes, and 4 of their scale and offset
+    num_fewer = eight.num_in_layers * 3 // 8  # 32 weights take 16 bytes, and 4 for scale and offset
     assert rows["int4: decode step, 1 x 8"].limit == pytest.approx((eight.decode_bytes(1, 8) - num_fewer) / 100e6)
     with pytest.raises(NotRun, match="it needs a GPU"):
         list(steps.measure_fp8(known))
@@ -268,11 +269,11 @@ def test_steps_of_a_mixture_stand_beside_the_bytes_of_the_experts_that_are_chose
     shape = known.sizes.mixture
     assert rows["int4 experts: decode step, 1 x 8"].limit == pytest.approx(shape.decode_bytes(1, 8) / 100e6)
     assert rows["int4 experts: prefill, 2 x 64"].value
-    # Two of four experts for a token, of three products of 64 x 64 in two layers; all but 1/16 for four tokens.
+    # Two of four experts for one token, each of three products of 64 x 64, in two layers; for four tokens all but 1/16.
     experts = 4 * 3 * 64 * 64 * 2 * 0.625
     num_bytes = [shape.decode_bytes(batch, 8) - batch * shape.kv_bytes(8) for batch in (1, 4)]
     assert num_bytes[1] - num_bytes[0] == experts * (15 / 16 - 1 / 2)
-    # Qwen3-30B-A3B has 30.5 billion weights, of which a token meets 3.3, and 0.3 are embeddings.
+    # Qwen3-30B-A3B has 30.5 billion weights. A token uses 3.3 billion, of which 0.3 are embeddings.
     whole = ModelShape({**QWEN_30B, "num_hidden_layers": 48})
     assert whole.num_in_layers + whole.num_in_logits == pytest.approx(3.04e9, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""The part of benchmarks/gpu.py that starts whole servers: what is sent, and what is made of it."""
+"""The part of benchmarks/gpu.py that starts whole servers: what it sends, and what it computes from the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_streams_and_long_prompts() -> None:
     assert len({tuple(request.prompt[:20]) for request in requests}) == 5
     quiet = servers.quiet_load(load, TokenSource(seed=1, vocab_size=500))
     assert {len(request.prompt) for request in quiet.requests} == {64}
-    # Long enough a share of the gaps that the 99th percentile sees the prompts: one in a hundred and more.
+    # The long prompts affect enough gaps, more than one in a hundred, for the 99th percentile to show them.
     assert servers.FULL.num_long / servers.FULL.stream_tokens > 0.01
 
 

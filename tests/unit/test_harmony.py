@@ -1,5 +1,5 @@
-"""Answers of messages, as gpt-oss writes them: told as they come, the same however the text is cut, and no word of the
-format with them."""
+"""Answers in gpt-oss' message format: told as they arrive, the same however the text is cut, and without the format's
+own words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.text.tool_calls import Told, ToolCallParser
 from router.text.tool_formats import FORMATS
 
 Outcome = tuple[str, str, list[tuple[str, str]]]
-"""What is thought, what is content, and what is called."""
+"""What is thought, what is content, and which calls are made."""
 A, C, F, M = (
     "<|channel|>analysis<|message|>",
     "<|channel|>commentary<|message|>",
@@ -53,7 +53,7 @@ def joined(told: list[Told]) -> Outcome:
 
 LONG = "x" * 2 * MAX_HEAD_CHARS
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
-    # the text, what is thought, what is said, what is called
+    # the text, what is thought, what is said, which calls are made
     (f"{A}So.{NEXT}{F}Yes.", "So.", "Yes.", []),
     (f"{A}So.{NEXT}{F}Yes.<|return|>", "So.", "Yes.", []),
     (f"{A} So.\n\nThen. {NEXT}{F}\n Yes. \n", " So.\n\nThen. ", "\n Yes. \n", []),
@@ -61,7 +61,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f"{A}a < b <| c |> <b|end|>{NEXT}{F}a <|end", "a < b <| c |> <b|end|>", "a ", []),
     (f"{A}One.{NEXT}{A}Two.{NEXT}{C}First.{NEXT}{F}Then.", "One.\n\nTwo.", "First.\n\nThen.", []),
     (f"{A}{NEXT}{F}Yes.", "", "Yes.", []),
-    # calls, and both ways of saying whom they are to
+    # calls, with both ways of naming the recipient
     (f'{A}I look.{NEXT}{TO}weather{JSON}{{"city": "Oslo"}}<|call|>', "I look.", "", [OSLO]),
     (f'{A}I look.{NEXT} to=functions.weather<|channel|>commentary json{M}{{"city": "Oslo"}}', "I look.", "", [OSLO]),
     (f' to=functions.weather<|channel|>commentary json{M}{{"city": "Oslo"}}<|call|>', "", "", [OSLO]),
@@ -73,7 +73,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (f'{TO}weather{JSON}{{"city": "Os', "", "", [("weather", '{"city": "Os')]),
     (f'{TO}weather{JSON}{{"city": "Oslo"<|cal', "", "", [("weather", '{"city": "Oslo"')]),
     (f"{TO}now{JSON}{{}}<|call|><|start|>functions.now to=assistant{C}3{NEXT}{F}At 3.", "", "3\n\nAt 3.", [NOW]),
-    # tools that were not given: what they are told is of their channel
+    # tools that were not given: the text sent to them belongs to their channel
     (f"{A}So.{NEXT}<|channel|>analysis to=browser.search code{M}oslo<|call|>", "So.\n\noslo", "", []),
     (f"{TO}other{JSON}{{}}<|call|>", "", "{}", []),
     # headers that a limit cuts off
@@ -84,7 +84,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("<|channel|>ana", "", "", []),
     ("<|chan", "", "", []),
     ("", "", "", []),
-    # what is none
+    # text that is not in the format
     ("Hello", "", "Hello", []),
     ("  to", "", "  to", []),
     ("<", "", "<", []),
@@ -115,7 +115,7 @@ def test_what_is_thought_said_and_called(text: str, thought: str, said: str, cal
 
 @pytest.mark.parametrize("text", sorted({case[0] for case in CASES if len(case[0]) < MAX_HEAD_CHARS}))
 def test_what_is_told_is_the_same_wherever_it_is_cut(text: str) -> None:
-    """At each position: up to there, and then the rest at once."""
+    """Cut at each position: the text up to there, and then the rest at once."""
     whole = parse([text])
     for position, told in enumerate(told_before_each_character(parser().push, text)):
         begun = text[:position]
@@ -155,7 +155,7 @@ PARTS = [
 def test_what_is_told_depends_on_the_text_so_far_alone(
     parts: list[str], opened: str, has_tools: bool, data: st.DataObject
 ) -> None:
-    """Whatever a model says; and no word is told."""
+    """Whatever a model says. None of the format's words is told."""
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[begin:until] for begin, until in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -199,7 +199,7 @@ def test_no_text_takes_long(opened: str, piece: str) -> None:
 
 @pytest.mark.parametrize("piece", ["<|end|>", f"{TO}now{JSON}", f"{F}a"])
 def test_no_text_that_comes_at_once_takes_long(piece: str) -> None:
-    """An answer that goes on at another router."""
+    """As for an answer that goes on at another router."""
     began_s = time.process_time()
     parser().push(piece * 10_000)
     assert time.process_time() - began_s < 2

@@ -1,4 +1,4 @@
-"""Answers of messages that are held to a form: they think, and then a final message, or a call, has the form."""
+"""Answers in gpt-oss' format that are held to a form: they think, and then a final message, or a call, has the form."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def words(*, are_added: bool = True) -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="module")
 def made() -> tokenizers.Tokenizer:
-    """With the words as special tokens, as gpt-oss' has them."""
+    """A tokenizer with the format's words as special tokens, as gpt-oss' has them."""
     return words()
 
 
 @pytest.fixture(scope="module")
 def ends(made: tokenizers.Tokenizer) -> frozenset[int]:
-    """Of an answer, as gpt-oss' generation config has them."""
+    """The tokens that end an answer, as in gpt-oss' generation config."""
     return frozenset(made.token_to_id(word) for word in ("<|return|>", "<|call|>"))
 
 
@@ -78,7 +78,7 @@ def held(made: tokenizers.Tokenizer, form: str, *, opened: str = "", is_calls: b
 
 
 def may_be(grammars: Grammars, made: tokenizers.Tokenizer, grammar: str, text: str) -> bool:
-    """Whether `text` may be an answer, whole, and end at either of the model's ends."""
+    """Whether `text` may be a whole answer, and may end with either of the model's end tokens."""
     state = grammars.state(grammar)
     ids: list[int] = made.encode(text).ids
     for position in range(len(ids) + 1):
@@ -185,7 +185,7 @@ def test_whatever_the_grammar_lets_be_said_is_read_as_a_thought_and_calls(
 
 
 def test_words_that_are_spelled_end_a_thought_too(tmp_path: Path) -> None:
-    """Of a vocabulary that does not have them."""
+    """For a vocabulary that does not have the words as tokens."""
     spelled = words(are_added=False)
     grammar = held(spelled, grammar_text("choice"))
     folder = write_model(tmp_path)
@@ -213,7 +213,7 @@ def harmony_model(made: tokenizers.Tokenizer, ends: frozenset[int]) -> Texts:
 def test_an_answer_is_taken_up_at_any_token_and_tells_no_word(
     has_tools: bool, shows_special: bool, made: tokenizers.Tokenizer, ends: frozenset[int]
 ) -> None:
-    """The words are special tokens, which are left out of text otherwise."""
+    """The format's words are special tokens, which are normally left out of the text."""
     texts = harmony_model(made, ends)
     tools = [{"function": {"name": "now"}}] if has_tools else None
     validated = validate(generate_request(HI, tools=tools, skip_special_tokens=not shows_special), texts.model)
@@ -280,7 +280,7 @@ TEMPLATE = (
     "<|channel|>commentary json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}<|start|>assistant"
 )
-"""As gpt-oss has it, in short."""
+"""gpt-oss' template, shortened."""
 
 
 def test_a_template_tells_both_and_one_goes_with_the_other() -> None:

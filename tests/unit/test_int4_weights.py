@@ -1,4 +1,4 @@
-"""Weights in 4 bits: how checkpoints have them, what is read, and what engines compute with them."""
+"""Weights in 4 bits: how checkpoints store them, what is read, and what engines compute with them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def one_tensor(folder: Path, form_name: str, **changes: torch.Tensor | None) -> torch.Tensor:
-    """A checkpoint of one weight. What it stands for; `changes`: by the ends of names, None: without the tensor."""
+    """Save a checkpoint of one weight, and return what the weight stands for. `changes`: by the ends of tensors' names;
+    None removes a tensor."""
     form = INT4_FORMS[form_name]
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) * torch.logspace(-2, 0, 40)[:, None]
     stored, plain = in_int4({NAME: weight}, form)
@@ -90,7 +91,7 @@ def test_widened_weights_are_what_was_stored_to_the_bit(
 def test_weights_stay_in_4_bits_where_their_groups_are_of_neighbours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, quantization: str
 ) -> None:
-    """And it is said how many do not."""
+    """The engine reports how many are widened instead."""
     expected = one_tensor(tmp_path, form)
     weights = weights_of(tmp_path, quantization=quantization)
     kept = weights.take_product(NAME, SHAPE)
@@ -114,7 +115,7 @@ def test_weights_stay_in_4_bits_where_their_groups_are_of_neighbours(
 def test_it_is_said_what_of_4_bits_is_widened_though_it_could_be_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], quantization: str
 ) -> None:
-    """Once of each weight, however often it is asked for."""
+    """Each weight is reported once, however often it is taken."""
     expected = one_tensor(tmp_path, "gptq")
     weights = weights_of(tmp_path, quantization=quantization)
     for _ in range(2):
@@ -147,7 +148,8 @@ def test_tensors_that_need_not_be_taken(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("ending", ["k_scale", "input_scale", "bias"])
 @pytest.mark.parametrize("form", ["gptq", "awq", "packed"])
 def test_tensors_that_change_no_number_need_not_be_taken(tmp_path: Path, form: str, ending: str) -> None:
-    """Scales of keys and of activations, and the zeros that AutoGPTQ has written as bias of every product."""
+    """Such as scales of keys and of activations, and the zeros that AutoGPTQ has written as the bias of every
+    product."""
     one_tensor(tmp_path, form, **{ending: torch.zeros(40)})
     weights = weights_of(tmp_path)
     weights.take(NAME, SHAPE)
@@ -170,7 +172,7 @@ def test_a_bias_that_adds_something_is_not_left_out(tmp_path: Path) -> None:
 
 
 def test_zero_points_of_zero_borrow_from_their_neighbours(tmp_path: Path) -> None:
-    """As GPTQModel takes one from each of a word: it subtracts from the word."""
+    """GPTQModel subtracts one from each zero point by subtracting from the whole word."""
     form = INT4_FORMS["gptq, v2"]
     stored, plain = in_int4({NAME: torch.rand(SHAPE) - torch.arange(2).repeat(20)[:, None] / 2}, form)
     zero = NAME.replace("weight", "qzeros")
@@ -207,7 +209,7 @@ def test_quantised_weights_are_as_near_as_16_levels_can_be() -> None:
     off = (weight.dequantized().float() - plain.float()).abs().view(48, 8, 32)
     groups = plain.float().view(48, 8, 32)
     step = (groups.amax(2) - groups.amin(2)) / 15
-    # Half a step, and what bfloat16 rounds of offset, scale and number.
+    # Half a step, and the rounding of offset, scale and number in bfloat16.
     assert bool((off <= 0.5 * step[:, :, None] + 2**-7 * groups.abs().amax(2, keepdim=True)).all())
     assert torch.equal(weight.dequantized()[3:5], plain[3:5])
     assert weight.integers().max() == 15
@@ -248,7 +250,7 @@ def test_weights_of_one_form_are_joined_and_others_widened() -> None:
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("axis", "part"), [(0, range(2, 5)), (1, range(32, 96)), (1, range(64, 128))])
 def test_parts_are_those_of_what_they_stand_for(axis: int, part: range, group_size: int) -> None:
-    """A group that is cut becomes smaller ones."""
+    """A group that is cut becomes several smaller groups."""
     weight = a_weight(group_size=group_size)
     own = part_of(weight, axis, part)
     assert isinstance(own, Int4Weight)
@@ -294,7 +296,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
 def test_engines_compute_as_with_the_plain_weights_to_the_bit(
     saved: Any, tmp_path: Path, family: str, form: str, backend: str
 ) -> None:
-    """By the CPU kernels, too, which keep them in 4 bits."""
+    """Also with the CPU kernels, which keep them in 4 bits."""
     hf_config, tensors = saved(family)
     stored, plain = in_int4(tensors, INT4_FORMS[form])
     config = INT4_FORMS[form].quantization_config
@@ -310,7 +312,7 @@ def test_engines_compute_as_with_the_plain_weights_to_the_bit(
 
 
 def test_who_keeps_4_bits_is_paired_with_who_widens_them(saved: Any, tmp_path: Path) -> None:
-    """By the CPU kernels, whose numbers are the same. Not with whoever quantises anew."""
+    """With the CPU kernels, whose numbers are the same. A worker that quantises anew is not paired with them."""
     hf_config, tensors = saved("llama")
     form = INT4_FORMS["gptq"]
     stored, _ = in_int4(tensors, form)
@@ -325,7 +327,7 @@ def test_who_keeps_4_bits_is_paired_with_who_widens_them(saved: Any, tmp_path: P
 
 
 def test_weights_that_are_quantised_when_loaded(saved: Any, tmp_path: Path) -> None:
-    """By the CPU kernels as by plain torch: the same numbers."""
+    """The CPU kernels and plain torch quantise to the same numbers."""
     hf_config, tensors = saved("llama")
     folder = save_checkpoint(tmp_path, hf_config, tensors)
     logits = {}
@@ -391,7 +393,8 @@ def test_4_bits_that_config_json_does_not_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("named", "other"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
 def test_zero_points_of_the_other_form_of_gptq_are_noticed(tmp_path: Path, named: str, other: str) -> None:
-    """Where they are all the middle, which most checkpoints' are: each number would be a scale too small or large."""
+    """They are noticed if all are in the middle, as in most checkpoints. Otherwise each number would be too small or
+    too large by one scale."""
     form = replace(INT4_FORMS["gptq"], packing=other)
     stored, plain = in_int4({NAME: torch.randn(SHAPE)}, form)
     for which in (other, named):

@@ -1,5 +1,5 @@
-"""The same source, compiled for machines that lack this one's instructions, or as if there were a matrix unit, passes
-the same tests; and so it does where each access to memory is watched."""
+"""The same source passes the same tests when it is compiled for machines that lack this one's instructions, or as if
+there were a matrix unit, and when each access to memory is checked."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ ALL = (
 )
 @pytest.mark.slow
 def test_kernels_compiled_for(kind: str, chosen: str) -> None:
-    """v3: AVX2, without AVX-512. v4: AVX-512, without its bfloat16, and with it, but without a matrix
-    unit (AMX): which products alone would use."""
+    """v3: AVX2, without AVX-512. v4: AVX-512, without or with its bfloat16, but without a matrix unit (AMX), which only
+    products would use."""
     run_tests(chosen, {"CXXFLAGS": f"-march={kind}"})
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(HAS_TILES, reason="there are some here: test_cpu_kernels.py")
 def test_what_is_made_of_tiles_where_there_are_none() -> None:
-    """Without AMX: the compiler's code in its place (tiles_pretended.h), which refuses what the unit would refuse."""
+    """Without AMX, the compiler uses a substitute (tiles_pretended.h), which refuses what the matrix unit would
+    refuse."""
     run_tests("two-threads and (product or attention or inputs)", {"CXXFLAGS": f"{PRETEND_TILES} -O1"})
 
 
@@ -71,7 +72,7 @@ print(min(times))
 @pytest.mark.parametrize("num_rows", [1, 64])
 @pytest.mark.slow
 def test_products_without_avx512_take_no_longer_than_torchs(num_rows: int) -> None:
-    """They once took twenty times as long, all of it moving vectors between registers and the stack."""
+    """They once took twenty times as long, to move vectors between registers and the stack."""
     limited = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CXXFLAGS": "-march=x86-64-v3"}
     ours, theirs = (
         float(
@@ -102,9 +103,10 @@ def run_tests(chosen: str, variables: dict[str, str]) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("machine", ["-mno-amx-tile", PRETEND_TILES])
 def test_nothing_beside_a_tensor_is_read_or_written(machine: str) -> None:
-    """Torch's own memory is watched too, as it comes from the C library: a tensor ends where it ends."""
+    """Torch's own memory is checked as well, since it comes from the C library: an access past a tensor's end is
+    noticed."""
     variables = {"CXX": "g++", "CXXFLAGS": f"-fsanitize=address -g {machine}"}
-    # Without the sanitizer under it: the compiler would take minutes.
+    # Without the sanitizer preloaded: the compiler would take minutes with it.
     code = "from engine.kernels.build import cpu_library, kernels_dir; cpu_library(kernels_dir())"
     subprocess.run([sys.executable, "-c", code], env=os.environ | variables, timeout=300, check=True)
     libraries = [

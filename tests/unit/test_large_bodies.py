@@ -1,4 +1,4 @@
-"""Bodies that take long to read: streams wait for as long."""
+"""Request bodies that take long to read: meanwhile all streams wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY = 20_000
 
 @pytest.fixture
 def collections() -> Iterator[list[int]]:
-    """The generations that Python's collector has gone through since."""
+    """The generations that Python's garbage collector has collected since."""
     seen: list[int] = []
 
     def note(phase: str, info: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def test_how_many_tokens_pay_for_what_they_all_see(sizes: tuple[int, int, int], 
     assert (unfolding.from_tokens if unfolding else None) == expected
     if expected is not None:
         for num_new, pays in ((expected - 1, False), (expected, True)):
-            # Of a head, for one token of a long context: absorbed and unfolded, without the rotated key's numbers.
+            # For a head and one token of a long context: absorbed against unfolded, without the rotated key's numbers.
             assert (latent * (query + value) + num_new * (query + value) <= num_new * 2 * latent) == pays
 
 

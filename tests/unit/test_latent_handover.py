@@ -1,4 +1,4 @@
-"""Prefill in one engine, decode in another, with pools of latents: over gRPC, under grants, checked by digests."""
+"""Prefill in one engine and decode in another, with pools of latents: over gRPC, under grants, checked by digests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     "max_position_embeddings": 128, "dtype": "float32",
 } | {name: V2[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}  # fmt: skip
-"""Blocks of as many bytes as those of the latents."""
+"""Its blocks have as many bytes as blocks of latents."""
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}], ids=str)
@@ -38,7 +38,7 @@ def test_the_same_tokens_from_two_engines_as_from_one(tmp_path: Path, settings: 
 
 
 def test_pools_of_other_models_are_no_peers(tmp_path: Path) -> None:
-    """Keys and values of as many bytes would not tell."""
+    """Sizes in bytes would not tell them apart: these keys and values have as many."""
     ours, theirs = LLMEngine(config_of(tmp_path)), LLMEngine(config_of(tmp_path, LLAMA))
     layout = bytes_of(ours).layout
     assert (layout.num_parts, layout.num_kv_heads, layout.head_dim, layout.order) == (1, 1, 32, LATENT_KV_ORDER)

@@ -1,4 +1,4 @@
-"""Plain torch's paged attention to latents, against float64."""
+"""Paged attention to latents in plain torch, compared with float64."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_long_ones_are_unfolded(lens: list[tuple[int, int]], block_size: int) ->
 @pytest.mark.usefixtures("_fresh_memory_is_nan")
 @pytest.mark.parametrize(("query_dim", "value_dim"), [(16, 24), (7, 15), (5, 40)])
 def test_keys_and_values_of_other_sizes(query_dim: int, value_dim: int) -> None:
-    """As many numbers, less, and more."""
+    """With as many numbers in both, fewer, and more."""
     assert_unfolded(HeadsCase(MIXES["decodes, short and long ones"], query_dim=query_dim, value_dim=value_dim))
 
 
 @pytest.mark.parametrize("num_heads_at_once", [1, 2, 3])
 def test_some_heads_at_a_time(num_heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that keys and values of a context of 176 slots, 20 numbers each, have as many bytes as there may be."""
+    """As many as the limit allows for the keys and values of a context of 176 slots, with 20 numbers each."""
     case, counts = HeadsCase([(131, 37)], num_heads=5), []
     attend = torch_unfolded.F.scaled_dot_product_attention
 

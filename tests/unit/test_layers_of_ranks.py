@@ -1,4 +1,4 @@
-"""When rank 0 tells of a layer, every rank has written its part of it: that is what lets it be sent."""
+"""When rank 0 reports a layer, every rank has written its part of the layer: only then may it be sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_LAYERS = 3
 
 
 class Story:
-    """What happened on both ranks, in order; and who may go on."""
+    """What happened on both ranks, in order. A rank can wait for an event of the other."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -47,7 +47,7 @@ class Story:
 
 
 def test_no_layer_is_told_of_before_all_ranks_have_written_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 is as late as it can be: it writes a layer when rank 0 has nothing to do any more but to wait for it."""
+    """Rank 1 is as late as possible: it writes a layer only when rank 0 can do nothing more but wait for it."""
     monkeypatch.setattr(group_module, "PATIENCE", timedelta(seconds=PATIENCE_S))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": NUM_LAYERS}))
     config = create_engine_config(

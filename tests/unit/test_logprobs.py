@@ -1,4 +1,5 @@
-"""How likely tokens were: against the definition in float64, the same bits in any batch, one order always."""
+"""Logprobs of tokens: compared with the definition in float64, with the same bits in any batch, and always in one
+order."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def logits(num_rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 @pytest.fixture(params=["host", "device"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How a CPU goes about it, and how a GPU does, here on a CPU."""
+    """Run each test with the code for a CPU and with the code for a GPU, both on a CPU."""
     if request.param == "device":
         monkeypatch.setattr(module, "_numbers_on_host", module._numbers_on_device)
 
@@ -36,7 +37,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 def logprobs(values: torch.Tensor, seqs: list[Sequence], token_ids: list[int]) -> dict[int, TokenLogprobs]:
     raw = RawLogits.of(values, seqs)
     assert raw is not None
-    values.zero_()  # what a sampler does to them is no concern
+    values.zero_()  # a sampler may change the logits later
     told = raw.logprobs(torch.tensor(token_ids)).read()
     return {seq_id: only for seq_id, [only] in told.items()}
 
@@ -115,7 +116,8 @@ def test_how_many_may_be_asked_for(num: Any) -> None:
 
 
 def test_where_a_row_begins_does_not_depend_on_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 16 bytes: CUDA's kernel adds up by that. What fills a row up is no token, and takes nothing from those."""
+    """Each row begins at a multiple of 16 bytes, because the order in which CUDA's kernel adds up depends on that. The
+    padding of a row is no token, and does not change the others' logprobs."""
     seen: list[torch.Tensor] = []
     log_softmax = torch.Tensor.log_softmax
 

@@ -1,4 +1,4 @@
-"""What may be an adapter, and what is refused with which sentence."""
+"""Which folders are accepted as adapters, and with which sentence the others are refused."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_folder_without_a_description(content: str, message: str, tmp_path: Pa
 
 
 def test_what_is_no_folder_of_an_adapter(tmp_path: Path) -> None:
-    """Nothing is read of a pipe or a device, which would have no end."""
+    """A pipe or a device, which may have no end, is not read."""
     with pytest.raises(ValueError, match=r"adapter 'a': there is no folder .*/nothing"):
         check_lora_folder("a", tmp_path / "nothing")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -140,7 +140,7 @@ def test_an_engine_takes_them_where_its_model_can(tmp_path: Path) -> None:
 
 
 def test_folders_are_looked_at_before_kernels_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may take a compiler, and minutes."""
+    """These may take a compiler, and minutes."""
 
     def too_late(*_args: object, **_kwargs: object) -> Any:
         raise AssertionError
@@ -176,7 +176,7 @@ def test_weights_that_do_not_fit(change: dict[str, tuple[int, int] | None], mess
     [(float("nan"), "float32", 8), (float("inf"), "float32", 8), (1e30, "float16", 8), (3e4, "float16", 64)],
 )
 def test_what_is_no_number(number: float, dtype: str, alpha: int, tmp_path: Path) -> None:
-    """Or becomes none in the dtype that is served, with its scale."""
+    """Also if it only becomes infinite in the dtype that is served, with its scale."""
     write_model(tmp_path / "model")
     up = torch.zeros(96, 4)
     up[3, 2] = number
@@ -208,7 +208,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_told_from_another_by_its_numbers(tmp_path: Path) -> None:
-    """And the model is the same beside any."""
+    """The model's own digest is the same whatever its adapters are."""
     write_model(tmp_path / "model")
     for name, seed in (("a", 1), ("same", 1), ("other", 2)):
         write_adapter(tmp_path / name, seed=seed)

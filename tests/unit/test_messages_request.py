@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API: what is let through, what is refused, and by which name."""
+"""Request bodies of Anthropic's Messages API: what is accepted, what is refused, and which field the error names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json and an engine's settings come to together, and what is wrong with either."""
+"""What config.json and an engine's settings result in together, and errors in either."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_workers_whose_kernels_add_up_otherwise_are_not_paired(tmp_path: Path, m
 
 
 def test_what_keeps_bits_whatever_the_batch(tmp_path: Path) -> None:
-    """The CPU kernels do so anyway: nothing differs. Of GPUs, those of other kinds are not paired."""
+    """The CPU kernels are batch-invariant anyway, so their digests are equal. Different kinds of GPU are not paired
+    with it."""
     folder = folder_with(tmp_path / "m", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     on_cpu = {"dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
     assert config_of(folder, **on_cpu, batch_invariant=True).compat_digest == config_of(folder, **on_cpu).compat_digest
@@ -258,7 +259,7 @@ def test_settings_that_cannot_be_met(tmp_path: Path, settings: dict[str, Any], m
 def test_a_size_that_a_bound_names_is_within_it(
     num_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is told one, and gives it, is not told the same again."""
+    """A user who then gives the size that the error names is not refused again."""
     folder = folder_with(tmp_path / "m")
     monkeypatch.setattr(model_config, "memory_bytes", lambda device: 512 * num_blocks + 511)
     length = min(64, 2 * num_blocks)
@@ -284,6 +285,6 @@ def test_pool_size_from_gibibytes(tmp_path: Path) -> None:
     assert config_of(folder_with(tmp_path / "m"), prefill_chunk_tokens=7).scheduler.prefill_chunk_tokens == 7
     assert config.scheduler.prefill_batch_tokens == 256
     assert config_of(folder_with(tmp_path / "m"), prefill_batch_tokens=7).scheduler.prefill_batch_tokens == 7
-    # float32 in the model: a byte for each of its four.
+    # The model is in float32: 8-bit floats take one byte instead of four.
     settings = {"num_kv_blocks": 0, "kv_cache_gib": (512 * 20 + 1) / 1024**3, "kv_cache_dtype": "fp8"}
     assert config_of(folder_with(tmp_path / "m"), **settings).cache.num_blocks == 80

@@ -1,4 +1,5 @@
-"""Finding a model: folders, downloads, the default model; a folder is built once and appears whole."""
+"""How a model is found: folders, downloads, the default model. A folder is built once, and appears only when
+complete."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_resolve(tmp_path: Path) -> None:
         resolve_model("nothing-of-that-name")
     with pytest.raises(ValueError, match="is not a model folder: it has no config"):
         create_engine_config(EngineArgs(model=str(tmp_path)))
-    for content in (b"not a gguf file", b"GGUF\x03\0\0\0"):  # of which the second says that it is one
+    for content in (b"not a gguf file", b"GGUF\x03\0\0\0"):  # the second begins like a GGUF file
         (tmp_path / "broken.gguf").write_bytes(content)
         with pytest.raises(ValueError, match=r"broken\.gguf cannot be converted"):
             resolve_model(str(tmp_path / "broken.gguf"), download_dir=tmp_path / "cache")

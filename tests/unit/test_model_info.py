@@ -1,4 +1,4 @@
-"""What a router knows of its model: read from the folder, completed by workers. Bad files are named."""
+"""What a router knows about its model: read from the folder, completed by workers. Errors name the bad file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights: what is read from where, what tells them apart, and what wrong ones are answered with."""
+"""Weights: which are read from where, what distinguishes them, and which errors wrong ones cause."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_sharded_weights_equal_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("dtype", "backend"), [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "cpu")])
 def test_the_file_is_let_go_once_the_model_is_there(tmp_path: Path, dtype: str, backend: str, ties: bool) -> None:
-    """A single tensor that is a view of it would keep all of it in memory."""
+    """A single tensor that is still a view of the file would keep all of it in memory."""
     folder = folder_with(tmp_path / "m", tie_word_embeddings=ties, dtype=dtype, head_dim=16)
     tensors = write_weights(folder)
     for name in [name for name in tensors if "self_attn" in name]:

@@ -1,4 +1,4 @@
-"""The native decoder computes what transformers computes, however a prompt is cut and whoever shares the batch."""
+"""The native decoder computes what transformers computes, however a prompt is cut, and whatever shares the batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEEPSEEK: dict[str, Any] = SMALL | {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 20,
     "first_k_dense_replace": 1,
-    "rms_norm_eps": 1e-2,  # not that of the norms of latents
+    "rms_norm_eps": 1e-2,  # unlike that of the latents' norms
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -154,7 +154,7 @@ def test_greedy_tokens_equal(pair: tuple[Any, EngineConfig]) -> None:
 
 
 def test_a_head_of_its_own_beside_tied_embeddings_is_used(tmp_path: Path) -> None:
-    """What the files say goes before what the configuration does, as transformers has it."""
+    """If the files have a head, it is used whatever the configuration says, as in transformers."""
     model = save_model("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert not config["tie_word_embeddings"]
@@ -186,7 +186,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 
 
 def with_int8_weights(model: Any) -> Any:
-    """The model with the weights that it has once quantised: of products of layers, and nothing else."""
+    """The model with its weights after quantisation: only those of the layers' products change."""
     with torch.no_grad():
         for name, parameter in model.model.layers.named_parameters():
             if name.endswith("proj.weight"):
@@ -212,7 +212,7 @@ def test_int8_weights_are_those_of_the_layers_products(name: str, tmp_path: Path
 )
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_logits_in_8_bits_stay_near_float64(name: str, settings: dict[str, str], bound: float, tmp_path: Path) -> None:
-    """A chunk, a chunk on cached context, and steps that decode; relative to the logits' own size. All else is
+    """For a chunk, a chunk on cached context, and decode steps, relative to the size of the logits. All else is
     float32."""
     model = save_model(name, tmp_path, initializer_range=0.1).double()
     bench = Bench(engine_config(tmp_path, **settings))
@@ -229,7 +229,7 @@ def test_logits_in_8_bits_stay_near_float64(name: str, settings: dict[str, str],
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_fused_layers_compute_what_plain_ones_do(name: str, tmp_path: Path) -> None:
-    """Biases, norms of heads, windows, tied embeddings: all that a layer may have, as near as bfloat16 allows."""
+    """Biases, norms of heads, windows, tied embeddings: all that a layer may have, as close as bfloat16 allows."""
     save_model(name, tmp_path, head_dim=16)
     results = []
     for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
@@ -242,13 +242,13 @@ def test_fused_layers_compute_what_plain_ones_do(name: str, tmp_path: Path) -> N
         results.append(logits.float())
     fused, plain, exact = results
     assert (fused - exact).norm() < 2 * (plain - exact).norm()
-    has_experts = name.startswith(("mixtral", "qwen3-moe"))  # of which others may be chosen
+    has_experts = name.startswith(("mixtral", "qwen3-moe"))  # other experts may be chosen
     assert (fused - exact).norm() < (0.3 if has_experts else 0.1) * exact.norm()
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-bias-sliding"])
 def test_a_token_has_the_same_bits_in_any_step(name: str, tmp_path: Path) -> None:
-    """By the CPU kernels: the choice of experts, and what they compute, too."""
+    """With the CPU kernels, also for the choice of experts and what they compute."""
     save_model(name, tmp_path, head_dim=16, hidden_size=512, intermediate_size=384, moe_intermediate_size=384)
     config = engine_config(tmp_path, dtype="bfloat16", block_size=16, num_kv_blocks=800)
     if config.device.attention_backend != "cpu":

@@ -1,4 +1,4 @@
-"""Experts in MXFP4: the numbers that transformers makes of them, a checkpoint of them, and what is refused."""
+"""Experts in MXFP4: the same numbers as transformers', a checkpoint with such experts, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_scale_is_a_power_of_two_and_the_lower_half_comes_first() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> tuple[Path, transformers.PreTrainedModel]:
-    """A folder with experts in MXFP4, and the model that it means."""
+    """A folder with experts in MXFP4, and the model that it stands for."""
     return tmp_path, save_four_bits(tmp_path)
 
 

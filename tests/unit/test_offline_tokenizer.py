@@ -1,4 +1,4 @@
-"""The tokenizer that both offline interfaces hand out: transformers' own, which would run a checkpoint's code."""
+"""The tokenizer that both offline interfaces return: it is transformers' own, which could run a checkpoint's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties against their definition, token by token, in each dtype that logits come in."""
+"""Penalties compared with their definition, token by token, in each dtype of logits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def penalised(logits_V: torch.Tensor, seq: Sequence, last_token_id: int) -> torch.Tensor:
-    """What vLLM's documentation says of each penalty, one token after the other; rounded after the first and at the
-    end."""
+    """What vLLM's documentation says of each penalty, computed token by token, and rounded after the first penalty and
+    at the end."""
     params, said = seq.sampling_params, Counter(seq.token_ids[seq.num_prompt_tokens : -1])
     if seq.num_output_tokens:
         said[last_token_id] += 1
@@ -66,7 +66,7 @@ def test_each_row_is_what_the_definition_says(names: tuple[str, ...], dtype: tor
 
 
 def test_what_is_no_token_changes_no_other_row() -> None:
-    """A sequence whose numbers are none has -1 for its last token; its neighbours know nothing of it."""
+    """A sequence whose logits are NaN has -1 as its last token. That must not affect its neighbours."""
     seqs = [Sequence(0, "r", [1, 2, 3], 1, SamplingParams(presence_penalty=1.0)) for _ in range(2)]
     logits_SV = torch.zeros(2, 9)
     apply_penalties(logits_SV, seqs, torch.tensor([4, -1]))

@@ -1,5 +1,5 @@
-"""Where there is no compiler, as in a container image, the engine takes the fastest prebuilt library that its machine
-can run, and none that would kill it."""
+"""Without a compiler, as in a container image, the engine uses the fastest prebuilt library that its machine can run,
+and none that would crash it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ AMX, BF16, V4, V3 = KINDS
 
 @pytest.fixture
 def prebuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder with libraries of all kinds, of a source that compiles at once; then the compiler goes."""
+    """A folder with prebuilt libraries of all kinds, of a source that compiles at once. Afterwards there is no
+    compiler."""
     source = tmp_path / "source" / "small.cpp"
     source.parent.mkdir()
     source.write_text("int answer() { return 42; }")

@@ -1,4 +1,5 @@
-"""The pretended GPU refuses what a GPU would, waits where it would, and has rubbish where it may."""
+"""The pretended GPU refuses what a GPU would refuse, waits where it would wait, and has rubbish where a GPU may have
+it."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def test_an_operation_has_its_tensors_in_one_place(gpu: PretendGpu) -> None:
     )):  # fmt: skip
         with pytest.raises(RuntimeError, match="same device"):
             wrong()
-    assert (x + torch.tensor(1.0)).tolist() == [2, 3]  # as a number
+    assert (x + torch.tensor(1.0)).tolist() == [2, 3]  # it counts as a number
     assert torch.where(x > 1, 5, x).tolist() == [1, 5]
     with pytest.raises(TypeError, match="numpy"):
         x.numpy()
@@ -220,7 +221,7 @@ def wait_on_the_host(first: torch.cuda.Stream, second: torch.cuda.Stream) -> Non
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(first)
     with torch.cuda.stream(first):
-        on_gpu(1).add_(1)  # not waited for, and not used by the other one
+        on_gpu(1).add_(1)  # not waited for, and not used by the other stream
     event.synchronize()
 
 
@@ -316,7 +317,7 @@ def test_what_is_replayed_is_used_then(gpu: PretendGpu) -> None:
     graph, _ = recorded(lambda: y.copy_(x))
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(beside):
-        y.zero_()  # what was recorded wrote nothing
+        y.zero_()  # the recording itself wrote nothing
     wait_for_event(beside, torch.cuda.current_stream())
     graph.replay()
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(Race, match="reads"):  # type: ignore[no-untyped-call]
@@ -326,7 +327,7 @@ def test_what_is_replayed_is_used_then(gpu: PretendGpu) -> None:
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
 def test_memory_must_not_be_let_go_while_another_stream_uses_it(gpu: PretendGpu, is_waited_for: bool) -> None:
-    """Torch would give it to the next operation of the stream that it was allocated on."""
+    """Torch would give the memory to the next operation of the stream on which it was allocated."""
     x, beside = POOL.to("cuda"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     with torch.cuda.stream(beside):
@@ -375,7 +376,7 @@ def test_a_graph_does_again_what_was_launched(gpu: PretendGpu) -> None:
     assert result.isnan().all(), "recorded, not computed"
     x.copy_(on_gpu(3, 4))
     y.zero_()
-    factor = 100  # what the host knew is in the recording
+    factor = 100  # the recording has the host's old value
     graph.replay()
     assert (y.tolist(), result.tolist()) == ([6, 8], [14])
     graph.replay()
@@ -406,14 +407,14 @@ def test_nothing_waits_while_a_graph_is_recorded(gpu: PretendGpu, how: str) -> N
     x = on_gpu(1, 2)
     with pytest.raises(RuntimeError, match=r"captur|graph is recorded"):
         recorded(lambda: WAITING[how](x))  # type: ignore[arg-type,return-value]
-    recorded(lambda: x + 1)  # the next one can be
+    recorded(lambda: x + 1)  # the next recording works
 
 
 # -- afterwards -----------------------------------------------------------------------------------------------------
 
 
 def test_torch_is_as_before() -> None:
-    """Also where nobody had said where tensors are to be made until then."""
+    """Also if no default device had been set before."""
     _device_constructors.cache_clear()
     with pretend_gpu(total_bytes=1 << 20), torch.device("meta"):
         torch.empty(1)
@@ -425,7 +426,7 @@ def test_torch_is_as_before() -> None:
 
 
 def test_a_process_uses_one_of_several_and_every_thread_begins_with_the_first() -> None:
-    """What a thread makes without naming a device is made on that thread's own."""
+    """If a thread names no device, what it makes is on the thread's own current device."""
     errors: list[str] = []
 
     def try_all() -> None:

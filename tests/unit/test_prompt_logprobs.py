@@ -1,5 +1,5 @@
-"""How likely a prompt's tokens were: each position is told once, whatever is cached, in flight or preempted, and the
-numbers are those of its logits."""
+"""Logprobs of a prompt: each position is reported once, whatever is cached, in flight or preempted, and its numbers are
+those of its logits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sequence(seq_id: int, token_ids: list[int], *, asks: bool, max_tokens: int =
 
 
 def take_in(scheduler: Scheduler, output: SchedulerOutput) -> list[RequestOutput]:
-    """What is told of a position is its number."""
+    """Apply a step in which the logprob of a position names that position as its token."""
     told = {s.seq.seq_id: [TokenLogprobs(Logprob(p, 0.0, 1), []) for p in s.prompt_positions] for s in output.scheduled}
     return scheduler.apply(output, [[7] * s.num_sampled for s in output.scheduled], {}, told)
 
@@ -55,7 +55,7 @@ def positions(output: RequestOutput) -> list[int]:
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_each_position_is_told_once_and_with_the_first_token(runs_ahead: bool) -> None:
     scheduler = make()
-    for seq_id in (1, 2):  # the second finds all its blocks in the cache, and may not take them
+    for seq_id in (1, 2):  # the second finds all blocks in the cache, but must not use them
         scheduler.add(sequence(seq_id, PROMPT, asks=True))
         launched: list[SchedulerOutput] = []
         outputs: list[RequestOutput] = []
@@ -106,7 +106,7 @@ def test_after_a_preemption_it_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, 256])
 def test_the_numbers_are_those_of_the_logits(rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second and third of three in a step, one of which is in the middle of its prompt."""
+    """For the second and third of three sequences in a step, the second of which is in the middle of its prompt."""
     monkeypatch.setattr(module, "PROMPT_ROWS_AT_A_TIME", rows_at_a_time)
     seqs = [sequence(n, PROMPT, asks=n > 0, num_top=n) for n in range(3)]
     seqs[1].num_computed_tokens = 5
@@ -150,7 +150,8 @@ def test_the_first_of_several_answers_tells_the_prompts() -> None:
 
 @pytest.mark.parametrize("num_asked", [None, 0])
 def test_where_the_model_computes_no_numbers_for_a_prompt_it_fails(num_asked: int | None, tmp_path: Path) -> None:
-    """A sliding window hides the damage from the answer's tokens: whoever is not told of the prompt goes on."""
+    """A sliding window hides the damage from the answer's tokens: a request that does not ask for prompt logprobs goes
+    on."""
     windowed = CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 4}
     settings = {"device": "cpu", "prefill_chunk_tokens": 8}
     engine = make_engine(tmp_path, windowed, **settings)

@@ -1,4 +1,4 @@
-"""Prompts: how they become tokens, and what of them has bounds once it has."""
+"""How prompts become tokens, and which bounds hold for those."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_text_gets_bos_and_chats_get_what_the_template_writes() -> None:
     ],
 )
 async def test_of_a_long_prompt_the_end_is_used(num_kept: int | None, params: dict[str, int], num_tokens: int) -> None:
-    """-1: what the answer leaves of the context."""
+    """-1: as many tokens as the answer leaves of the context."""
     ids = pb.TokenIds(ids=range(120))
     sampling = pb.SamplingParams(**params)
     request = pb.GenerateRequest(token_ids=ids, truncate_prompt_tokens=num_kept, sampling_params=sampling)
@@ -126,7 +126,8 @@ SHOWS_PARTS = (
     ids=["a text, or Python's words", "a text alone", "a text, or JSON", "parts", "parts, apart"],
 )
 def test_parts_of_a_content_are_put_together_as_the_template_does_it(source: str, shown: str) -> None:
-    """vLLM's: templates that take a text get lines, and so do all of what tools said. An empty part is none."""
+    """As in vLLM: templates that take a text get one line per part, and so do all templates for a tool's message. An
+    empty part is left out."""
     template = ChatTemplate(source)
     said = [pb.ChatMessage(role="user", parts=["a", "", "b"]), pb.ChatMessage(role="tool", parts=["c", "d"])]
     validated = validate(pb.GenerateRequest(chat=pb.Chat(messages=said)), MODEL.with_chat(template, "auto"))

@@ -1,4 +1,4 @@
-"""The machine that runs compiled kernels on a CPU (`tests/ptx`), and some kernels on it."""
+"""The emulator that runs compiled kernels on a CPU (`tests/ptx`), and some kernels that it runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ THREAD = """
     mad.wide.u32 %rd3, %r1, 4, %rd1;
     mad.wide.u32 %rd4, %r1, 4, %rd2;
 """
-"""%r1: which thread it is; %rd3 and %rd4: its places, of 4 bytes, in what is given and in what is to be written."""
+"""%r1: the thread's number; %rd3 and %rd4: the addresses of its 4 bytes in the input and in the output."""
 
 
 def run(body: str, given: torch.Tensor, num_threads: int = 64, num_blocks: int = 1, seed: int = 0) -> torch.Tensor:
-    """What a thread writes to its place: int32, -1 where nothing was."""
+    """What each thread writes to its place: int32, or -1 if it writes nothing."""
     program = parse(
         f".visible .entry k(.param .u64 k_param_0)\n.reqntid {num_threads}\n{{\n.reg .pred %p<9>;\n.reg .b16 %rs<9>;\n"
         f".reg .b32 %r<40>;\n.reg .b64 %rd<9>;\n{body}\n    ret;\n$L__func_end0:\n}}\n"
@@ -47,7 +47,7 @@ def test_threads_compute_and_store() -> None:
 
 
 def test_threads_that_go_different_ways_meet_again() -> None:
-    """A loop of as many rounds as a thread's number has ones in its lower bits."""
+    """A loop with as many rounds as the lower bits of a thread's number have ones."""
     body = f"""{THREAD}
         and.b32 %r2, %r1, 7;
         mov.b32 %r3, 0;
@@ -66,7 +66,7 @@ def test_threads_that_go_different_ways_meet_again() -> None:
 
 @pytest.mark.parametrize("barrier", ["bar.sync 0;", ""])
 def test_warps_go_on_in_any_order_between_barriers(barrier: str) -> None:
-    """Each reads what the other one has written, which it has in no case without a barrier."""
+    """Each warp reads what the other has written. Without a barrier, at least one of them always reads too early."""
     body = f"""{THREAD}
         shl.b32 %r2, %r1, 2;
         mov.b32 %r3, global_smem;
@@ -118,7 +118,7 @@ def test_what_a_gpu_would_not_do_is_an_error(what: str) -> None:
 
 
 def test_a_product_of_tensor_cores() -> None:
-    """One warp: rows of a, columns of b, as ldmatrix brings them to its threads."""
+    """One warp multiplies rows of a with columns of b, which ldmatrix has brought to its threads."""
     a = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     b = torch.randn(16, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
     given = torch.cat([a.flatten(), b.flatten()]).view(torch.int32)  # 192 words
@@ -158,7 +158,7 @@ SOME = {
     "test_triton_copy_rows.py": "",
     "test_triton_attention.py": "all_head_shapes and (8-3 or 64-4) or 8_bit_floats and 9-dtype1",
 }
-"""Whose tests are run so, and which of them."""
+"""The test files that are run this way, and which of their tests."""
 ALL = (
     "digest", "copy_rows", "fused", "attention", "product", "quantized", "lora", "draw", "experts", "latents",
     "unfolded", "one_row", "int4", "int4_experts",
@@ -181,7 +181,7 @@ def test_all_compiled_kernels_pass_their_tests(name: str) -> None:
 
 
 def num_passed(name: str, chosen: str, how: str) -> int:
-    """Of tests of kernels, in a process that does not interpret them."""
+    """Run tests of kernels in a process that does not interpret them. Returns how many passed."""
     pytest.importorskip("triton")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/unit/{name}", "-k", chosen]

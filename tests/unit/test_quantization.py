@@ -1,4 +1,4 @@
-"""Weights in 8 bits: what they become, the layers that multiply with them, and where they cannot be."""
+"""Weights in 8 bits: how they are quantised, the layers that multiply with them, and where they are not possible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def uneven_weight(dtype: torch.dtype) -> torch.Tensor:
-    """Of outputs whose sizes differ by thousands: one scale for all of them would lose the small ones."""
+    """The sizes of its outputs differ by factors of thousands: one scale for all would lose the small ones."""
     return (randn(48, 80) * torch.logspace(-3, 1, 48)[:, None]).to(dtype)
 
 
@@ -60,9 +60,9 @@ def test_int8_is_the_nearest_multiple_of_each_outputs_scale(dtype: torch.dtype) 
     assert scale.dtype == (torch.float32 if dtype == torch.float16 else dtype)
     assert (int8.abs().amax(dim=1) >= 126).all()
     error = (int8.double() * scale.double()[:, None] - weight.double()).abs()
-    # Half a step; the largest may lie a rounding of the scale beyond 127 steps.
+    # Half a step; the rounding of the scale may put the largest beyond 127 steps.
     assert (error <= scale.double()[:, None] * (0.5 + 127 * UNIT[dtype] / 2)).all()
-    assert (error.norm(dim=1) < 0.01 * weight.double().norm(dim=1)).all()  # of outputs with small weights, too
+    assert (error.norm(dim=1) < 0.01 * weight.double().norm(dim=1)).all()  # also for small outputs
 
 
 def test_float8_is_the_nearest_of_each_rows_scale() -> None:
@@ -119,7 +119,7 @@ def test_int8_products_with_a_number_of_inputs_that_torch_would_misread(num_inpu
 
 @pytest.mark.parametrize("num_rows", [1, 7])
 def test_int8_products_of_columns_of_a_larger_tensor(num_rows: int) -> None:
-    """Which begin where torch's product could not read them."""
+    """They begin at addresses that torch's product could not read."""
     linear, x = Int8Linear(uneven_weight(BFLOAT16)), randn(num_rows, 200, dtype=BFLOAT16)
     assert torch.equal(linear(x[:, 50:130]), linear(x[:, 50:130].clone()))
 
@@ -127,7 +127,8 @@ def test_int8_products_of_columns_of_a_larger_tensor(num_rows: int) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 17])
 def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> None:
-    """With torch's own product, on a CPU: what it takes, and that scales and bias are where they belong."""
+    """With torch's own product, on a CPU: its operands are accepted, and scales and bias are applied in the right
+    places."""
     weight = uneven_weight(BFLOAT16)
     x = (randn(num_rows, 80, seed=1) * torch.logspace(-2, 2, num_rows)[:, None]).to(BFLOAT16)
     bias = randn(48, dtype=BFLOAT16, seed=2) if has_bias else None
@@ -139,7 +140,7 @@ def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> 
     stored = linear.weight_NK.double() * linear.scale_1N.double().T
     expected = (x8.double() * x_scale.double()) @ stored.T + shift
     torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=1e-4)
-    # Of weights and activations without quantisation, every row, small outputs counting as much as large ones.
+    # Compared with unquantised weights and activations, row by row; small outputs count as much as large ones.
     exact, size_N = x.double() @ weight.double().T, weight.double().norm(dim=1)
     error_T, size_T = (((z / size_N).norm(dim=1)) for z in (expected - shift - exact, exact))
     assert (error_T < 0.06 * size_T).all()
@@ -160,14 +161,14 @@ def test_parts_of_quantised_products_leave_logits_and_norms_alone() -> None:
 
 
 def row_scaled(dtype: torch.dtype, form: torch.dtype, scale: torch.Tensor, seed: int = 0) -> ScaledWeight:
-    """A weight [outputs, 80]. `scale`: of outputs, or of each and groups of 32 inputs."""
+    """A weight [outputs, 80]. `scale`: one for each output, or for each output and group of 32 inputs."""
     numbers = randn(len(scale), 80, seed=seed) * 30
     stored = numbers.round().to(form) if form == torch.int8 else numbers.to(form)
     return ScaledWeight(stored, scale.view(len(scale), -1), 80 if scale.ndim == 1 else 32, dtype)
 
 
 def exactly(weight: ScaledWeight) -> torch.Tensor:
-    """What it stands for, in float64."""
+    """What the weight stands for, in float64."""
     inputs = torch.arange(weight.weight.shape[1])
     return weight.weight.double() * weight.scale.double()[:, inputs // weight.group_size]
 
@@ -175,7 +176,7 @@ def exactly(weight: ScaledWeight) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("is_narrow", [False, True])
 def test_int8_products_take_a_checkpoints_weight_as_it_is(dtype: torch.dtype, is_narrow: bool) -> None:
-    """Its scales, too: narrower only where that loses nothing."""
+    """The scales, too, are kept: in a narrower dtype only if that loses nothing."""
     scale = torch.logspace(-4, -1, 48)
     weight = row_scaled(dtype, torch.int8, scale.bfloat16().float() if is_narrow else scale)
     linear = Int8Linear(weight)
@@ -237,7 +238,7 @@ def test_products_with_scales_of_groups_against_float64(dtype: torch.dtype, form
 
 
 def test_each_product_is_in_what_its_weight_is_stored_in() -> None:
-    """What the checkpoint has left plain stays plain."""
+    """A weight that is plain in the checkpoint stays plain."""
     make = QUANTIZED_LINEARS.of("stored")
     one = torch.ones(48)
     weights = [
@@ -351,7 +352,7 @@ def test_auto_widens_what_cannot_stay_as_it_is_and_says_why(
 def test_8_bit_floats_beside_latent_attention_are_widened_where_a_product_would_not_take_them(
     changes: dict[str, Any], sizes: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its own ones: those of latents and of routed experts are not asked."""
+    """Only the layer's own products count, not those of latents and of routed experts."""
     model = load_decoder_config(V3 | {"hidden_size": 64, "v_head_dim": 12} | changes)
     assert resolved("auto", FP8, model=model) == "none"
     assert re.search(f"must be multiples of 16, are {sizes}", capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""What a model thinks, apart from what it answers: told as it comes, the same however the text is cut."""
+"""A model's thoughts, apart from its answer: told as they arrive, the same however the text is cut."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ CASES: list[tuple[bool, str, str, str]] = [
     (False, "<think>\n\n</think>\n\nYes.", "", "Yes."),
     (True, "</think>Yes.", "", "Yes."),
     (True, " \n </think> \n ", "", ""),
-    # what follows is content, whatever it is
+    # what follows the end of a thought is content, whatever it is
     (True, "a</think>b</think> <think>c", "a", "b</think> <think>c"),
     (True, "a</think></think>", "a", "</think>"),
     (True, "a < b </ c </think", "a < b </ c </think", ""),
     (True, "a </thi nk> </think>b", "a </thi nk>", "b"),
     (True, "a<</think>b", "a<", "b"),
     (True, "a</</think>b", "a</", "b"),
-    # cut off
+    # answers that are cut off
     (True, "So", "So", ""),
     (True, "So \n", "So", ""),
     (False, "<think>So \n</", "So \n</", ""),
@@ -104,8 +104,8 @@ def test_what_is_thought_and_what_is_said(is_open: bool, text: str, thought: str
 )
 @settings(max_examples=500)
 def test_what_is_told_depends_on_the_text_so_far_alone(is_open: bool, text: str, data: st.DataObject) -> None:
-    """So an answer goes on at a router that was given its beginning at once. With calls, too, which are read in what
-    is said, and nowhere else."""
+    """So an answer can go on at a router that gets its beginning at once. Calls, too: they are read only in what is
+    said."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[begin:until] for begin, until in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for has_tools in (False, True):
@@ -169,7 +169,7 @@ def test_an_answer_is_taken_up_at_any_token() -> None:
     assert whole[0] == "So é."
     assert whole[2] == ['{"a": 1}']
     for cut in range(len(token_ids)):
-        # What its client has of it: the reader of the first router is the one that told it.
+        # What the client already has, as the first router's reader has told it.
         first = message_of(parser(False, True), IncrementalDetokenizer(tokenizer), 0)
         has, _ = first.delta(Emit(0, token_ids[:cut], (), ()))
         detokenizer, reader = IncrementalDetokenizer(tokenizer), parser(False, True)
@@ -206,7 +206,7 @@ async def test_an_answer_in_one_message_has_all_of_the_thought() -> None:
 
 @pytest.mark.parametrize("is_special", [True, False])
 def test_a_word_that_ends_a_thought_is_not_hidden_for_being_special(is_special: bool) -> None:
-    """Other special tokens are, also where it is not."""
+    """Other special tokens are hidden, also when the word itself is not special."""
     words = ["a", "<think>", "</think>", "<pad>", "<end>"]
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a")
@@ -238,13 +238,13 @@ THINKING = (
     "{% endif %}{{ m.content }}<end>{% endfor %}<|assistant|>"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
-"""As Qwen 3 has it."""
+"""Qwen 3's way."""
 OPENED = "{{ messages[0].content.split('</think>')[-1] + '<think>\n' }}"
-"""As DeepSeek R1 has it."""
+"""DeepSeek R1's way."""
 
 
 async def opened(source: str, **asked: Any) -> tuple[bool, str]:
-    """Whether the prompt begins a thought, and the prompt."""
+    """Whether the prompt opens a thought, and the prompt."""
     tokenizer = Tokenizer(grammar_cases.tokenizer())
     prompt = await tokenize_prompt(
         validate(generate_request(HI, **asked), MODEL).prompt, tokenizer, ChatTemplate(source)
@@ -418,7 +418,7 @@ def test_a_model_that_does_not_think_has_variables_too() -> None:
 
 @pytest.mark.parametrize("is_taken_up", [False, True])
 def test_the_last_message_names_the_stop_string(is_taken_up: bool) -> None:
-    """Also to a client that lacks nothing else of the answer."""
+    """Also if the client has all the rest of the answer already."""
     tokenizer = Tokenizer(grammar_cases.tokenizer())
     token_ids = tokenizer.encode("a b", False)
     for stop, named in (("b", "b"), ("c", "")):

@@ -1,4 +1,4 @@
-"""Answers that are held to a form, of models that think before they answer: they may think, and then the form holds."""
+"""Answers held to a form, of models that think before they answer: they may think, and after that the form holds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def state_of(model: tuple[Grammars, bool], form: str) -> GrammarState:
 
 
 def may_be(model: tuple[Grammars, bool], form: str, text: str) -> bool:
-    """Whether `text` may be an answer, whole."""
+    """Whether `text` may be a whole answer."""
     state = state_of(model, form)
     answer: list[int] = []
     for token_id in [*words(model[1]).encode(text).ids, EOS]:
@@ -68,7 +68,7 @@ def test_an_answer_may_think_and_then_has_its_form(model: tuple[Grammars, bool],
     form, right = grammar_text(kind), RIGHT[kind]
     for thought in ("", "\n", 'a < b </ \n</thin {"é', "<think>"):
         if model[1] and "<think>" in thought:
-            continue  # a token that is not text
+            continue  # the word is a token then, not text
         for gap in ("", "\n", "\n\n"):
             assert may_be(model, form, f"{thought}</think>{gap}{right}")
             assert not may_be(model, form, f"{thought}</think>{gap}?{right}")
@@ -78,7 +78,7 @@ def test_an_answer_may_think_and_then_has_its_form(model: tuple[Grammars, bool],
 
 
 def test_what_is_read_as_content_has_the_form(model: tuple[Grammars, bool]) -> None:
-    """Whatever is drawn: the reader and the grammar agree on where a thought ends."""
+    """Whatever is drawn, the reader and the grammar agree on where the thought ends."""
     made = words(model[1])
     for seed in range(40):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What families put around what their models think: told apart alike, wherever the text is cut, and before forms."""
+"""The marks that model families put around thoughts: they are recognised wherever the text is cut, and before forms."""
 
 from __future__ import annotations
 
