@@ -1,5 +1,5 @@
-"""Items of a response, and blocks of a message, whatever the router says at once and in which order: they add up to the
-answer."""
+"""Items of a response, and blocks of a message: whatever the router says at once, and in which order, they add up to
+the answer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CUTS = st.lists(st.integers(min_value=1, max_value=4), min_size=12, max_size=12)
 
 
 def messages_of(said: list[tuple[str, str]], cuts: list[int]) -> list[pb.GenerateResponse]:
-    """As a router tells it that has so many of them at once: all text of a message is in one, its calls are in another.
-    Arguments come while their call is the last thing said."""
+    """The router's messages, each of which has `cuts` of the `said` parts. A message has its text in one field and its
+    calls in another. Arguments come only while their call was the last thing said."""
     messages, num_calls, is_open = [], 0, False
     rest = list(said)
     for offset, cut in enumerate(cuts):

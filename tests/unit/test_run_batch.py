@@ -68,7 +68,7 @@ def test_each_request_has_one_line_and_is_asked_as_it_stands(server: Scripted, t
 
 
 def test_half_a_character_is_sent_as_it_came(server: Scripted, tmp_path: Path) -> None:
-    """What a server says of it is for the server to say."""
+    """It is for the server to accept or refuse it."""
     write(tmp_path / "in", line_of("\ud800"))
     assert batch(server, tmp_path).exit_code == 0
     assert results(tmp_path).keys() == {"\ud800"}
@@ -203,7 +203,7 @@ def test_a_key_that_is_wrong_is_no_line_s_fault(server: Scripted, tmp_path: Path
 
 
 def test_a_server_that_refers_to_another_is_asked_nothing(server: Scripted, tmp_path: Path) -> None:
-    """As http does to https: else each line would be refused for good."""
+    """For example http redirects to https. Otherwise each line would be refused for good."""
     write(tmp_path / "in", line_of("a"))
     server.models = (301, {"location": "https://elsewhere/v1/models"}, "")
     result = batch(server, tmp_path)
@@ -265,7 +265,8 @@ def test_while_somebody_has_a_connection_the_others_do_not_give_up(
 
 
 def test_a_long_silence_before_it_went_does_not_count(server: Scripted, tmp_path: Path) -> None:
-    """All that it holds may take longer than it is waited for when it is away."""
+    """The requests that a server holds may take longer than the time that the client waits for a server that is
+    away."""
 
     def script(prompt: str, before: int) -> Reply:
         if not before:
@@ -283,7 +284,7 @@ def test_a_long_silence_before_it_went_does_not_count(server: Scripted, tmp_path
 
 
 def test_one_that_does_not_even_take_connections_is_away(server: Scripted, tmp_path: Path) -> None:
-    """Somebody tries at any moment, then, and nobody waits for an answer."""
+    """One of the requests always tries to connect, but none waits for an answer."""
 
     async def silent(_: Any) -> Any:
         await asyncio.sleep(0.2)
@@ -354,7 +355,7 @@ def test_whatever_ends_it_what_was_answered_is_kept(server: Scripted, tmp_path: 
 
 
 def test_a_full_disk_takes_a_line_or_nothing_of_it(tmp_path: Path) -> None:
-    """Else the next run would find the beginning of one, and something else behind it."""
+    """Otherwise the next run would find the beginning of a line, and write something else behind it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     output = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
     try:
@@ -372,13 +373,13 @@ def test_a_full_disk_takes_a_line_or_nothing_of_it(tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_the_line_follows(server: Scripted, tmp_path: Path) -> None:
-    """It is drawn by a thread of its own."""
+    """A thread of its own draws it."""
     ours, theirs = os.openpty()
     is_seen = threading.Event()
     said = bytearray()
 
     def read() -> None:
-        with suppress(OSError):  # its end
+        with suppress(OSError):  # raised at the end
             while piece := os.read(ours, 4096):
                 said.extend(piece)
                 if b"0/1 ended, 1 running" in said:
@@ -449,7 +450,7 @@ def test_wrong_usage_is_one_sentence(tmp_path: Path, flags: list[str], problem: 
 def test_an_answer_that_comes_while_the_run_is_cancelled_is_kept_or_asked_again(
     server: Scripted, tmp_path: Path
 ) -> None:
-    """A line is one write, in the same turn of the loop in which its answer is there."""
+    """A line is one write, in the same turn of the loop in which its answer arrives."""
     write(tmp_path / "in", *(line_of(str(number)) for number in range(40)))
     args = run.BatchArgs(
         input_file=tmp_path / "in", output_file=tmp_path / "out", base_url=server.url, max_concurrency=7

@@ -1,4 +1,5 @@
-"""The sampler: each filter against its definition, draws against their distribution, and what a draw depends on."""
+"""The sampler: each filter compared with its definition, draws compared with their distribution, and what a draw
+depends on."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def sample(values: torch.Tensor, seqs: list[Sequence], sampler: Sampler) -> list
 
 
 def adjusted(values: torch.Tensor, seq: Sequence) -> torch.Tensor:
-    """The logits as they are when the sampler chooses from them."""
+    """The logits from which the sampler finally chooses."""
     batch = values.clone().unsqueeze(0)
     sample(batch, [seq], Sampler(frozenset({EOS})))
     return batch[0]
@@ -61,7 +62,7 @@ def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
     def words(text: str) -> Any:
         return np.array([[int(word, 16) for word in text.split()]], dtype=np.uint32)
 
-    # Beside another row, to see that rows are independent.
+    # Next to another row, to check that rows are independent.
     counters, keys = (np.concatenate([w, w + np.uint32(1)]) for w in (words(counter), words(key)))
     np.testing.assert_array_equal(philox4x32(counters, keys)[:1], words(expected))
 
@@ -74,7 +75,7 @@ def test_exponentials_are_exponential_and_each_argument_matters() -> None:
     assert 0 < values.min() < values.max() < 23
     assert len(set(values.tolist())) > 19_990
     some = np.array([3, 17, 18, 19_999])
-    np.testing.assert_array_equal(exponentials(5, 7, some), values[some])  # whoever else is in the race
+    np.testing.assert_array_equal(exponentials(5, 7, some), values[some])  # whichever other ids take part
     arguments = [(6, 7), (5, 8), (-5, 7), (5 + 2**32, 7), (-(2**63), 7), (2**63 - 1, 7)]
     assert len({exponentials(*a, some)[0] for a in [(5, 7), *arguments]}) == 7
 
@@ -140,7 +141,8 @@ def test_distribution() -> None:
 
 
 def test_draws_forgive_rounding() -> None:
-    """Batches of other shapes round differently. Inverting the cumulative distribution changes 1 % of these."""
+    """Batches of other shapes round differently. Inverting the cumulative distribution would change 1 % of these
+    draws."""
     num_draws, vocab_size = 400, 20_000
     values = logits(vocab_size=vocab_size)[0]
     noise = 3e-6 * torch.randn(num_draws, vocab_size, generator=torch.Generator().manual_seed(1))
@@ -186,7 +188,7 @@ def test_penalties_count_the_last_token_as_the_model_has_it_not_as_the_host_know
         assert not torch.equal(with_all[:2], with_all[2:4])
 
 
-# --- numbers that are none
+# --- logits that are NaN
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
@@ -201,7 +203,7 @@ def test_a_row_with_a_nan_has_no_next_token_and_its_neighbours_have(params: dict
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_where_nothing_may_come_there_is_no_next_token(temperature: float) -> None:
-    """Not the first one, greedy or drawn."""
+    """The sampler does not choose the first token instead, greedy or drawn."""
     words = tuple((5, token_id) for token_id in range(VOCAB_SIZE))
     params = {"temperature": temperature, "bad_words_token_ids": words}
     assert sample_one(logits()[0], sequence(output=[5], **params)) == INVALID_TOKEN
@@ -263,7 +265,7 @@ def test_min_p(min_p: float) -> None:
 
 
 def test_filters_work_on_what_the_earlier_ones_left() -> None:
-    # Of 0.4, 0.3, 0.2, 0.1 top_k leaves 0.4, 0.3; of these 0.5 / 0.7 of the mass needs both, 0.5 of it the first.
+    # Of 0.4, 0.3, 0.2, 0.1 top_k leaves 0.4 and 0.3. Of their sum, a top_p of 0.5 needs the first, and 0.6 needs both.
     values = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     assert kept(values, top_p=0.65) == {0, 1}
     assert kept(values, top_k=2, top_p=0.5) == {0}

@@ -1,4 +1,4 @@
-"""What a request leaves open is resolved as the proto says: by the model, else by a default."""
+"""What a request leaves open is resolved as the proto says: by the model's default, or else by a fixed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem.SamplingParams`: what vLLM's callers write is taken, and what is wrong is named."""
+"""`tandem.SamplingParams`: it accepts what vLLM's callers write, and its errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def test_copies_are_equal() -> None:
 
 
 def test_fields_may_be_assigned_and_are_checked_together() -> None:
-    """As vLLM's users do with a model's own: one after the other, whatever they are in between."""
+    """vLLM's users do this with a model's own parameters: they set one after another, and the parameters need not fit
+    in between."""
     params = SamplingParams()
     params.min_tokens = 20
     params.max_tokens = 30

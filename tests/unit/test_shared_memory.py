@@ -1,4 +1,5 @@
-"""Memory that other processes open: the same bytes, nothing else passes for it, and nothing is left of it."""
+"""Memory that other processes open: they see the same bytes, nothing else passes for it, and nothing of it is left
+over."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_another_process_memory_is_read_and_written_and_outlives_it() -> None:
     assert owner.stdout.readline() == "seen\n"
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    memory[:4] = b"late"  # into pages that are nobody's but ours: no signal, no error
+    memory[:4] = b"late"  # into pages that only this process has: no signal, no error
     assert memory[:5] == b"latey"
     with pytest.raises(PeerUnreachable, match=f"memory of process {owner.pid}: No such file"):
         open_peers_memory(described, NUM_BYTES)
@@ -68,7 +69,7 @@ def test_it_is_gone_with_its_last_user() -> None:
     assert is_mapped()
     del memory
     assert not os.path.exists(path)
-    assert is_mapped()  # a view needs it still
+    assert is_mapped()  # a view still needs it
     view.release()
     del view
     assert not is_mapped()
@@ -93,8 +94,8 @@ def test_what_is_no_such_memory_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_what_looks_the_same_and_is_not_the_peers_is_not_opened() -> None:
-    """In two PID namespaces two workers may have the same number, and their memory the same descriptor: a worker that
-    looks for its peer's then finds its own."""
+    """In two PID namespaces, two workers may have the same process id, and their memory the same descriptor. A worker
+    that opens its peer's memory then finds its own."""
     own, peers = SharedMemory(NUM_BYTES), SharedMemory(NUM_BYTES)
     mistaken = peers.describe()
     mistaken.fd = own.describe().fd

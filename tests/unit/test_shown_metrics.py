@@ -1,4 +1,4 @@
-"""What Prometheus reads of a router and a worker, before anything has happened there."""
+"""What Prometheus reads from a router and a worker before anything has happened there."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_is_offloaded_is_shown_where_something_is() -> None:
 
 def test_a_request_that_is_aborted_while_it_waits_is_counted() -> None:
     metrics = RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50)
-    timings = inference_pb.Timings(queue_ms=5, total_ms=5)  # nobody has served it
+    timings = inference_pb.Timings(queue_ms=5, total_ms=5)  # no worker has served it
     for reason in (inference_pb.FINISH_REASON_ABORT, inference_pb.FINISH_REASON_STOP):
         metrics.answered(inference_pb.GenerateResponse(finish_reason=reason, timings=timings))
     shown = {
@@ -117,7 +117,7 @@ def gauges_of(bench: Bench, *running: Lifecycle) -> RouterGauges:
 
 
 async def test_adapters_that_are_asked_for_run_or_wait() -> None:
-    """As vLLM shows them: in one list, or in both."""
+    """As in vLLM, an adapter is shown in one list, or in both."""
     bench = Bench()
     assert "tandem:lora_requests_info" not in {family.name for family in gauges_of(bench).collect()}
     bench.tell_adapters(bench.decode, poet="1", sql="2", other="3")

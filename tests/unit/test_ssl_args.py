@@ -1,4 +1,4 @@
-"""The flags of TLS: which go together, and what is wrong with a file."""
+"""The flags of TLS: which belong together, and the errors about a file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_files_that_are_none(ours: dict[str, str], name: str, tmp_path: Path) ->
 
 
 def test_keys_that_would_fail_later(signer: Signer, ours: dict[str, str], tmp_path: Path) -> None:
-    """Of another certificate; with a passphrase, for which nobody is to be asked; of a kind that gRPC does not take."""
+    """Keys of another certificate, with a passphrase, which cannot be asked for, or of a kind that gRPC does not
+    accept."""
     with pytest.raises(ValueError, match=r"are not a certificate and its key.*MISMATCH"):
         SslArgs(**{**ours, "ssl_keyfile": str(signer.sign("another").key)})
     secret = signer.sign("secret", key=(*NEW_KEY[:-1], "-passout", "pass:word"))

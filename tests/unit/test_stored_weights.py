@@ -1,4 +1,4 @@
-"""What a config.json says of weights in 8 and 4 bits: real ones, and those that are refused."""
+"""What config.json says of weights in 8 and 4 bits: real ones, and ones that are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def auto_round(**settings: Any) -> dict[str, Any]:
 
 
 def both_groups() -> dict[str, Any]:
-    """Of a checkpoint in which layers differ: each group has a format of its own."""
+    """The config of a checkpoint whose layers differ: each group has a format of its own."""
     config = compressed("mixed-precision", "float", "block", block_structure=[128, 128])
     config["config_groups"]["group_0"]["format"] = "float-quantized"
     config["config_groups"]["group_1"] = W8A8["config_groups"]["group_0"] | {"format": "int-quantized"}

@@ -1,4 +1,5 @@
-"""Structured outputs at the door, on their way, and as masks: against an account of what may come that is not ours."""
+"""Structured outputs in validation, in transit, and as masks, compared with an independent account of which tokens may
+come."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ MODEL = ModelInfo(
 )  # fmt: skip
 VOCAB = 300
 LIMIT_S = 5.0
-"""Much more than any of these takes here, much less than for ever."""
+"""Much more than any of these takes, much less than for ever."""
 
 
 @pytest.fixture
@@ -180,7 +181,7 @@ NASTY = {
 
 @pytest.mark.parametrize("name", list(NASTY))
 def test_what_is_expensive_is_bounded(name: str, tmp_path: Path) -> None:
-    """At the door, and for each token of an answer: it is refused, or goes on, or ends with an error."""
+    """In validation, and for each token of an answer: the form is refused, or goes on, or ends with an error."""
     start_s = time.monotonic()
     try:
         grammar = grammar_of(asked(**NASTY[name]))
@@ -294,8 +295,9 @@ def test_a_grammar_may_be_in_either_of_two_forms(grammar: str, tmp_path: Path) -
 
 
 def test_masks_are_what_may_begin_one_of_the_choices(tmp_path: Path) -> None:
-    """By hand: text so far and token together begin one of them; the end comes where the text is one. Bytes count, so
-    that a character may be made of several tokens. Of several ways to say what has to come, one may be left."""
+    """Computed by hand: the text so far and the token together begin one of the choices; the end may come if the text
+    is a choice. Bytes count, so a character may consist of several tokens. If only one text can follow, the mask may
+    leave only one way to cut it."""
     state_of = grammars(tmp_path)
     texts = [choice.encode() for choice in CHOICES]
     tokens = bytes_of_tokens()
@@ -321,7 +323,7 @@ def test_masks_are_what_may_begin_one_of_the_choices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_masks_are_a_function_of_the_tokens_alone(kind: str, tmp_path: Path) -> None:
-    """However they were come by: one after the other, all at once on another worker, or in two parts."""
+    """However they arrive: one after the other, all at once on another worker, or in two parts."""
     state_of = grammars(tmp_path)
     grammar = grammar_text(kind)
     for seed in range(4):
@@ -341,7 +343,8 @@ def test_masks_are_a_function_of_the_tokens_alone(kind: str, tmp_path: Path) -> 
 
 
 def test_what_one_answer_takes_is_not_missing_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Answers that look at ever other states of one grammar, which has too many for a limit that holds for each."""
+    """Each answer visits other states of one grammar, which has more states than the limit, but the limit holds for
+    each answer."""
     monkeypatch.setattr(engine_grammar, "LIMITS", {"max_lexer_states": 500, "verbose_errors": False})
     state_of = grammars(tmp_path)
     grammar = grammar_of(asked(regex="(a|b)*a(a|b){30}"))
@@ -365,7 +368,7 @@ def bytes_of_tokens() -> dict[int, bytes]:
 
 
 def bytes_to_unicode() -> dict[int, str]:
-    """GPT-2's: printable bytes are themselves, the others what follows 255."""
+    """GPT-2's table: printable bytes stand for themselves, the others for the characters after 255."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -395,12 +398,12 @@ def test_the_sampler_draws_what_the_mask_leaves_and_leaves_others_alone(tmp_path
 
 
 def test_rows_without_a_next_token(tmp_path: Path) -> None:
-    """Numbers that are none are not hidden by a mask; an answer that the grammar does not know has no next token."""
+    """A mask does not hide NaN logits. An answer that does not fit its grammar has no next token."""
     held_by = grammars(tmp_path)
     params = SamplingParams(temperature=0, grammar=grammar_text("choice"))
     seqs = [sequence(0, params, held_by), sequence(1, params, held_by, [7]), sequence(2, params, held_by)]
     logits = torch.zeros(3, VOCAB)
-    logits[0, 299] = float("nan")  # which no choice has
+    logits[0, 299] = float("nan")  # of a token that no choice has
     sampled = Sampler(frozenset({EOS})).sample(logits, seqs, torch.zeros(3, dtype=torch.int64)).tolist()
     assert sampled[:2] == [INVALID_TOKEN, INVALID_TOKEN]
     assert sampled[2] >= 0

@@ -1,4 +1,4 @@
-"""The tables that `tandem` prints, and what an audit finds wrong. No cluster is needed for any of it."""
+"""The tables that `tandem` prints, and the problems that an audit finds. None of it needs a cluster."""
 
 from __future__ import annotations
 

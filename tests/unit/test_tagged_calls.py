@@ -1,4 +1,5 @@
-"""Calls whose arguments are texts between tags: what they are as JSON, in pieces, broken, cut off, held to schemas."""
+"""Calls whose arguments are texts between tags: their JSON, when they are whole, in pieces, broken, cut off or held to
+schemas."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def call(parser: str, **arguments: Any) -> str:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 VALUES: list[tuple[str, str, Any]] = [
-    # the argument, its text, what it is
+    # the argument, its text, its value
     ("text", "Oslo", "Oslo"), ("text", "12", "12"), ("text", "null", "null"), ("text", '{"a": 1}', '{"a": 1}'),
     ("text", " a\n\tb ", " a\n\tb "), ("text", "", ""), ("text", 'é "\\ 😀 <b> </ </param', 'é "\\ 😀 <b> </ </param'),
     ("number", "12", 12), ("number", " -3 ", -3), ("number", "1e3", 1000.0), ("number", "a dozen", "a dozen"),
@@ -110,7 +111,7 @@ QWEN: list[tuple[str, Outcome]] = [
     (f"I look.\n{call('qwen3_coder', text='a')}\n", ("I look.", [A])),
     (f"{call('qwen3_coder', text='a')}\n{said('qwen3_coder', ('now', {}))} So.", (" So.", [A, NOW])),
     (call("qwen3_coder", text="a", number=3), ("", [("f", '{"text": "a", "number": 3}')])),
-    # words left out, or white space
+    # words or white space left out
     ("<function=f><parameter=text>a</parameter></function>", ("", [A])),
     (f"<function=now>\n</function>\n{call('qwen3_coder', text='a')}", ("", [NOW, A])),
     (f"{Q}a\n</parameter>\n</function>\n<function=now></function></tool_call>", ("", [A, NOW])),
@@ -176,7 +177,7 @@ def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> No
 @given(data=st.data())
 @settings(max_examples=300)
 def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.DataObject) -> None:
-    """Whatever a model says within a call."""
+    """Whatever a model writes within a call."""
     parts = [*FORMATS[parser].words, "f", "text", "number", ">", "\n", " ", "a", "12", '"', "<", "</", "{", "\\"]
     begin = "<tool_call>\n<function=f>" if parser == "qwen3_coder" else "<tool_call>f<arg_key>"
     text = begin + "".join(data.draw(st.lists(st.sampled_from(parts), max_size=16)))
@@ -292,7 +293,7 @@ def test_whatever_an_enum_lets_a_model_say_is_told_as_one_of_its_values(parser: 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_a_text_ends_with_the_first_tag_that_ends_it(parser: str) -> None:
-    """What is held to calls, and what reads them, agree on that."""
+    """The grammar that holds an answer to calls, and the reader of calls, agree on that."""
     grammar = held(parser, TOOLS, is_one=True)
     for word in ("</tool_call>", "</parameter>" if parser == "qwen3_coder" else "</arg_value>"):
         assert not is_in(grammar, call(parser, text=f"a{word}b"))
@@ -301,7 +302,7 @@ def test_a_text_ends_with_the_first_tag_that_ends_it(parser: str) -> None:
 
 
 def test_a_value_that_is_no_text_is_on_one_line() -> None:
-    """Of what a model says of it, what was text within it stays."""
+    """Texts within the value, as the model wrote them, are kept."""
     assert json_of_text('{\n "a": "b\nc"}', frozenset({"object"})) == '{"a": "b\\nc"}'
     assert json_of_text("1.50", TYPES) == "1.50"
     assert json_of_text("[1e999]", TYPES) == "[1e999]"
@@ -313,7 +314,7 @@ def test_a_value_that_is_no_text_is_on_one_line() -> None:
     "piece", ["<", "</", " " * 80, "\n", "a", "</function>", "</parameter>", "<arg_key>", "<parameter=a>\n1"]
 )
 def test_no_text_takes_long(parser: str, piece: str) -> None:
-    """Wherever in a call it comes."""
+    """Wherever in a call the text comes."""
     text = said(parser, ("f", {"list": "[1]", "text": "a"}))
     for begun in ("<tool_call>", "[1", "text", "a"):
         reader = reader_of(parser)

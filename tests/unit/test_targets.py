@@ -1,4 +1,4 @@
-"""Several routers as one address, and back."""
+"""Several routers as one gRPC target, and a target as addresses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_several_addresses_are_one_and_come_back(addresses: list[str], target: s
 
 @pytest.mark.parametrize("addresses", [["localhost:1", "localhost:2"], ["10.0.0.4:1", "[::1]:1"]])
 def test_a_list_of_names_is_refused(addresses: list[str]) -> None:
-    """gRPC resolves one name, and would take a list of them for one."""
+    """gRPC resolves a single name, and would take a list for one name."""
     with pytest.raises(ValueError, match="all of IPv4, or all of IPv6, not"):
         target_of(addresses)
 
@@ -50,14 +50,15 @@ def test_what_a_name_server_knows_is_left_to_grpc(target: str) -> None:
     ],
 )
 def test_what_grpc_could_not_use_is_refused_where_it_is_said(target: str, said: str) -> None:
-    """It would answer each call with words of its own."""
+    """gRPC would fail each call with an error of its own."""
     for check in (check_target, AsyncClient, lambda target: GatewayArgs(router=(target,))):
         with pytest.raises(ValueError, match=said):
             check(target)
 
 
 def test_over_tls_a_list_is_no_target_for_one_channel(tmp_path: Path) -> None:
-    """In the routers' certificates gRPC would look for all of it. A `Client` has a channel to each."""
+    """gRPC would look for the whole list in the routers' certificates. A `Client` has a channel to each router
+    instead."""
     several, one = "ipv4:127.0.0.1:1,127.0.0.2:1", "ipv4:127.0.0.1:1"
     ca = Signer(tmp_path).cert
     tls = ClientTLS.of_files(ca=ca)

@@ -1,4 +1,4 @@
-"""For how long an answer may think: what must come is a function of its tokens, however they come."""
+"""How long an answer may think: which token is forced is a function of its tokens, however they arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [1, BEGIN[0], 2]
 VOCAB_SIZE = 300
 SPACE = frozenset({2, 6})
 SPLIT = [BEGIN[0], 2, *BEGIN[1:], 8]
-"""What begins a thought, with white space in it."""
+"""The words that begin a thought, with white space among them."""
 ONE_WORD = ThinkingBudget(num_tokens=0, end_token_id=END, begin_token_ids=BEGIN[:1], has_begun=True)
 
 
@@ -35,7 +35,7 @@ def sequence(answer: list[int], budget: ThinkingBudget, grammars: Grammars | Non
 
 
 def allowed(seq: Sequence) -> set[int]:
-    """What may come next."""
+    """The tokens that may come next."""
     values = torch.zeros(1, VOCAB_SIZE)
     Sampler(frozenset({EOS})).sample(values, [seq], torch.tensor([0]))
     return set((~values.isinf()[0]).nonzero().flatten().tolist())
@@ -60,7 +60,7 @@ budgets = st.builds(
 def test_what_must_come_is_a_function_of_the_tokens(
     budget: ThinkingBudget, answer: list[int], data: st.DataObject | None
 ) -> None:
-    """Whatever of them is asked about first, known or guessed, and whether the last of them is known."""
+    """In whatever order tokens are asked about, known or drafted, and whether or not the last one is known."""
     thinking, token_ids, num_known = Thinking(budget, len(PROMPT)), [*PROMPT, *answer], 0
     while True:
         for num_drafts in range(len(answer) - num_known + 1):
@@ -76,7 +76,7 @@ def test_what_must_come_is_a_function_of_the_tokens(
 
 
 def test_a_message_that_begins_has_ended_the_thought_before() -> None:
-    """Whose own end the model has left out: the answer is not cut off as if it were thought."""
+    """If the model leaves out the thought's own end, the message is not cut off as if it were a thought."""
     said: dict[str, Any] = {"num_tokens": 2, "end_token_id": END, "begin_token_ids": BEGIN, "has_begun": True}
     budget = ThinkingBudget(**said, may_repeat=True, other_end_token_ids=frozenset({2, BEGIN[0]}))
     left = [8, BEGIN[0], 6, BEGIN[2], 8, 8, 8]
@@ -89,8 +89,8 @@ def test_a_message_that_begins_has_ended_the_thought_before() -> None:
 
 
 def test_a_word_within_an_answer_begins_no_thought() -> None:
-    """One that speaks of it, as in "The <think> tag": it would be cut off in its middle. White space alone comes before
-    a thought, however much of it."""
+    """An answer that mentions the word, as in "The <think> tag", would be cut off in its middle. Only white space, in
+    any amount, may come before a thought."""
     budget = ThinkingBudget(num_tokens=1, end_token_id=END, begin_token_ids=BEGIN, space_token_ids=SPACE)
     assert sequence([8, *BEGIN, 8], budget).forced_token_id is None
     assert sequence([BEGIN[0], *BEGIN, 8], budget).forced_token_id is None
@@ -144,7 +144,8 @@ def test_its_neighbours_are_not_concerned() -> None:
 
 
 def test_a_grammar_has_a_character_ended_first(tmp_path: Any) -> None:
-    """A thought that is cut within one: its last byte comes, and then the end. (The tokens are bytes.)"""
+    """If a thought is cut within a character, the last byte of the character comes first, and then the end. (The tokens
+    are bytes.)"""
     grammars = Grammars(write_model(tmp_path), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}))
     first, second = tokenizer().encode("\u00fc").ids
     end = tokenizer().encode("]").ids[0]

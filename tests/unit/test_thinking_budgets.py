@@ -1,4 +1,4 @@
-"""For how long an answer may think, in the tokens of each kind of model."""
+"""How long an answer may think, in the tokens of each kind of model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_in_the_tokens_of_each_kind_of_model() -> None:
 
 
 async def test_white_space_may_come_before_a_thought_that_the_prompt_has_not_begun() -> None:
-    """In the tokens of a model that has it in pieces of several lengths."""
+    """The model's tokens have white space in pieces of several lengths."""
     backend = grammar_cases.tokenizer()
     backend.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in WORDS[1:]])
     spaces = {token_id for text in (" ", "  ", "\n", "\t", "\r") for token_id in backend.encode(text).ids}

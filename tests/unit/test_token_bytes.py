@@ -1,4 +1,5 @@
-"""The bytes that single tokens stand for: of both kinds of vocabulary, all of a text's tokens together are the text."""
+"""The bytes that single tokens stand for: in both kinds of vocabulary, the bytes of all of a text's tokens are the
+text."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama 2's: text with a mark for spaces, bytes for what the vocabulary lacks."""
+    """Llama 2's kind: text with a mark for spaces, and bytes for what the vocabulary lacks."""
     pieces = [
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),

@@ -1,4 +1,4 @@
-"""Who only asks what a prompt is in tokens, beside those who want it answered. No network."""
+"""Requests that only ask for the tokens of a prompt, beside those that want an answer. No network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = ASYNC_ENCODE_CHARS + 1
 
 
 class Slow(Tokenizer):
-    """Of texts of b's."""
+    """Slow to encode texts that begin with "b"."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

@@ -1,4 +1,4 @@
-"""Formats of calls other than objects: what models of each family write, whole, in pieces, broken and cut off."""
+"""Formats of calls other than objects, as models of each family write them: whole, in pieces, broken and cut off."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse(parser: str, pieces: list[str], *, is_whole: bool = True) -> Outcome:
 
 
 def none(text: str) -> Outcome:
-    """All of it is content."""
+    """The outcome without calls: all text is content."""
     return text, []
 
 
@@ -54,7 +54,7 @@ MISTRAL: list[tuple[str, Outcome]] = [
     ('[TOOL_CALLS][{"name":"f","arguments":{},"id":"a1B2c3D4e"},{"arguments":{},"name":"f"}]', ("", [F, F])),
     ('[TOOL_CALLS]{"name": "f", "arguments": {}}', ("", [F])),
     (mistral_list(CITY) + mistral_list(CITY), ("", [OSLO, OSLO])),
-    # broken, and gone on from
+    # broken, then continued
     ('[TOOL_CALLS]f[ARGS]{"a": [1[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}', ("", [("f", '{"a": [1'), OSLO])),
     ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1[TOOL_CALLS]f[ARGS]{}', ("", [("f", '{"a": 1'), F])),
     ('[TOOL_CALLS][{"name": "f", "arguments": {}}, 3]', (", 3]", [F])),
@@ -67,7 +67,7 @@ MISTRAL: list[tuple[str, Outcome]] = [
     (mistral_list(CITY)[:-1], ("", [OSLO])),
     ('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"na', (', {"na', [F])),
     ('[TOOL_CALLS][{"name": "f", "arguments": {}}, ', ("", [F])),
-    # none
+    # no calls
     *((text, none(text)) for text in (
         "[TOOL_CALLS", "[TOOL_CALLS]", "[TOOL_CALLS]weather", "[TOOL_CALLS]weather[ARGS]", "[TOOL_CALLS] [", "a [b]",
         "[TOOL_CALLS]weather[ARGS]Oslo", "[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS][]", "[TOOL_CALLS][1, {}]",
@@ -90,14 +90,14 @@ DEEPSEEK: list[tuple[str, Outcome]] = [
     (f"{D}function{SEP}f```\n{{}}{ENDS}", ("", [F])),
     (f"{D}f{SEP}{ENDS}", ("", [F])),
     (f'{D}f{SEP}{{"a": "{END}`"}}{ENDS}', ("", [("f", f'{{"a": "{END}`"}}')])),
-    # broken, and gone on from
+    # broken, then continued
     (f'{D}f{SEP}{{"a": 1{END}<｜tool▁call▁begin｜>f{SEP}{{}}{ENDS}', ("", [("f", '{"a": 1'), F])),
     (f"{D}f{SEP}{{}}}}{ENDS}", (f"}}{ENDS}", [F])),
     # cut off
     (f'{D}weather{SEP}{{"city": "Os', ("", [("weather", '{"city": "Os')])),
     (f"{D}f{SEP}{{}}\n``", ("", [F])),
     (f"{D}f{SEP}{{}}<｜tool▁ca", ("", [F])),
-    # none
+    # no calls
     *((text, none(text)) for text in (
         "<｜tool", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜> I", D, f"{D}f", f"{D}f{SEP}", f"{D}f<b>{{}}",
         f"{D}function{SEP}f\n```python\n{{}}", f"{D}f{SEP}[]", f"{D}a f{SEP}{{}}", f"{D}other{SEP}{{}}{ENDS}",
@@ -110,13 +110,13 @@ OPENAI: list[tuple[str, Outcome]] = [
     (said("openai", CITY, ("f", {})), ("", [OSLO, F])),
     (f"I look. {said('openai', CITY)}<|call|> Done.", ("I look. Done.", [OSLO])),
     ('<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}', ("", [OSLO])),
-    # an end left out, and what is no object
+    # an end left out, and arguments that are not an object
     (f"{said('openai', CITY)}<|start|>assistant{said('openai', CITY)}", ("", [OSLO, OSLO])),
     (said("openai", CITY) * 2, ("", [OSLO, OSLO])),
     ("<|channel|>commentary to=functions.f<|message|>Oslo<|call|>", ("", [("f", "Oslo")])),
     # cut off
     (said("openai", CITY)[:-4], ("", [("weather", '{"city": "Os')])),
-    # none
+    # no calls
     *((text, none(text)) for text in (
         "<|channel|>final<|message|>So.", "<|start|>assistant", "<|channel|>commentary to=functions.f", "<|channel",
         "<|channel|>commentary to=functions.other<|message|>{}", "<|channel|>commentary to=functions.f<|end|>{}",
@@ -139,7 +139,7 @@ def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> No
 
 @pytest.mark.parametrize(("parser", "text"), sorted({case[:2] for case in CASES if len(case[1]) < MAX_HEAD_CHARS}))
 def test_what_is_told_is_the_same_wherever_it_is_cut(parser: str, text: str) -> None:
-    """At each position: up to there, and then the rest at once."""
+    """Cut at each position: the text up to there, and then the rest at once."""
     whole = parse(parser, [text])
     for position, told in enumerate(told_before_each_character(reader_of(parser).push, text)):
         begun = text[:position]
@@ -151,7 +151,7 @@ def test_what_is_told_is_the_same_wherever_it_is_cut(parser: str, text: str) -> 
 @given(data=st.data())
 @settings(max_examples=150)
 def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.DataObject) -> None:
-    """Whatever a model says. And where it calls nothing, all of it is content."""
+    """Whatever a model writes. If there is no call, all of it is content."""
     words = [*WORDS, *FORMATS[parser].words]
     text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=14)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))

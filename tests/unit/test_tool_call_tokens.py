@@ -1,4 +1,4 @@
-"""Words that tell calls and are tokens by themselves: what is held to calls says them in those."""
+"""Words that mark calls and are tokens of their own: an answer that is held to calls uses those tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from router.text.tool_formats import FORMATS, calls_grammar
 
 VOCAB_SIZE = 300
 NO_CHARACTERS = frozenset(i for i in range(VOCAB_SIZE) if "\ufffd" in (tokenizer().decode([i]) if i < 258 else ""))
-"""Bytes that are none by themselves."""
+"""Bytes that are no character by themselves."""
 TOOLS = [
     Tool(name="weather", parameters={"properties": {"city": {"type": "string"}}, "required": ["city"]}),
     Tool(name="now"),
@@ -53,7 +53,7 @@ def test_what_is_held_to_calls_says_its_words_in_their_tokens(
 
 
 def num_taken(grammars: Grammars, grammar: str, answer: list[int]) -> int:
-    """How many of the answer's tokens may come, one after the other."""
+    """How many of the answer's tokens the grammar allows, one after the other."""
     state = grammars.state(grammar)
     for position, token_id in enumerate(answer):
         allowed = state.allowed(answer[:position])

@@ -1,4 +1,4 @@
-"""Calls of tools in answers: told as they come, the same however the text is cut, and what is none is content."""
+"""Tool calls in answers: told as they arrive, the same however the text is cut; all other text is content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMAS = dict.fromkeys(("weather", "now", "f", "g", "é?", LONG), Schema(None))
 
 
 def parse(parser: str, pieces: list[str], *, is_one: bool = False, is_whole: bool = True) -> Outcome:
-    """Content, and name and arguments of each call."""
+    """The content, and the name and arguments of each call."""
     reader = ToolCallParser(FORMATS[parser], SCHEMAS, lambda index: f"id-{index}", is_one=is_one)
     told = [reader.push(piece) for piece in pieces]
     if is_whole:
@@ -55,7 +55,7 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
     ("hermes", '<tool_call>{"name": "\\u00e9\\ud800", "arguments": {}}', ("", [("é?", "{}")])),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "x": {"y": "}"}, "z": 1} ', ("", [("f", "{}")])),
-    # broken, and gone on from
+    # broken, then continued
     ("hermes", f"{F}{{}}\n</tool_call> b {CALL} c", (" b c", [("f", "{}"), OSLO])),
     ("hermes", f'{F}{{"a": 1\n</tool_call>{CALL}', ("", [("f", '{"a": 1\n'), OSLO])),
     ("hermes", f'{F}"a\n</tool_call>{CALL}', (f'{F}"a\n</tool_call>{CALL}', [])),
@@ -109,7 +109,7 @@ def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> No
 @given(case=st.sampled_from(CASES), data=st.data())
 @settings(max_examples=300)
 def test_what_is_told_depends_on_the_text_so_far_alone(case: tuple[str, str, Outcome], data: st.DataObject) -> None:
-    """So an answer goes on at a router that was given its beginning at once."""
+    """So an answer can go on at a router that gets its beginning at once."""
     parser, text, _ = case
     end = data.draw(st.integers(0, len(text)))
     cuts = sorted(data.draw(st.lists(st.integers(0, end), max_size=6)))
@@ -150,7 +150,7 @@ def test_what_is_held_to_calls_has_no_content_though_it_is_cut_off() -> None:
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 @pytest.mark.parametrize("piece", [" " * 80, "{" * 80, "<tool_call>", '{"name": "', "\\"])
 def test_no_text_takes_long(parser: str, piece: str) -> None:
-    """Whatever a request makes the model say, others wait for the router meanwhile."""
+    """Whatever a request makes the model write: other requests wait for the router meanwhile."""
     reader = ToolCallParser(FORMATS[parser], SCHEMAS, str)
     reader.push(LLAMA if parser == "llama3_json" else "")
     began_s = time.process_time()
@@ -179,7 +179,7 @@ def test_a_thousand_calls_after_a_long_prompt_are_named_at_once() -> None:
 
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 def test_ids_are_such_as_the_models_template_takes(parser: str) -> None:
-    """Mistral's raise an error where others come back."""
+    """Mistral's templates raise an error if other ids come back."""
     assert AskedTools(parser=parser).has_short_ids == (parser == "mistral")
     assert not AskedTools().has_short_ids
 

@@ -1,4 +1,4 @@
-"""What a chat may say of tools, and what it is told of what it may not."""
+"""What a chat may say about tools, and how it is refused otherwise."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_may_be_called(asked: dict[str, Any], parser: str, is_one: bool, is
 
 
 def test_an_answer_may_be_calls_or_have_a_form() -> None:
-    """As agents ask that answer with an object when they are done."""
+    """Agents ask for this: the model calls tools, and answers with an object when it is done."""
     forms: list[Any] = [{"json": {"type": "object", "title": "done"}}, {"json_object": True}]
     for form in forms:
         asked = generate_request(HI, tools=[WEATHER], structured_outputs=form)
@@ -270,7 +270,8 @@ def test_how_a_model_calls_is_what_its_template_teaches_or_what_was_said() -> No
 
 
 def test_a_template_may_take_a_tool_to_be_whole() -> None:
-    """As Hermes' own do, and those that name what came of a call. Another is shown that there is no description."""
+    """Hermes' templates do, and those that name the call of a tool's result. Other templates see that there is no
+    description."""
     source = "{% for t in tools %}{{ t.function.name + ': ' + t.function.description }}{% endfor %}<tool_call>"
     source += "{% for m in messages %}{% if m.role == 'tool' %}{{ m.name + ': ' + m.content }}{% endif %}{% endfor %}"
     template = ChatTemplate(source)
@@ -349,7 +350,7 @@ def test_a_template_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("parser", sorted(FORMATS.keys() - {"llama3_json"}))
 def test_words_that_tell_calls_are_not_hidden_for_being_special(parser: str, is_special: bool) -> None:
-    """Some models' vocabularies have them among their special tokens, which are left out of text."""
+    """In some models' vocabularies these words are special tokens, which are normally left out of the text."""
     words = FORMATS[parser].words
     assert words
     vocabulary = {word: number for number, word in enumerate(["a", *words, "<end>"])}
@@ -380,7 +381,7 @@ CALLS_SHOWN = "{% for m in messages %}{% for c in m.tool_calls %}{{ SAID }}{% en
     ],
 )
 def test_arguments_of_calls_that_were_made_are_what_the_template_takes(said: str, shown: str) -> None:
-    """Objects, as most do. DeepSeek's add them to their text: they take JSON."""
+    """Objects for most templates. DeepSeek's add the arguments to their text: they take JSON."""
     prompt = validate(generate_request(TOLD), KNOWING).prompt
     assert isinstance(prompt, ChatPrompt)
     template = ChatTemplate(CALLS_SHOWN.replace("SAID", said), tool_source="{{ messages[1].tool_calls }}")

@@ -1,4 +1,4 @@
-"""What `tandem top` makes of two looks at a cluster."""
+"""What `tandem top` computes from two looks at a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations took, out of a trace: each without what it calls itself."""
+"""How long operations took, according to a trace: each without the operations that it calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -
 
 EVENTS = [
     event("inner", 20, 10),
-    event("outer", 0, 100),  # in no order
+    event("outer", 0, 100),  # events are in no order
     event("inner", 40, 30),
     event("innermost", 45, 5),
-    event("first child", 0, 4),  # begins with its caller
+    event("first child", 0, 4),  # begins when its caller does
     event("outer", 200, 50),
-    event("inner", 10, 1000, tid=2),  # another thread's
+    event("inner", 10, 1000, tid=2),  # of another thread
     event("gemm", 30, 70, cat="kernel", tid=7),
     event("gemm", 130, 30, cat="kernel", tid=7),
     event("cudaLaunchKernel", 21, 2, cat="cuda_runtime"),

@@ -1,5 +1,5 @@
-"""Models that transformers' own code computes, over our attention: their logits are those of transformers alone. What
-cannot be served so is refused, by what its code does."""
+"""Models that transformers' own code computes, with Tandem's attention: their logits are those of transformers alone. A
+model that cannot be served this way is refused because of what its code does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine_config(folder: Path, **settings: Any) -> EngineConfig:
-    """Of transformers' code, also where there is a decoder of our own."""
+    """A config that uses transformers' code, even if Tandem has a decoder of its own."""
     return config_of(folder, **{"model_impl": "transformers"} | settings)
 
 
@@ -87,7 +87,7 @@ CONFIGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Chunks beside decodes, contexts beyond a sliding window, and tokens decoded."""
+    """With chunks beside decodes, contexts longer than a sliding window, and decoded tokens."""
     model = save_model(CONFIGS[name](), tmp_path)
     bench = Bench(engine_config(tmp_path))
     running, late = [bench.sequence(random_tokens(n, seed=n)) for n in (3, 31)], bench.sequence(random_tokens(29, 99))
@@ -110,7 +110,7 @@ def test_greedy_tokens_equal(name: str, tmp_path: Path) -> None:
 
 
 def test_a_family_of_our_own_computed_by_transformers(tmp_path: Path) -> None:
-    """The same logits, and yet another engine: peers of the two are not paired."""
+    """The logits are the same, but the two are different engines: they are not paired."""
     save_model(transformers.Qwen3Config(**SMALL, head_dim=16), tmp_path)
     configs = [engine_config(tmp_path, model_impl=impl) for impl in ("auto", "tandem", "transformers")]
     assert [config.model.model_impl for config in configs] == ["tandem", "tandem", "transformers"]
@@ -127,7 +127,7 @@ def test_a_family_of_our_own_computed_by_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma", "gemma3", "glm4-moe", "gpt-oss"])
 def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
-    """Attention, linear layers and the logits' product are theirs: as near as bfloat16 allows."""
+    """They compute attention, linear layers and the product of the logits, as close as bfloat16 allows."""
     save_model(CONFIGS[name](), tmp_path)
     results = []
     for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
@@ -152,7 +152,7 @@ def test_layers_are_announced_in_order_with_their_kv_in_the_pool(tmp_path: Path)
 
 
 def shape_of(config: Any) -> TransformersConfig:
-    """As its config.json would say it."""
+    """The shape that its config.json gives."""
     shape = load_model_shape(json.loads(config.to_json_string()), "transformers")
     assert isinstance(shape, TransformersConfig)
     return shape
@@ -173,14 +173,15 @@ def test_scores_are_those_that_the_code_asks_for() -> None:
 
 
 def test_what_is_computed_otherwise_is_another_model() -> None:
-    """Fields that nothing of ours reads count, too: the rotation's base; those that change no KV do not."""
+    """Fields that only transformers reads count, too, such as the base of the rotation. Those that do not change KV do
+    not."""
     base = shape_of(hf(CONFIGS["olmo2"](), "Olmo2ForCausalLM"))
     theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}
     other = shape_of(hf(transformers.Olmo2Config(**SMALL, **theta), "Olmo2ForCausalLM"))
     longer = shape_of(hf(transformers.Olmo2Config(**SMALL | {"eos_token_id": 9}), "Olmo2ForCausalLM"))
     assert base.computation != other.computation
     assert base == longer
-    # Some rotations are stretched by it, though it is said nowhere else.
+    # Some rotations are stretched by this field, and no other field says so.
     wider = shape_of(hf(transformers.Olmo2Config(**SMALL | {"max_position_embeddings": 256}), "Olmo2ForCausalLM"))
     assert base.computation != wider.computation
 
@@ -278,7 +279,7 @@ def test_an_unknown_architecture_is_named() -> None:
 
 
 def test_tokens_that_see_each_other_outside_of_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A feed-forward that looks one token back: its logits would be those of whoever lies before it in the batch."""
+    """The feed-forward looks one token back: its logits would depend on the sequence before it in the batch."""
     save_model(CONFIGS["olmo2"](), tmp_path)
     from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP
 
@@ -303,7 +304,8 @@ def test_a_place_in_the_step_instead_of_a_position(tmp_path: Path, monkeypatch: 
 
 
 def test_positions_that_begin_elsewhere(tmp_path: Path) -> None:
-    """RoBERTa's begin behind that of padding, where nobody says which: not at those that it would be given here."""
+    """RoBERTa, if it is given no positions, counts from behind the position of padding. Here it would be given
+    others."""
     config = transformers.RobertaConfig(**NO_GROUPS | {"initializer_range": 0.3}, is_decoder=True, pad_token_id=1)
     save_model(config, tmp_path)
     with pytest.raises(ValueError, match="does not count its positions from 0, by ones"):
@@ -325,7 +327,7 @@ def test_positions_that_begin_elsewhere(tmp_path: Path) -> None:
     ],
 )
 def test_weights_that_do_not_fit_are_refused(change: Any, why: str, tmp_path: Path) -> None:
-    """transformers itself would make up what is missing, with a warning."""
+    """transformers itself would fill in what is missing, with a warning."""
     save_model(CONFIGS["olmo2"](), tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -348,7 +350,7 @@ def test_weights_that_have_to_be_unpickled_are_not_read(tmp_path: Path) -> None:
 
 
 def test_the_weights_that_are_computed_with_are_those_of_the_digest(tmp_path: Path) -> None:
-    """Where a folder has an index and a single file, which differ, and config.json names a third."""
+    """The folder has an index and a single file, which differ, and config.json names a third."""
     model = save_model(CONFIGS["olmo2"](), tmp_path)
     path = tmp_path / "model.safetensors"
     path.rename(tmp_path / "part.safetensors")
@@ -377,7 +379,7 @@ def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
         Bench(engine_config(tmp_path))
     path.write_bytes(whole)
     tensors = load_file(path)
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]  # of those that are put together
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]  # one of those that are stacked
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"cannot make this model|lack tensors|could not be brought"):
         Bench(engine_config(tmp_path))
@@ -388,7 +390,8 @@ def test_files_that_are_broken_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_the_processs_own_stays_as_it_was(tmp_path: Path) -> None:
-    """torch's default dtype, which transformers changes for all threads while it makes a model; and its bars."""
+    """torch's default dtype, which transformers changes for all threads while it makes a model, and its progress
+    bars."""
     save_model(CONFIGS["gpt2"](), tmp_path)
     transformers.logging.enable_progress_bar()
     with ThreadPoolExecutor(3) as threads:

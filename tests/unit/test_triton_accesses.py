@@ -1,10 +1,10 @@
-"""The watch over interpreted kernels: what it must find, and what it must let pass."""
+"""The checks of interpreted kernels' memory accesses: what they must find, and what they must allow."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 if DEVICE != "cpu":
     pytest.skip("a GPU has no interpreter", allow_module_level=True)
@@ -17,7 +17,7 @@ from triton_accesses import known_by_address
 
 @triton.jit
 def _copy_kernel(from_ptr, to_ptr, from_step, to_step, MASK: tl.constexpr, SIZE: tl.constexpr):
-    """Each program copies SIZE numbers, of which those from MASK on are left out."""
+    """Each program copies SIZE numbers, without those from MASK on."""
     places = tl.arange(0, SIZE)
     x = tl.load(from_ptr + tl.program_id(0) * from_step + places, mask=places < MASK)
     tl.store(to_ptr + tl.program_id(0) * to_step + places, x, mask=places < MASK)
@@ -52,7 +52,7 @@ def test_what_is_right_passes() -> None:
     source, target = torch.arange(12.0), torch.zeros(12)
     _copy_kernel[(3,)](source, target, 4, 4, MASK=4, SIZE=4)
     assert target.equal(source)
-    _copy_kernel[(2,)](source[4:], target, 0, 4, MASK=3, SIZE=4)  # from the same numbers
+    _copy_kernel[(2,)](source[4:], target, 0, 4, MASK=3, SIZE=4)  # both programs read the same numbers
     assert target.tolist() == [4, 5, 6, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     _in_place_kernel[(12,)](target, READ_AGAIN=False)
     assert target.tolist() == [5, 6, 7, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -61,7 +61,7 @@ def test_what_is_right_passes() -> None:
 @pytest.mark.parametrize("num_elements", [11, 8])
 @pytest.mark.parametrize("verb", ["load", "store"])
 def test_no_further_than_an_argument(verb: str, num_elements: int) -> None:
-    """The view's end counts, not that of what it is a view of."""
+    """The end of the view counts, not that of its base."""
     short, long = torch.zeros(12)[:num_elements], torch.zeros(12)
     source, target = (short, long) if verb == "load" else (long, short)
     with pytest.raises(InterpreterError, match=f"_copy_kernel: program 2 would {verb} 4 bytes at"):
@@ -81,7 +81,7 @@ def test_programs_do_not_store_to_one_address() -> None:
 
 @pytest.mark.parametrize("step", [4, -4])
 def test_programs_do_not_load_what_others_store(step: int) -> None:
-    """Whichever of them the interpreter happens to run first."""
+    """Whichever program the interpreter runs first."""
     numbers = torch.zeros(16)
     with pytest.raises(Exception, match=r"program \d loads what program \d stores"):
         _copy_kernel[(2,)](numbers[4:], numbers[4 + step :], 4, 4, MASK=4, SIZE=4)
@@ -120,7 +120,7 @@ def test_integers_of_32_bits_have_no_more(is_product: bool) -> None:
 
 
 def test_what_a_launch_leaves_to_the_next_one_can_be_written_to() -> None:
-    size = 4321  # of no other launch here
+    size = 4321  # no other launch here has this size
     with torch.inference_mode():
         _in_place_kernel[(8,)](torch.zeros(size), READ_AGAIN=False)
     x = torch.arange(float(size))

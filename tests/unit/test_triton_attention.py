@@ -1,4 +1,4 @@
-"""The Triton backend against attention in float64 and against plain torch, over odd shapes."""
+"""The Triton backend compared with attention in float64 and with plain torch, over odd shapes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def backend_of(case: Case, kind: GpuKind | None = None, make: type[Backend] = Tr
 
 
 def written_pool(case: Case) -> torch.Tensor:
-    """The pool with the step's keys and values in it: by plain torch."""
+    """The pool after plain torch has written the step's keys and values to it."""
     plain = TorchAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         device="cpu",
@@ -81,7 +81,7 @@ def attend(
 def assert_close(case: Case, window: int = 0, soft_cap: float = 0.0, scale: float | None = None) -> None:
     tolerance = TOLERANCES[case.q.dtype]
     if (soft_cap or scale) and ROUNDS_AS_A_GPU:
-        tolerance = max(tolerance, 3e-5)  # powers of 2 and a division that it approximates, times the cap; large scores
+        tolerance = max(tolerance, 3e-5)  # approximated powers of 2 and division, times the cap; large scores
     actual, expected = attend(case, window, soft_cap, scale).double(), case.expected(window, soft_cap, scale)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -125,7 +125,7 @@ def test_all_types_and_block_sizes(dtype: torch.dtype, block_size: int) -> None:
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 80), (torch.float16, 64)])
 @pytest.mark.parametrize("window", [0, 9])
 def test_a_pool_of_8_bit_floats(window: int, dtype: torch.dtype, head_dim: int) -> None:
-    """Keys and values are such numbers: all that rounds is the arithmetic between them."""
+    """The keys and values are 8-bit floats themselves, so only the arithmetic between them rounds."""
     lens = [(140, 1), (15, 1), (0, 1), (0, 19), (30, 70)]
     assert_close(case_of(lens, 4, head_dim, dtype, num_kv_heads=1, kv_dtype=torch.float8_e4m3fn), window)
 
@@ -133,7 +133,7 @@ def test_a_pool_of_8_bit_floats(window: int, dtype: torch.dtype, head_dim: int) 
 @pytest.mark.parametrize("window", [0, 9])
 def test_soft_cap(window: int) -> None:
     case = case_of([(70, 1), (0, 1), (20, 19)], num_kv_heads=1)
-    case.q *= 40  # scores of some dozens: the cap bends them
+    case.q *= 40  # scores of several dozens, which the cap bends
     assert not torch.allclose(attend(case, window).double(), case.expected(window, 20.0), rtol=1e-2, atol=1e-2)
     assert_close(case, window, 20.0)
 
@@ -162,13 +162,13 @@ def test_scores_of_any_size_stay_finite() -> None:
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_whole_tiles_and_windows_beyond_one_tile(window: int) -> None:
-    """Contexts of several tiles of 64 keys, read from cached blocks, by chunks that begin and end inside of them."""
+    """Contexts of several tiles of 64 keys, read from cached blocks, by chunks that begin and end within tiles."""
     assert_close(case_of([(64, 1), (127, 64), (200, 130), (0, 129)], 4, dtype=torch.bfloat16, num_kv_heads=1), window)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_head_reads_nothing_of_the_next_one() -> None:
-    """Where its size is padded: what lies beyond would be multiplied with zeros, and 0 * NaN is NaN."""
+    """The head's size is padded: what lies beyond would be multiplied by zero, and 0 * NaN is NaN."""
     case = case_of([(31, 1), (0, 32)], 1, 80)
     case.k[:, 1], case.kv[:, 0, 1] = float("nan"), float("nan")
     out, expected = (x.view(-1, 2, 80) for x in (attend(case).double(), case.expected(0)))
@@ -333,7 +333,7 @@ def test_a_plan_is_one_buffer_of_aligned_arrays() -> None:
     case = case_of(LENS["mixed"])
     plan = backend_of(case).prepare(case.layout)
     for part in (plan.slot_mapping, plan.context_lens, plan.query_starts, plan.block_tables, plan.prefill_tiles):
-        assert (part.data_ptr() - plan.buffer.data_ptr()) % 16 == 0  # bytes
+        assert (part.data_ptr() - plan.buffer.data_ptr()) % 16 == 0  # in bytes
         assert part.untyped_storage().data_ptr() == plan.buffer.untyped_storage().data_ptr()
     np.testing.assert_array_equal(plan.slot_mapping.cpu(), case.layout.slot_mapping)
     np.testing.assert_array_equal(plan.context_lens.cpu(), case.layout.context_lens)
@@ -343,7 +343,7 @@ def test_a_plan_is_one_buffer_of_aligned_arrays() -> None:
 
 @pytest.mark.parametrize("make", [TritonAttention, InvariantTritonAttention])
 def test_a_reserved_plan_serves_any_step_that_fits(make: type[Backend]) -> None:
-    """As a CUDA graph replays it: the same tensors and the same grid, other numbers in them."""
+    """As when a CUDA graph replays it: the same tensors and grid, with other numbers in them."""
     cases = [case_of([(40, 1), (3, 1), (16, 1)]), case_of([(299, 1)]), case_of([(0, 1), (15, 1)])]
     backend = backend_of(cases[0], make=make)
     plan = backend.reserve_decode_plan(3, 320)
@@ -360,7 +360,8 @@ def test_a_reserved_plan_serves_any_step_that_fits(make: type[Backend]) -> None:
 
 
 def test_reserved_plans_share_their_scratch() -> None:
-    """One for each size of step and length of context: a gigabyte and more, if each had its own."""
+    """There is a plan for each size of step and length of context: with a scratch each, they would take over a
+    gigabyte."""
     backend = backend_of(case_of([(5, 1)]))
     sizes = [(8, 256), (4, 256), (1, 512), (8, 1024), (8, 8192), (1, 8192), (7, 2048)]
     plans = [backend.reserve_decode_plan(*size) for size in sizes]
@@ -374,7 +375,7 @@ def test_reserved_plans_share_their_scratch() -> None:
 
 
 def test_scratch_that_is_kept_is_enough_for_every_step() -> None:
-    """So that a pool may have the rest of the memory."""
+    """So the pool can take the rest of the memory."""
     backend = backend_of(case_of([(5, 1)]))
     backend.keep_scratch(8, 1 << 17)
     address = backend._plans._scratch.data_ptr()

@@ -1,4 +1,4 @@
-"""Which devices and models get the Triton backend, and what keeps others from it."""
+"""Which devices and models get the Triton backend, and why others do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.kernels.gpu import why_no_triton
 def choose(
     name: str, device: str, *, kv_dtype: str = "", capability: tuple[int, int] | None = None, **change: int
 ) -> str:
-    """float32, so that no CPU kernels are compiled."""
+    """In float32, so that no CPU kernels are compiled."""
     needs = Needs(
         model=shape_of(**change),
         device=device,

@@ -1,4 +1,5 @@
-"""The Triton kernels compile for GPUs of several kinds, and fit into them. Needs none: Triton brings the assembler."""
+"""The Triton kernels compile for GPUs of several kinds, and fit on them. This needs no GPU: Triton brings the
+assembler."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ ONE_INSTRUCTION = {
     "100": "tcgen05.mma.cta_group::1.kind::f16",
     "120": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
 }
-"""By which rows of `batch_invariant` are multiplied, whatever their number, but for the number of columns."""
+"""The instruction that multiplies the rows of `batch_invariant`, whatever their number; only its number of columns
+varies."""
 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -82,7 +84,7 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
     assert [name for name, used in usage.items() if used.get("early_writes")] == []
     if release_of(triton.__version__) >= TRITON_THAT_FENCES:
         assert [name for name, used in usage.items() if used.get("unfenced")] == []
-    assert usage["prefill_kernel 128 bfloat16"]["operands"] > 0  # products are recognised
+    assert usage["prefill_kernel 128 bfloat16"]["operands"] > 0  # products are recognised in the machine code
     for name, used in usage.items():
         if "rows, batch invariant" in name:
             assert used["multiplies"] == [ONE_INSTRUCTION["90"]], name
@@ -90,7 +92,7 @@ def test_kernels_compile_for_an_h200_and_spill_no_registers(cases: list[str], tm
     assert usage["copy_kernel bfloat16"]["stores"] == ["st.global.v2.b64"]
     assert usage["copy_kernel at 8"]["stores"] == ["st.global.b64"]
     assert usage["expand_kernel rank 16 bfloat16"]["stores"] == ["st.global.v4.b32"]
-    # Three programs of the decode kernel find room on a multiprocessor: it lives from loads in flight.
+    # Three programs of the decode kernel fit on a multiprocessor: its speed depends on loads in flight.
     for case in ("128 bfloat16", "128 bfloat16, 8-bit pool"):
         assert 3 * usage[f"split_kernel {case}"]["shared"] <= H200.shared_bytes
 
@@ -101,10 +103,10 @@ TELLING = {
     "100": ["128 heads bfloat16, pool of float8_e4m3fn", "bfloat16, unfolded"],
     "120": ["128 bfloat16", "DeepSeek-V2-Lite, 4096 tokens"],
 }
-"""What would not fit there, or spill, with the sizes for an H200."""
+"""Kernels that would not fit on these GPUs, or would spill, with the sizes for an H200."""
 ALL_OTHERS = [{f"{major}{minor}": []} for major, minor in GPU_KINDS if (major, minor) != H200.capability]
 FEW_BYTES = 16
-"""Of stack: what a few kernels take whatever their sizes are."""
+"""Bytes of stack that a few kernels take whatever their sizes are."""
 
 
 @needs_tools
@@ -124,8 +126,8 @@ def test_kernels_compile_for_other_gpus_and_fit_into_them(cases: dict[str, list[
             assert {name.split()[0] for name in usage} == (KERNELS if has_float8 else KERNELS - FLOAT8_KERNELS)
         assert [(number, name) for name, used in usage.items() if used["shared"] > kind.shared_bytes] == []
         assert [(number, name) for name, used in usage.items() if used["stack"] > FEW_BYTES] == []
-        # Two programs of the decode kernel, each with a kilobyte of the driver's, find room on a multiprocessor: but
-        # not where it is slow on purpose, nor with many queries.
+        # Two programs of the decode kernel, each with a kilobyte of the driver's, fit on a multiprocessor. Excepted are
+        # float32, which is slow on purpose, and many queries.
         for name, used in usage.items():
             if name.startswith("split_kernel") and "float32" not in name and "64 heads" not in name:
                 assert 2 * (used["shared"] + 1024) <= kind.shared_bytes + 1024
@@ -138,14 +140,14 @@ EXPERTS_IN_8_BITS = [f"DeepSeek-V2-Lite, {num_tokens}" for num_tokens in ("1 tok
 @needs_tools
 @pytest.mark.slow
 def test_rows_are_multiplied_by_one_instruction_in_tiles_of_all_sizes(tmp_path: Path) -> None:
-    """Whose sums run over 16 inputs at a time, in the order of tiles: so that bits do not depend on the batch."""
+    """The instruction adds up 16 inputs at a time, in the order of tiles, so that bits do not depend on the batch."""
     cases = ALL_SIZES + EXPERTS_IN_8_BITS
     found = compiled(tmp_path, *(argument for number in ONE_INSTRUCTION for argument in (number, *cases)))
     for number, usage in found.items():
         multiplies = {
             name: used["multiplies"]
             for name, used in usage.items()
-            if not name.startswith(("tiles_kernel", "choose_kernel", "sum_kernel"))  # nothing is multiplied there
+            if not name.startswith(("tiles_kernel", "choose_kernel", "sum_kernel"))  # these multiply nothing
         }
         assert multiplies == {name: [ONE_INSTRUCTION[number]] for name in multiplies}
 

@@ -1,4 +1,4 @@
-"""The kernel that copies rows to an address: into rows that were named, all of each, and nothing beside."""
+"""The kernel that copies rows to an address writes the named rows, all of each, and nothing else."""
 
 from __future__ import annotations
 

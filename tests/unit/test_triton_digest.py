@@ -1,4 +1,4 @@
-"""The digest kernel against the library that computes digests on a CPU, bit for bit."""
+"""The digest kernel compared, bit for bit, with the library that computes digests on a CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pool_of(num_bytes: int, *, num_layers: int = 2, num_blocks: int = 5, seed: i
 
 
 def expected_digests(pool: torch.Tensor, block_ids: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
-    """As transfers compute them."""
+    """The digests as transfers compute them."""
     num_layers, num_blocks = pool.shape[:2]
     array = pool.contiguous().view(torch.uint8).numpy().reshape(num_layers, num_blocks, -1)
     layout = KVLayout(

@@ -1,4 +1,4 @@
-"""Draws by the Triton kernels are those of the CPU's sampler, token for token."""
+"""The Triton kernels draw the same tokens as the CPU's sampler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILTERS = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.9}, {"top_p": 0.3, "top_k
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a vocabulary has several of everything."""
+    """So that a small vocabulary has several pieces, blocks and tiles."""
     monkeypatch.setattr(kernels, "PIECE", 512)
     monkeypatch.setattr(kernels, "RACE_BLOCKS", 64)
     monkeypatch.setattr(kernels, "BOUNDS_TILE", 1024)
@@ -62,7 +62,7 @@ def test_of_any_vocabulary(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("params", FILTERS)
 def test_which_tokens_can_be_drawn(params: dict[str, Any]) -> None:
-    """Many equals, both zeros, and numbers on both sides of them."""
+    """With many equal logits, both zeros, and numbers on both sides of them."""
     values = logits(1, seed=3, vocab_size=60, scale=2.0).round()
     values[0, ::7] = -0.0
     values[0, 5] = float("-inf")
@@ -101,7 +101,7 @@ def test_any_temperature(temperature: float) -> None:
 
 @pytest.mark.parametrize("params", FILTERS[:8:3])
 def test_of_what_a_grammar_leaves(params: dict[str, Any]) -> None:
-    """One token, or a few."""
+    """The grammar leaves one token, or a few."""
     seqs = [sequence(temperature=0.9, seed=seed, **params) for seed in range(4)]
     values = torch.full((4, 1003), float("-inf"))
     for row, left in enumerate([[1002], [0], [5, 900], [3, 4, 5, 6, 7]]):

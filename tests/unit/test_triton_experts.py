@@ -1,4 +1,4 @@
-"""The Triton kernels of a mixture's experts with weights in 8 bits, against float64 and plain torch."""
+"""The Triton kernels of a mixture's experts with 8-bit weights, compared with float64 and plain torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from expert_cases import FORMS, UNIT, ends_of, exact_product, randn, stack_of
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 from engine.float8 import why_no_float8
 from engine.kernels.gpu.choose import choose_experts
@@ -78,7 +78,8 @@ CASES = {
     "tiles of 128": ([150, 0], 130, 90, 32),
     "a scale for each output": ([5, 1, 0, 18], 40, 100, 0),
 }
-"""Rows of experts, outputs, inputs, inputs of a group: some divide, and of others the last tile or group has fewer."""
+"""Rows of experts, outputs, inputs, inputs of a group: some sizes divide evenly; with others, the last tile or group
+has fewer."""
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -96,7 +97,7 @@ def test_products_against_float64(case: str, dtype: torch.dtype, form: torch.dty
 
 
 def test_tiles_without_rows_load_nothing() -> None:
-    """Not even of the expert that stands there, who is none here."""
+    """Not even the weights of their expert: no expert has the number that they name."""
     stack = stack_of((2, 16, 64), 0, torch.int8, BFLOAT16, DEVICE)
     x, config = randn(5, 64, dtype=BFLOAT16, device=DEVICE), expert_config(gpu_kind(DEVICE), 5, 2, 2)
     tiles = torch.tensor([[1, 0, 5], [1 << 20, 0, 0], [1 << 20, 5, 5]], dtype=torch.int32, device=DEVICE)
@@ -107,7 +108,7 @@ def test_tiles_without_rows_load_nothing() -> None:
 def experts_of(
     num_experts: int, form: torch.dtype, dtype: torch.dtype, kind: type[ScaledExperts | TritonScaledExperts]
 ) -> ExpertProducts:
-    """64 hidden, 40 inner numbers."""
+    """Experts with 64 hidden and 40 inner numbers."""
     gate_up = stack_of((num_experts, 80, 64), 32, form, dtype, DEVICE)
     return kind(gate_up, stack_of((num_experts, 64, 40), 0, form, dtype, DEVICE))
 
@@ -126,7 +127,7 @@ def test_a_feed_forward_is_that_of_plain_torch(dtype: torch.dtype, form: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
-    """In tiles of any size, and wherever in one."""
+    """In tiles of any size, and at any place in a tile."""
     if DEVICE == "cuda" and dtype != torch.float32:
         pytest.skip("tensor cores may add up larger tiles otherwise")
     stacks = (stack_of((3, *shape), 0, torch.int8, dtype, DEVICE) for shape in ((128, 128), (128, 64)))
@@ -208,7 +209,7 @@ def test_sums_of_a_tokens_experts(num_tokens: int, num_chosen: int, size: int, d
     ours, theirs = (each(y, order, weights) for each in (sum_of_experts, expert_products.sum_of_experts))
     assert ours.dtype == dtype
     torch.testing.assert_close(ours, theirs, rtol=UNIT[dtype], atol=1e-5)
-    # In the order of choices, whoever else is there.
+    # In the order of the choices, whatever other tokens there are.
     for token in (0, num_tokens - 1):
         rows = [order.tolist().index(token * num_chosen + choice) for choice in range(num_chosen)]
         alone = sum_of_experts(

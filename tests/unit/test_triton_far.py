@@ -1,7 +1,7 @@
-"""Pools of more than 2**31 numbers, or words: what a kernel counts in 32 bits would lie elsewhere.
+"""Pools of more than 2**31 numbers, or words: with 32-bit offsets, a kernel would reach other addresses.
 
-Memory that nobody touches is none: of the pool only the blocks of the case are ever real. The interpreter says where an
-address is outside the pool, and where a sum or product of 32 bits overflows.
+Memory that is never touched takes no room: only the blocks of the case are ever real. The interpreter reports an
+address outside of the pool, and a 32-bit sum or product that overflows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from attention_cases import LENS, Case
 from latent_cases import LatentCase
 from triton_accesses import known_by_address
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 from engine.attention import StepLayout
 from engine.attention.latent_forms import Unfolding
@@ -39,16 +39,16 @@ from engine.scaled_weight import ScaledWeight
 FAR = 2**31
 BLOCK_SIZE = 16
 MAP_NORESERVE = 0x4000
-"""Of Linux: nobody asks whether there is so much memory. Python names it from 3.13 on."""
+"""A flag of Linux: the memory is not checked against what is available. Python has a name for it from 3.13 on."""
 
 
 SPARE_BYTES = 4 << 30
-"""Of a GPU, for all else and for tests beside."""
+"""Memory of a GPU that is left for all else, and for tests that run beside."""
 
 
 @pytest.fixture(autouse=True)
 def gives_memory_back() -> Iterator[None]:
-    """On a GPU it is real, and other tests run beside, in processes of their own."""
+    """On a GPU the memory is real, and other tests run beside, in processes of their own."""
     yield
     if DEVICE != "cpu":
         torch.cuda.empty_cache()
@@ -66,7 +66,8 @@ def untouched(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def with_far_blocks(near: torch.Tensor, layout: StepLayout) -> tuple[torch.Tensor, StepLayout, int]:
-    """The blocks of a pool behind 2**31 numbers of others, the step that goes there, and how many those others are."""
+    """A pool with the blocks of `near` behind 2**31 other numbers, the step that uses these, and the number of blocks
+    before them."""
     num_before = FAR // near[0].numel() + 1
     far = untouched(num_before + len(near), *near.shape[1:], dtype=near.dtype)
     far[num_before:] = near.to(DEVICE)
@@ -141,7 +142,7 @@ def test_latents_are_written_and_read(lens: list[tuple[int, int]], unfolding: Un
 
 
 def test_digests_of_far_layers() -> None:
-    num_blocks = FAR // 512 // 2 + 3  # of 4 KB, words of 8 bytes: the second layer's last ones lie behind 2**31 of them
+    num_blocks = FAR // 512 // 2 + 3  # 4 KB each: the second layer's last blocks lie behind 2**31 words of 8 bytes
     pool = untouched(2, num_blocks, 1, 1, 1, 4096, dtype=torch.uint8)
     near = torch.randint(0, 256, (2, 2, 1, 1, 1, 4096), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     pool[:, -2:] = near.to(DEVICE)

@@ -1,11 +1,11 @@
-"""The Triton kernels of experts with weights in MXFP4, against float64 and plain torch."""
+"""The Triton kernels of experts with MXFP4 weights, compared with float64 and plain torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from expert_cases import UNIT, ends_of, randn
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 from engine.kernels.gpu.experts import expert_config, tiles_of
 from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
@@ -22,7 +22,7 @@ GATE = ClampedGate(alpha=1.702, limit=7.0)
 def stack_of(
     num_experts: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, low: int = 116, high: int = 124
 ) -> FourBitStack:
-    """All numbers that there are, scaled by 2 to the (`low` - 127) and more."""
+    """Weights of all 16 numbers, with scales from 2 to the (`low` - 127) up."""
     generator = torch.Generator().manual_seed(num_outputs)
     pairs = torch.randint(256, (num_experts, num_outputs, num_inputs // 2), dtype=torch.uint8, generator=generator)
     shape = (num_experts, num_outputs, num_inputs // GROUP)
@@ -73,7 +73,8 @@ def test_products_against_float64(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", UNIT)
 def test_each_weight_is_what_it_is_widened_to(dtype: torch.dtype) -> None:
-    """Rows of 0 and a single 1 let one weight through: all 16 numbers by all powers of two that leave them finite."""
+    """Rows of 0 with a single 1 pick out one weight each: all 16 numbers with all powers of two that leave them
+    finite."""
     num_powers = 140 if dtype == torch.float16 else 253
     pairs = torch.arange(0, 16, dtype=torch.uint8).repeat(2)  # 0 to 15, twice: 32 bytes, of two groups
     stack = FourBitStack(
@@ -89,7 +90,7 @@ def test_each_weight_is_what_it_is_widened_to(dtype: torch.dtype) -> None:
 
 
 def test_a_row_has_the_same_bits_beside_any_others() -> None:
-    """In tiles of any size, and wherever in one."""
+    """In tiles of any size, and at any place in a tile."""
     if DEVICE == "cuda":
         pytest.skip("tensor cores may add up larger tiles otherwise")
     stack = stack_of(3, 40, 128, BFLOAT16)
@@ -108,7 +109,7 @@ def test_the_gate_is_that_of_plain_torch(dtype: torch.dtype) -> None:
     y = clamped_gate(gate_up, GATE)
     assert (y.dtype, y.shape) == (dtype, (3, 5, 70))
     assert y[0, 0, :2].isnan().all()
-    # A GPU's exponential function is off by as many units as its argument is large: up to some 30 here.
+    # The error of a GPU's exponential function, in units, grows with its argument: up to some 30 here.
     torch.testing.assert_close(y, GATE(gate_up), rtol=4 * UNIT[dtype], atol=0, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels do around attention, and a decoder made of them, against plain torch."""
+"""What the Triton kernels do around attention, and a decoder made of them, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.running import model_runner
 BFLOAT16 = torch.bfloat16
 DTYPES = [torch.float32, torch.float16, BFLOAT16]
 UNIT = {torch.float32: 2**-19, torch.float16: 2**-9, BFLOAT16: 2**-6}
-"""A few roundings of numbers around 1 to 4; in float32 a GPU's exponentials and roots are a few units off."""
+"""A few roundings of numbers around 1 to 4. In float32, a GPU's exponentials and roots are off by a few units."""
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -40,7 +40,7 @@ def test_norms_are_those_of_plain_torch(num_tokens: int, size: int, dtype: torch
     x, delta = (randn(num_tokens, size, dtype=dtype, seed=seed) for seed in (1, 2))
     weight = randn(size, dtype=dtype, seed=3)
     plain, fused = RMSNorm(weight, 1e-5), TritonRMSNorm(weight, 1e-5)
-    # The sum of squares is added up in another order: a value between two others may be rounded the other way.
+    # The sum of squares is added up in another order, so values halfway between two others may round either way.
     unit = {"rtol": UNIT[dtype], "atol": UNIT[dtype]}
     torch.testing.assert_close(fused(x), plain(x), **unit)
     torch.testing.assert_close(fused.add(x.clone(), None)[1], plain(x), **unit)
@@ -91,7 +91,7 @@ def heads_of(case: Case, has_norms: bool) -> HeadProjection:
 
 
 def store(case: Case, heads: HeadProjection, slots: torch.Tensor) -> tuple[Any, ...]:
-    """q and the pool by the kernel; q, k, v by plain torch."""
+    """q and the pool as the kernel writes them; q, k, v by plain torch."""
     positions = torch.cat([torch.arange(before, before + new) for before, new in case.lens])
     cos_sin = heads.rotary.select(positions.to(DEVICE))
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1).to(DEVICE)
@@ -120,7 +120,7 @@ def test_rotation_and_write(head_dim: int, dtype: torch.dtype, has_norms: bool) 
 
 
 def test_into_a_pool_of_8_bit_floats_what_is_too_large_goes_as_the_largest() -> None:
-    """As plain torch rounds it, wherever that rounds the rotation to the same bfloat16."""
+    """It is rounded as plain torch does, wherever both round the rotation to the same bfloat16."""
     case = Case(
         LENS["mixed"], num_heads=4, num_kv_heads=2, head_dim=64, block_size=8, dtype=BFLOAT16,
         kv_dtype=torch.float8_e4m3fn,
@@ -163,7 +163,7 @@ CONFIG = {
 def test_an_engine_computes_what_it_does_with_plain_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
 ) -> None:
-    """Norms of heads, biases, a window in one layer."""
+    """With norms of heads, biases, and a window in one layer."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     if DEVICE == "cpu":
         monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
@@ -175,7 +175,8 @@ def test_an_engine_computes_what_it_does_with_plain_torch(
 
 
 def test_an_engine_in_8_bits_computes_what_it_does_with_plain_torch(tmp_path: Path) -> None:
-    """Weights and pool. Numbers rounded to 8 bits on either side of a middle are up to 1/8 apart."""
+    """Both weights and pool. Numbers that are rounded to 8 bits on different sides of a midpoint are up to 1/8
+    apart."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     settings = {"quantization": "int8", "kv_cache_dtype": "fp8"}
     ours = logits_of_steps(arguments(tmp_path, "triton", DEVICE, **settings), records=False)

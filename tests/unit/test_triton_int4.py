@@ -1,5 +1,5 @@
-"""The Triton kernels of products with weights in 4 bits, against float64, plain torch and products of the same numbers
-in the model's dtype."""
+"""The Triton kernels of products with 4-bit weights, compared with float64, plain torch and products of the same
+numbers in the model's dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from expert_cases import UNIT, int4_weight_of, randn
 from gpu_kinds import GPU_KINDS
-from triton_device import DEVICE, ROUNDS_AS_A_GPU  # before the kernels
+from triton_device import DEVICE, ROUNDS_AS_A_GPU  # must come before the kernels
 
 from engine.int4_weight import Int4Weight, quantize_int4
 from engine.kernels.gpu import eight_bits, invariant_parts, parts
@@ -25,7 +25,7 @@ from engine.kernels.gpu.product import scaled_row_config
 BFLOAT16 = torch.bfloat16
 KIND = gpu_kind(DEVICE)
 NUMBERS = pytest.mark.parametrize("scale_dtype", [BFLOAT16, torch.float32])
-"""What scales and offsets are rounded to: kernels are given those of the first in words."""
+"""The dtype that scales and offsets are rounded to. With the first, kernels get a scale and its offset in one word."""
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -59,8 +59,8 @@ def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = Non
 def test_products_against_float64(
     num_rows: int, num_outputs: int, num_inputs: int, group_size: int, dtype: torch.dtype
 ) -> None:
-    """Every configuration, sides that tiles divide and sides that they do not; tiles of several groups, of one, of a
-    part of one, of the ends of two; inputs in pieces."""
+    """Every configuration; sizes that tiles divide evenly, and others; tiles of several groups, of one, of a part of
+    one, and of the ends of two; inputs in pieces."""
     weight = weight_of(num_outputs, num_inputs, group_size, dtype)
     x, bias = numbers(num_rows, num_inputs, dtype=dtype, seed=1), numbers(num_outputs, dtype=dtype, seed=2)
     wide = weight.dequantized().double()
@@ -80,7 +80,7 @@ def test_products_against_float64(
 def test_products_have_the_bits_of_those_of_what_is_widened(
     num_rows: int, num_inputs: int, group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> None:
-    """By the kernel of 8 bits, which takes other numbers as well."""
+    """The expected bits are those of the 8-bit kernel, which accepts other numbers as well."""
     weight = weight_of(33, num_inputs, group_size, dtype, scale_dtype)
     x, bias = numbers(num_rows, num_inputs, dtype=dtype, seed=1), numbers(33, dtype=dtype, seed=2)
     one = torch.ones(33, device=DEVICE)
@@ -92,7 +92,7 @@ def test_products_have_the_bits_of_those_of_what_is_widened(
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_each_weight_is_what_it_is_widened_to(group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-    """Rows of 0 and a single 1 let one weight through."""
+    """Rows of 0 with a single 1 pick out one weight each."""
     weight = weight_of(50, 96, group_size, dtype, scale_dtype)
     assert (ScaledInt4.of(weight).offset is None) == (scale_dtype == BFLOAT16)
     y = product(torch.eye(96, dtype=dtype, device=DEVICE), weight)
@@ -126,7 +126,7 @@ def test_scales_take_half_of_their_bytes_where_no_bit_is_lost() -> None:
 def test_pieces_of_inputs_are_added_up(
     num_rows: int, num_inputs: int, group_size: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last may have fewer inputs."""
+    """The last piece may have fewer inputs."""
     weight = ScaledInt4.of(weight_of(70, num_inputs, group_size, BFLOAT16))
     x, bias = numbers(num_rows, num_inputs, dtype=BFLOAT16), numbers(70, dtype=BFLOAT16, seed=1) if has_bias else None
     config = int4_config(KIND, num_rows, 2)
@@ -139,7 +139,7 @@ def test_pieces_of_inputs_are_added_up(
 
 
 class Noting:
-    """A kernel, and the grids that it is launched with."""
+    """A kernel that notes the grids with which it is launched."""
 
     def __init__(self, kernel: Any, launched: list[tuple[int, ...]]) -> None:
         self._kernel, self._launched = kernel, launched
@@ -153,7 +153,7 @@ def test_many_rows_go_with_a_widened_weight(monkeypatch: pytest.MonkeyPatch) -> 
     weight, x = weight_of(32, 64, 32, BFLOAT16), numbers(MAX_ROWS + 1, 64, dtype=BFLOAT16, seed=1)
     expected = F.linear(x, weight.dequantized())
     monkeypatch.setattr(parts, "int4_product", None)
-    monkeypatch.setattr(Int4Weight, "dequantized", None)  # a dozen passes over it
+    monkeypatch.setattr(Int4Weight, "dequantized", None)  # it would take a dozen passes over the weight
     assert torch.equal(TritonInt4Linear(weight)(x), expected)
 
 
@@ -164,7 +164,7 @@ def test_no_rows_are_none(linear: type[TritonInt4Linear]) -> None:
 
 
 def test_where_shared_memory_is_small_fewer_tiles_are_on_their_way() -> None:
-    """What a program takes so is seen where it is compiled."""
+    """How much a program then takes is checked where the kernels are compiled."""
     stages = {kind: int4_config(kind, 64, 2).num_stages for kind in GPU_KINDS.values()}
     assert {kind.shared_bytes >= 128 << 10: num_stages for kind, num_stages in stages.items()} == {True: 4, False: 3}
     for num_rows in (1, 16, 32, 65, MAX_ROWS):
@@ -176,7 +176,7 @@ def test_configurations_grow_with_the_rows(itemsize: int) -> None:
     for num_rows in (1, 16, 17, 32, 33, 64, 65, MAX_ROWS):
         ours, of_8_bits = int4_config(KIND, num_rows, itemsize), eight_bits.ProductConfig.of(num_rows, itemsize)
         assert (ours.block_t, ours.num_programs) == (of_8_bits.block_t, of_8_bits.num_programs)
-        # Where instructions bound a product, of tiles of fewer outputs a number takes more of them.
+        # When instructions bound a product, tiles of fewer outputs take more instructions for each number.
         assert ours.block_n >= (64 if itemsize == 2 else 32)
 
 
@@ -190,7 +190,7 @@ def test_layers_are_made_of_what_is_in_4_bits_and_of_what_is_not() -> None:
 
 
 def test_any_number_of_rows_is_multiplied_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `batch_invariant`: whose bits are compared in test_triton_product.py."""
+    """With `batch_invariant`. The bits are compared in test_triton_product.py."""
     used: list[Any] = []
 
     def noted(x: torch.Tensor, weight: ScaledInt4, bias: None, config: eight_bits.ProductConfig) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The Triton kernel of experts with weights in 4 bits, against float64, plain torch and products of single weights."""
+"""The Triton kernel of experts with 4-bit weights, compared with float64, plain torch and products of single
+weights."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from expert_cases import UNIT, ends_of, int4_weight_of, randn
-from triton_device import DEVICE, ROUNDS_AS_A_GPU  # before the kernels
+from triton_device import DEVICE, ROUNDS_AS_A_GPU  # must come before the kernels
 
 from engine.int4_weight import Int4Weight
 from engine.kernels.gpu.experts import expert_config, tiles_of
@@ -21,7 +22,7 @@ from engine.models.expert_products import ScaledExperts, of_expert
 BFLOAT16 = torch.bfloat16
 DTYPES = [pytest.param(x, marks=pytest.mark.slow if x == torch.float16 else ()) for x in UNIT]
 SCALES = pytest.mark.parametrize("scale_dtype", [BFLOAT16, torch.float32])
-"""What scales and offsets are rounded to: kernels are given those of the first in words."""
+"""The dtype that scales and offsets are rounded to. With the first, kernels get a scale and its offset in one word."""
 
 
 def stack_of(
@@ -57,7 +58,8 @@ CASES = {
     "tiles of 64": ([70, 0, 3], 100, 256, 256),
     "tiles of 128": ([150, 0], 130, 160, 32),
 }
-"""Rows of experts, outputs, inputs, inputs of a group: some divide, and of others the last tile has fewer."""
+"""Rows of experts, outputs, inputs, inputs of a group: some sizes divide evenly; with others, the last tile has
+fewer."""
 
 
 @SCALES
@@ -77,7 +79,7 @@ def test_products_against_float64(case: str, dtype: torch.dtype, scale_dtype: to
 @SCALES
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_expert_multiplies_as_a_layer_of_its_weight_does(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-    """To the bit, in tiles of the same inputs."""
+    """To the bit, with tiles of the same inputs."""
     counts, stack = [3, 0, 18, 1], stack_of(4, 40, 320, 64, dtype, scale_dtype)
     x = randn(22, 320, dtype=dtype, seed=1, device=DEVICE)
     config = replace(expert_config(gpu_kind(DEVICE), 22, 4, x.itemsize), num_programs=0)
@@ -93,7 +95,7 @@ def test_an_expert_multiplies_as_a_layer_of_its_weight_does(dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", [32, 96])
 def test_each_weight_is_what_it_is_widened_to(group_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-    """Rows of 0 and a single 1 let one weight through."""
+    """Rows of 0 with a single 1 pick out one weight each."""
     stack = stack_of(2, 50, 96, group_size, dtype, scale_dtype)
     assert (ScaledInt4.of(stack).offset is None) == (scale_dtype == BFLOAT16)
     y = product(torch.eye(96, dtype=dtype, device=DEVICE).repeat(2, 1), stack, [96, 96])
@@ -103,8 +105,8 @@ def test_each_weight_is_what_it_is_widened_to(group_size: int, dtype: torch.dtyp
 
 @SCALES
 def test_nothing_but_a_rows_own_is_read(scale_dtype: torch.dtype) -> None:
-    """There is NaN in rows of other experts, in scales of those without rows, and around all; outputs and inputs end
-    within a tile."""
+    """The rows of other experts, the scales of experts without rows, and all memory around are NaN. Outputs and inputs
+    end within a tile."""
     counts, (num_outputs, num_inputs, group_size) = [0, 3, 2, 0], (33, 160, 32)
     stack = stack_of(4, num_outputs, num_inputs, group_size, BFLOAT16, scale_dtype)
     x = randn(5, num_inputs, dtype=BFLOAT16, seed=1, device=DEVICE)
@@ -127,7 +129,7 @@ def test_nothing_but_a_rows_own_is_read(scale_dtype: torch.dtype) -> None:
 
 
 def among_nan(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same in the middle of memory that holds nothing else; words of ones are two NaN."""
+    """A copy in the middle of memory that is otherwise NaN; a word of ones is two NaN."""
     if tensor is None:
         return None
     fill = -1 if tensor.dtype == torch.int32 else torch.nan
@@ -137,7 +139,7 @@ def among_nan(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def test_tiles_without_rows_load_nothing() -> None:
-    """Not even of the expert that stands there, who is none here."""
+    """Not even the weights of their expert: no expert has the number that they name."""
     weight = ScaledInt4.of(stack_of(2, 16, 64, 32, BFLOAT16))
     x, config = randn(5, 64, dtype=BFLOAT16, device=DEVICE), expert_config(gpu_kind(DEVICE), 5, 2, 2)
     tiles = torch.tensor([[1, 0, 5], [1 << 20, 0, 0], [1 << 20, 5, 5]], dtype=torch.int32, device=DEVICE)
@@ -147,7 +149,7 @@ def test_tiles_without_rows_load_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_feed_forward_is_that_of_plain_torch(dtype: torch.dtype) -> None:
-    """Also by `batch_invariant`: the order of a row's sums does not depend on how many there are."""
+    """Also with `batch_invariant`: the order of a row's sums does not depend on the number of rows."""
     assert TRITON_PARTS.int4_experts is INVARIANT_PARTS.int4_experts is TritonInt4Experts
     counts = [3, 0, 18, 1, 0]
     x, ends = randn(sum(counts), 64, dtype=dtype, device=DEVICE), ends_of(counts, DEVICE)
@@ -159,7 +161,7 @@ def test_a_feed_forward_is_that_of_plain_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
-    """In tiles of any size, and wherever in one."""
+    """In tiles of any size, and at any place in a tile."""
     if DEVICE == "cuda" and dtype != torch.float32:
         pytest.skip("tensor cores may add up larger tiles otherwise")
     experts = TritonInt4Experts(stack_of(3, 128, 128, 32, dtype), stack_of(3, 128, 64, 64, dtype))

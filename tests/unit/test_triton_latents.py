@@ -1,4 +1,4 @@
-"""The Triton kernels of attention to latents, against float64. See docs/gpu.md for what has run where."""
+"""The Triton kernels of attention to latents, compared with float64. docs/gpu.md says what has run where."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpu_kinds import GPU_KINDS
 from latent_cases import LatentCase
 from model_shapes import shape_of
 from recorder import RelaunchingRecorder
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 from engine.attention import Needs, choose_attention_backend, triton_unfolded, why_no_graphs
 from engine.attention.torch_latents import TorchLatentAttention
@@ -91,7 +91,7 @@ def test_all_head_counts_and_sizes(num_heads: int, latent_dim: int, rotated_dim:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_heads", [3, 20, 70])
 def test_16_bits(dtype: torch.dtype, num_heads: int) -> None:
-    """Tiles of many tokens, of three, and of a part of one's heads."""
+    """Tiles of many tokens, of three, and of a part of one token's heads."""
     lens = [(37, 1), (0, 1), (20, 5), (0, 3)]
     assert_close(LatentCase(lens, num_heads=num_heads, latent_dim=64, rotated_dim=16, dtype=dtype))
 
@@ -111,7 +111,8 @@ def test_all_block_sizes(block_size: int) -> None:
 
 
 def project(case: LatentCase, *, uses_triton: bool, largest: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and the pool, of one kind of backend. Latents are part of a wider product's rows."""
+    """Queries and the pool as one kind of backend computes them. The latents are part of the rows of a wider
+    product."""
     C, P, N, dtype = case.latent_dim, case.q.shape[2] - case.latent_dim, case.num_heads, case.q.dtype
     generator = torch.Generator().manual_seed(3)
     q, wide, weight, up_key = (
@@ -144,7 +145,7 @@ def test_what_is_too_large_for_8_bits_is_saturated() -> None:
     (_, kv), (_, plain_kv) = (project(case, uses_triton=each, largest=1e4) for each in (True, False))
     ours, plain = kv.float(), plain_kv.float()
     assert (ours[ours.isfinite()].abs() == 448).sum() > 20
-    # Numbers beside a middle may be rounded to either side: 1/8 apart.
+    # Numbers near a midpoint may be rounded to either side: 1/8 apart.
     torch.testing.assert_close(ours, plain, rtol=0.13, atol=2e-3, equal_nan=True)
 
 
@@ -214,12 +215,12 @@ def test_a_token_gets_the_same_bits_however_its_prompt_is_cut() -> None:
 
 
 def test_a_reserved_plan_serves_any_step_that_fits() -> None:
-    """As a CUDA graph replays it: the same tensors and the same grid, other numbers in them."""
+    """As when a CUDA graph replays it: the same tensors and grid, with other numbers in them."""
     shape = {"num_heads": 6, "latent_dim": 32, "rotated_dim": 8}
     cases = [LatentCase(lens, **shape) for lens in ([(40, 1), (3, 1), (16, 1)], [(299, 1)], [(0, 1), (15, 1)])]
     backend = backend_of(cases[0])
     plan = backend.reserve_decode_plan(3, 320)
-    larger = backend.reserve_decode_plan(3, 20_000)  # asks for more scratch than the first one has
+    larger = backend.reserve_decode_plan(3, 20_000)  # needs more scratch than the first one has
     assert plan.scratch.data_ptr() != larger.scratch.data_ptr()
     assert backend.reserve_decode_plan(2, 20_000).scratch.data_ptr() == larger.scratch.data_ptr()
     address = plan.buffer.data_ptr()
@@ -337,16 +338,16 @@ def test_tiles_of_prefill_have_whole_tokens_or_a_part_of_one() -> None:
 def test_an_engine_computes_what_it_does_with_plain_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
 ) -> None:
-    """Prompts launched, steps that only decode replayed."""
+    """Prompts are launched, and steps that only decode are replayed."""
     (tmp_path / "config.json").write_text(json.dumps(V3 | sizes))
     unfolded: list[int] = []
     launch, compute = triton_unfolded.attend_unfolded, engine_steps.logits_of
     monkeypatch.setattr(
         triton_unfolded, "attend_unfolded", lambda *args, **sizes: unfolded.append(1) or launch(*args, **sizes)
     )
-    # What a GPU is warmed up with is long, and unfolded in any case.
+    # The warm-up of a GPU is long, and unfolded in any case: it does not count.
     monkeypatch.setattr(engine_steps, "logits_of", lambda runner: unfolded.clear() or compute(runner))
-    # Not on a GPU either: experts in float32 cannot be captured there, and would not be.
+    # On a GPU, too: experts in float32 cannot be captured there, and would not be.
     monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
     monkeypatch.setattr(expert_products, "reads_groups_back", lambda *_: False)
     ours = logits_of_steps(arguments(tmp_path, "triton", DEVICE), records=True)

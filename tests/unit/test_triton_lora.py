@@ -1,4 +1,4 @@
-"""The Triton kernels of adapters, against float64."""
+"""The Triton kernels of adapters, compared with float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.lora.modules import LoRARoom
 BFLOAT16 = torch.bfloat16
 UNIT = {torch.float32: 2**-19, torch.float16: 2**-9, BFLOAT16: 2**-6}
 RANKS: dict[int, list[int]] = {1: [16, 16, 16], 2: [3, 0, 5], 4: [40, 1, 16], 6: [0, 8, 0]}
-"""By adapter, of each product; 3, 5 and 7 change nothing."""
+"""For each adapter, its rank in each product. Adapters 3, 5 and 7 change nothing."""
 NUM_ADAPTERS = 7
 Added = dict[int, list[AddedPart]]
 
@@ -36,7 +36,7 @@ def added_of(inputs: int, sizes: list[int], dtype: torch.dtype) -> Added:
 
 
 def expected_of(x: torch.Tensor, y: torch.Tensor, added: Added, ids: list[int]) -> torch.Tensor:
-    """In float64, but for what is rounded between an adapter's two products."""
+    """Computed in float64, but for the rounding between an adapter's two products."""
     expected = y.double()
     for row, number in enumerate(ids):
         for part in added.get(number, []):
@@ -54,7 +54,7 @@ def on_device(ids: list[int], num_tiles: int | None = None) -> torch.Tensor:
     ("inputs", "sizes"), [(64, [48, 16, 20]), (130, [70]), (1100, [33, 33])], ids=["qkv", "one", "two pieces"]
 )
 def test_what_is_added_against_float64(inputs: int, sizes: list[int], dtype: torch.dtype) -> None:
-    """Rows of nobody keep their bits; so does what an adapter does not change."""
+    """Rows without an adapter keep their bits, and so do outputs that an adapter does not change."""
     ids = [1, 0, 4, 2, 3, 6, 0, 4, *[1] * 20, 2]
     added = added_of(inputs, sizes, dtype)
     stacked = StackedAdapters.of(added, sizes, inputs, NUM_ADAPTERS)
@@ -72,7 +72,7 @@ def test_what_is_added_against_float64(inputs: int, sizes: list[int], dtype: tor
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    """Nor on its place in a tile, or on how many tiles of nobody there are."""
+    """Nor on its place in a tile, or on the number of tiles without an adapter."""
     ids = [1, 4, *[1] * 17, 2, 0, 4]
     added = added_of(1100, [40], BFLOAT16)
     stacked = StackedAdapters.of(added, [40], 1100, NUM_ADAPTERS)
@@ -87,7 +87,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_those_that_come_later_add_the_same(dtype: torch.dtype) -> None:
-    """In the places that are kept for them, one after the other in the same."""
+    """They take the places that are kept for them, one after another in the same place."""
     sizes, inputs, ids = [48, 16, 20], 130, [1, 0, 4, 2, 6, 0, 4, *[1] * 20, 2]
     added = added_of(inputs, sizes, dtype)
     x, plain = (randn(len(ids), size, dtype=dtype, seed=size) for size in (inputs, sum(sizes)))
@@ -98,7 +98,7 @@ def test_those_that_come_later_add_the_same(dtype: torch.dtype) -> None:
     assert set(stacked.slots) == {4, 5, 6}
     where = {1: 1, 4: 4, 2: 5, 6: 6}
     for number in (4, 6, 2):
-        stacked.put(where[number], *stacked.prepare(added[4]))  # of a larger rank, before
+        stacked.put(where[number], *stacked.prepare(added[4]))  # one of a larger rank comes first
         stacked.put(where[number], *stacked.prepare(added[number]))
     y, tiles = plain.clone(), on_device([where.get(number, 0) for number in ids])
     add_adapters(x, stacked, tiles, y)
@@ -122,7 +122,7 @@ def test_rows_are_sorted_into_tiles_of_one_adapter() -> None:
 @pytest.mark.parametrize("num_adapters", [1, 3, 40])
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 33, 50])
 def test_so_many_tiles_are_enough_and_may_be_needed(num_rows: int, num_adapters: int) -> None:
-    """The worst there is: one row of each other adapter, and of the last one all the rest."""
+    """The worst case: one row of each other adapter, and all the rest of the last one."""
     worst = np.minimum(np.arange(num_rows), num_adapters - 1) + 1
     most = max_tiles(num_rows, num_adapters)
     assert (tiles_of(worst, most)[:, 0] > 0).all()

@@ -1,4 +1,4 @@
-"""Products of one row with a weight of 16 bits."""
+"""Products of one row with a 16-bit weight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 from benchmarks.gpu_parts.products import ONE_ROW_VARIANTS
 from engine.kernels.gpu import parts
@@ -58,7 +58,7 @@ def test_a_product_with_a_weight_of_8_bits(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of weights that were multiplied by the kernel."""
+    """The shapes of the weights that the kernel has multiplied."""
     made: list[tuple[int, ...]] = []
 
     def noted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_other_rows_and_numbers_are_the_librarys(calls: list[tuple[int, ...]]) -
     weight = numbers(24, 96)
     for x, of in ((numbers(2, 96), weight), (numbers(1, 96).float(), weight.float()), (numbers(0, 96), weight)):
         assert TritonLinear(of)(x).shape == (len(x), 24)
-    for x in (numbers(1, 96, dtype=torch.float16), numbers(2, 48)):  # as torch has it
+    for x in (numbers(1, 96, dtype=torch.float16), numbers(2, 48)):  # torch refuses them, too
         with pytest.raises(RuntimeError):
             TritonLinear(weight)(x)
     assert calls == []

@@ -1,4 +1,4 @@
-"""The Triton kernels of products whose rows do not depend on the batch, against float64; and that they do not."""
+"""The Triton kernels of products whose rows do not depend on the batch: compared with float64, and that this is so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from expert_cases import UNIT, ends_of, randn
 from gpu_kinds import GPU_KINDS
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 from engine.float8 import why_no_float8
 from engine.kernels.gpu import product
@@ -33,7 +33,7 @@ KIND = gpu_kind(DEVICE)
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else None
 HAS_FLOAT8 = CAPABILITY is None or not why_no_float8(CAPABILITY)
 ROWS = (1, 16, 17, 40, 64, 65, 600)
-"""Tiles of every size, full and not."""
+"""Tiles of every size, full ones and others."""
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -41,7 +41,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_close(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, unit: float) -> None:
-    """To the product in float64, but for some rounding of the sum of its terms' sizes."""
+    """Compare `y` with the product in float64: the error may be `unit` times the sum of the sizes of its terms."""
     expected, size = x.double() @ weight.double().mT, x.double().abs() @ weight.double().abs().mT
     assert ((y.double() - expected).abs() <= unit * size).all()
 
@@ -52,7 +52,7 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, unit: f
     [(1, 96, 512), (16, 33, 576), (17, 64, 48), (33, 100, 256), (65, 130, 200), (513, 16, 64), (2200, 140, 32)],
 )
 def test_against_float64(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
-    """Every size of tiles, sides that they divide and sides that they do not, more tiles of rows than a group has."""
+    """Every size of tiles, sizes that they divide evenly and others, and more tiles of rows than a group has."""
     weight, x = numbers(num_outputs, num_inputs, dtype=dtype), numbers(num_rows, num_inputs, dtype=dtype, seed=1)
     y = InvariantLinear(weight)(x)
     assert (y.dtype, y.shape) == (dtype, (num_rows, num_outputs))
@@ -93,7 +93,7 @@ def test_experts_against_plain_torch(counts: list[int]) -> None:
 
 
 def test_a_decoder_has_no_products_of_torch_left() -> None:
-    """What is not named here is not a product, or rows of it do not meet."""
+    """A part that is not named here is no product, or its rows do not meet."""
     made = {INVARIANT_PARTS.linear, INVARIANT_PARTS.lm_head, INVARIANT_PARTS.scores, INVARIANT_PARTS.plain_experts}
     assert {each.__module__ for each in made} == {InvariantLinear.__module__}  # type: ignore[union-attr]
     assert INVARIANT_PARTS.head_products is InvariantHeadProducts
@@ -155,7 +155,7 @@ def test_sums_have_one_order_in_tiles_of_all_sizes() -> None:
             configs = [make(kind, num_rows, 2) for num_rows in (1, 17, 33, 65, 513, 100_000)]
             assert {config.block_k for config in configs} == {BLOCK_K}
             assert len({config.block_t for config in configs}) >= 4
-            # Of fewer, Hopper's and Blackwell's tensor cores are told otherwise.
+            # With fewer, Hopper's and Blackwell's tensor cores get another instruction.
             assert min(config.block_n for config in configs) >= 64
             assert len({make(kind, num_rows, 4) for num_rows in (1, 100_000)}) == 1
 
@@ -163,7 +163,7 @@ def test_sums_have_one_order_in_tiles_of_all_sizes() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is asked what it does")
 @pytest.mark.parametrize(("name", "num_rows"), [("row_product", 512), ("scaled_product", 1024)])
 def test_a_device_is_asked_whether_it_adds_up_so(name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does otherwise for the last row of its larger tiles."""
+    """Here is one that adds up differently for the last row of its larger tiles."""
     monkeypatch.setattr(product, "CHECKED_INPUTS", 64)
     monkeypatch.setattr(product, "CHECKED_OUTPUTS", 16)
     check_rows_agree(DEVICE, BFLOAT16)

@@ -1,4 +1,4 @@
-"""The Triton kernels of products in 8 bits, against float64 and plain torch."""
+"""The Triton kernels of 8-bit products, compared with float64 and plain torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     [(1, 96, 512), (16, 33, 576), (17, 64, 48), (33, 100, 256), (65, 130, 200), (MAX_ROWS, 16, 64)],
 )
 def test_int8_products_against_float64(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
-    """Every configuration, sides that tiles divide and sides that they do not."""
+    """Every configuration, with sizes that tiles divide evenly, and others."""
     weight = randn(num_outputs, num_inputs, dtype=dtype) * 0.1
     x, bias = randn(num_rows, num_inputs, dtype=dtype, seed=1), randn(num_outputs, dtype=dtype, seed=2)
     linear = TritonInt8Linear(weight, bias)
@@ -64,7 +64,7 @@ def test_more_rows_than_the_kernel_takes_go_with_a_widened_weight(monkeypatch: p
     few = linear(x[None, :20])
     assert few.shape == (1, 20, 32)
     monkeypatch.setattr(parts, "scaled_product", None)
-    # There a weight is rounded to bfloat16; in the kernel it is not.
+    # A widened weight is rounded to bfloat16; in the kernel it is not.
     assert ((linear(x)[:20] - few[0]).abs() <= 2**-7 * size[:20]).all()
 
 
@@ -89,7 +89,7 @@ def test_inputs_are_cut_where_outputs_are_too_few_for_a_device() -> None:
 @pytest.mark.parametrize("num_multiprocessors", [108, 132])
 @pytest.mark.parametrize(("size_n", "size_k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
 def test_other_rows_in_a_tile_are_cut_as_a_full_one(size_n: int, size_k: int, num_multiprocessors: int) -> None:
-    """Pieces are constants of a kernel: another number of them is compiled while requests wait."""
+    """The number of pieces is a constant of a kernel: another number would be compiled while requests wait."""
     for first, last in ((2, 16), (17, 32), (33, 64)):
         config = ProductConfig.of(last, 2)
         found = {num_pieces(config, rows, size_n, size_k, num_multiprocessors) for rows in range(first, last + 1)}
@@ -107,7 +107,7 @@ def test_no_rows_are_none(linear: type[TritonInt8Linear] | type[TritonFloat8Line
 def test_pieces_of_inputs_are_added_up(
     num_rows: int, num_inputs: int, group_size: int | None, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last may have fewer inputs."""
+    """The last piece may have fewer inputs."""
     weight = in_groups(70, num_inputs, group_size or num_inputs, torch.int8, BFLOAT16)
     scale = weight.scale if group_size else weight.scale[:, 0].contiguous()
     x, bias = randn(num_rows, num_inputs, dtype=BFLOAT16), randn(70, dtype=BFLOAT16, seed=1) if has_bias else None
@@ -121,7 +121,7 @@ def test_pieces_of_inputs_are_added_up(
 
 
 class Noting:
-    """A kernel, and the first number of the grids that it is launched with."""
+    """A kernel that notes the first number of the grids with which it is launched."""
 
     def __init__(self, kernel: Any, launched: list[int]) -> None:
         self._kernel, self._launched = kernel, launched
@@ -132,7 +132,7 @@ class Noting:
 
 
 def in_groups(num_outputs: int, num_inputs: int, size: int, form: torch.dtype, dtype: torch.dtype) -> ScaledWeight:
-    """Whose groups differ in size by thousands."""
+    """A weight whose groups differ in size by factors of thousands."""
     numbers = randn(num_outputs, num_inputs, dtype=torch.float32) * 30
     stored = numbers.round().clamp(-127, 127).to(form) if form == torch.int8 else numbers.to(form)
     num_groups = -(-num_inputs // size)
@@ -157,7 +157,7 @@ def in_groups(num_outputs: int, num_inputs: int, size: int, form: torch.dtype, d
 def test_products_with_scales_of_groups_against_float64(
     num_rows: int, num_outputs: int, num_inputs: int, size: int, dtype: torch.dtype, form: torch.dtype
 ) -> None:
-    """Groups that divide the inputs, and those whose last has fewer; tiles as large as groups, and smaller."""
+    """Groups that divide the inputs evenly, and others; tiles as large as groups, and smaller ones."""
     weight = in_groups(num_outputs, num_inputs, size, form, dtype)
     stored = weight.weight.double() * weight.scale.double()[:, torch.arange(num_inputs, device=DEVICE) // size]
     x, bias = randn(num_rows, num_inputs, dtype=dtype, seed=1), randn(num_outputs, dtype=dtype, seed=2)
@@ -182,7 +182,7 @@ def test_many_rows_go_with_a_widened_weight_of_groups(monkeypatch: pytest.Monkey
     weight, x = in_groups(32, 64, 16, torch.int8, BFLOAT16), randn(MAX_ROWS + 1, 64, dtype=BFLOAT16, seed=1)
     expected = torch.nn.functional.linear(x, weight.dequantized())
     monkeypatch.setattr(parts, "scaled_product", None)
-    monkeypatch.setattr(ScaledWeight, "dequantized", None)  # a dozen passes over it
+    monkeypatch.setattr(ScaledWeight, "dequantized", None)  # it would take a dozen passes over the weight
     assert torch.equal(TritonGroupScaledLinear(weight)(x), expected)
 
 
@@ -196,7 +196,7 @@ def test_rows_are_quantised_as_plain_torch_does(num_rows: int, size: int) -> Non
     if ROUNDS_TWICE:
         differs = float8.float() != expected.float()
         assert differs.float().mean() < 0.03
-        step = 2 / 15  # at most, of what has three bits behind its first
+        step = 2 / 15  # at most, with three bits after the first
         torch.testing.assert_close(float8.float()[differs], expected.float()[differs], rtol=step, atol=0)
         return
     torch.testing.assert_close(float8.float(), expected.float(), rtol=0, atol=0)
@@ -205,8 +205,8 @@ def test_rows_are_quantised_as_plain_torch_does(num_rows: int, size: int) -> Non
 @pytest.mark.skipif(CAPABILITY is not None and why_no_float8(CAPABILITY) != "", reason="a GPU without 8-bit floats")
 @pytest.mark.parametrize(("num_rows", "has_bias"), [(1, False), (9, True), (67, False), (130, True)])
 def test_8_bit_float_products_against_float64(num_rows: int, has_bias: bool) -> None:
-    """Of few rows by our kernels, rows as they are; of more by torch: a GPU's tensor cores, or what a CPU does in their
-    place."""
+    """For few rows, Tandem's kernels compute with the rows as they are. For more, torch computes: with a GPU's tensor
+    cores, or with their substitute on a CPU."""
     weight, x = randn(48, 64, dtype=BFLOAT16), randn(num_rows, 64, dtype=BFLOAT16, seed=1)
     bias = randn(48, dtype=BFLOAT16, seed=2) if has_bias else None
     linear = TritonFloat8Linear(weight, bias)

@@ -1,4 +1,4 @@
-"""A model that transformers' code computes, over the Triton kernels' attention."""
+"""A model that transformers' code computes, with the attention of the Triton kernels."""
 
 from __future__ import annotations
 

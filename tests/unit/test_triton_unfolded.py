@@ -1,5 +1,5 @@
-"""The Triton kernel of attention to keys and values that are unfolded from latents, against float64. See docs/gpu.md
-for what has run where."""
+"""The Triton kernel of attention to keys and values unfolded from latents, compared with float64. docs/gpu.md says what
+has run where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_kinds import GPU_KINDS
 from latent_cases import MIXES, HeadsCase
-from triton_device import DEVICE  # before the kernels
+from triton_device import DEVICE  # must come before the kernels
 
 from engine.attention.latent_forms import Unfolding
 from engine.attention.triton_latents import MixedTritonPlan, TritonLatentAttention
@@ -19,7 +19,7 @@ from engine.kernels.gpu.gpu_kind import GpuKind, gpu_kind
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 FLOAT8 = torch.float8_e4m3fn
 ONE_BLOCK = 1
-"""Bytes: slices are as small as they can be."""
+"""A limit in bytes with which slices are as small as they can be."""
 
 
 def backend_of(
@@ -38,7 +38,7 @@ def backend_of(
 
 
 def attend(case: HeadsCase, backend: TritonLatentAttention) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What comes out, the pool and the plan."""
+    """The output, the pool and the plan."""
     plan, kv = backend.prepare(case.layout), case.kv.clone().to(DEVICE)
     latents = case.new_latents.to(DEVICE)
     out = backend.attend(case.q_TX, latents, kv, plan, case.heads, case.cos_sin, case.scale)
@@ -67,15 +67,15 @@ def test_long_ones_are_unfolded(lens: list[tuple[int, int]], block_size: int) ->
     ("query_dim", "rotated_dim", "value_dim"), [(16, 16, 32), (7, 6, 15), (5, 2, 40), (128, 64, 128)]
 )
 def test_keys_and_values_of_all_sizes(query_dim: int, rotated_dim: int, value_dim: int) -> None:
-    """Powers of two, others, and the largest; of which slices are full to their last number, too."""
+    """Powers of two, other sizes, and the largest; some slices are full to their last number."""
     sizes = {"query_dim": query_dim, "rotated_dim": rotated_dim, "value_dim": value_dim}
     assert_unfolded(heads_case([(9, 1), (140, 33), (0, 17), (20, 5)], **sizes), max_bytes=ONE_BLOCK)
 
 
 @pytest.mark.parametrize("block_size", [16, pytest.param(24, marks=pytest.mark.slow)])
 def test_what_is_longer_than_a_slice_goes_on_in_the_next(block_size: int) -> None:
-    """Queries that see nothing of a slice, some of it and all; tiles that begin in one and end in another."""
-    far = 1 if block_size == 16 else 3  # a slice is of whole blocks and of whole tiles of 128: 384
+    """Queries that see nothing of a slice, some of it, or all; tiles that begin in one slice and end in another."""
+    far = 1 if block_size == 16 else 3  # a slice has whole blocks and whole tiles of 128: 384
     lens = [(9, 1), (0, 150 * far), (40, 3), (170 * far, 40), (0, 30), (200 * far, 8)]
     plan = assert_unfolded(heads_case(lens, num_heads=2, block_size=block_size), max_bytes=ONE_BLOCK)
     assert plan.unfolded.is_cut

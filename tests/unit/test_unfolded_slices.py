@@ -1,4 +1,4 @@
-"""Slices of contexts that are unfolded: what each query sees is in them once, and nothing else."""
+"""Slices of contexts that are unfolded: they contain what each query sees exactly once, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unfolded_part(lens: list[tuple[int, int]], block_size: int) -> Part:
 
 
 def seen_in(each: Slice, block_size: int) -> list[tuple[int, int, list[int]]]:
-    """Of each token of the step: the marks of its tile, and the pool's slots that it sees, in order."""
+    """For each token of the step, the marks of its tile, and the pool's slots that the token sees, in order."""
     slots = (each.block_ids[:, None] * block_size + np.arange(block_size)).reshape(-1)
     told = []
     for first_token, num_tokens, row, num_seen, num_keys, marks in each.tiles.tolist():
@@ -84,7 +84,7 @@ def test_the_tiles_that_read_most_come_first() -> None:
 def test_slices_have_as_many_slots_as_there_is_room_for(
     bytes_per_token: int, max_bytes: int, block_size: int, expected: int
 ) -> None:
-    """DeepSeek-V3's on one GPU, DeepSeek-V2-Lite's, and blocks that are no power of two."""
+    """The sizes of DeepSeek-V3 on one GPU, of DeepSeek-V2-Lite, and with blocks that are no power of two."""
     num_slots = slots_of_slice(bytes_per_token, max_bytes, block_size)
     assert num_slots == expected
     assert num_slots % block_size == num_slots % ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""Every wrong field of a request is named with its bound."""
+"""The error names every wrong field of a request, with its bound."""
 
 from __future__ import annotations
 

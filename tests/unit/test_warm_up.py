@@ -1,4 +1,4 @@
-"""What a device does before its first request: every kind of step once, and nothing of it is left."""
+"""What a device does before its first request: every kind of step once, without leaving anything behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where the CPU kernels keep weights: pieces of a few large mappings, which go with the last weight in them."""
+"""Where the CPU kernels keep weights: in pieces of a few large mappings, which are freed with the last weight in
+them."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def kernels() -> None:
 
 @pytest.fixture
 def before() -> list[torch.Tensor]:
-    """Two weights. The second stands in a chunk where nobody else's are, with room for 44 MB: the first leaves no other
-    enough for it."""
+    """Two weights. The second is alone in a chunk, with room for 44 MB: the first leaves no other chunk with enough
+    room for it."""
     return [packed(12288, 2560), packed(4096, 2560)]
 
 
@@ -39,7 +40,7 @@ def num_bytes(panels: torch.Tensor) -> int:
 
 
 def flags_of_mapping(address: int) -> list[str]:
-    """The kernel's, of the mapping that has this address: "hg" where huge pages were asked for, "nh" where refused."""
+    """The kernel's flags of the mapping that has this address: "hg" if huge pages were asked for, "nh" if refused."""
     is_here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split()
@@ -68,7 +69,7 @@ def test_weights_stand_one_after_the_other(before: list[torch.Tensor]) -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
 def test_huge_pages_are_asked_for_or_given_up() -> None:
-    """ "nh" is for hosts that take long to find them."""
+    """Hosts that take long to find huge pages have "nh"."""
     assert {"hg", "nh"} & set(flags_of_mapping(packed(64, 600).data_ptr()))
 
 
@@ -96,7 +97,7 @@ def test_a_weight_larger_than_a_chunk_has_one_of_its_own() -> None:
 
 
 def test_what_fills_up_the_last_panel_is_zeros_where_others_were_before() -> None:
-    for _ in range(3):  # a chunk that was let go may be mapped again
+    for _ in range(3):  # a freed chunk may be mapped again
         panels = packed(33, 64)
         assert (panels[1, :, 1:] == 0).all()
         assert (panels[1, :, 0] == 0.5).all()
