@@ -19,7 +19,7 @@ from worker_service.args import WorkerArgs
 
 SERVICES = ((RouterArgs, router), (WorkerArgs, decode), (GatewayArgs, gateway))
 MAY_BE_SHORT = {"drain_grace_s", "resume_s", "worker_wait_s"}
-"""A tiny value is as good as 0, which is no waiting at all."""
+"""For these, a tiny value is as good as 0, which is no waiting at all."""
 
 
 def wrong_numbers() -> Iterator[tuple[click.Command, str, str]]:

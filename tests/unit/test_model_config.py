@@ -37,8 +37,8 @@ def test_workers_whose_kernels_add_up_otherwise_are_not_paired(tmp_path: Path, m
 
 
 def test_what_keeps_bits_whatever_the_batch(tmp_path: Path) -> None:
-    """The CPU kernels are batch-invariant anyway, so their digests are equal. Different kinds of GPU are not paired
-    with it."""
+    """The CPU kernels are batch-invariant anyway, so their digests are equal. With it, GPUs of different kinds are not
+    paired."""
     folder = folder_with(tmp_path / "m", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     on_cpu = {"dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
     assert config_of(folder, **on_cpu, batch_invariant=True).compat_digest == config_of(folder, **on_cpu).compat_digest

@@ -1,4 +1,5 @@
-"""The tokenizer that both offline interfaces return: it is transformers' own, which could run a checkpoint's code."""
+"""The tokenizer that both offline interfaces return: transformers' own, which would run a checkpoint's code if allowed
+to."""
 
 from __future__ import annotations
 

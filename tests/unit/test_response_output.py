@@ -24,8 +24,8 @@ CUTS = st.lists(st.integers(min_value=1, max_value=4), min_size=12, max_size=12)
 
 
 def messages_of(said: list[tuple[str, str]], cuts: list[int]) -> list[pb.GenerateResponse]:
-    """The router's messages, each of which has `cuts` of the `said` parts. A message has its text in one field and its
-    calls in another. Arguments come only while their call was the last thing said."""
+    """The router's messages. `cuts` says how many parts of `said` each one has: their text is in one field, their calls
+    in another. Arguments come only while their call was the last thing said."""
     messages, num_calls, is_open = [], 0, False
     rest = list(said)
     for offset, cut in enumerate(cuts):

@@ -344,7 +344,7 @@ class OffloadingMachine(SchedulerMachine):
         if not self.in_flight:
             return
         launched = self.in_flight.popleft()
-        all_fail = all(item.is_sampled for item in launched.output.scheduled)  # else one may store what another's was
+        all_fail = all(item.is_sampled for item in launched.output.scheduled)  # others may store equal blocks
         suspects = {
             self.manager.prefixes.hash_of(block_id)
             for item in launched.output.scheduled

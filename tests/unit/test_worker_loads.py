@@ -75,9 +75,8 @@ async def test_what_hangs_on_time_is_looked_at_now_and_then() -> None:
 
 
 async def test_who_waits_is_looked_at_once_for_all_loads_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look compares the first request with all workers. With one look for each load, a router of hundreds of
-    workers would have no time for anything else while requests wait. More routers would not help: each hears all
-    loads."""
+    """Each look tries the first request on all workers. With one look for each load, a router of hundreds of workers
+    would have no time for anything else while requests wait. More routers would not help: each hears all loads."""
     bench = Bench()
     bench.hear_load(bench.decode, load(0))
     asked = bench.request("waits")
