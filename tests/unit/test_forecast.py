@@ -49,7 +49,8 @@ def test_more_answers_than_were_seen_take_longer() -> None:
 
 
 def test_it_learns_from_answers_that_never_end() -> None:
-    """With 60 answers at once a token takes a second. No answer completes, yet the router learns how slow they are."""
+    """With 60 answers at once a token takes a second. One answer has completed; the router learns from the tokens of
+    the others, too, how slow they are."""
     forecast = forecast_of(60, 1.0)
     assert forecast.needed_s(0, 10, 10, 10) > 8
 

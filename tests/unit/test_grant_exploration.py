@@ -4,7 +4,7 @@ The model is a receiver with two blocks of memory, a router that is granted them
 streaming sender's writes are checked by the receiver as they arrive; a one-sided sender's writes land in memory
 unasked: early, late, or never. In every state, the test checks that each block is either free, reserved or committed;
 that committed blocks hold only what their own sender wrote, for as long as they are used; and that, if everybody falls
-silent from here on, all that is not committed is free again after one lease. Mechanisms are then removed, one at a
+silent from here on, all that is not committed is free again after two leases. Mechanisms are then removed, one at a
 time: each removal must be noticed.
 """
 

@@ -307,8 +307,8 @@ def test_the_log_tells_once_of_two_workers_that_take_turns_in_one_record(
 def test_of_many_workers_of_two_kinds_the_log_says_it_once_and_of_one_that_comes_again(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand, half of them of another kind, as in an upgrade: 125,000 pairs, looked at each time that a worker
-    comes or goes."""
+    """Two thousand workers, half of them of another kind, as in an upgrade. Comparing all pairs whenever a worker comes
+    or goes would compare half a million."""
     compared: list[str] = []
 
     def compare(prefill: pb.WorkerRecord, decode: pb.WorkerRecord) -> str:

@@ -61,7 +61,7 @@ class Work:
 
     attempt: int
     step: str
-    """ "reserve", "granted", "prefill", "commit", "acknowledge", or "decode"."""
+    """ "reserve", "granted", "generate", "prefill", "commit", "acknowledge", or "decode"."""
     next_index: int
 
 
