@@ -52,7 +52,7 @@ def test_the_same_tokens_as_one_engine_alone(tmp_path: Path, settings: dict[str,
 
 
 def test_pools_of_other_numbers_are_no_peers(tmp_path: Path) -> None:
-    """Sizes in bytes alone could not tell such pools apart: 16-bit numbers of half as many tokens take as many bytes."""
+    """Sizes in bytes could not tell such pools apart: 16-bit numbers of half as many tokens take as many bytes."""
     eight, sixteen = engine_of(tmp_path, kv_cache_dtype="fp8"), engine_of(tmp_path)
     differing = compat_difference(eight.config.compat_digest, sixteen.config.compat_digest)
     assert differing == "compat_digest: kv_dtype 'float8_e4m3fn' != 'bfloat16'"
