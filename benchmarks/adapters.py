@@ -71,18 +71,26 @@ def write_adapter(folder: Path, model: dict[str, Any], rank: int, seed: int) -> 
 @click.option("--num-threads", default=0, show_default=True, help="Compute threads. 0: torch's default.")
 @click.option("--num-adapters", default=4, type=COUNT, show_default=True)
 @click.option("--rank", default=16, type=COUNT, show_default=True)
-@click.option("--batch-sizes", default="1,8,32", type=Numbers(), show_default=True, help="Of decode, with commas.")
-@click.option("--prompt-tokens", default="32,512", type=Numbers(), show_default=True, help="Of prefill, with commas.")
+@click.option(
+    "--batch-sizes", default="1,8,32", type=Numbers(), show_default=True, help="Decode batch sizes, comma-separated."
+)
+@click.option(
+    "--prompt-tokens",
+    default="32,512",
+    type=Numbers(),
+    show_default=True,
+    help="Prompt lengths for prefill, comma-separated.",
+)
 @click.option("--context-tokens", default=32, type=COUNT, show_default=True, help="Prompt length before decoding.")
 @click.option(
     "--num-steps",
     default=120,
     type=COUNT,
     show_default=True,
-    help="Decode steps of each case and batch size.",
+    help="Decode steps per case and batch size.",
 )
-@click.option("--num-prompts", default=15, type=COUNT, show_default=True, help="Prompts of each case and length.")
-@click.option("--kv-cache-gib", default=0.25, show_default=True, help="Of each engine.")
+@click.option("--num-prompts", default=15, type=COUNT, show_default=True, help="Prompts per case and length.")
+@click.option("--kv-cache-gib", default=0.25, show_default=True, help="Size of each engine's KV pool, in GiB.")
 def main(
     model: str,
     dtype: str,

@@ -118,21 +118,34 @@ def _result(phase: str, batch_size: int, prompt_tokens: int, seconds: list[float
     "--quantization",
     default="none",
     show_default=True,
-    help="none, int8, int4; llama.cpp's Q8_0, Q4_1.",
+    help="none, int8 or int4; for llama.cpp, Q8_0 or Q4_1.",
 )
-@click.option("--load-format", default="auto", show_default=True, help="dummy needs no weights.")
-@click.option("--model-impl", default=EngineArgs.model_impl, show_default=True, help="auto, tandem or transformers.")
+@click.option("--load-format", default="auto", show_default=True, help="Format of the weights; dummy needs none.")
+@click.option(
+    "--model-impl",
+    default=EngineArgs.model_impl,
+    show_default=True,
+    help="Model implementation: auto, tandem or transformers.",
+)
 @click.option("--attention-backend", default=EngineArgs.attention_backend, show_default=True)
 @click.option("--num-threads", default=0, show_default=True, help="Compute threads. 0: torch's default.")
-@click.option("--batch-sizes", default="1,8,32,64", type=Numbers(), show_default=True, help="Of decode, with commas.")
-@click.option("--prompt-tokens", default="128,1024", type=Numbers(), show_default=True, help="Of prefill, with commas.")
+@click.option(
+    "--batch-sizes", default="1,8,32,64", type=Numbers(), show_default=True, help="Decode batch sizes, comma-separated."
+)
+@click.option(
+    "--prompt-tokens",
+    default="128,1024",
+    type=Numbers(),
+    show_default=True,
+    help="Prompt lengths for prefill, comma-separated.",
+)
 @click.option("--context-tokens", default=160, type=COUNT, show_default=True, help="Prompt length before decoding.")
 @click.option("--num-steps", default=32, type=COUNT, show_default=True, help="Decode steps measured per batch size.")
 @click.option("--num-prompts", default=5, type=COUNT, show_default=True, help="Prompts measured per length.")
 @click.option("--kv-cache-gib", default=2.0, show_default=True)
-@click.option("--against", default="", help="Peers to measure in turn, with commas: vllm, llama (see peers.py).")
-@click.option("--rounds", default=2, type=COUNT, show_default=True, help="How often each is measured, with --against.")
-@click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
+@click.option("--against", default="", help="Peers to measure in turn, comma-separated: vllm, llama (see peers.py).")
+@click.option("--rounds", default=2, type=COUNT, show_default=True, help="Times to measure each one, with --against.")
+@click.option("--json", "only_json", is_flag=True, help="Print only the JSON line.")
 def main(
     model: str,
     dtype: str,

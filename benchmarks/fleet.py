@@ -224,16 +224,34 @@ async def measure(sizes: tuple[int, ...], load: Load) -> list[dict[str, Any]]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--workers", type=Numbers(), default="8,64,512", show_default=True, help="Sizes of the fleet.")
-@click.option("--slow", type=click.IntRange(0), default=0, show_default=True, help="So many take three times as long.")
-@click.option("--shared-tokens", type=COUNT, default=1024, show_default=True, help="That all prompts begin with.")
-@click.option("--tokens", type=click.IntRange(2), default=16, show_default=True, help="Of each answer.")
-@click.option("--rate", type=Positive(), default=20.0, show_default=True, help="Requests a second.")
-@click.option("--seconds", type=Positive(), default=15.0, show_default=True, help="For so long, for each size.")
-@click.option("--step-ms", type=Positive(), default=20.0, show_default=True, help="Of a worker that computes nothing.")
-@click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
+@click.option(
+    "--workers", type=Numbers(), default="8,64,512", show_default=True, help="Numbers of workers, comma-separated."
+)
+@click.option(
+    "--slow",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Number of slow workers, which take three times as long.",
+)
+@click.option(
+    "--shared-tokens",
+    type=COUNT,
+    default=1024,
+    show_default=True,
+    help="Length of the prefix that all prompts share, in tokens.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(2), default=16, show_default=True, help="Length of each answer, in tokens."
+)
+@click.option("--rate", type=Positive(), default=20.0, show_default=True, help="Requests per second.")
+@click.option(
+    "--seconds", type=Positive(), default=15.0, show_default=True, help="Duration for each number of workers."
+)
+@click.option("--step-ms", type=Positive(), default=20.0, show_default=True, help="Step time of a simulated worker.")
+@click.option("--json", "only_json", is_flag=True, help="Print only the JSON line.")
 def main(workers: tuple[int, ...], only_json: bool, **asked: Any) -> None:
-    """Measure what a request costs a router, and Redis, beside so many workers."""
+    """Measure the CPU time that a request costs the router and Redis, with many workers."""
     with wrong_usage():
         found = asyncio.run(measure(workers, Load(**asked)))
     if not only_json:

@@ -132,19 +132,20 @@ def chosen_parts(only: str) -> list[Part]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--tiny", is_flag=True, help="A toy, on a CPU where there is no GPU: only to see the script run.")
+@click.option("--tiny", is_flag=True, help="Use a tiny model, also on a CPU, only to check that the script runs.")
 @click.option(
     "--only",
     default="",
-    help=f"Parts, with commas, of: {', '.join(part.name for part in PARTS)}. Default: all but steps-cublaslt, vllm "
-    "and variants.",
+    help=f"Parts to run, comma-separated, of: {', '.join(part.name for part in PARTS)}. Default: all but "
+    "steps-cublaslt, vllm and variants.",
 )
 @click.option("--budget-s", default=480.0, show_default=True, type=Positive(),
-              help="None runs beyond it, and none begins with less than a third of its time left.")  # fmt: skip
+              help="Total time in seconds, which no part exceeds. A part begins only if a third of its own limit is "
+              "left.")  # fmt: skip
 @click.option("--results-dir", default=None, type=click.Path(file_okay=False, path_type=Path),
-              help="Where results and logs are kept. Default: benchmarks/results; a toy's are not kept.")  # fmt: skip
+              help="Folder for results and logs. Default: benchmarks/results; with --tiny, none are kept.")  # fmt: skip
 def main(tiny: bool, only: str, budget_s: float, results_dir: Path | None) -> None:
-    """Check and measure all that a GPU can show."""
+    """Run all checks and measurements that need a GPU."""
     parts = chosen_parts(only)
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not tiny:

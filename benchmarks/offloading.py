@@ -114,12 +114,18 @@ def measure(settings: Mapping[str, Any], prompt_tokens: int, num_prompts: int, n
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default=EngineArgs.model, show_default=True)
 @click.option("--prompt-tokens", default=(256, 1024, 4096), type=Numbers(), show_default="256,1024,4096",
-              help="Of the part that comes again.")  # fmt: skip
+              help="Lengths of the repeated prompts, comma-separated.")  # fmt: skip
 @click.option("--num-prompts", default=9, type=COUNT, show_default=True)
-@click.option("--num-rounds", default=3, type=COUNT, show_default=True, help="After the first, in which none is known.")
-@click.option("--json", "as_json", is_flag=True, help="The last line alone.")
+@click.option(
+    "--num-rounds",
+    default=3,
+    type=COUNT,
+    show_default=True,
+    help="Rounds after the first, in which no prompt is cached.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only the last line, JSON.")
 def main(model: str, prompt_tokens: tuple[int, ...], num_prompts: int, num_rounds: int, as_json: bool) -> None:
-    """What host memory beside the pool gains: prompts that come again when others have taken their place."""
+    """Measure what KV offloading to host memory gains for prompts that are repeated after they were evicted."""
     rows: list[Row] = []
     for num_tokens in prompt_tokens:
         with wrong_usage():

@@ -166,15 +166,33 @@ async def measure(
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--seconds", default=30.0, type=Positive(), show_default=True, help="Of overload.")
-@click.option("--baseline-seconds", default=12.0, type=Positive(), show_default=True, help="Before, and again after.")
-@click.option("--factor", default=10.0, type=Positive(), show_default=True, help="Times the rate that can be served.")
+@click.option("--seconds", default=30.0, type=Positive(), show_default=True, help="Duration of the overload.")
+@click.option(
+    "--baseline-seconds",
+    default=12.0,
+    type=Positive(),
+    show_default=True,
+    help="Duration of the normal load before it, and again after it.",
+)
+@click.option(
+    "--factor",
+    default=10.0,
+    type=Positive(),
+    show_default=True,
+    help="Load during overload, as a multiple of the rate that can be served.",
+)
 @click.option("--prompt-tokens", default=512, type=COUNT, show_default=True)
 @click.option("--output-tokens", default=32, type=COUNT, show_default=True)
 @click.option("--deadline-s", default=6.0, type=Positive(), show_default=True)
-@click.option("--prefill", default=1, type=click.IntRange(0), show_default=True, help="Prefill workers; 0: aggregated.")
+@click.option(
+    "--prefill",
+    default=1,
+    type=click.IntRange(0),
+    show_default=True,
+    help="Prefill workers. 0: decode workers prefill, too.",
+)
 @click.option("--decode", default=1, type=COUNT, show_default=True, help="Decode workers.")
-@click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
+@click.option("--json", "only_json", is_flag=True, help="Print only the JSON line.")
 def main(
     seconds: float,
     baseline_seconds: float,
@@ -186,7 +204,7 @@ def main(
     decode: int,
     only_json: bool,
 ) -> None:
-    """Measure goodput under many times the load that can be served."""
+    """Measure goodput under a multiple of the load that can be served."""
     if prompt_tokens + output_tokens > MAX_MODEL_LEN:
         raise click.UsageError(f"--prompt-tokens and --output-tokens must be at most {MAX_MODEL_LEN} together")
     with wrong_usage():

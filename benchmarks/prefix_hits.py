@@ -82,19 +82,29 @@ def copy_all(manager: BlockManager) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--trace", "trace_path", required=True, type=click.Path(path_type=Path), help="Real traffic, with hash ids."
+    "--trace",
+    "trace_path",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Trace of real traffic, with hash ids.",
 )
 @click.option(
-    "--kv-gib", default=(55.0,), type=Numbers(float), show_default="55", help="Pools: 55 is what 8B leave of 80."
+    "--kv-gib",
+    default=(55.0,),
+    type=Numbers(float),
+    show_default="55",
+    help="Sizes of the KV pool, in GiB. 55: beside an 8B model on an 80 GiB GPU.",
 )
 @click.option("--host-gib", default=(64.0, 256.0, 1024.0), type=Numbers(float), show_default="64,256,1024",
-              help="Host memories beside each, and none.")  # fmt: skip
-@click.option("--token-kib", default=128.0, type=Positive(), show_default=True, help="KV of a token: Llama-3.1-8B's.")
-@click.option("--json", "as_json", is_flag=True, help="The last line alone.")
+              help="Sizes of host memory to try with each pool, in GiB, besides none.")  # fmt: skip
+@click.option(
+    "--token-kib", default=128.0, type=Positive(), show_default=True, help="KV per token, in KiB. 128: Llama-3.1-8B."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only the last line, JSON.")
 def main(
     trace_path: Path, kv_gib: tuple[float, ...], host_gib: tuple[float, ...], token_kib: float, as_json: bool
 ) -> None:
-    """How much of real prompts pools and host memories of several sizes would find."""
+    """Compute how much of real prompts would be cached in KV pools and host memories of several sizes."""
     with wrong_usage("--trace"):
         records = [record for record in read_trace(trace_path) if record.hash_ids]
         if not records:

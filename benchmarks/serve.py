@@ -117,33 +117,44 @@ def row_of(name: str, summary: Summary) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--arrangements", default="1p1d", show_default=True, help="Of Tandem, with commas: 1p1d, 1p1d-ipc, 2d …")
-@click.option("--against", default="", help="Peers to measure in turn, with commas: vllm, llama (see peers.py).")
 @click.option(
-    "--rates", default="2,4,inf", type=Numbers(float), show_default=True, help="Requests per second, with commas."
+    "--arrangements",
+    default="1p1d",
+    show_default=True,
+    help="Arrangements of Tandem, comma-separated: 1p1d, 1p1d-ipc, 2d …",
 )
-@click.option("--requests", "num_requests", default=64, type=COUNT, show_default=True, help="Per rate.")
+@click.option("--against", default="", help="Peers to measure in turn, comma-separated: vllm, llama (see peers.py).")
+@click.option(
+    "--rates", default="2,4,inf", type=Numbers(float), show_default=True, help="Requests per second, comma-separated."
+)
+@click.option("--requests", "num_requests", default=64, type=COUNT, show_default=True, help="Requests per rate.")
 @click.option("--input-tokens", default=256, type=COUNT, show_default=True)
 @click.option("--output-tokens", default=64, type=COUNT, show_default=True)
-@click.option("--trace", "trace_path", default="", help="File of real traffic, instead of random prompts.")
+@click.option("--trace", "trace_path", default="", help="Trace of real traffic to replay, instead of random prompts.")
 @click.option(
     "--trace-length-factor",
     default=1.0,
     type=Positive(),
     show_default=True,
-    help="Multiplies all lengths of the trace.",
+    help="Factor for all lengths of the trace.",
 )
 @click.option(
     "--trace-max-total-len",
     default=4000,
     type=COUNT,
     show_default=True,
-    help="Leave out what is longer, scaled.",
+    help="Leave out records that are longer than this after scaling, in tokens.",
 )
-@click.option("--goodput", default="ttft:1000 tpot:50", show_default=True, help="What a good answer is, in ms.")
-@click.option("--rounds", default=1, type=COUNT, show_default=True, help="How often each server is measured, in turn.")
 @click.option(
-    "--seed", default=1, type=click.IntRange(0), show_default=True, help="Of the first rate; each has its own."
+    "--goodput", default="ttft:1000 tpot:50", show_default=True, help="Latency objectives of a good answer, in ms."
+)
+@click.option("--rounds", default=1, type=COUNT, show_default=True, help="Times to measure each server, in turn.")
+@click.option(
+    "--seed",
+    default=1,
+    type=click.IntRange(0),
+    show_default=True,
+    help="Seed of the first rate; each rate has its own.",
 )
 def main(
     arrangements: str,

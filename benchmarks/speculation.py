@@ -158,10 +158,12 @@ def measure(plain: LLM, guessing: LLM, case: Case, num_rounds: int) -> Row:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--speculative-config", default='{"num_speculative_tokens": 4}', show_default=True)
-@click.option("--num-rounds", default=3, type=COUNT, show_default=True, help="Of both in turn.")
-@click.option("--json", "as_json", is_flag=True, help="The last line alone.")
+@click.option(
+    "--num-rounds", default=3, type=COUNT, show_default=True, help="Rounds, each with and without speculation."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only the last line, JSON.")
 def main(model: str, speculative_config: str, num_rounds: int, as_json: bool) -> None:
-    """What guessing ahead gains: the same requests with and without it, in turn."""
+    """Measure what speculative decoding gains: the same requests with and without it, in turn."""
     with wrong_usage():
         plain = LLM(model=model, enable_prefix_caching=False)
         guessing = LLM(model=model, enable_prefix_caching=False, speculative_config=speculative_config)

@@ -133,14 +133,16 @@ async def measure(
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--streams", type=COUNT, default=64, show_default=True, help="At once.")
-@click.option("--tokens", type=click.IntRange(2), default=400, show_default=True, help="Of each answer.")
-@click.option("--stream-interval", type=COUNT, default=1, show_default=True, help="Tokens told at a time.")
+@click.option("--streams", type=COUNT, default=64, show_default=True, help="Number of streams at once.")
+@click.option(
+    "--tokens", type=click.IntRange(2), default=400, show_default=True, help="Length of each answer, in tokens."
+)
+@click.option("--stream-interval", type=COUNT, default=1, show_default=True, help="Tokens sent at a time.")
 @click.option("--routers", type=COUNT, default=1, show_default=True, help="Number of routers.")
 @click.option("--gateways", type=COUNT, default=1, show_default=True, help="Number of gateways.")
-@click.option("--json", "only_json", is_flag=True, help="Print the JSON line alone.")
+@click.option("--json", "only_json", is_flag=True, help="Print only the JSON line.")
 def main(streams: int, tokens: int, stream_interval: int, routers: int, gateways: int, only_json: bool) -> None:
-    """Measure what a token costs the processes that it passes through."""
+    """Measure the CPU time that a token costs the processes that it passes through."""
     with wrong_usage():
         found = asyncio.run(measure(streams, tokens, stream_interval, routers, gateways))
     if not only_json:

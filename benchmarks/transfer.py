@@ -296,18 +296,18 @@ def print_tables(rows: list[dict[str, Any]], digests: dict[str, Any]) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--transport", "transports", multiple=True, type=click.Choice(TRANSPORTS),
-              help="Which to measure; may be repeated. Default: all that are installed.")  # fmt: skip
+              help="Transport to measure; may be given several times. Default: all that are installed.")  # fmt: skip
 @click.option("--min-mib", default=1, show_default=True, type=click.IntRange(1), help="Smallest transfer, in MiB.")
 @click.option("--max-mib", default=256, show_default=True, type=click.IntRange(1), help="Largest transfer, in MiB.")
 @click.option("--layers", default=30, show_default=True, type=click.IntRange(1, 256), help="Layers of the pools.")
 @click.option("--block-kib", default=12, show_default=True, type=click.IntRange(1, 8192),
               help="KiB of one block of one layer (12: SmolLM2-135M in bfloat16).")  # fmt: skip
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1),
-              help="Measured transfers per size, after one for warming up; the median counts.")  # fmt: skip
+              help="Transfers per size after one for warm-up; the median is reported.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]),
-              help="Whose memory the pools are in.")  # fmt: skip
+              help="Device whose memory has the pools.")  # fmt: skip
 def main(transports: tuple[str, ...], device: str, **options: int) -> None:
-    """Measure how fast KV blocks travel, what digests cost, and how long a small push takes."""
+    """Measure the speed of KV transfers, the cost of digests, and the latency of a small push."""
     if options["min_mib"] > options["max_mib"]:
         raise click.UsageError("--min-mib must not be above --max-mib")
     if device == "cuda" and not torch.cuda.is_available():

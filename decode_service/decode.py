@@ -116,7 +116,7 @@ class DecodeRole:
             self._free(engine_id)
             stream = self._host.find(engine_id)
             if stream is not None:
-                self._host.refuse(stream, LeaseGone("the grant's lease has ended"), can_retry=True)
+                self._host.refuse(stream, LeaseGone("the grant's lease has expired"), can_retry=True)
 
     def _free(self, engine_id: str) -> None:
         self._engine.post(lambda engine: engine.abort(engine_id))

@@ -200,22 +200,26 @@ class EngineArgs:
 
     model: str = field(
         default="smollm2-135m-instruct",
-        metadata={"help": "Model folder, GGUF file, hub id, or the default model's name."},
+        metadata={"help": "Model to serve: a folder, a GGUF file, a Hugging Face hub id, or the default model's name."},
     )
     served_model_name: str = field(
         default="",
-        metadata={"help": "Name, or names (NAME,NAME), that requests may give as `model`. Default: the model's own."},
+        metadata={"help": "Name of the model in requests (`model`), or several: NAME,NAME. Default: the model's own."},
     )
     dtype: str = field(
-        default="auto", metadata={"help": "auto (the weights' own), float32 (or float), bfloat16 or float16 (or half)."}
+        default="auto",
+        metadata={
+            "help": "Data type of weights and activations: auto (as in the checkpoint), float32 (or float), bfloat16 "
+            "or float16 (or half)."
+        },
     )
     quantization: str = field(
         default="auto",
         metadata={
-            "help": "Format of the weights in the layers' matrix products: auto (each as the checkpoint stores it; "
-            "on a CPU only int8 and int4 stay so), none (such weights are widened when loaded), int8 or int4 (weights "
-            "only, on any device) or fp8 (also activations, where a step has many rows; GPUs of compute capability 8.9 "
-            "or later). Weights that the checkpoint stores otherwise are quantised when loaded."
+            "help": "Quantization of the weights in the layers' matrix products: auto (as in the checkpoint; on a CPU "
+            "only int8 and int4 are kept, others are widened to --dtype), none (quantised weights are widened when "
+            "loaded), int8 or int4 (weights only, on any device) or fp8 (weights, and activations in steps with many "
+            "rows; GPUs of compute capability 8.9 or later). Other weights are quantised to it when loaded."
         },
     )
     kv_cache_dtype: str = field(
@@ -225,138 +229,142 @@ class EngineArgs:
     model_impl: str = field(
         default="auto",
         metadata={
-            "help": "Which code computes the model: tandem (our decoder), transformers (its code over our "
-            "attention, for most other families of causal language models) or auto (the first of these that knows "
-            "the architecture)."
+            "help": "Model implementation: tandem (native decoder), transformers (its modeling code with Tandem's "
+            "attention, for most other causal language models) or auto (the first of these that supports the "
+            "architecture)."
         },
     )
     load_format: str = field(
         default="auto",
         metadata={
-            "help": "Format to load weights from: auto, safetensors, gguf, or dummy (random "
-            "weights in the config's shapes)."
+            "help": "Format of the weights to load: auto, safetensors, gguf, or dummy (no file: random weights in the "
+            "shapes of config.json)."
         },
     )
     seed: int = field(default=0, metadata={"help": "Seed for dummy weights."})
     max_model_len: int = field(
         default=0,
-        metadata={"help": "Maximum length of prompt and answer together, in tokens. 0: what the model allows."},
+        metadata={"help": "Maximum length of prompt plus answer, in tokens. 0: the model's maximum."},
     )
     tensor_parallel_size: int = field(
         default=1,
         metadata={
-            "help": "Split the model among this many processes, each with its own GPU or its share of a CPU's "
-            "cores. The number must divide the model's heads and intermediate size, and must divide its key heads "
-            "or be a multiple of them."
+            "help": "Number of processes to split the model among, each with its own GPU or its share of the CPU's "
+            "cores. It must divide the number of query heads and the intermediate size, and must divide the number of "
+            "key heads or be a multiple of it."
         },
     )
     lora_modules: str = field(
         default="",
         metadata={
-            "help": "LoRA adapters to serve beside the model: folders in PEFT's layout, each with the name that "
-            f"requests give as their model: {LORA_EXAMPLE}, several separated by commas, or a JSON object. Empty: "
+            "help": f"LoRA adapters to serve beside the model: NAME=FOLDER pairs, such as {LORA_EXAMPLE}, separated by "
+            "commas, or a JSON object. Requests give the name as their model; the folder is in PEFT's layout. Default: "
             "none."
         },
     )
     max_loras: int = field(
         default=0,
         metadata={
-            "help": "How many further adapters there may be at once that come and go while it runs (--lora-dir), those "
-            "included that are leaving. A GPU's memory is kept for them from the start on."
+            "help": "Maximum number of adapters loaded at run time (--lora-dir) at once, including those being "
+            "removed. On a GPU, memory for them is reserved at startup. 0: none."
         },
     )
     max_lora_rank: int = field(
-        default=16, metadata={"help": f"The largest rank of these adapters: 1 to {MAX_RANK}. It takes memory on GPUs."}
+        default=16, metadata={"help": f"Maximum rank of these adapters, 1 to {MAX_RANK}. GPUs reserve memory for it."}
     )
     block_size: int = field(default=16, metadata={"help": "Tokens per KV block: a power of two from 1 to 256."})
-    num_kv_blocks: int = field(default=0, metadata={"help": "Size of the KV pool in blocks. 0: kv-cache-gib decides."})
+    num_kv_blocks: int = field(
+        default=0, metadata={"help": "Size of the KV pool in blocks. 0: as --kv-cache-gib says."}
+    )
     kv_cache_gib: float = field(
         default=0.0,
         metadata={
-            "help": "Size of the KV pool in GiB, on each GPU, if num-kv-blocks is 0. 0: 1 on a CPU; on a GPU, what "
-            "gpu-memory-utilization leaves."
+            "help": "Size of the KV pool in GiB, per GPU, if --num-kv-blocks is 0. 0: 1 GiB on a CPU; on a GPU, what "
+            "--gpu-memory-utilization leaves."
         },
     )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata={
-            "help": "Share of a GPU's memory for weights, KV pool and a step's working memory, if the pool is "
-            "given no size. Two engines on one GPU need a smaller share each; tandem up divides the default among "
-            "its workers."
+            "help": "Fraction of a GPU's memory for weights, KV pool and a step's working memory, in (0, 1]; used if "
+            "the pool's size is not given. Engines that share a GPU need smaller fractions; tandem up divides the "
+            "default among its workers."
         },
     )
     enable_prefix_caching: bool = field(
-        default=True, metadata={"help": "Keep blocks of finished requests and reuse them for equal prefixes."}
+        default=True,
+        metadata={"help": "Keep the KV blocks of finished requests and reuse them for prompts with the same prefix."},
     )
     kv_offloading_size: float = field(
         default=0.0,
         metadata={
-            "help": "GiB of host memory beside the KV pool, for all ranks together. Cached blocks are copied there "
-            "before others take their place, and back when a prompt begins with them. For GPUs; on a CPU a larger "
-            "pool does the same. 0: none."
+            "help": "Host memory for KV offloading in GiB, for all ranks together. Cached blocks are copied there "
+            "before they are evicted from the pool, and back when a prompt begins with them. For GPUs; on a CPU, use a "
+            "larger pool instead. 0: no offloading."
         },
     )
     max_num_seqs: int = field(default=256, metadata={"help": "Maximum number of sequences in one step."})
-    max_num_batched_tokens: int = field(default=2048, metadata={"help": "Token budget of one step."})
+    max_num_batched_tokens: int = field(default=2048, metadata={"help": "Maximum number of tokens in one step."})
     prefill_chunk_tokens: int = field(
-        default=0, metadata={"help": "Maximum prompt tokens of one sequence in one step. 0: max-num-batched-tokens."}
+        default=0, metadata={"help": "Maximum prompt tokens of one sequence in one step. 0: --max-num-batched-tokens."}
     )
     prefill_batch_tokens: int = field(
         default=0,
         metadata={
-            "help": "Prompts share a step until they have this many tokens together. Once these keep the device "
-            "busy, further prompts would make the first one wait for the last. 0: 256 on a CPU, "
-            "max-num-batched-tokens on a GPU."
+            "help": "Prompts are batched into one step until they have this many tokens together. Tokens beyond what "
+            "keeps the device busy only delay the first prompt. 0: 256 on a CPU, --max-num-batched-tokens on a GPU."
         },
     )
     max_itl_ms: float = field(
         default=40.0,
         metadata={
-            "help": "Target for the longest gap between tokens, which is the time of one step. While requests "
-            "decode, prompts beside them are computed in pieces small enough for it. Each further waiting prompt "
-            "allows a step half as long again, up to four times this. 0: pieces as large as the token budget."
+            "help": "Target for the maximum inter-token latency (ITL), in milliseconds. While requests decode, prompts "
+            "are prefilled in chunks so small that a step takes no longer than this. Each further waiting prompt "
+            "allows half of this more, up to four times this. 0: no target; chunks as large as "
+            "--max-num-batched-tokens allows."
         },
     )
     stream_interval: int = field(
         default=1,
         metadata={
-            "help": "Send an answer's tokens in groups of this many, but its first and its last without delay. 1: "
-            "send each as it comes. Where many answers stream at once, larger groups save worker, router and "
-            "gateway most of the cost per token."
+            "help": "Number of tokens to send at a time; an answer's first and last tokens are sent without delay. 1: "
+            "send each token at once. With many streams, larger values save worker, router and gateway most of the "
+            "cost per token."
         },
     )
     async_scheduling: bool = field(
         default=True,
         metadata={
-            "help": "On a GPU, schedule and launch each step while the one before it is still being computed. A "
-            "CPU does not do so, and nor does a GPU with --speculative-config."
+            "help": "On a GPU, schedule and launch each step while the one before it is still being computed. No "
+            "effect on a CPU or with --speculative-config."
         },
     )
     speculative_config: str = field(
         default="",
         metadata={
-            "help": "Speculative decoding: guess ahead, and compute several tokens of an answer in one step. The "
-            "tokens are the same, and come sooner where text repeats itself or has a fixed form. JSON, such as "
-            f"{EXAMPLE}."
+            "help": f"Speculative decoding, as JSON such as {EXAMPLE}: propose tokens and verify several in one step. "
+            "The tokens are the same; they come sooner where text repeats itself or has a fixed form. Default: off."
         },
     )
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
+    device: str = field(
+        default="auto", metadata={"help": "Device to compute on: auto (a GPU if there is one), cpu or cuda."}
+    )
     num_threads: int = field(default=0, metadata={"help": "Compute threads per process. 0: all cores."})
     attention_backend: str = field(
         default="auto",
         metadata={
-            "help": "auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels), flash_attn "
-            "(FlashAttention for prompts, the GPU kernels for decoding; float16 or bfloat16; FlashAttention-2 and "
-            "torch's own build of it need block-size 256) or torch."
+            "help": "Attention backend: auto (the fastest), cpu (compiled kernels, bfloat16), triton (GPU kernels), "
+            "flash_attn (FlashAttention for prompts, the GPU kernels for decoding; float16 or bfloat16; "
+            "FlashAttention-2 and torch's own build of it need --block-size 256) or torch (reference, slow)."
         },
     )
     batch_invariant: bool = field(
         default=False,
         metadata={
-            "help": "On a GPU, compute the same bits for a request whether it runs alone, among others, in chunks, "
-            "after a preemption or on another worker with a GPU of the same kind: all matrix products use our "
-            "kernels instead of the device's library, and decoding computes attention as prompts do. Slower. On a "
-            "CPU the compiled kernels always do so."
+            "help": "On a GPU, give a request the same results, bit for bit, whether it runs alone, in a batch, in "
+            "chunks, after a preemption or on another worker with the same kind of GPU. Slower: all matrix products "
+            "use Tandem's kernels instead of the device's library, and decoding computes attention as prefill does. "
+            "On a CPU the compiled kernels are always batch invariant."
         },
     )
     enforce_eager: bool = field(
@@ -366,8 +374,8 @@ class EngineArgs:
     max_seq_len_to_capture: int = field(
         default=8192,
         metadata={
-            "help": "On a GPU, CUDA graphs of decoding steps are captured at startup for contexts of up to this "
-            "many tokens. A step with a longer context is launched kernel by kernel."
+            "help": "On a GPU, maximum context length, in tokens, of the decoding steps that are captured as CUDA "
+            "graphs at startup. Steps with longer contexts are launched kernel by kernel."
         },
     )
 

@@ -87,8 +87,8 @@ def _check_asked(asked: str, capability: tuple[int, int] | None, dtype: str, mod
     if (model.mla is not None or model.moe is not None) and asked != "none":
         advice = "auto or none"
         why_not = (
-            "models with latent attention or experts have weights in fewer bits only as their checkpoint has them, "
-            "which is what auto takes"
+            "models with latent attention or experts can only have quantised weights as their checkpoint stores them, "
+            "which is what auto does"
         )
     if why_not:
         raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
@@ -106,13 +106,13 @@ def _why_widened(
     """Why a checkpoint's quantised weights cannot be kept, as a clause; empty if they can."""
     if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
         is_for_dtype = dtype != "bfloat16" and _fits_cpu_kernels(stored, model)
-        return "the CPU kernels, which keep them, take dtype bfloat16" if is_for_dtype else "a CPU computes faster so"
+        return "the CPU kernels for them need dtype bfloat16" if is_for_dtype else "that is faster on a CPU"
     for own in stored.quantizations:
         if why_not := why_no_quantization(own, capability=capability, dtype=dtype, model=model):
             return why_not
     needs_kernels = stored.block is not None or {"int8", "int4"} & {*stored.quantizations} or model.has_experts
     if needs_kernels and not has_kernels:
-        return "without Triton's kernels each step would widen them anew"
+        return "without Triton kernels they would be widened in each step"
     if stored.block is not None and stored.block[1] % GROUP_GRAIN:
         return f"inputs that share a scale must be a multiple of {GROUP_GRAIN}, are {stored.block[1]}"
     return ""

@@ -84,7 +84,7 @@ class SamplingParams:
         check(-(2**63) <= self.seed < 2**63, f"seed must fit 64 bits, is {self.seed}")
         for name, (most, items) in MOST_OF.items():
             num_items = len(getattr(self, name))
-            check(num_items <= most, f"{name} may hold {most} {items}, has {num_items}")
+            check(num_items <= most, f"{name} must have at most {most} {items}, has {num_items}")
         for token_id, bias in self.logit_bias.items():
             check(-100 <= bias <= 100, f"logit_bias must be in [-100, 100], is {bias} for token {token_id}")
         check(

@@ -280,12 +280,12 @@ class Gateway:
 
     async def _read(self, request: Request) -> bytes:
         if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
-            raise Refusal(ENCODED, f"content-encoding: a body is read as it comes, and cannot be {encoding[:40]!r}")
+            raise Refusal(ENCODED, f"content-encoding: {encoding[:40]!r} is not supported; send the body uncompressed")
         data = bytearray()
         async for chunk in request.stream():
             data += chunk
             if len(data) > self._max_body_bytes:
-                raise Refusal(TOO_LARGE, f"the body may have {self._max_body_bytes} bytes, and has more")
+                raise Refusal(TOO_LARGE, f"the request body is larger than {self._max_body_bytes} bytes, the maximum")
         return bytes(data)
 
     # -- tokens -------------------------------------------------------------------------------------------------
@@ -364,8 +364,8 @@ class Gateway:
         if self._is_alone:
             return None
         why = (
-            f"{request.url.path}: several gateways answer at this port, each of which counts its own requests. Each "
-            "shows its metrics at its --metrics-listen (tandem up: --metrics-port)."
+            f"{request.url.path}: several gateways share this port, and each counts its own requests only. Ask each "
+            "for its metrics at its --metrics-listen address (tandem up: --metrics-port)."
         )
         return _refuse(request, Refusal(NO_ROUTE, why))
 
@@ -393,7 +393,7 @@ class Gateway:
             async with asyncio.timeout(left_s_of(request)):
                 return await while_connected(request.receive, while_staying(self._leaving, ask()))
         except TimeoutError:
-            raise DeadlinePassed("the request's deadline passed before a router had answered") from None
+            raise DeadlinePassed("the request's deadline passed before a router answered") from None
 
     # -- errors and keys ----------------------------------------------------------------------------------------
 

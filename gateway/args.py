@@ -16,11 +16,13 @@ from rpc.tls import SslArgs
 from tandem.client import DEFAULT_ADDRESS
 
 API_KEY_HELP = (
-    "If given, requests to the model must bring this key: Authorization: Bearer KEY, or x-api-key. May be given "
-    "several times: any one of the keys is accepted. In the environment variable, separate keys by spaces."
+    "Require this API key of every request to the model, as Authorization: Bearer KEY or as x-api-key: KEY. May be "
+    "given several times: any one of the keys is accepted. In the environment variable, separate keys by spaces. "
+    "Default: no key is required."
 )
 ROUTER_API_KEY_HELP = (
-    "The router's key (its --api-key), if it requires one. Of several, separated by spaces, the first is used."
+    "The router's API key (its --api-key), if it requires one. If several are given, separated by spaces, the first is "
+    "used."
 )
 
 
@@ -34,16 +36,16 @@ class GatewayArgs(SslArgs):
     reuse_port: bool = field(
         default=False,
         metadata={
-            "help": "Share the port with other gateways that are given this flag (SO_REUSEPORT): Linux shares their "
-            "connections out. /metrics and /load, which tell of one process, are then not there: --metrics-listen."
+            "help": "Share the port with other gateways that have this flag (SO_REUSEPORT); Linux spreads connections "
+            "over them. /metrics and /load describe one process and are then not served on it; for metrics, give each "
+            "gateway a --metrics-listen."
         },
     )
     router: tuple[str, ...] = field(
         default=(DEFAULT_ADDRESS,),
         metadata={
-            "help": "HOST:PORT of the router, or any gRPC target. If there are several routers behind it, "
-            "they take turns. May be given several times: once for each model, if there are several. In the "
-            "environment variable, separate them by spaces."
+            "help": "HOST:PORT of the router, or any gRPC target; several routers behind it take turns. To serve "
+            "several models, give it once for each model. In the environment variable, separate targets by spaces."
         },
     )
     api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})
@@ -51,29 +53,30 @@ class GatewayArgs(SslArgs):
     allowed_origins: str = field(
         default="[]",
         metadata={
-            "help": 'JSON list of the origins whose pages may call from a browser: ["https://chat.example"], or '
-            '["*"] for all.'
+            "help": "JSON list of origins from which browsers may call this server (CORS): "
+            '["https://chat.example"], or ["*"] for all. Default: none.'
         },
     )
     max_body_bytes: int = number(4 * 1024 * 1024, "Maximum size of a request body, in bytes.", least=1024, most=1 << 28)
     sse_keep_alive_s: float = number(
         15.0,
-        "Send a comment (on /v1/messages: a ping) on a stream that has been silent for this many seconds, so that "
-        "no proxy cuts it. The stream's status is then 200, and an error that comes later is its last event. "
-        "0: never.",
+        "Interval of keep-alive messages, in seconds. When a stream has sent nothing for this long, send a comment "
+        "(on /v1/messages: a ping), so that proxies do not close the connection. The HTTP status is then already 200; "
+        "a later error is sent as the last event. 0: never.",
         least=0.05,
         zero="never",
     )
     resume_s: float = number(
         30.0,
-        "If a router is lost, how long an answer that has begun may wait for another router to continue it.",
+        "How long an answer that has begun waits for another router to continue it if its router is lost, in seconds.",
         least=0,
     )
-    drain_grace_s: float = number(30.0, "How long running requests may take to finish after SIGTERM.", least=0)
+    drain_grace_s: float = number(30.0, "Seconds that running requests have to finish after SIGTERM.", least=0)
     metrics_listen: str = field(
         default="",
         metadata={
-            "help": "HOST:PORT to serve this process' Prometheus metrics on, beside /metrics. Default: only there."
+            "help": "HOST:PORT to serve this process' Prometheus metrics on, in addition to /metrics on --listen. "
+            "Default: only on --listen."
         },
     )
     otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
@@ -101,14 +104,14 @@ class GatewayArgs(SslArgs):
 
     def _check_routers(self) -> None:
         if not all(self.router) or not self.router:
-            raise ValueError("router must be the address of a router, is empty")
+            raise ValueError("router must be HOST:PORT or a gRPC target, is empty")
         for address in self.router:
             try:
                 check_target(address, has_tls=bool(self.ssl_ca_certs))
             except ValueError as error:
                 raise ValueError(f"router: {error}") from error
             if self.router.count(address) > 1:
-                raise ValueError(f"router: is given once for each model, and {address} twice")
+                raise ValueError(f"router: {address} is given twice; give each address once")
 
     @property
     def origins(self) -> list[str]:

@@ -47,7 +47,7 @@ def only(*neutral: Any, instead: str = "") -> Any:
     def check(value: Any) -> Any:
         # 0 and False are equal, but ask for different things.
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
-            may_be = f"; it may be {json.dumps(neutral[0])}" if neutral else ""
+            may_be = f"; only {json.dumps(neutral[0])} is allowed" if neutral else ""
             raise ValueError("is not supported" + may_be + (f"; {instead}" if instead else ""))
         return value
 
@@ -63,7 +63,7 @@ def check_is_one_form(info: ValidationInfo, name: str = "") -> None:
     """For the validator of a field that is another server's way to constrain an answer, declared after
     `structured_outputs`. `name`: the part of the field that does so. Raises `ValueError` if both are given."""
     if info.data.get("structured_outputs") is not None:
-        text = "cannot be combined with structured_outputs, which says the same in other words"
+        text = "cannot be combined with structured_outputs: both set the form of the answer; give one of them"
         raise ValueError(f"{name} {text}".lstrip())
 
 
@@ -129,7 +129,7 @@ class Known(BaseModel):
         """The error for an unknown name, with similar known names."""
         known = [field.alias or its_name for its_name, field in cls.model_fields.items()]
         close = get_close_matches(name, known, n=2, cutoff=0.75) if len(name) <= MAX_CHARS_OF_TYPO else []
-        error = PydanticCustomError(UNKNOWN, "is not a parameter that this server knows", {"close": close})
+        error = PydanticCustomError(UNKNOWN, "is not a known parameter", {"close": close})
         return InitErrorDetails(type=error, loc=(name,), input=value)
 
 

@@ -52,7 +52,7 @@ _FORMS = ("json", "regex", "choice", "grammar")
 _IS_HERE = {
     **{f"guided_{form}": f'structured_outputs: {{"{form}": ...}}' for form in _FORMS},
     **dict.fromkeys(("enable_thinking", "thinking"), 'chat_template_kwargs: {"enable_thinking": ...}'),
-    "extra_body": "its fields, beside the others",
+    "extra_body": "its fields at the top level of the body",
     "max_new_tokens": "max_tokens",
     "random_seed": "seed",
     "repeat_penalty": "repetition_penalty",
@@ -128,24 +128,29 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
         case Refusal():
             return error
         case Unauthenticated():
-            _log.error("the router asks for another key than --router-api-key", extra={"request_id": request_id})
-            return Refusal(KINDS[Unauthenticated], "the router does not take this gateway's key")
+            _log.error("the router does not accept the key of --router-api-key", extra={"request_id": request_id})
+            return Refusal(KINDS[Unauthenticated], "the router does not accept this gateway's API key")
         case Unreachable():  # its message is gRPC's, with the addresses that it tried
             _log.warning("no router answers", extra={"request_id": request_id, "why": error.message})
-            return refusal_of(Unreachable("the service cannot be reached now", retry_after_s=error.retry_after_s))
+            return refusal_of(
+                Unreachable("no router can be reached now; retry later", retry_after_s=error.retry_after_s)
+            )
         case TandemError():
             return refusal_of(error)
         case Leaving():
-            return refusal_of(Draining("this gateway is leaving and can wait no longer for the answer"))
+            return refusal_of(Draining("this gateway is shutting down and cannot wait for the answer"))
         case ValidationError():
             return refusal_of_body(error)
         case ValueError():  # from our gRPC client, for what the wire cannot carry: "name: what is wrong with it"
             return Refusal(KINDS[InvalidRequest], str(error), param=str(error).partition(":")[0])
         case StreamBroken():
-            _log.error("the router's stream is not exact", extra={"request_id": request_id, "why": str(error)})
+            _log.error(
+                "the router's stream lost, repeated or mixed up messages",
+                extra={"request_id": request_id, "why": str(error)},
+            )
         case _:
             _log.error("unexpected error", extra={"request_id": request_id}, exc_info=error)
-    return Refusal(BUG, f"a bug of the server; it has logged it with request_id={request_id}")
+    return Refusal(BUG, f"internal server error; see the server's log for request_id={request_id}")
 
 
 def refusal_in_stream(error: Exception, request_id: str) -> Refusal:
@@ -206,7 +211,7 @@ def _param_of(wrong: ErrorDetails) -> str:
 def _instead_of(param: str, close: Sequence[str]) -> str:
     """A hint what to use instead of an unknown name."""
     if param in _IS_HERE:
-        return f"; here it is {_IS_HERE[param]}"
+        return f"; use {_IS_HERE[param]} instead"
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -58,7 +58,10 @@ class _Served:
             self.info = await self.client.model_info()
         except TandemError as error:
             if type(error) is not type(self.error):
-                _log.warning("does not say what it serves", extra={"router": self._address, "why": error.message})
+                _log.warning(
+                    "router does not say what it serves: GetModelInfo failed",
+                    extra={"router": self._address, "why": error.message},
+                )
             self.info, self.error = None, error
         else:
             self.error, names = None, _names_of(self.info)
@@ -166,11 +169,11 @@ class Models:
 
 def no_such_model(name: str, names: Sequence[str]) -> Refusal:
     """The refusal of an unknown or empty `name`; it lists the known `names`."""
-    kind, wrong = MODEL_NOT_FOUND, f"there is no model {name[:MAX_NAME_CHARS]!r}"
+    kind, wrong = MODEL_NOT_FOUND, f"the model {name[:MAX_NAME_CHARS]!r} does not exist"
     if not name:
         kind, wrong = KINDS[InvalidRequest], "must be given"
     there = ", ".join(map(repr, dict.fromkeys(names)))
-    return Refusal(kind, f"model: {wrong}" + (f"; there is {there}" if there else ""), param="model")
+    return Refusal(kind, f"model: {wrong}" + (f"; available: {there}" if there else ""), param="model")
 
 
 def _names_of(info: GetModelInfoResponse) -> tuple[str, ...]:

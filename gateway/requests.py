@@ -54,7 +54,7 @@ def _prompts(value: Any) -> list[Prompt]:
         raise ValueError(f"must be 1 to {MAX_PROMPTS} prompts, has {len(many)}")
     for position, prompt in enumerate(many):
         if not (isinstance(prompt, str) or (isinstance(prompt, list) and _is_token_ids(prompt))):
-            raise ValueError(f"{wanted}; number {position} is none of them, is {json.dumps(prompt):.40}")
+            raise ValueError(f"{wanted}; entry {position} is neither: {json.dumps(prompt):.40}")
     return many
 
 
@@ -75,7 +75,7 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
     if asked.type == "json_schema":
         raise ValueError("json_schema must be given with type 'json_schema'")
     if asked.json_schema is not None:
-        raise ValueError("json_schema goes with type 'json_schema', and with no other")
+        raise ValueError("json_schema may only be given with type 'json_schema'")
     return StructuredOutputsParams(json_object=True) if asked.type == "json_object" else None
 
 
@@ -190,7 +190,7 @@ class AskedForChoices(Asked):
     @classmethod
     def _check_prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("stream"):
-            raise ValueError("cannot be combined with stream: true, whose events have no place for them")
+            raise ValueError("cannot be combined with stream: true")
         return value
 
 

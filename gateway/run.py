@@ -66,7 +66,10 @@ class Run:
         self._num_ids_told = 0
         self._is_echo_alone = isinstance(body, CompletionRequest) and body.is_echo_alone
         if len(self.prompts) * self.n > MAX_CHOICES:
-            bound = f"may be {MAX_CHOICES} choices in all, is {self.n} to each of {len(self.prompts)} prompts"
+            most = MAX_CHOICES // len(self.prompts)
+            bound = (
+                f"must be at most {most} with {len(self.prompts)} prompts ({MAX_CHOICES} choices in all), is {self.n}"
+            )
             raise InvalidRequest([("n", bound)])
         self._timeout_s = left_s_of(request)
         self._trace_headers = trace_headers_of_request(request)
@@ -121,11 +124,11 @@ class Run:
         large."""
         self._num_told += self.n * sum(1 + len(each.top) for each in message.prompt_logprobs)
         if self._num_told > MAX_PROMPT_NUMBERS:
-            bound = f"may be {MAX_PROMPT_NUMBERS} numbers of prompts' tokens in all choices, is more: ask for fewer"
+            bound = f"makes more than {MAX_PROMPT_NUMBERS} numbers for the prompts of all choices; ask for fewer"
             raise InvalidRequest([("prompt_logprobs", bound)])
         self._num_ids_told += self.n * len(message.prompt_token_ids)
         if self._num_ids_told > MAX_PROMPT_TOKEN_IDS:
-            bound = f"may be had of {MAX_PROMPT_TOKEN_IDS} prompts' tokens in all choices, is asked of more"
+            bound = f"would return more than {MAX_PROMPT_TOKEN_IDS} prompt token ids in all choices; leave it out"
             raise InvalidRequest([("return_token_ids", bound)])
 
 

@@ -37,7 +37,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("one of prompt and messages must be given, and not both")
+            raise ValueError("exactly one of prompt and messages must be given")
         return self
 
     async def answer(self, client: AsyncClient) -> dict[str, Any]:

@@ -196,7 +196,7 @@ class CopyAgent:
 
     def _fail_waiting(self) -> None:
         waiting, self._waiting = list(self._waiting), deque()
-        self._end(waiting, PeerUnreachable("this worker is closing"))
+        self._end(waiting, PeerUnreachable("this worker is shutting down"))
 
 
 def rows_of(transfers: Sequence[Transfer], num_src_blocks: int, num_dst_blocks: int) -> Rows:

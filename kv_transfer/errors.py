@@ -101,5 +101,5 @@ def errors_of_peer() -> Iterator[None]:
 def readable(answer: _T | None) -> _T:
     """Return a peer's answer. gRPC's clients return None for bytes that are no message: raises `InvalidTransfer`."""
     if answer is None:
-        raise InvalidTransfer("the peer answered with bytes that are no message")
+        raise InvalidTransfer("the peer's answer cannot be parsed")
     return answer

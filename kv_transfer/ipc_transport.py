@@ -84,6 +84,6 @@ def check_endpoint(response: pb.ConnectResponse) -> None:
         raise InvalidTransfer(f"a pool of that layout has {pool_bytes} bytes, not {response.ipc.pool_bytes}")
     if response.ipc.machine != machine():
         raise IncompatiblePeer(
-            f"worker {response.worker_id} is on another machine: the ipc transport opens memory of this one alone; "
+            f"worker {response.worker_id} is on another machine, but the ipc transport works on one machine only; "
             "start both with --transport grpc or nixl"
         )

@@ -284,7 +284,7 @@ class NixlAgent:
     def _add_remote(self, agent_name: str, endpoint: pb.NixlEndpoint, num_blocks: int) -> RemotePool:
         previous = self._remotes.get(agent_name)
         if previous is not None:
-            self._close_remote(previous, f"{agent_name}: the connection was made anew")
+            self._close_remote(previous, f"{agent_name}: the peer has connected again")
         try:
             if self._agent is None:
                 self._set_up()
@@ -292,7 +292,7 @@ class NixlAgent:
             found_name = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
             if found_name != agent_name:
                 self._agent.remove_remote_agent(found)
-                raise PeerUnreachable(f"NIXL metadata of {found_name[:80]!r} came instead of {agent_name!r}'s")
+                raise PeerUnreachable(f"got NIXL metadata of {found_name[:80]!r} instead of {agent_name!r}'s")
             descriptors = self._descriptors(
                 agent_name, endpoint.base_address, endpoint.device_id, endpoint.memory, num_blocks
             )
@@ -359,7 +359,7 @@ class NixlAgent:
             self._local.release()
             self._agent.deregister_memory(self._registration)
         except self._errors as error:
-            logger.warning("NIXL's agent does not end as it should: %s", error)
+            logger.warning("NIXL's agent did not shut down cleanly: %s", error)
         self._agent = self._local = self._registration = None
 
     def _fail_waiting(self, why: str) -> None:

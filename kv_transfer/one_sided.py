@@ -90,7 +90,7 @@ class OneSidedWriter:
                 await self._attach()
         except TimeoutError:
             raise PeerUnreachable(
-                f"worker {self._grant.worker_id} let no push in for a lease of {self._grant.lease_ms} ms"
+                f"worker {self._grant.worker_id} accepted no push for a lease of {self._grant.lease_ms} ms"
             ) from None
         self._note_standstill()
         if self._error is not None:
@@ -103,7 +103,7 @@ class OneSidedWriter:
             metadata = await self._stream.initial_metadata()
             if ATTACHED not in tuple(metadata or ()):
                 await self._stream
-                raise InvalidTransfer("the receiver let a one-sided push in without attaching it")
+                raise InvalidTransfer("the receiver accepted a one-sided push without attaching it")
 
     def post(self, layer: int, src_block_ids: Sequence[int], dst_block_ids: Sequence[int]) -> None:
         assert self._stream is not None
@@ -184,7 +184,7 @@ class OneSidedWriter:
     def _note_standstill(self) -> None:
         if self._has_stood_still() and self._error is None:
             self._error = PeerUnreachable(
-                f"this worker stood still for more than {STANDSTILL:g} of a lease of {self._grant.lease_ms} ms: worker "
+                f"this worker was stalled for more than {STANDSTILL:g} of a lease of {self._grant.lease_ms} ms: worker "
                 f"{self._grant.worker_id} may take it for dead"
             )
 

@@ -276,4 +276,4 @@ class KVReceiver:
 
 def _report_death(timer: asyncio.Task[None]) -> None:
     if not timer.cancelled():
-        logger.critical("leases expire no more: the timer died", exc_info=timer.exception())
+        logger.critical("the timer of leases died: leases no longer expire", exc_info=timer.exception())

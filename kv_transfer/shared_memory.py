@@ -74,7 +74,7 @@ def open_peers_memory(described: pb.HostMemory, num_bytes: int) -> mmap.mmap:
             f"cannot open the memory of process {described.pid}: {error.strerror}; {_HINT}"
         ) from error
     if not is_it:
-        raise PeerUnreachable(f"process {described.pid} is not the peer as seen from here: {_HINT}")
+        raise PeerUnreachable(f"process {described.pid} is not the peer in this PID namespace: {_HINT}")
     try:
         size = os.fstat(fd).st_size
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or size != num_bytes:

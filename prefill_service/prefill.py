@@ -181,5 +181,5 @@ def add_prefill(engine: LLMEngine, engine_id: str, grant: Grant, arguments: Engi
     if grant.prompt_digest and grant.prompt_digest != digest:
         engine.abort(engine_id)
         raise IncompatiblePeer(
-            f"prompt_digest: worker {grant.worker_id} means another prompt, or another adapter of its name"
+            f"prompt_digest: worker {grant.worker_id} has another prompt, or another adapter of that name"
         )

@@ -35,7 +35,7 @@ def wrong_answers_as_failures() -> Iterator[None]:
     except REDIS_FAILURES:
         raise
     except Exception as error:
-        raise InvalidResponse(f"that is no answer to what was asked: {error!r:.200}") from error
+        raise InvalidResponse(f"Redis sent an unexpected answer: {error!r:.200}") from error
 
 
 def check_beat(ttl_ms: int, beat_ms: int) -> None:
@@ -132,7 +132,7 @@ class Outage:
             self._is_told = True
             # A timeout only says that no answer was read: this process itself may have been too busy.
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
-            self._logger.warning("%s: nothing from Redis (%s), going on with what is known", self._who, why)
+            self._logger.warning("%s: Redis does not answer (%s), continuing with what is known", self._who, why)
         self._num_failures += 1
 
     def answered(self) -> None:
@@ -157,6 +157,6 @@ def watch_task(task: asyncio.Task[None], logger: logging.Logger) -> None:
 
     def on_done(done: asyncio.Task[None]) -> None:
         if not done.cancelled() and done.exception() is not None:
-            logger.error("%s ended by an error", done.get_name(), exc_info=done.exception())
+            logger.error("%s ended with an error", done.get_name(), exc_info=done.exception())
 
     task.add_done_callback(on_done)

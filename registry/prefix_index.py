@@ -233,7 +233,7 @@ class PrefixReporter:
                     await self._apply_script(keys=[self._set_key, self._seq_key], args=[*numbers, *stored, *evicted])
                 )
             if num_hashes < 0:
-                logger.warning("%s: the set in Redis is not as it was left; writing it anew", self._name)
+                logger.warning("%s: its set in Redis was changed or lost; writing it again", self._name)
                 self._needs_resync = True
                 return
             self._seq += 1

@@ -143,7 +143,11 @@ class WorkerRegistration:
             with wrong_answers_as_failures():
                 await self._delete_own()
         except REDIS_FAILURES as error:
-            logger.warning("the record of %s stays until it expires (%s)", self._worker_id, type(error).__name__)
+            logger.warning(
+                "cannot delete the record of %s, which stays until it expires (%s)",
+                self._worker_id,
+                type(error).__name__,
+            )
         finally:
             await self._redis.aclose()
 
@@ -179,7 +183,11 @@ class WorkerRegistration:
         if found is None or found.incarnation == self._incarnation or found.is_draining or not self._has_written:
             return
         if self.rival_address != found.address:
-            logger.warning("another worker has the id %s, too, at %s", self._worker_id, found.address)
+            logger.warning(
+                "another worker has the same id %s, at %s; give each its own --worker-id",
+                self._worker_id,
+                found.address,
+            )
         self._rival_address, self._rival_until_s = found.address, time.monotonic() + self._ttl_ms / 1000
 
     async def _delete_own(self) -> None:

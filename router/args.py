@@ -16,21 +16,21 @@ from rpc.keys import check_keys
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 
 GENERATION_HELP = (
-    "Source of default sampling parameters, for what a request does not give: auto (the model's "
-    "generation_config.json), vllm (no file is read), or another folder with such a file."
+    "Source of the default sampling parameters, used where a request gives none: auto (generation_config.json of the "
+    "model), vllm (no file is read), or another folder with such a file."
 )
 SCHEDULING_POLICIES = ("priority", "fcfs")
 SCHEDULING_HELP = (
-    "Order of waiting requests: priority (a request that says it is more urgent goes first; any client may say so) "
-    "or fcfs (the priority that requests give is ignored)."
+    "Order of waiting requests: priority (requests with a lower `priority` value go first; any client may set it) "
+    "or fcfs (first come, first served; `priority` is ignored)."
 )
 API_KEY_HELP = (
-    "If given, all calls except health and reflection must bring this key as metadata, authorization: Bearer KEY. "
+    "Require this API key of every call except health and reflection, as metadata, authorization: Bearer KEY. "
     "May be given several times: any one of the keys is accepted. In the environment variable, separate "
-    "keys by spaces."
+    "keys by spaces. Default: no key is required."
 )
 OVERRIDE_HELP = (
-    "JSON object of default sampling parameters that take precedence over those of --generation-config: "
+    "JSON object of default sampling parameters that override those of --generation-config, such as "
     '{"temperature": 0.6, "max_new_tokens": 512}.'
 )
 
@@ -48,7 +48,7 @@ class RouterArgs(ServiceArgs):
     served_model_name: str = field(
         default="",
         metadata={
-            "help": "Name, or names (NAME,NAME), that requests may give as `model`. Metrics use the first. "
+            "help": "Name of the model in requests (`model`), or several names: NAME,NAME. Metrics use the first. "
             "Default: the folder's name."
         },
     )
@@ -59,15 +59,15 @@ class RouterArgs(ServiceArgs):
     tool_call_parser: str = field(
         default=AUTO,
         metadata={
-            "help": f"Format in which the model writes tool calls: {', '.join(FORMATS)}. auto: found from its chat "
+            "help": f"Format in which the model writes tool calls: {', '.join(FORMATS)}. auto: detected from the chat "
             "template."
         },
     )
     reasoning_parser: str = field(
         default=AUTO,
         metadata={
-            "help": f"Format in which the model sets its reasoning apart from its answer: {', '.join(PARSERS)}; "
-            "none: reasoning is not separated. auto: found from its chat template."
+            "help": f"Format in which the model marks its reasoning: {', '.join(PARSERS)}. auto: detected from the "
+            "chat template. none: reasoning stays in the answer."
         },
     )
     generation_config: str = field(default=generation_defaults.AUTO, metadata={"help": GENERATION_HELP})
@@ -75,25 +75,29 @@ class RouterArgs(ServiceArgs):
     scheduling_policy: str = field(default=SCHEDULING_POLICIES[0], metadata={"help": SCHEDULING_HELP})
     max_queue_tokens: int = number(
         1_000_000,
-        "Maximum prompt tokens that may wait ahead of a request. Beyond that, it is refused with RESOURCE_EXHAUSTED.",
+        "Maximum prompt tokens waiting ahead of a new request; with more, it is refused with RESOURCE_EXHAUSTED.",
         least=1,
     )
     worker_wait_s: float = number(
         WORKER_WAIT_S,
-        "How long an answer that has begun waits for a decode worker when none is left that can continue it. Then it "
-        "fails. 0: it fails at once.",
+        "How long an answer that has begun waits for a decode worker if none is left that can continue it, in seconds; "
+        "then it fails. 0: fail at once.",
         least=0,
     )
     max_message_bytes: int = number(
         4 * 1024 * 1024, "Maximum size of a request message, in bytes.", least=65_536, most=1 << 28
     )
-    drain_grace_s: float = number(30.0, "How long running requests may take to finish after SIGTERM.", least=0)
+    drain_grace_s: float = number(30.0, "Seconds that running requests have to finish after SIGTERM.", least=0)
     otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
     good_ttft_ms: float = number(
-        1000.0, "For metrics: an answer is good if its first token came within this time ...", least=0.1
+        1000.0,
+        "Goodput metrics: maximum time to first token (TTFT) of a good answer, in milliseconds.",
+        least=0.1,
     )
     good_tpot_ms: float = number(
-        50.0, "For metrics: ... and its other tokens were at most this far apart on average.", least=0.1
+        50.0,
+        "Goodput metrics: maximum mean time per output token after the first (TPOT) of a good answer, in milliseconds.",
+        least=0.1,
     )
 
     def __post_init__(self) -> None:

@@ -22,16 +22,16 @@ def find_ownerless(pool: WorkerPool, queue: RequestQueue, running: Sequence[Life
     it."""
     found = {**_rooms(pool, running), **_names(pool, running), **_miscounted(pool)}
     if not len(queue) and queue.num_tokens:
-        found["queue"] = f"the queue is empty and counts {queue.num_tokens} tokens"
+        found["queue"] = f"the queue is empty, but its counter has {queue.num_tokens} tokens"
     if not running and not len(queue) and queue.num_clients:
-        found["clients"] = f"counters of {queue.num_clients} clients are kept, and nothing of theirs runs"
+        found["clients"] = f"counters of {queue.num_clients} clients are kept, but none of them has a request"
     return found
 
 
 def _rooms(pool: WorkerPool, running: Sequence[Lifecycle]) -> dict[Hashable, str]:
     ownerless = pool.rooms - {lifecycle.room for lifecycle in running}
     return {
-        room: f"room on {room.plan.decode.worker_id} for a prompt of {room.num_tokens} tokens is nobody's"
+        room: f"room on {room.plan.decode.worker_id} for a prompt of {room.num_tokens} tokens belongs to no request"
         for room in ownerless
     }
 
@@ -39,7 +39,7 @@ def _rooms(pool: WorkerPool, running: Sequence[Lifecycle]) -> dict[Hashable, str
 def _names(pool: WorkerPool, running: Sequence[Lifecycle]) -> dict[Hashable, str]:
     names = {lifecycle.name for lifecycle in running}
     return {
-        (handle.key, name): f"events of {name!r} at {handle.record.worker_id} are waited for by nobody"
+        (handle.key, name): f"nobody waits for the events of {name!r} at {handle.record.worker_id}"
         for handle in pool.handles
         if handle.session is not None
         for name in handle.session.names - names
@@ -58,8 +58,8 @@ def _miscounted(pool: WorkerPool) -> dict[Hashable, str]:
         for handle in pool.handles
     }  # fmt: skip
     return {
-        (handle.key, what): f"{handle.record.worker_id} is counted as having {num} {what} planned, its requests have "
-        f"{planned[handle][what]}"
+        (handle.key, what): f"{handle.record.worker_id} is counted as having {num} {what} planned, but its requests "
+        f"have {planned[handle][what]}"
         for handle, nums in counted.items()
         for what, num in nums.items()
         if num != planned[handle][what]

@@ -87,7 +87,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         with rpc_errors_as_tandem_errors():
             profile: pb.WorkerProfile | None = await WorkerStub(handle.channel).Profile(request, timeout=timeout_s)
         if profile is None:
-            raise InternalError(f"worker {request.worker_id} answers with bytes that are not a message")
+            raise InternalError(f"worker {request.worker_id} sent an answer that cannot be parsed")
         return profile
 
     def _ownerless(self) -> dict[Hashable, str]:
@@ -104,7 +104,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
                     answer: _T | None = await ask(WorkerStub(handle.channel))
             except TandemError as error:
                 return f"{who}: {error.message}"
-            return f"{who}: it answers with bytes that are not a message" if answer is None else answer
+            return f"{who}: its answer cannot be parsed" if answer is None else answer
 
         answers = await asyncio.gather(*(ask_one(handle) for handle in self._parts.pool.handles))
         return (

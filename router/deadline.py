@@ -31,7 +31,7 @@ class Deadline:
         """Raise `DeadlinePassed` if the deadline has passed, before anything is done for the answer."""
         assert self._deadline_s is not None
         if self._deadline_s <= time.monotonic():
-            raise DeadlinePassed("the request's deadline passed before it was begun")
+            raise DeadlinePassed("the request's deadline passed before it was started")
 
     def is_late(self, queued_s: float, num_tokens_to_compute: float) -> bool:
         """Whether the answer could not be complete in time. Arguments: as in `refuse_if_late`."""
@@ -46,8 +46,8 @@ class Deadline:
         needed_s, left_s = self._needed_s(queued_s, num_tokens_to_compute), self._left_s
         if needed_s > left_s:
             raise Overloaded(
-                f"the answer may take {needed_s:.1f} s, beside {self._forecast.num_running} other requests, "
-                f"and the deadline is in {left_s:.1f} s",
+                f"the answer is expected to take {needed_s:.1f} s with {self._forecast.num_running} other requests "
+                f"running, but the deadline is in {left_s:.1f} s; retry later, or allow more time",
                 retry_after_s=needed_s - left_s,
             )
 

@@ -35,13 +35,13 @@ class RouterGauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, help_text, value in (
-            ("router_requests", "Requests that are open at this router, waiting or served.", len(self._open_requests)),
+            ("router_requests", "Requests open at this router, waiting or running.", len(self._open_requests)),
             ("queue_requests", "Requests that wait for a worker.", len(self._queue)),
-            ("queue_tokens", "Tokens to be prefilled of requests that wait for a worker.", self._queue.num_tokens),
-            ("retry_budget", "Retries, beyond first ones, that are left.", self._budget.num_tokens),
+            ("queue_tokens", "Prompt tokens of requests that wait for a worker.", self._queue.num_tokens),
+            ("retry_budget", "Retries left in the budget; a request's first is free.", self._budget.num_tokens),
             ("registry_reachable", "1 while Redis answers.", self._is_registry_reachable()),
-            ("ejected_workers", "Workers not in use because they failed again and again.", len(self._pool.ejected)),
-            ("pairs_apart", "Pairs of workers not used together because transfers failed.", len(self._pool.apart)),
+            ("ejected_workers", "Workers not used for a while after repeated failures.", len(self._pool.ejected)),
+            ("pairs_apart", "Worker pairs not used together after failed transfers.", len(self._pool.apart)),
         ):
             gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=["model_name"])
             gauge.add_metric([self._model], value)
@@ -64,7 +64,7 @@ class RouterGauges(Collector):
         running = {lifecycle.lora_name for lifecycle in asked if not lifecycle.account.is_waiting}
         gauge = GaugeMetricFamily(
             "tandem:lora_requests_info",
-            "Adapters that requests ask for; max_lora: how many there are.",
+            "LoRA adapters that requests use; max_lora: how many are loaded.",
             labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         labels = [self._model, str(len(adapters)), ",".join(sorted(running)), ",".join(sorted(waiting))]
@@ -76,18 +76,18 @@ class RouterGauges(Collector):
         costs, now_s = self._pool.costs, time.monotonic()
         handover = GaugeMetricFamily(
             "tandem:expected_handover_seconds",
-            f"What moving the KV of {COST_TOKENS} tokens is expected to add to a request; 0: nobody has seen it.",
+            f"Time that moving the KV of {COST_TOKENS} tokens is expected to add to a request; 0: not measured yet.",
             labels=["model_name"],
         )
         handover.add_metric([self._model], costs.handover_s(COST_TOKENS, now_s))
         prompts = GaugeMetricFamily(
             "tandem:expected_prompt_seconds",
-            f"What a prompt of {COST_TOKENS} tokens is expected to take at an idle worker.",
+            f"Time that prefilling {COST_TOKENS} tokens is expected to take on an idle worker.",
             labels=["model_name", "worker"],
         )
         slowness = GaugeMetricFamily(
             "tandem:decode_slowness",
-            "How many times longer a worker's steps take than the others' under the same load, from 1.25 times on.",
+            "How many times longer a worker's steps take than the others' at the same load; reported from 1.25 on.",
             labels=["model_name", "worker"],
         )
         # Of a restarted worker, keep the newer process: the old one may still be finishing its requests.

@@ -58,7 +58,7 @@ class GenerationDefaults:
         path = (folder if source == AUTO else Path(source)) / "generation_config.json"
         if source not in (AUTO, VLLM) and not path.is_file():
             raise ValueError(
-                f"generation_config must be {AUTO}, {VLLM} or a folder with {path.name}: there is no {path}"
+                f"generation_config must be {AUTO}, {VLLM} or a folder with {path.name}: {path} does not exist"
             )
         defaults = cls() if source == VLLM else cls.from_generation_config(read_json(path))
         return replace(defaults, **check_override(override))

@@ -135,7 +135,9 @@ class KnownWorkers:
     def _on_stalled(self, handle: WorkerHandle, *, is_news: bool) -> None:
         assert handle.session is not None
         if is_news and handle.session.num_requests and not handle.is_going:
-            _log.warning("worker stands still", extra={"worker": handle.record.worker_id})
+            _log.warning(
+                "worker is stalled in a step; its requests go elsewhere", extra={"worker": handle.record.worker_id}
+            )
             self._on_fault(handle.key)
         handle.session.tell_stalled()
 

@@ -263,7 +263,7 @@ class Lifecycle:
         if self._state.num_failures > self._num_failures:
             self._num_failures, why = self._state.num_failures, self._state.last_failure
             facts = {"request_id": self.name, "num_failures": self._num_failures, "why": why}
-            _log.warning("attempt failed, another is made", extra=facts)
+            _log.warning("attempt failed, retrying", extra=facts)
             self._parts.metrics.retried(has_begun=bool(self._state.token_ids))
         self.account.queued(why)
         self._waiting = asyncio.create_task(self._wait_for_plan(action))

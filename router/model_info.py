@@ -38,7 +38,7 @@ class ModelInfo:
     tool_call_parser: str = ""
     """The format in which the model writes tool calls (`router.text.tool_formats`). Empty: requests with tools are
     refused, and `no_tools_because` says why."""
-    no_tools_because: str = "it is not known how this model calls tools"
+    no_tools_because: str = "the format of this model's tool calls is unknown"
     shows_tools: bool = False
     """Whether its chat template has a place for tools and for earlier tool calls."""
     reasoning_parser: str = ""
@@ -110,18 +110,18 @@ class ModelInfo:
         if template is None:
             because = f"model {self.served_model_name!r} has no chat template"
         elif problem is not None:
-            because = f"{which} {problem}; another may be given (--chat-template)"
+            because = f"{which} {problem}; start the router with another one (--chat-template)"
         elif parser != AUTO:
             calls = parser
         elif (known := format_of_template(template.tool_source)) is not None:
             calls = known.name
         else:
-            because = f"{which} teaches no way of calling tools that is known here; it may be named "
+            because = f"{which} uses no known format of tool calls; start the router with the model's format "
             because += f"(--tool-call-parser {'|'.join(FORMATS)})"
         thinks = _reasoning_parser(template, reasoning_parser, calls)
         if calls and (calls == OPENAI.name) != (thinks == HARMONY):
             because = f"calls in the format {calls!r} cannot be read with --reasoning-parser {thinks or NONE}: "
-            because += f"--tool-call-parser {OPENAI.name} and --reasoning-parser {HARMONY} go together"
+            because += f"--tool-call-parser {OPENAI.name} and --reasoning-parser {HARMONY} must be used together"
             calls = ""
         return replace(
             self,

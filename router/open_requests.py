@@ -47,7 +47,9 @@ class OpenRequests:
     def enter(self, request_id: str, names: Sequence[str]) -> None:
         """Open a request, until `leave`. Raises `RequestExists` if an open request has its id or one of its names."""
         if request_id in self._by_id or not self._names.isdisjoint(names):
-            raise RequestExists(f"request_id {request_id!r} is running; choose another, or leave it empty")
+            raise RequestExists(
+                f"request_id {request_id!r} is in use by a running request; choose another, or leave it empty"
+            )
         self._by_id[request_id] = _OpenRequest(names)
         self._names.update(names)
         self._is_empty.clear()

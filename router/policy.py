@@ -46,22 +46,22 @@ class PolicyConfig:
     local_max_uncached_tokens: int = field(
         default=16,
         metadata={
-            "help": "A decode worker prefills a prompt itself if it has all but at most this many of the "
-            "prompt's tokens cached."
+            "help": "A decode worker prefills a prompt itself if at most this many of the prompt's tokens are not "
+            "in its prefix cache."
         },
     )
     learn_costs: bool = field(
         default=True,
         metadata={
-            "help": "Compare workers in seconds, learned from earlier requests. Otherwise compare them in tokens "
-            "and blocks, as if all were equally fast and moving KV took no time."
+            "help": "Choose workers by predicted seconds, learned from earlier requests. If off, by tokens and "
+            "blocks, as if all workers were equally fast and moving KV took no time."
         },
     )
     max_prefill_backlog_tokens: int = field(
         default=32768,
         metadata={
-            "help": "A prefill worker with more than this many tokens queued gets no new prompt; the prompt "
-            "waits in the router."
+            "help": "Maximum tokens queued at a prefill worker. With more it gets no new prompts; these wait in "
+            "the router."
         },
     )
 

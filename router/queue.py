@@ -182,7 +182,7 @@ class RequestQueue:
             if future.done() and not future.cancelled():
                 return future.result()  # planned just before the timeout
             raise Overloaded(
-                "no worker had room in time: too little is left until the deadline", retry_after_s=MIN_RETRY_AFTER_S
+                "no worker had room in time to answer before the deadline", retry_after_s=MIN_RETRY_AFTER_S
             ) from None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -323,7 +323,7 @@ class RequestQueue:
             bound = may_be_before if is_full else 2 * self._max_tokens
             room_s = self.pace.queued_s(held + num_tokens - bound)
             raise Overloaded(
-                f"the queue holds {held} tokens of at most {bound}; retry later",
+                f"the queue is full: {held} tokens wait, of at most {bound}; retry later",
                 retry_after_s=min(max(room_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
             )
 

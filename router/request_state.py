@@ -178,7 +178,9 @@ class RequestState:
         if self.num_futile >= self.max_attempts:
             return [*notes, *self._end(FinishReason.FINISH_REASON_ERROR, error)]
         if not self.budget.take(self.num_futile):
-            refusal = NoWorker(f"{error.message}; too many requests are being tried again", retry_after_s=RETRY_AFTER_S)
+            refusal = NoWorker(
+                f"{error.message}; not retried, since too many requests are being retried", retry_after_s=RETRY_AFTER_S
+            )
             return [*notes, *self._end(FinishReason.FINISH_REASON_ERROR, refusal)]
         cancels = self._cancel_attempt()
         self.phase = Phase.QUEUED
@@ -224,7 +226,7 @@ class RequestState:
         what takes so long."""
         if self._has_left_stalled:
             return []
-        actions = self._on_lost(worker, "stands still")
+        actions = self._on_lost(worker, "is stalled in a step")
         self._has_left_stalled = self.phase is Phase.QUEUED and bool(actions)
         return actions
 
@@ -270,12 +272,12 @@ class RequestState:
             self._early.append(tokens)  # the first token comes from the prefill worker, over another session
             return []
         if tokens.index != next_index:
-            return self._on_nonsense(worker, f"sent token {tokens.index} where {next_index} was due")
+            return self._on_nonsense(worker, f"sent token {tokens.index} instead of {next_index}")
         if len(tokens.logprobs) != (len(tokens.token_ids) if self.wants_logprobs else 0):
-            return self._on_nonsense(worker, f"sent {len(tokens.logprobs)} logprobs of {len(tokens.token_ids)} tokens")
+            return self._on_nonsense(worker, f"sent {len(tokens.logprobs)} logprobs for {len(tokens.token_ids)} tokens")
         num_due = 0 if next_index else self.num_prompt_logprobs
         if len(tokens.prompt_logprobs) != num_due:
-            what = f"sent {len(tokens.prompt_logprobs)} logprobs of the prompt where {num_due} were due"
+            what = f"sent {len(tokens.prompt_logprobs)} logprobs of the prompt instead of {num_due}"
             return self._on_nonsense(worker, what)
         if next_index == self.num_resumed:
             self.num_cached_tokens = tokens.num_cached_tokens

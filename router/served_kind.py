@@ -44,7 +44,7 @@ class ServedKinds:
         before, self._last = self._last, _most_frequent(counts, self._last)
         if before is not None and self._last is not None and self._last != before:
             facts = {"num": counts[self._last], "why": compat_difference(self._last, before)}
-            _log.warning("new requests go to workers of another kind", extra=facts)
+            _log.warning("new requests now go to workers of another kind", extra=facts)
         return self._last
 
     def of_adapters(self, counts: Mapping[str, Counter[Kind]]) -> dict[str, Kind]:
@@ -56,7 +56,9 @@ class ServedKinds:
         for name, kind in self._last_of.items():
             if before.get(name, kind).lora_digest != kind.lora_digest:
                 facts = {"lora_name": name, "num": counts[name][kind]}
-                _log.warning("new requests for an adapter go to workers that have another of its name", extra=facts)
+                _log.warning(
+                    "new requests for an adapter now go to workers with another adapter of that name", extra=facts
+                )
         return self._last_of
 
 

@@ -104,7 +104,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         """Check the request and open it (`open_requests`). Raises the error for which it is refused."""
         check_size(request, self._max_request_bytes)
         if self._is_draining:
-            raise Draining("this router is leaving; ask another", retry_after_s=1.0)
+            raise Draining("this router is shutting down; retry at another router", retry_after_s=1.0)
         model = self._model.now()
         if not model.max_model_len or not (model.knows_workers or model.has_name(request.model)):
             # Only workers know how long a prompt may be, and which adapters exist.

@@ -62,7 +62,7 @@ class WorkerFaults:
 
     def _log_ejection(self, who: Who, pause_s: float | None) -> None:
         if pause_s is not None:
-            message = "worker ejected" if isinstance(who, WorkerKey) else "pair kept apart, transfers fail"
+            message = "worker ejected" if isinstance(who, WorkerKey) else "worker pair not used: transfers fail"
             _log.warning(message, extra={**_extra(who), "pause_s": pause_s})
 
 

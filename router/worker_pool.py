@@ -105,7 +105,7 @@ class WorkerPool:
             what_to_do = (
                 "start one, or wait until one is ready"
                 if self._is_registry_reachable()
-                else "Redis does not answer, without which this router finds none: see whether it runs at --redis"
+                else "Redis does not answer, so this router finds no workers: check that it runs at --redis"
             )
             raise NoWorker(f"no decode worker is available; {what_to_do}", retry_after_s=2.0)
 

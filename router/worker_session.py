@@ -135,7 +135,7 @@ class WorkerSession:
         while self._num_silent_beats <= BEATS_PER_LEASE:
             await asyncio.sleep(self._beat_s)
             self._num_silent_beats += 1
-        self.lost_why = f"the worker has said nothing for {self._lease_ms} ms"
+        self.lost_why = f"the worker has sent nothing for {self._lease_ms} ms"
         stream.cancel()
 
     def _open_stream(self) -> grpc.aio.StreamStreamCall[pb.PrefillCommand | pb.DecodeCommand, pb.WorkerEvents | None]:
@@ -156,11 +156,11 @@ class WorkerSession:
     def _complaint(self, message: pb.WorkerEvents | None) -> str | None:
         """What is wrong with a message in itself, if anything; `RequestState` checks whether it fits the request."""
         if message is None:  # how gRPC's clients deliver bytes that do not parse
-            return "bytes that are no message"
+            return "bytes that cannot be parsed"
         for event in message.events:
             if event.HasField("tokens"):
                 if max(event.tokens.token_ids, default=0) >= self._vocab_size:
-                    return f"token {max(event.tokens.token_ids)} of a vocabulary of {self._vocab_size}"
+                    return f"token id {max(event.tokens.token_ids)}, outside the vocabulary of {self._vocab_size}"
                 if event.tokens.finish_reason not in _FINISH_REASONS:
                     return f"finish reason {event.tokens.finish_reason}, which is unknown"
         return None

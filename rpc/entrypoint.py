@@ -58,14 +58,14 @@ class ServiceArgs(SslArgs):
     log_level: str = dataclasses.field(default="info", metadata={"help": f"Log level: {', '.join(LOG_LEVELS)}."})
     metrics_listen: str = dataclasses.field(
         default="",
-        metadata={"help": "HOST:PORT to serve Prometheus metrics on, over HTTP. Default: they are not served."},
+        metadata={"help": "HOST:PORT to serve Prometheus metrics on, over HTTP. Default: metrics are not served."},
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self)
         if self.ssl_ca_certs and not self.ssl_certfile:
-            raise ValueError("ssl_ca_certs needs ssl_certfile: workers ask whoever calls them for a certificate")
+            raise ValueError("ssl_ca_certs needs ssl_certfile: workers require a certificate of their callers")
         for name in ("listen", "metrics_listen"):
             try:
                 if name == "listen" or self.metrics_listen:
@@ -219,7 +219,7 @@ def announce(address: str, way: str = "grpc") -> None:
         sys.stdout.flush()
     except OSError as error:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else Python would try once more at its end
-        logger.warning("stdout does not take the line that says where this process listens: %s", error)
+        logger.warning("cannot write the line with this process' address to stdout: %s", error)
 
 
 def stop_signals() -> list[int]:
@@ -262,7 +262,7 @@ async def _run(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int:
         sys.stderr.write(f"Error: {error}\n")
         return 1
     except Exception:
-        logger.exception("the service ended by an error")
+        logger.exception("the service ended with an error")
         return 1
     finally:
         for signum, handler in previous.items():

@@ -290,14 +290,14 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TandemError:
 def _hint_of_http(details: str) -> str:
     """Advice for a connection that failed with these details from gRPC; "" if HTTP is not the reason."""
     if "http1.x server" in details or _STATUS_LINE in details:
-        return "an HTTP server answers there, no router: gRPC has a port of its own, by default 50051"
+        return "an HTTP server answers there, not a router: the router's gRPC port is another one, by default 50051"
     return ""
 
 
 def _hint_of_role(code: grpc.StatusCode) -> str:
     """Advice if the answering server has no such method; "" for other statuses."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return "what answers there is of another role, such as a worker, or of another version: check the address"
+        return "the server there is not a router, but perhaps a worker, or has another version: check the address"
     return ""
 
 

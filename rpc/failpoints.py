@@ -54,10 +54,10 @@ def parse(spec: str) -> dict[str, _Armed]:
     for pair in filter(None, (part.strip() for part in spec.split(","))):
         match = re.fullmatch(r"([\w.]+)=(exit|fail|delay:(\d+(?:\.\d+)?))(?:\*(\d+))?", pair)
         if match is None:
-            raise ValueError(f"failpoints must be POINT=exit|fail|delay:SECONDS, with *TIMES if need be, is {pair!r}")
+            raise ValueError(f"failpoints must be POINT=exit|fail|delay:SECONDS, optionally with *TIMES, is {pair!r}")
         point, action, seconds, times = match.groups()
         if point not in POINTS:
-            raise ValueError(f"failpoints: there is no point {point!r}; there are {', '.join(POINTS)}")
+            raise ValueError(f"failpoints: unknown point {point!r}; known points: {', '.join(POINTS)}")
         armed[point] = _Armed(action.split(":")[0], float(seconds or 0), int(times or 1))
     return armed
 

@@ -21,15 +21,17 @@ from rpc.errors import Unauthenticated
 from rpc.interceptors import with_behavior
 
 KEY_METADATA = "authorization"
-HOW_TO_GIVE = "the API key is missing or wrong: it is metadata, authorization: Bearer KEY"
+HOW_TO_GIVE = "the API key is missing or wrong: give it as gRPC metadata, authorization: Bearer KEY"
 
 
 def check_keys(name: str, keys: Sequence[str]) -> None:
     """Check the keys of the flag `name`. Raises `ValueError`."""
     if not all(keys):  # such as an unset variable in a script
-        raise ValueError(f"{name} must not be empty, or anybody could send requests; leave it out if that is intended")
+        raise ValueError(f"{name} must not be empty; leave it out to accept requests without a key")
     if not all(re.fullmatch(r"[\x21-\x7e]+", key) for key in keys):
-        raise ValueError(f"{name} must be of visible ASCII characters: headers carry no others safely")
+        raise ValueError(
+            f"{name} must consist of visible ASCII characters without spaces: headers carry no others safely"
+        )
 
 
 def first_key(name: str, keys: str) -> str:

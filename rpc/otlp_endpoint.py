@@ -20,11 +20,13 @@ def create_tracing(endpoint: str, service: str) -> Tracing:
     try:
         from rpc.otlp import OtlpTracing
     except ModuleNotFoundError as error:
-        raise ValueError(f"otlp_traces_endpoint: {error}; install what it needs: {NEEDED}") from error
+        raise ValueError(f"otlp_traces_endpoint: {error}; install OpenTelemetry: {NEEDED}") from error
     try:
         return OtlpTracing(endpoint, service)
     except Exception as error:  # of any kind: the SDK reads its variables in many places
-        raise ValueError(f"otlp_traces_endpoint: OpenTelemetry refuses its settings (OTEL_…): {error}") from error
+        raise ValueError(
+            f"otlp_traces_endpoint: OpenTelemetry refuses the environment variables OTEL_…: {error}"
+        ) from error
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -88,7 +88,7 @@ class Server:
             return int(self._server.add_secure_port(self._listen, self._tls.credentials()))
         except RuntimeError as error:
             if self._tls is not None:  # the port was free just now
-                raise CannotListen(f"gRPC does not take the certificate or its key: {error}") from error
+                raise CannotListen(f"gRPC does not accept the certificate or its key: {error}") from error
             raise CannotListen(_sentence(self._host, self._port, str(error), is_busy=False)) from error
 
     def set_serving(self, service_name: str, is_serving: bool) -> None:
@@ -127,12 +127,12 @@ def _options(max_message_bytes: int, ping_timeout_ms: int | None) -> list[tuple[
 def split_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port"; an IPv6 host keeps its brackets. Raises `ValueError`."""
     if "://" in address:
-        raise ValueError(f"an address is HOST:PORT, without a scheme such as http://, not {address!r}")
+        raise ValueError(f"an address must be HOST:PORT, without a scheme such as http://, is {address!r}")
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"an address is HOST:PORT with a port from 0 to 65535, not {address!r}")
+        raise ValueError(f"an address must be HOST:PORT with a port from 0 to 65535, is {address!r}")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError(f"an IPv6 host stands in brackets, as in [::1]:50051, not {address!r}")
+        raise ValueError(f"an IPv6 host must be in brackets, as in [::1]:50051, is {address!r}")
     return host, int(port)
 
 

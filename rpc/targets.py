@@ -18,7 +18,7 @@ def target_of(addresses: Sequence[str]) -> str:
         return addresses[0]
     schemes = {_scheme(address) for address in addresses}
     if len(schemes) != 1 or "" in schemes:
-        raise ValueError(f"several addresses are all of IPv4, or all of IPv6, not {', '.join(addresses)}")
+        raise ValueError(f"several addresses must be all IPv4 or all IPv6, are {', '.join(addresses)}")
     return schemes.pop() + ",".join(addresses)
 
 
@@ -40,10 +40,12 @@ def check_target(target: str, *, has_tls: bool = False) -> None:
     for address in addresses_of(target):
         split_address(address)
         if of_list and _scheme(address) != of_list:
-            raise ValueError(f"behind {of_list} stand IP addresses of that kind with their ports, not {address!r}")
+            raise ValueError(
+                f"{of_list} must be followed by IP addresses of that kind with ports, is followed by {address!r}"
+            )
     if has_tls and len(addresses_of(target)) > 1:
         raise ValueError(
-            f"over TLS several stand behind a name that is in their certificates, not in a list: {target!r}"
+            f"with TLS, several routers need one DNS name that is in their certificates, not a list: {target!r}"
         )
 
 

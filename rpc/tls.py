@@ -141,8 +141,8 @@ class SslArgs:
     ssl_certfile: str = field(
         default="",
         metadata={
-            "help": "PEM file with this process' certificate. With it, the process serves over TLS, and "
-            "shows it to the peers that it calls."
+            "help": "PEM file with this process' certificate. If given, this process serves over TLS and presents "
+            "the certificate to the processes that it calls."
         },
     )
     ssl_keyfile: str = field(
@@ -151,8 +151,8 @@ class SslArgs:
     ssl_ca_certs: str = field(
         default="",
         metadata={
-            "help": "PEM file of the CA that signs the certificates of the processes that this one calls and, for "
-            "a worker, of those that may call it."
+            "help": "PEM file of the CA that signs the certificates of the processes that this one calls. A worker "
+            "requires such a certificate of its callers, too."
         },
     )
 
@@ -211,13 +211,13 @@ def _args_of(files: tuple[str, ...]) -> SslArgs:
 def hint(details: str) -> str:
     """Advice for a connection that failed with these details from gRPC; "" if TLS is not the reason."""
     if "WRONG_VERSION_NUMBER" in details:
-        return "the other side speaks no TLS: call it without ssl_ca_certs, or give it a certificate"
+        return "the other side does not use TLS: call it without ssl_ca_certs, or give it a certificate"
     if "CERTIFICATE_VERIFY_FAILED" in details:
-        return "its certificate has expired, or is not of those that ssl_ca_certs signed"
+        return "its certificate has expired, or was not signed by the CA of ssl_ca_certs"
     if "Hostname Verification" in details:
-        return "its certificate does not name the address that it was called by (subjectAltName)"
+        return "its certificate (subjectAltName) does not contain the address that it was called by"
     if "Handshake read failed" in details:
-        return "it may ask for a certificate that it trusts (ssl_certfile), or have a key that gRPC does not take"
+        return "it may require a certificate that it trusts (ssl_certfile), or have a key that gRPC does not accept"
     return ""
 
 
@@ -228,18 +228,18 @@ def _check_certificate(cert_path: str, key_path: str, cert: bytes) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_path, key_path, password=refuse)
     except ssl.SSLError as error:
-        why = f"ssl_certfile {cert_path} and ssl_keyfile {key_path} are not a certificate and its key, both as PEM"
+        why = f"ssl_certfile {cert_path} and ssl_keyfile {key_path} must be a certificate and its key, both in PEM"
         raise ValueError(f"{why} ({error.reason or error})") from error
     begin, end = cert.find(b"-----BEGIN CERTIFICATE-----"), cert.find(b"-----END CERTIFICATE-----")
     if not 0 <= begin < end:  # OpenSSL also accepts other headings
-        raise ValueError(f"ssl_certfile: {cert_path} must begin with BEGIN CERTIFICATE: gRPC takes no other heading")
+        raise ValueError(f"ssl_certfile: {cert_path} must begin with BEGIN CERTIFICATE: gRPC accepts no other heading")
     der = ssl.PEM_cert_to_DER_cert(cert[begin : end + 25].decode("ascii")).hex()
     if not any(kind in der for kind in _KEY_KINDS):
-        raise ValueError(f"ssl_keyfile: {key_path} must be an RSA, P-256 or P-384 key: gRPC takes no other")
+        raise ValueError(f"ssl_keyfile: {key_path} must be an RSA, P-256 or P-384 key: gRPC accepts no other")
 
 
 def _check_ca(ca: bytes) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii", "ignore"))
     except ssl.SSLError as error:
-        raise ValueError(f"ssl_ca_certs holds no certificate as PEM ({error.reason or error})") from error
+        raise ValueError(f"ssl_ca_certs holds no PEM certificate ({error.reason or error})") from error

@@ -87,7 +87,7 @@ class AsyncRequests:
         if not request_id:
             raise ValueError("request_id: must not be empty")
         if request_id in self._requests:
-            raise ValueError(f"request_id: {request_id!r:.80} is in use by a request that is under way")
+            raise ValueError(f"request_id: {request_id!r:.80} is in use by a running request")
         request = self._requests[request_id] = AsyncRequest(request_id)
         return request
 

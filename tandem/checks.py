@@ -51,5 +51,5 @@ def check_names(what: str, given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             close = get_close_matches(name, known)
-            there = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+            there = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
             raise TypeError(f"{what} has no {name}; {there}")

@@ -76,7 +76,7 @@ class ClientBase:
     def _abort_request(self, request_id: str) -> pb.AbortRequest:
         if self._is_spread:
             raise RuntimeError(
-                "abort: the router asked may not be the one that runs the request; drop the stream instead"
+                "abort: with several routers, the one asked may not run the request; close the stream instead"
             )
         check_text("request_id", request_id)
         return pb.AbortRequest(request_id=request_id)

@@ -292,7 +292,7 @@ class Cluster:
             await process.wait()
             raise
         if process.returncode != 0:
-            raise ClusterError(f"model {model!r} cannot be prepared: the lines above say why")
+            raise ClusterError(f"model {model!r} cannot be prepared: see the lines above")
         folder = Path(output.decode().strip())
         self._on_event(
             ProcessEvent(name="model", what=f"{model} is at {folder} ({time.monotonic() - started_at_s:.1f} s)")
@@ -310,7 +310,7 @@ async def _check_redis(url: str) -> None:
         where = re.sub("//[^/]*@", "//", url)  # without the password
         why = str(error).rstrip(".") or type(error).__name__
         raise ClusterError(
-            f"no Redis answers at {where}: {why}. Start one, or leave out --redis to start one"
+            f"no Redis answers at {where}: {why}. Start one there, or leave out --redis to have one started"
         ) from error
     finally:
         await redis.aclose()

@@ -143,16 +143,16 @@ class ClusterArgs:
             raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
         self._check_routers()
         if self.num_gateways > 1 and sys.platform != "linux":
-            raise ValueError("--gateways must be 1 here: only Linux shares the connections of a port out")
+            raise ValueError("--gateways must be 1 here: only Linux spreads connections over processes with one port")
 
     def _check_routers(self) -> None:
         port = split_address(self.listen)[1]
         if port and port + self.num_routers > 65536:
-            raise ValueError(f"--listen: {self.num_routers} routers need as many ports, from {port} on")
+            raise ValueError(f"--listen: {self.num_routers} routers need {self.num_routers} ports, from {port} on")
         try:
             target_of([self.router_listen(name) for name in self.router_names])
         except ValueError as error:
-            raise ValueError(f"--listen: several routers are found by an IP address, not {self.listen!r}") from error
+            raise ValueError(f"--listen must have an IP address with several routers, is {self.listen!r}") from error
 
     def settings_of(self, service: type[SslArgs]) -> dict[str, Any]:
         """The fields of `service`, one of `SERVICES`, that are passed on."""

@@ -49,7 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-NO_MORE = "this LLM cannot generate any more: let go of it and make a new one"
+NO_MORE = "this LLM cannot generate any more: delete it and create a new one"
 
 
 class LLM:

@@ -70,13 +70,13 @@ def _checked_name(request: object, loaded: Mapping[str, Path], fixed: Collection
     folder, wished = loaded.get(name), folder_of(request)
     if may_load and name not in fixed:
         if folder is None and wished is None:
-            raise ValueError(f"lora_request names {name!r}, which is not loaded: give its folder, too, as lora_path")
+            raise ValueError(f"lora_request names {name!r}, which is not loaded: also give its folder, as lora_path")
         return name
     if folder is None:
         raise ValueError(
-            f"lora_request names {name!r}, lora_modules has {', '.join(loaded) or 'none'}; "
-            "the folders of all adapters are given at the start: lora_modules={name: folder}; of an LLM that has room "
-            "for more, max_loras, also in the request"
+            f"lora_request names {name!r}, but lora_modules has {', '.join(loaded) or 'none'}. Give the folders of "
+            "adapters when the LLM is created, as lora_modules={name: folder}; with max_loras, also in the request, as "
+            "lora_path"
         )
     if wished is not None and wished != folder:
         raise ValueError(f"lora_request: {name!r} was loaded from {folder}, not {request.lora_path}")

@@ -85,7 +85,7 @@ class OfflineInputs:
     def read(self, name: str, prompt: Any, params: SamplingParams, asked: Tokenization) -> ReadPrompt:
         """Read one prompt. `name`: the prompt's name in errors. Raises `ValueError`."""
         if params.bounds_thinking:
-            said = "is for LLM.chat: of another prompt's answers nobody knows what is thought"
+            said = "is only for LLM.chat: reasoning is told apart from the answer by the chat template"
             raise ValueError(f"{name}: thinking_token_budget {said}")
         return read_prompt(
             name,

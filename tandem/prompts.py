@@ -77,7 +77,7 @@ class Tokenization:
         asked = Tokenization(**dict(given or {}))
         num_kept, adds = asked.truncate_prompt_tokens, asked.add_special_tokens
         if num_kept is not None and not (is_whole(num_kept) and (num_kept == ROOM or 1 <= num_kept <= max_model_len)):
-            bound = f"must be in [1, {max_model_len}] (the context), or -1 for what it has room for"
+            bound = f"must be in [1, {max_model_len}] (the context), or -1 for as many as fit"
             raise ValueError(f"tokenization_kwargs: truncate_prompt_tokens {bound}, is {num_kept!r:.80}")
         if not isinstance(adds, bool | None):
             raise ValueError(f"tokenization_kwargs: add_special_tokens must be True or False, is {adds!r:.80}")

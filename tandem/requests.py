@@ -172,7 +172,7 @@ def tokenize_request(prompt: str | Messages, **asked: Unpack[Tokenizing]) -> pb.
     """The message for Tokenize. Raises `ValueError` naming what the wire cannot carry."""
     if unknown := [name for name in asked if name not in Tokenizing.__annotations__]:
         known = ", ".join(Tokenizing.__annotations__)
-        raise ValueError(f"{unknown[0]}: is not a known parameter; there are {known}")
+        raise ValueError(f"{unknown[0]}: is not a known parameter; known are {known}")
     of_chat = {name: asked.get(name) for name in _OF_CHATS}
     check_text("model", asked.get("model", ""))
     request = pb.TokenizeRequest(
@@ -267,7 +267,7 @@ def _sampling_params(sampling: Mapping[str, Any]) -> pb.SamplingParams:
     for name, value in sampling.items():
         if name not in Sampling.__annotations__ and name != "n":
             known = ", ".join(Sampling.__annotations__)
-            raise ValueError(f"{name}: no such sampling parameter; there are {known}")
+            raise ValueError(f"{name}: no such sampling parameter; known are {known}")
         if value is None:
             continue
         if name in ("stop", "bad_words"):

@@ -149,7 +149,7 @@ class SamplingParams:
         if not -1 <= (self.thinking_token_budget or 0) < 2**31:
             raise ValueError(f"thinking_token_budget must be -1 or more, is {self.thinking_token_budget!r:.80}")
         if self.bounds_thinking and allowed:
-            said = "what ends a thought might not be allowed"
+            said = "they may lack the token that ends the reasoning"
             raise ValueError(f"thinking_token_budget cannot be combined with allowed_token_ids: {said}")
         if self.allowed_token_ids is not None and not allowed:
             raise ValueError("allowed_token_ids must not be empty: for any token, leave it out")
@@ -309,7 +309,7 @@ def _check_bad_words(words: Any) -> None:
     if not is_list(words) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"bad_words must be a list of texts or None, is {words!r:.80}")
     if len(words) > MAX_BAD_WORDS:
-        raise ValueError(f"bad_words may hold {MAX_BAD_WORDS} words, has {len(words)}")
+        raise ValueError(f"bad_words must have at most {MAX_BAD_WORDS} words, has {len(words)}")
     for word in words:
         check_text("bad_words", word)
         if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:

@@ -50,7 +50,7 @@ class StructuredOutputsParams:
         if not isinstance(asked, Mapping):
             raise ValueError(f"must be an object with one of {_NAMES}, is a {type(asked).__name__}")
         if unknown := sorted(set(map(str, asked)) - {entry.name for entry in fields(cls)} - {*_DONE_ANYWAY}):
-            raise ValueError(f"{unknown[0]:.80} is not known; there are {_NAMES}")
+            raise ValueError(f"{unknown[0]:.80} is not known; known are {_NAMES}")
         return cls(**asked)
 
     def to_proto(self) -> pb.StructuredOutputs:

@@ -235,9 +235,9 @@ class SupervisedProcess:
         if not exited.done():
             run.send(signal.SIGKILL)
             self._exit_problem = f"{self.spec.name} was killed: " + (
-                "it was not waited for"
+                "it did not get time to finish"
                 if self._kill_requested.is_set()
-                else f"it had not ended after {self._grace_s:g} s"
+                else f"it had not exited after {self._grace_s:g} s"
             )
             await exited
         elif run.returncode != 0 and not (run.returncode == -signal.SIGTERM and run.ready_at_s is None):
@@ -251,7 +251,7 @@ class SupervisedProcess:
 
     def _why_give_up(self, run: ProcessRun, num_quick_deaths: int) -> str:
         if run.returncode == USAGE_EXIT_CODE and not self._was_ready:
-            return f"{self.spec.name} does not accept its settings"
+            return f"{self.spec.name} rejects its settings"
         if self.spec.must_start and not self._was_ready:
             return f"{self.spec.name} did not start ({describe_exit(run.returncode)})"
         if num_quick_deaths >= self._policy.max_quick_deaths:

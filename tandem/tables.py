@@ -30,7 +30,7 @@ class Table:
 
 def router_line(status: ClusterStatus, address: str) -> str:
     """The router and its queue in one line."""
-    registry = "" if status.is_registry_reachable else "; Redis is not reachable: serving from what it last knew"
+    registry = "" if status.is_registry_reachable else "; Redis is not reachable: serving with the last known workers"
     return (
         f"router {status.router_id} at {address}: {status.num_running_requests} running, "
         f"{status.num_queued_requests} queued ({status.num_queued_tokens} tokens){registry}"
@@ -109,7 +109,7 @@ def why_set_back(record: WorkerRecord, status: ClusterStatus) -> list[str]:
     """The reasons why a worker gets no requests, or not all, in a few words each; also a worker with the same id."""
     remarks = {
         "draining": record.is_draining,
-        "stands still": record.load.is_stalled,
+        "stalled": record.load.is_stalled,
         "ejected": record.worker_id in status.ejected,
         "not connected": record.worker_id in status.not_connected,
         "of another kind: no new requests": record.worker_id in status.of_another_kind,
@@ -235,11 +235,11 @@ def _format_line(cells: Sequence[str], widths: Sequence[int], is_number: Sequenc
 
 def profile_line(profile: WorkerProfile) -> str:
     if not profile.num_steps:
-        return f"{profile.worker_id}: it took no step in this time; send it a request meanwhile"
+        return f"{profile.worker_id}: no steps in this time; send requests to it meanwhile"
     each_ms = profile.step_ms / profile.num_steps
     share = sum(op.host_ms for op in profile.ops) / profile.step_ms
     steps = "1 step" if profile.num_steps == 1 else f"{profile.num_steps} steps"
-    return f"{profile.worker_id}: {steps} of {each_ms:.2f} ms, {share:.0%} of them in the host's part of operations"
+    return f"{profile.worker_id}: {steps} of {each_ms:.2f} ms, {share:.0%} of them in the host part of operations"
 
 
 def profile_table(profile: WorkerProfile, num_rows: int) -> Table:

@@ -22,50 +22,53 @@ class WorkerArgs(ServiceArgs):
     advertise: str = field(
         default="",
         metadata={
-            "help": "HOST:PORT at which others reach this worker. Default: the address it listens on. Required with "
-            "--listen 0.0.0.0:PORT, at which others would reach themselves."
+            "help": "HOST:PORT at which routers and other workers reach this worker. Default: the address it listens "
+            "on. Required with --listen 0.0.0.0:PORT, which is not reachable from elsewhere."
         },
     )
-    worker_id: str = field(default="", metadata={"help": "Name of this worker. Default: its role and a random suffix."})
+    worker_id: str = field(
+        default="", metadata={"help": "Unique name of this worker. Default: its role and a random suffix."}
+    )
     transport: str = field(
         default="grpc",
         metadata={
-            "help": "How KV travels: grpc (anywhere), ipc (straight into the other worker's memory, on one "
-            "machine) or nixl (NVIDIA's NIXL: RDMA, NVLink, shared memory)."
+            "help": "Transport for KV blocks between workers: grpc (works anywhere), ipc (writes into the other "
+            "worker's memory; same machine only) or nixl (NVIDIA's NIXL: RDMA, NVLink, shared memory)."
         },
     )
     lease_ms: int = number(
         10_000,
-        "A router that is silent for this long is considered dead, and what it owns on this worker is freed. A "
-        "worker whose engine is stuck in a step for this long is left by routers that have another one.",
+        "Lease of a router, in milliseconds. A router that has sent nothing for this long is considered dead, and its "
+        "requests and memory on this worker are freed. If the engine is stuck in a step for this long, routers move "
+        "their requests to other workers, if there are any.",
         least=200,
         most=3_600_000,
     )
     lora_dir: str = field(
         default="",
         metadata={
-            "help": "Folder of further LoRA adapters, each a folder in PEFT's layout with the name that requests give. "
-            "It is looked at every three seconds: adapters that are put there, exchanged or removed come and go while "
-            "the worker runs. Needs --max-loras."
+            "help": "Folder of LoRA adapters to load at run time, each a folder in PEFT's layout whose name requests "
+            "give as their model. It is checked every three seconds: added adapters are loaded, replaced ones "
+            "reloaded, removed ones unloaded. Needs --max-loras."
         },
     )
-    drain_grace_s: float = number(30.0, "How long running requests may take to finish after SIGTERM.", least=0)
+    drain_grace_s: float = number(30.0, "Seconds that running requests have to finish after SIGTERM.", least=0)
     engine_iteration_timeout_s: float = number(
         300.0,
-        "If a step of the engine takes longer than this, the process ends and its requests continue elsewhere: a "
-        "GPU that hangs cannot be recovered from within the process. 0: wait for ever.",
+        "Maximum duration of one engine step, in seconds. If a step takes longer, as on a GPU that hangs, the process "
+        "exits and its requests continue on other workers. 0: no limit.",
         least=1,
-        zero="wait for ever",
+        zero="no limit",
     )
     failpoints: str = field(
         default="",
-        metadata={"help": "For tests: fail on purpose. POINT=ACTION, several separated by commas (rpc/failpoints.py)."},
+        metadata={"help": "For tests: inject failures. POINT=ACTION, several separated by commas (rpc/failpoints.py)."},
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ssl_certfile and not self.ssl_ca_certs:
-            raise ValueError("ssl_certfile needs ssl_ca_certs: a worker asks whoever calls it for a certificate")
+            raise ValueError("ssl_certfile needs ssl_ca_certs: a worker requires a certificate of its callers")
         failpoints.parse(self.failpoints)
         self._check_advertise()
         if self.worker_id:
@@ -83,7 +86,7 @@ class WorkerArgs(ServiceArgs):
         if is_any_host(host):
             raise ValueError(
                 "advertise must be HOST:PORT at which routers and other workers reach this one, "
-                f"not {where!r}, at which each would reach itself"
+                f"not {where!r}, which is not reachable from elsewhere"
             )
         if self.advertise and not port:
             raise ValueError(f"advertise must name the port at which others reach this worker, is {where!r}")

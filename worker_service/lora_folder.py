@@ -75,7 +75,7 @@ class LoRAFolder:
                 except EngineDeadError:
                     raise
                 except Exception as error:
-                    log_bug(error, "a look at the folder of adapters")
+                    log_bug(error, "reading the folder of adapters")
 
     async def look(self, *, waits: bool = True) -> None:
         """Bring the engine in line with the folder. `waits`: read new adapters only after a second look."""
@@ -180,15 +180,15 @@ class LoRAFolder:
         """Make an adapter leave. Returns whether there was one."""
         is_removed = await self._engine.call(lambda engine: engine.remove_lora(name))
         if is_removed:
-            _log.info("adapter is served no more", extra={"lora_name": name})
+            _log.info("adapter is no longer served", extra={"lora_name": name})
             self._on_change()
         return is_removed
 
     def _check_name(self, name: str) -> None:
         if not NAME.fullmatch(name):
-            raise ValueError("an adapter's folder must be named by 1 to 128 letters, digits and any of . : _ -")
+            raise ValueError("the name of an adapter's folder must be 1 to 128 letters, digits and any of . : _ -")
         if name in self._names_of_others:
-            raise ValueError(f"{name!r} is the model's own name; give the adapter another")
+            raise ValueError(f"{name!r} is the model's own name; give the adapter another name")
 
 
 def _stamp(folder: Path) -> Stamp | None:

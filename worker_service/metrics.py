@@ -51,12 +51,16 @@ class WorkerMetrics(Collector):
             "iteration_tokens_total", "Tokens computed in one step of the engine.", ITERATION_TOKENS
         )
         self._transfer_seconds = self._histogram(
-            "kv_transfer_seconds", "From a prompt's first push until another worker has it.", TRANSFER_SECONDS
+            "kv_transfer_seconds",
+            "From the first push of a prompt's KV until the decode worker has all of it.",
+            TRANSFER_SECONDS,
         )
         self._commit_seconds = self._histogram(
-            "kv_commit_seconds", "Of it, what came after the prompt was computed.", TRANSFER_SECONDS
+            "kv_commit_seconds",
+            "The part of tandem:kv_transfer_seconds after the prompt was computed.",
+            TRANSFER_SECONDS,
         )
-        self._transfer_bytes = self._histogram("kv_transfer_bytes", "KV pushed of a prompt.", TRANSFER_BYTES)
+        self._transfer_bytes = self._histogram("kv_transfer_bytes", "Bytes of KV pushed for a prompt.", TRANSFER_BYTES)
         self._num_tokens_seen = 0
         self.registry.register(self)
 
@@ -78,9 +82,11 @@ class WorkerMetrics(Collector):
         blocks = load.blocks
         num_used = blocks.num_sequence + blocks.num_grant + blocks.num_held
         yield self._gauge("num_requests_running", "Requests in the engine's batch.", load.num_running)
-        yield self._gauge("num_requests_waiting", "Requests in the engine's own queue.", load.num_waiting)
+        yield self._gauge("num_requests_waiting", "Requests in the engine's queue.", load.num_waiting)
         yield self._gauge("num_waiting_tokens", "Prompt tokens still to be computed here.", load.num_waiting_tokens)
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 is all.", num_used / max(1, blocks.num_blocks))
+        yield self._gauge(
+            "kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", num_used / max(1, blocks.num_blocks)
+        )
         owned = GaugeMetricFamily("tandem:kv_blocks", "KV blocks by owner.", labels=[*LABELS, "owner"])
         for owner in ("free", "cached", "sequence", "grant", "held"):
             owned.add_metric([*self._labels, owner], getattr(blocks, f"num_{owner}"))
@@ -88,24 +94,24 @@ class WorkerMetrics(Collector):
         if load.HasField("host_blocks"):
             yield from self._of_offloading(load.host_blocks)
         yield self._gauge("num_sessions", "Routers that are connected.", self._num_sessions())
-        yield self._gauge("num_grants", "Promises of memory that are open.", counters.num_grants)
-        yield self._gauge("is_draining", "1 while it leaves.", load.is_draining)
-        yield self._gauge("is_stalled", "1 while the engine stands still within a step.", load.is_stalled)
+        yield self._gauge("num_grants", "Open grants: blocks reserved for KV transfers.", counters.num_grants)
+        yield self._gauge("is_draining", "1 while the worker drains.", load.is_draining)
+        yield self._gauge("is_stalled", "1 while the engine is stuck in a step.", load.is_stalled)
         for name, help_text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries_tokens),
-            ("prefix_cache_hits", "Prompt tokens found there.", stats.num_prefix_hits_tokens),
-            ("num_preemptions", "Sequences that gave up their blocks to others.", stats.num_preemptions),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_hits_tokens),
+            ("num_preemptions", "Sequences preempted to free KV blocks.", stats.num_preemptions),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
             ("engine_seconds", "Seconds in steps of the engine.", stats.seconds_in_steps),
             ("computed_prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
             ("computed_generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
-            ("spec_decode_num_drafts", "Times that tokens were guessed ahead.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Tokens guessed ahead.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Tokens guessed rightly.", stats.num_accepted_tokens),
-            ("grants", "Promises of memory given.", counters.num_grants_issued),
-            ("expired_leases", "Grants that ended by silence.", counters.num_expired_leases),
-            ("late_writes", "Blocks that came after their grant's end, and were dropped.", counters.num_late_writes),
-            ("repaired_blocks", "Blocks damaged on their way, and pushed again.", counters.num_repairs),
+            ("spec_decode_num_drafts", "Speculative drafts.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Speculative tokens proposed.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Speculative tokens accepted.", stats.num_accepted_tokens),
+            ("grants", "Grants given.", counters.num_grants_issued),
+            ("expired_leases", "Grants whose lease expired.", counters.num_expired_leases),
+            ("late_writes", "Blocks dropped because their grant had ended.", counters.num_late_writes),
+            ("repaired_blocks", "Blocks damaged in transit and pushed again.", counters.num_repairs),
         ):
             counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
             counter.add_metric(self._labels, value)
@@ -113,9 +119,11 @@ class WorkerMetrics(Collector):
 
     def _of_offloading(self, host_blocks: pb.HostLedger) -> Iterable[Metric]:
         usage = host_blocks.num_kept / host_blocks.num_blocks
-        yield self._gauge("kv_offload_cpu_cache_usage_perc", "Blocks kept in the host's memory; 1 is all.", usage)
+        yield self._gauge("kv_offload_cpu_cache_usage_perc", "Fraction of host blocks in use, 0 to 1.", usage)
         moved = CounterMetricFamily(
-            "tandem:kv_offload_total_bytes", "KV copied between pool and host.", labels=[*LABELS, "transfer_type"]
+            "tandem:kv_offload_total_bytes",
+            "Bytes of KV copied between pool and host memory.",
+            labels=[*LABELS, "transfer_type"],
         )
         for transfer_type, num_blocks in (
             ("GPU_to_CPU", self._stats.num_saved_blocks),
@@ -126,8 +134,8 @@ class WorkerMetrics(Collector):
         stats = self._stats
         num_not_in_pool = stats.num_prefix_queries_tokens - stats.num_prefix_hits_tokens + stats.num_loaded_tokens
         for name, help_text, value in (
-            ("external_prefix_cache_queries", "Prompt tokens looked up in the host's memory.", num_not_in_pool),
-            ("external_prefix_cache_hits", "Prompt tokens found there.", stats.num_loaded_tokens),
+            ("external_prefix_cache_queries", "Prompt tokens looked up in host memory.", num_not_in_pool),
+            ("external_prefix_cache_hits", "Prompt tokens found in host memory.", stats.num_loaded_tokens),
         ):
             counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
             counter.add_metric(self._labels, value)

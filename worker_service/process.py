@@ -202,7 +202,9 @@ class WorkerProcess:
         if self._lora_dir is None:
             return
         if not self._config.lora_room.num:
-            raise CannotLoad("lora_dir needs room for adapters: give --max-loras, too, how many there may be at once")
+            raise CannotLoad(
+                "lora_dir needs room for adapters: also give --max-loras, the maximum number of them at once"
+            )
         if not await asyncio.to_thread(self._lora_dir.is_dir):
             raise CannotLoad(f"lora_dir: there is no folder {self._lora_dir}")
 
@@ -272,7 +274,7 @@ class WorkerProcess:
         self.server.enter_drain()
         self._tell_all(is_draining=True)
         if not await _first_of(self.host.drain(), self.failed.wait(), timeout_s=grace_s):
-            _log.warning("requests still ran when the grace period ended", extra={"grace_s": grace_s})
+            _log.warning("grace period ended with requests still running", extra={"grace_s": grace_s})
 
     async def close(self) -> None:
         """End the sessions, leave the registry, release everything."""
@@ -301,7 +303,7 @@ class WorkerProcess:
             async with asyncio.timeout(STEP_END_S if self._ranks.has_lost_one else None):
                 await self.engine.close()
         except TimeoutError:
-            _log.critical("a step waits for a rank that has ended; this process ends")
+            _log.critical("a step waits for a rank that has exited; exiting")
             os._exit(1)  # the stepping thread cannot be ended
 
     async def _end_when_stuck(self) -> None:
@@ -311,15 +313,18 @@ class WorkerProcess:
         await wait_until_stuck(
             self.engine, stall_s=self._args.lease_ms / 1000, timeout_s=timeout_s, on_stall=self._on_stall
         )
-        _log.critical("the engine stands still; this process ends", extra={"engine_iteration_timeout_s": timeout_s})
+        _log.critical("the engine is stuck in a step; exiting", extra={"engine_iteration_timeout_s": timeout_s})
         faulthandler.dump_traceback()  # where each thread is: in which call the engine hangs
         os._exit(1)
 
     def _on_stall(self, is_stalled: bool) -> None:
         if is_stalled:
-            _log.warning("the engine stands still; routers go elsewhere", extra={"lease_ms": self._args.lease_ms})
+            _log.warning(
+                "the engine is stuck in a step; routers move their requests to other workers",
+                extra={"lease_ms": self._args.lease_ms},
+            )
         else:
-            _log.info("the engine goes on")
+            _log.info("the engine has recovered")
         self._tell_all(is_stalled=is_stalled)
 
     def _tell_all(self, **states: bool) -> None:
@@ -345,7 +350,7 @@ class WorkerProcess:
             self.host.announce_load()  # also to routers without tokens in this step: all can use freed memory
 
     def _on_failure(self, error: BaseException) -> None:
-        _log.critical("the engine failed; this process ends", extra={"error": repr(error)})
+        _log.critical("the engine failed; exiting", extra={"error": repr(error)})
         self.failed.set()
 
     def _on_handed_over(self, stats: KVTransferStats) -> None:

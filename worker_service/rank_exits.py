@@ -43,7 +43,7 @@ class RankExits:
 
     def _on_end(self, fd: int) -> None:
         self._loop.remove_reader(fd)
-        self._lose(RankLost("a rank of the engine has ended"))
+        self._lose(RankLost("a rank of the engine has exited"))
 
     def _lose(self, error: RankLost) -> None:
         self.has_lost_one = True

@@ -133,7 +133,7 @@ class RankPool(KVPool):
                 answer, told = self._line.receive()
                 data = bytes(told)
             except (EOFError, OSError) as error:
-                self._lost = RankLost(f"rank {self._rank} of the engine does not answer: {error or 'it has ended'}")
+                self._lost = RankLost(f"rank {self._rank} of the engine does not answer: {error or 'it has exited'}")
                 self._on_lost(self._lost)
                 raise self._lost from error
         if "error" in answer:
@@ -228,7 +228,7 @@ class PoolServer:
         call, self._until_s = self._calls[asked.pop("call")], asked.pop("until_s")
         try:
             if time.monotonic() > self._until_s:
-                raise PeerUnreachable("this rank stood still, and what it was asked to do is too late")
+                raise PeerUnreachable("this rank was stalled, and the call came too late")
             result, told = call(data, **asked)
         except tuple(_ERRORS.values()) as error:
             return {"error": type(error).__name__, "message": str(error)}, b""

@@ -95,8 +95,8 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
         except ProfilingError as error:
             raise Incompatible(f"{error} of this worker; try again when it is done") from error
         if len(profile.trace_gz) > MAX_TRACE_BYTES:
-            why = f"fewer are needed: the trace of {request.num_steps} has {len(profile.trace_gz)} bytes"
-            raise InvalidRequest([("num_steps", f"{why}, and at most {MAX_TRACE_BYTES} are sent")])
+            why = f"must be lower: the trace of {request.num_steps} steps has {len(profile.trace_gz)} bytes"
+            raise InvalidRequest([("num_steps", f"{why}, the maximum is {MAX_TRACE_BYTES}")])
         return pb.WorkerProfile(
             worker_id=self._record().worker_id,
             num_steps=profile.num_steps,
@@ -113,7 +113,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
     def _require_going(self) -> None:
         """Raise `Incompatible` if the engine stands still, since it would never answer."""
         if self._record().load.is_stalled:
-            raise Incompatible("the engine stands still within a step; try again when it goes on")
+            raise Incompatible("the engine is stuck in a step; try again when it has recovered")
 
 
 def stale_grants(

@@ -337,7 +337,7 @@ class SessionHost:
 
 
 def _leaving() -> Draining:
-    return Draining("this worker is leaving")
+    return Draining("this worker is shutting down")
 
 
 def _error_of(output: RequestOutput) -> TandemError:

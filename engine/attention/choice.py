@@ -68,8 +68,8 @@ def _for_a_cpu(name: str, needs: Needs) -> str:
         raise ValueError(f"attention_backend cpu cannot work here: {why_not}; give auto or torch")
     if (needs.dtype, needs.kv_dtype, needs.quantization) != ("float32", "float32", "none"):
         report(
-            "plain torch computes, several times slower than the CPU kernels, and where two tokens are nearly as "
-            f"likely an answer may depend on the batch: {why_not}"
+            "using plain torch, several times slower than the CPU kernels; where two tokens are almost equally "
+            f"likely, an answer may depend on the batch: {why_not}"
         )
     return "torch"
 
@@ -87,7 +87,7 @@ def _for_a_gpu(name: str, needs: Needs) -> str:
             calls = _flash_calls(needs)
             if name == "auto":
                 report(
-                    f"no Triton kernels, so that {calls.name} does attention, and plain torch all else: "
+                    f"using {calls.name} for attention and plain torch for all else, without Triton kernels: "
                     f"{why_not['triton']}"
                 )
             return "flash_attn"
@@ -95,8 +95,8 @@ def _for_a_gpu(name: str, needs: Needs) -> str:
             why_not["flash_attn"] = str(error)
     if name == "auto":
         report(
-            f"no Triton kernels, so that plain torch computes, several times slower: {why_not['triton']}; and no "
-            f"FlashAttention: {why_not['flash_attn']}"
+            f"using plain torch, several times slower. No Triton kernels: {why_not['triton']}; no FlashAttention: "
+            f"{why_not['flash_attn']}"
         )
         return "torch"
     raise ValueError(f"attention_backend {name} cannot work here: {why_not[name]}; give auto or torch")

@@ -278,7 +278,7 @@ class _AdapterFile:
             module.check_weights(self._handle.digest)
         self._left = set(self._handle.keys())
         if not self._left:
-            raise ValueError(f"{self._who}: {path} holds no tensors: it would change nothing")
+            raise ValueError(f"{self._who}: {path} has no tensors")
 
     def take_all(self, outputs: Mapping[str, int], inputs: int) -> list[AddedPart]:
         """What the adapter adds to the named products, which are stacked into one."""
@@ -301,17 +301,15 @@ class _AdapterFile:
         up = self._read(names[1], (outputs, rank), cut if cut is not None and cut.axis == OUTPUTS else None)
         down, up = down.to(self._dtype), (up.float() * self._module.scale).to(self._dtype)
         if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-            raise ValueError(
-                f"{self._who}: what it adds to {product} is not a number in {self._dtype}, or too large for it"
-            )
+            raise ValueError(f"{self._who}: its weights for {product} are not finite in {self._dtype}")
         return down, up
 
     def check_all_taken(self) -> None:
         if self._left:
             some = ", ".join(f"{name!r:.120}" for name in sorted(self._left)[:3])
             raise ValueError(
-                f"{self._who} changes what cannot be changed in this model: {some}; it may have q, "
-                "k, v, o, gate, up and down projections of layers that the model has"
+                f"{self._who} has weights that are not supported: {some}; supported are q, k, v, o, gate, up and down "
+                "projections of the model's layers"
             )
 
     def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:

@@ -58,7 +58,7 @@ class LoRAModule:
     def check_weights(self, digest_of_weights: str) -> None:
         """Raise `ValueError` if the weights' file has changed since the folder was read."""
         if _digest_of(digest_of_weights, self.scale) != self.digest:
-            raise ValueError(f"adapter {self.name!r}: {self.path / WEIGHTS_FILE} has changed since it was looked at")
+            raise ValueError(f"adapter {self.name!r}: {self.path / WEIGHTS_FILE} has changed since it was read")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,19 +48,19 @@ class AdapterTable:
         if digest and (number is None or self._module_of[number].digest != digest):
             number = self._leaving(name, digest)
             if number is None:
-                raise AdapterGone(f"lora_name {name[:128]!r} with lora_digest {digest[:64]!r} is not here")
+                raise AdapterGone(f"lora_name {name[:128]!r} with lora_digest {digest[:64]!r} is not loaded here")
         if number is None:
             there = ", ".join(self._served) or "none"
-            raise ValueError(f"lora_name must be an adapter that is here ({there}), is {name[:128]!r}")
+            raise ValueError(f"lora_name must be a loaded adapter ({there}), is {name[:128]!r}")
         return number, self._module_of[number].digest
 
     def check_may_add(self, name: str) -> None:
         """Raise what `add` would raise: `NoRoomForAdapter`, or `ValueError` if a permanent adapter has this name."""
         if name in self._fixed:
-            raise ValueError(f"adapter {name!r}: lora_modules has one of that name, which stays")
+            raise ValueError(f"adapter {name!r}: lora_modules has an adapter of that name, which cannot be replaced")
         if not self._free:
             raise NoRoomForAdapter(
-                f"adapter {name!r}: max_loras={self.num_rooms} are here, those that are leaving included"
+                f"adapter {name!r}: max_loras={self.num_rooms} are loaded, including those being removed"
             )
 
     def next_number(self, name: str) -> int:

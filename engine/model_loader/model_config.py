@@ -160,7 +160,7 @@ def _can_record(backend: str, needs: Needs) -> bool:
     """Whether decode steps can be recorded as CUDA graphs. If users may expect that, reports why not."""
     why_not = why_no_graphs(backend, needs)
     if why_not and needs.device == "cuda" and backend in ("flash_attn", "triton"):
-        report(f"decoding steps are not recorded as CUDA graphs: {why_not}")
+        report(f"decoding steps are not captured as CUDA graphs: {why_not}")
     return not why_not
 
 
@@ -283,7 +283,7 @@ def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]
         raise ValueError(f"{field} must be {must} for models that transformers' code computes")
     own_names = [served_model_name, *_aliases(args)]
     if taken := [name for name in own_names if name in folders]:
-        raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another")
+        raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another name")
     return tuple(lora_module_of(name, path) for name, path in sorted(folders.items()))
 
 
@@ -343,9 +343,9 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
     most = memory_bytes(device) // block_bytes
     if most < 1:
         raise ValueError(
-            f"block_size: one block of {args.block_size} tokens would take {block_bytes / GIB:.1f} GiB, more than "
-            f"there is for this process: the model has {model.num_layers} layers with {model.num_kv_heads} key heads "
-            f"of {model.head_dim}"
+            f"block_size: one block of {args.block_size} tokens would take {block_bytes / GIB:.1f} GiB, more than the "
+            f"memory of this process: the model has {model.num_layers} layers with {model.num_kv_heads} key heads of "
+            f"size {model.head_dim}"
         )
     if args.num_kv_blocks:
         num_blocks, setting = args.num_kv_blocks, f"is {args.num_kv_blocks}"
@@ -361,17 +361,17 @@ def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str
         why = f"what max_model_len={model.max_model_len} needs"
         raise ValueError(f"{bounds[0]}, {why}, {setting}; or lower max_model_len")
     if num_blocks > most:
-        raise ValueError(f"{bounds[1]}, all the memory there is for this process, {setting}")
+        raise ValueError(f"{bounds[1]}, all the memory of this process, {setting}")
     return num_blocks
 
 
 def _offloading_bytes(args: EngineArgs) -> int:
     if args.kv_offloading_size and not args.enable_prefix_caching:
-        raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching: nothing is looked up there")
+        raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching, which looks blocks up")
     most_bytes = memory_bytes("cpu")
     if args.kv_offloading_size * GIB > most_bytes:
         raise ValueError(
-            f"kv_offloading_size must be at most {most_gib(most_bytes)}, all the memory there is for this process, is "
+            f"kv_offloading_size must be at most {most_gib(most_bytes)}, all the memory of this process, is "
             f"{args.kv_offloading_size:g}"
         )
     return int(args.kv_offloading_size * GIB)

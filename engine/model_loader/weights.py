@@ -38,7 +38,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     if not index.is_file():
         if pickled := sorted(path.name for path in folder.glob("pytorch_model*.bin*")):
             raise ValueError(
-                f"{folder} has its weights in {pickled[0]}, pickled: convert them to safetensors, "
+                f"{folder} has pickled weights ({pickled[0]}), which are not read; convert them to safetensors: "
                 'python -c "from transformers import AutoModelForCausalLM as M; '
                 f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder)!r})\""
             )
@@ -54,10 +54,10 @@ def safetensors_files(folder: Path) -> list[Path]:
         raise ValueError(f"{index} names files that are not safetensors: {', '.join(map(str, others))}")
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise ValueError(f"{index} names files that are not beside it: {', '.join(outside)}")
+        raise ValueError(f"{index} names files in other folders: {', '.join(outside)}")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+        raise ValueError(f"{index} names missing files: {', '.join(missing)}")
     return _not_empty([folder / name for name in names])
 
 

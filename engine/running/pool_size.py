@@ -140,8 +140,8 @@ def num_blocks_left(
         return num_blocks
     gib = 1 << 30
     raise ValueError(
-        f"gpu_memory_utilization is {utilization}: of {total_bytes / gib:.1f} GiB, {free_bytes / gib:.1f} of them "
-        f"free, weights and a step take {peak_bytes / gib:.1f}, and {max(0, num_blocks)} KV blocks fit into the rest; "
-        f"a request of max_model_len tokens needs {num_needed}: raise it, or lower max_model_len or "
-        "max_num_batched_tokens"
+        f"gpu_memory_utilization {utilization} leaves room for {max(0, num_blocks)} KV blocks, but a request of "
+        f"max_model_len tokens needs {num_needed}: raise it, or lower max_model_len or max_num_batched_tokens (the GPU "
+        f"has {total_bytes / gib:.1f} GiB, {free_bytes / gib:.1f} of them free; weights and a step take "
+        f"{peak_bytes / gib:.1f})"
     )

@@ -28,7 +28,7 @@ REPORT_EVERY = 10
 def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) -> None:
     """Takes seconds, and reports that. Leaves the pool filled with zeros. Raises `ValueError` if `batch_invariant` is
     set and the device does not keep it."""
-    report("warming up (seconds)")
+    report("warming up (takes some seconds)")
     start_s = time.monotonic()
     if config.device.batch_invariant:
         from engine.kernels.gpu.product import check_rows_agree
@@ -46,13 +46,13 @@ def warm_up(config: EngineConfig, runner: ModelRunner, kv_pool: torch.Tensor) ->
         for launched in [runner.launch(step, runner.prepare(step)) for _ in range(num_ahead)]:
             launched.wait()
     clear_blocks(kv_pool, sorted(set(block_ids)))
-    recorded = f"; decoding steps of {num_recordings} sizes are recorded" if num_recordings else ""
+    recorded = f"; captured CUDA graphs of {num_recordings} sizes of decoding steps" if num_recordings else ""
     report(f"warmed up in {time.monotonic() - start_s:.1f} s{recorded}")
 
 
 def _report_recordings(num_recorded: int, num_all: int) -> None:
     if num_recorded % REPORT_EVERY == 0:
-        report(f"{num_recorded} of {num_all} sizes of decoding steps are recorded")
+        report(f"captured CUDA graphs of {num_recorded} of {num_all} sizes of decoding steps")
 
 
 def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> Iterator[SchedulerOutput]:

@@ -55,8 +55,8 @@ class Worker:
             model = _load(config, backend, group)
         if config.device.uses_graphs and model.reads_back:
             report(
-                "decoding steps are not recorded as CUDA graphs: the checkpoint has left experts plain, or in a form "
-                "that is widened, and this GPU multiplies them one after the other"
+                "decoding steps are not captured as CUDA graphs: the checkpoint's experts are not quantised, or are "
+                "widened, and this GPU multiplies them one after the other"
             )
             config = replace(config, device=replace(config.device, uses_graphs=False))
         load_s = time.monotonic() - start_s

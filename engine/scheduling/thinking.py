@@ -48,13 +48,13 @@ class ThinkingBudget:
         if not self.begin_token_ids and not self.has_begun:
             raise ValueError("thinking_budget.begin_token_ids must not be empty where the prompt has begun nothing")
         if len(self.begin_token_ids) > MAX_BEGIN_TOKENS:
-            bound = f"may hold {MAX_BEGIN_TOKENS} ids, has {len(self.begin_token_ids)}"
+            bound = f"must have at most {MAX_BEGIN_TOKENS} ids, has {len(self.begin_token_ids)}"
             raise ValueError(f"thinking_budget.begin_token_ids {bound}")
         if len(self.other_end_token_ids) > MAX_OTHER_ENDS:
-            bound = f"may hold {MAX_OTHER_ENDS} ids, has {len(self.other_end_token_ids)}"
+            bound = f"must have at most {MAX_OTHER_ENDS} ids, has {len(self.other_end_token_ids)}"
             raise ValueError(f"thinking_budget.other_end_token_ids {bound}")
         if len(self.space_token_ids) > MAX_SPACE_TOKENS:
-            bound = f"may hold {MAX_SPACE_TOKENS} ids, has {len(self.space_token_ids)}"
+            bound = f"must have at most {MAX_SPACE_TOKENS} ids, has {len(self.space_token_ids)}"
             raise ValueError(f"thinking_budget.space_token_ids {bound}")
         if self.begin_token_ids[:1] and self.begin_token_ids[0] in self.begin_token_ids[1:]:
             raise ValueError("thinking_budget.begin_token_ids must not have its first id again")

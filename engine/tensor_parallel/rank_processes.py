@@ -78,7 +78,7 @@ class RankProcesses:
                 if not connection.poll(START_S) or connection.recv_bytes() != HERE:
                     raise RankLost(f"rank {rank} of the engine did not start within {START_S:g} s")
             except (EOFError, OSError) as error:
-                raise RankLost(f"rank {rank} of the engine has ended; what it said stands above") from error
+                raise RankLost(f"rank {rank} of the engine has ended; see its output above") from error
 
     @property
     def pids(self) -> list[int]:
@@ -160,7 +160,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], is_left: threading.Even
     while not is_left.wait(WATCH_S):
         ended = [what_ended(rank, p.returncode) for rank, p in enumerate(processes, start=1) if p.poll() is not None]
         if ended and not is_left.wait(NOTICE_S):
-            report(f"{ended[0]}; this process ends, too")
+            report(f"{ended[0]}; exiting")
             os._exit(1)  # a thread that waits for a device cannot be woken
 
 

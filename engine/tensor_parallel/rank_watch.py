@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from engine.cache_dir import report
 from engine.running.executor import RankLost
 
-LOST = "a rank of the engine has ended; what it said stands above"
+LOST = "a rank of the engine has ended; see its output above"
 """The message if it is not known yet which rank ended, and how."""
 STATUS_S = 1.0
 """Timeout from the end of a rank's connection until its process has ended, which comes later."""
@@ -125,7 +125,7 @@ class _State:
         # The abort returns only when no recorded step uses the communicator, long after the device has continued.
         threading.Thread(target=self._abort, name="rank-abort", daemon=True).start()
         if self._is_within and not self._is_left.wait(NOTICE_S):
-            report(f"{self._lost}; this process ends, too")
+            report(f"{self._lost}; exiting")
             os._exit(1)  # the thread still waits for the device in spite of the abort, and cannot be woken
 
     def leave(self) -> None:
@@ -142,9 +142,9 @@ def _what_ended(rank: int, process: subprocess.Popen[bytes]) -> str:
     try:
         return what_ended(rank, process.wait(STATUS_S))
     except subprocess.TimeoutExpired:
-        return f"rank {rank} of the engine has let go of its connection; what it said stands above"
+        return f"rank {rank} of the engine has let go of its connection; see its output above"
 
 
 def what_ended(rank: int, status: int) -> str:
     how = signal.Signals(-status).name if status < 0 else str(status)
-    return f"rank {rank} of the engine has ended with {how}; what it said stands above"
+    return f"rank {rank} of the engine has ended with {how}; see its output above"

@@ -74,8 +74,8 @@ class MessageParam(Known):
         kinds = _OF_ROLE[self.role]
         for number, block in enumerate(() if isinstance(self.content, str) else self.content):
             if block.type not in kinds:
-                a = f"of role {self.role} may only have blocks of type {', '.join(kinds)}"
-                raise ValueError(f"{a}, content[{number}] is of type {block.type}")
+                a = f"a message of role {self.role} may only have blocks of type {', '.join(kinds)}"
+                raise ValueError(f"{a}; content[{number}] is of type {block.type}")
         return self
 
 

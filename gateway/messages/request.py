@@ -44,7 +44,7 @@ class Tool(WithoutNulls):
     @classmethod
     def _check_type(cls, value: str | None) -> str | None:
         if value not in (None, "custom"):
-            raise ValueError(f"must be 'custom', is {value[:60]!r}: this server runs no tools")
+            raise ValueError(f"must be 'custom', is {value[:60]!r}: this server does not run tools itself")
         return value
 
     def to_chat(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class ToolChoice(WithoutNulls):
     @model_validator(mode="after")
     def _check_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError("a name goes with type 'tool', and with no other")
+            raise ValueError("name must be given with type 'tool', and only then")
         return self
 
     def to_chat(self) -> Any:

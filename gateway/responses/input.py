@@ -17,7 +17,7 @@ from gateway.asked import MAX_ITEMS, WithoutNulls, only
 from gateway.placed import PlacedMessage
 from gateway.texts import role_of, text_of, text_or_objects, text_or_parts, texts_of
 
-_NOT_READ = "it cannot be read here; reasoning is in content"
+_NOT_READ = "encrypted reasoning cannot be read here; send reasoning in content"
 
 # -- items ----------------------------------------------------------------------------------------------------------
 

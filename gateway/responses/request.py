@@ -37,8 +37,8 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """With the second, stateless clients of other servers carry thoughts along, encrypted. Here the answer's reasoning item
 contains the whole thought, and is read from there if it is sent back."""
-_NOTHING_KEPT = "nothing is stored"
-_SAY_AGAIN = "nothing is stored: repeat the conversation in input"
+_NOTHING_KEPT = "this server stores no responses"
+_SAY_AGAIN = "this server stores no responses: send the whole conversation in input"
 
 
 class FunctionTool(WithoutNulls):
@@ -84,7 +84,7 @@ class TextFormat(WithoutNulls):
     @model_validator(mode="after")
     def _check(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("a schema goes with type 'json_schema', and with no other")
+            raise ValueError("schema must be given with type 'json_schema', and only then")
         return self
 
     def structured_outputs(self) -> StructuredOutputsParams | None:
@@ -227,7 +227,7 @@ class ResponseRequest(Asked):
     @classmethod
     def _check_input(cls, value: Any) -> Any:
         if not says_something(value):
-            raise ValueError("must have an item with content")
+            raise ValueError("must have at least one item with content")
         return value
 
     @field_validator("text")

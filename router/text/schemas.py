@@ -45,7 +45,7 @@ def guided(schema: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"x-guidance must be an object, is a {type(own).__name__}")
     for name, value in own.items():
         if name not in OPTIONS:
-            raise ValueError(f"x-guidance.{name[:40]} is not supported; there are {', '.join(OPTIONS)}")
+            raise ValueError(f"x-guidance.{name[:40]} is not supported; supported are {', '.join(OPTIONS)}")
         if not isinstance(value, bool):
             raise ValueError(f"x-guidance.{name} must be true or false, is {json.dumps(value)[:40]}")
     return {**schema, "x-guidance": {**ON_ONE_LINE, **own}}

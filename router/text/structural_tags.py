@@ -85,7 +85,7 @@ class StructuralTag:
         self._lines.begin_with(self._format(asked, "" if self._is_old else "format", OVER, 0))
         # With tokens the grammar is a little longer, but it has passed this check without them.
         if (num_chars := len(self._lines.text)) > MAX_GRAMMAR_CHARS and not tokens:
-            raise ValueError(f"makes a grammar of {num_chars} characters, may make one of {MAX_GRAMMAR_CHARS}")
+            raise ValueError(f"makes a grammar of {num_chars} characters, the maximum is {MAX_GRAMMAR_CHARS}")
 
     @property
     def grammar(self) -> str:
@@ -109,7 +109,7 @@ class StructuralTag:
         if not isinstance(kind, str) or kind not in self._formats:
             raise ValueError(f"{at}.type must be one of {', '.join(self._formats)}, is {_shown(kind)}")
         if depth > MAX_DEPTH:
-            raise ValueError(f"{at}: formats may be within each other {MAX_DEPTH} deep")
+            raise ValueError(f"{at}: formats may be nested at most {MAX_DEPTH} deep")
         return self._formats[kind](asked, at, behind, depth)
 
     def _triggered_tags(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
@@ -123,7 +123,7 @@ class StructuralTag:
         for number, trigger in enumerate(triggers):
             if other := next((other for other in triggers[:number] if trigger in other or other in trigger), None):
                 raise ValueError(f"{at_triggers}[{number}] is {_shown(trigger)}, and another one {_shown(other)}: "
-                                 "one of them is within the other, which could never be said")  # fmt: skip
+                                 "neither may contain the other")  # fmt: skip
         tags = _list(asked.get(name), at_tags, MAX_TAGS)
         is_at_least_one, is_one = (_flag(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
         if behind is None and not (is_at_least_one and is_one):
@@ -298,7 +298,7 @@ class StructuralTag:
         key = (words, (end,))
         if key not in self._free:
             if len(words) > MAX_WORDS:
-                why = f"free text may end at {MAX_WORDS} words (or be without them), not at {len(words)}"
+                why = f"free text may end at or exclude at most {MAX_WORDS} words, has {len(words)}"
                 raise ValueError(f"{at or 'triggers'}: {why}")
             try:
                 text = FreeText(words, (end,))
@@ -323,7 +323,7 @@ def texts_of(text: str) -> list[str]:
     return texts
 
 
-_NO_END = "{} must be the content of a tag, or the last there is: nothing says where the text ends"
+_NO_END = "{} must be the content of a tag or the last format, since nothing else marks where its text ends"
 
 
 def _read(text: str) -> tuple[bool, Any]:
@@ -341,7 +341,7 @@ def _read(text: str) -> tuple[bool, Any]:
     if is_old:
         return True, {**asked, "type": "triggered_tags"}
     if "format" not in asked:
-        raise ValueError("must have a format, or, as of old, structures and triggers")
+        raise ValueError("must have format, or (older form) structures and triggers")
     return False, asked["format"]
 
 
@@ -366,7 +366,7 @@ def _check_names(asked: Mapping[str, Any], at: str, names: Sequence[str]) -> Non
     for name in asked:
         if name not in (*names, "type"):
             known = ", ".join(("type", *names))
-            raise ValueError(f"{_within(at, _sent(name[:MAX_SHOWN_CHARS]))} is not known; there are {known}")
+            raise ValueError(f"{_within(at, _sent(name[:MAX_SHOWN_CHARS]))} is not known; known are {known}")
 
 
 def _object(value: Any, at: str) -> dict[str, Any]:
@@ -398,7 +398,7 @@ def _text(value: Any, at: str, most: int, *, may_be_empty: bool = False) -> str:
     try:
         num_bytes = len(value.encode())
     except UnicodeEncodeError as error:
-        raise ValueError(f"{at} must be text, has half of a character") from error
+        raise ValueError(f"{at} must be valid Unicode, has half of a surrogate pair") from error
     if num_bytes > most:
         raise ValueError(f"{at} must have at most {most} bytes, has {num_bytes}")
     return value

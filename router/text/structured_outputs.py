@@ -146,7 +146,7 @@ def _lark_of(ebnf: str) -> str:
     try:
         return gbnf_to_lark(ebnf)
     except IndexError as error:  # the converter reads past the end of the text
-        raise ValueError("grammar: ends within a text") from error
+        raise ValueError("grammar: ends inside a string") from error
     except Exception as error:  # a bare Exception, for example for an undefined rule
         raise ValueError(f"grammar: {str(error)[:MAX_REASON_CHARS]}") from error
 

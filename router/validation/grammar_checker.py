@@ -78,7 +78,7 @@ class GrammarChecker:
         what is wrong with the grammar, `Overloaded` if too many wait or the machine is too busy, and `Draining` once
         closed."""
         if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled; retry later", retry_after_s=1.0)
+            raise Overloaded(f"{MAX_WAITING} grammars are waiting to be compiled; retry later", retry_after_s=1.0)
         self._num_waiting += 1
         try:
             async with self._turn:
@@ -110,7 +110,7 @@ class GrammarChecker:
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
-            raise Draining("this router is leaving; ask another", retry_after_s=1.0)
+            raise Draining("this router is shutting down; retry at another router", retry_after_s=1.0)
 
     async def _end_child(self) -> None:
         child, self._child = self._child, None
@@ -130,11 +130,11 @@ class GrammarChecker:
                 return answer
         except TimeoutError as error:
             await self._end_child()
-            _log.warning("a grammar was given up: this machine is too busy", extra={"wall_s": MAX_WALL_S})
+            _log.warning("compiling a grammar was abandoned: this machine is too busy", extra={"wall_s": MAX_WALL_S})
             raise Overloaded("this router is too busy to compile a grammar now", retry_after_s=1.0) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             exit_code = await self._exit_code_of(child)
-            _log.warning("a grammar was given up", extra={"exit_code": exit_code})
+            _log.warning("compiling a grammar was abandoned", extra={"exit_code": exit_code})
             if exit_code in ENDED_BY_OTHERS:
                 raise _killed() from error
             return {"error": TOO_MUCH_OF.get(exit_code, TOO_MUCH)}
@@ -157,8 +157,10 @@ class GrammarChecker:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            _log.warning("no process that compiles grammars can be started", extra={"why": error.strerror})
-            raise Overloaded("this router can start no process to compile grammars now", retry_after_s=1.0) from error
+            _log.warning("cannot start the process that compiles grammars", extra={"why": error.strerror})
+            raise Overloaded(
+                "this router cannot start the process that compiles grammars now", retry_after_s=1.0
+            ) from error
         try:
             async with asyncio.timeout(START_S):
                 await _read_frame(child)

@@ -84,7 +84,9 @@ def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelI
         case "chat":
             num_messages = len(request.chat.messages)
             if num_messages > MAX_CHAT_MESSAGES:
-                violations.append(("chat.messages", f"may hold {MAX_CHAT_MESSAGES} messages, has {num_messages}"))
+                violations.append(
+                    ("chat.messages", f"must have at most {MAX_CHAT_MESSAGES} messages, has {num_messages}")
+                )
                 return ChatPrompt(())
             messages = check_messages(request.chat.messages, model, violations)
             _check_chat(messages, model, violations)
@@ -92,7 +94,7 @@ def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelI
             adds, continues = check_end(request.chat, violations)
             if request.add_special_tokens:
                 violations.append(
-                    ("add_special_tokens", "is for a text: in a chat, the template writes special tokens")
+                    ("add_special_tokens", "is only for text prompts: in a chat, the template adds special tokens")
                 )
             return ChatPrompt(messages, check_tools(request.chat, model, violations), variables, adds, continues)
     *others, last = (kind.name for kind in request.DESCRIPTOR.oneofs_by_name["prompt"].fields)
@@ -122,7 +124,7 @@ def check_end(chat: pb.Chat, violations: Violations) -> tuple[bool, bool]:
     """Check how the chat's prompt ends. Returns add_generation_prompt and continue_final_message."""
     field, continues = "chat.continue_final_message", chat.continue_final_message
     if continues and chat.add_generation_prompt:
-        cannot = "cannot be combined with add_generation_prompt: the answer continues the last message, or begins one"
+        cannot = "cannot be combined with add_generation_prompt: one continues the last message, the other begins one"
         violations.append((field, cannot))
     if continues and chat.messages and chat.messages[-1].tool_calls:
         violations.append((field, "cannot be used: the last message has tool_calls, which end its content"))
@@ -137,7 +139,7 @@ def _check_template_kwargs(text: str, violations: Violations) -> dict[str, Any]:
         return {}
     variables = (object_of(text, name, violations) if text else None) or {}
     if given := GIVEN_NAMES & variables.keys():
-        violations.append((name, f"must not set {', '.join(sorted(given))}: the template is given that"))
+        violations.append((name, f"must not set {', '.join(sorted(given))}: the server sets it"))
     return variables
 
 

@@ -100,7 +100,7 @@ def check_size(request: Message, max_bytes: int) -> None:
     if num_bytes > max_bytes:
         sizes = {field.name: _num_bytes(value) for field, value in request.ListFields()}
         largest = max(sizes, key=lambda name: sizes[name])
-        bound = f"is too long: the request has {num_bytes} bytes, and at most {max_bytes} are taken"
+        bound = f"is too long: the request has {num_bytes} bytes, the maximum is {max_bytes}"
         raise InvalidRequest([(largest, bound)])
 
 
@@ -135,7 +135,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
         wrongs = [(field, said.replace("structured_outputs", "tools that hold the answer")) for field, said in wrongs]
     violations += wrongs
     if has_thinking_budget(params) and not isinstance(prompt, ChatPrompt):
-        said = "is for chats: of another prompt's answers nobody knows what is thought"
+        said = "is only for chats: reasoning is told apart from the answer by the chat template"
         violations.append(("sampling_params.thinking_token_budget", said))
     begun = begun_answers(request, model, violations)
     if violations:
@@ -157,7 +157,7 @@ def validate(request: pb.GenerateRequest, model: ModelInfo) -> ValidatedRequest:
 def _check_truncation(request: pb.GenerateRequest, model: ModelInfo, violations: Violations) -> None:
     num_kept = request.truncate_prompt_tokens
     if request.HasField("truncate_prompt_tokens") and num_kept != ROOM and not 1 <= num_kept <= model.max_model_len:
-        bound = f"must be in [1, {model.max_model_len}] (the context), or -1 for what it has room for, is {num_kept}"
+        bound = f"must be in [1, {model.max_model_len}] (the context), or -1 for as many as fit, is {num_kept}"
         violations.append(("truncate_prompt_tokens", bound))
 
 
@@ -208,13 +208,13 @@ def _check_beside_prompt(
     params, num_left = validated.sampling_params, model.max_model_len - num_prompt_tokens
     for begun in validated.begun.values():
         if len(begun.token_ids) > num_left:
-            bound = f"may hold {num_left} ids beside a prompt of {num_prompt_tokens} tokens (the context is "
+            bound = f"must have at most {num_left} ids beside a prompt of {num_prompt_tokens} tokens (the context is "
             bound += f"{model.max_model_len}), has {len(begun.token_ids)}"
             violations.append((begun.field, bound))
     num_numbers = num_prompt_tokens * (1 + params.prompt_logprobs)
     if params.HasField("prompt_logprobs") and num_numbers > MAX_PROMPT_LOGPROBS:
-        bound = f"is too much for {num_prompt_tokens} tokens of the prompt: each with {params.prompt_logprobs} "
-        bound += f"alternatives and itself makes {num_numbers} numbers, there may be {MAX_PROMPT_LOGPROBS}"
+        bound = f"must be lower for a prompt of {num_prompt_tokens} tokens: 1 + {params.prompt_logprobs} logprobs for "
+        bound += f"each are {num_numbers}, the maximum is {MAX_PROMPT_LOGPROBS}"
         violations.append(("sampling_params.prompt_logprobs", bound))
     for name in bounded_by_room(params):
         value = getattr(params, name)
@@ -230,15 +230,15 @@ def _check_request_id(request_id: str, violations: Violations) -> None:
     position = next((i for i, char in enumerate(request_id) if not char.isprintable()), None)
     if position is not None:
         code = ord(request_id[position])
-        violations.append(("request_id", f"must hold printable characters only, has U+{code:04X} at {position}"))
+        violations.append(("request_id", f"must consist of printable characters, has U+{code:04X} at {position}"))
 
 
 def check_model(name: str, model: ModelInfo, violations: Violations, *, has_begun: bool = False) -> None:
     """Check whether a request may name `name` as its model. `has_begun`: an answer of it has begun, and its client says
     on which kind of workers."""
     if not model.has_name(name, has_begun=has_begun):
-        aliases = f", by another name {_some(model.aliases)}" if model.aliases else ""
-        adapters = f", an adapter of it ({_some(model.lora_names)})" if model.lora_names else ""
+        aliases = f", also named {_some(model.aliases)}" if model.aliases else ""
+        adapters = f", one of its adapters ({_some(model.lora_names)})" if model.lora_names else ""
         known = f"{model.served_model_name!r}{aliases}{adapters}"
         violations.append(("model", f"must be {known} or empty, is {name[:128]!r}"))
 

@@ -67,19 +67,19 @@ def begun_answers(request: pb.GenerateRequest, model: ModelInfo, violations: Vio
         begun[0] = BegunAnswer(token_ids=tuple(request.output_token_ids), worker_kind=request.worker_kind)
         _check(begun[0], "worker_kind", params, model, violations)
         if begun[0].token_ids and n > 1:
-            bound = f"must be 1 with output_token_ids, is {n}: several answers continue by answers_so_far"
+            bound = f"must be 1 with output_token_ids, is {n}: to continue several answers, use answers_so_far"
             violations.append(("sampling_params.n", bound))
         if request.answers_so_far:
-            bound = "must be empty beside output_token_ids and worker_kind, which are those of one answer"
+            bound = "must be empty with output_token_ids and worker_kind, which continue a single answer"
             violations.append(("answers_so_far", bound))
     elif len(request.answers_so_far) > n:
-        violations.append(("answers_so_far", f"may hold n={n} answers, has {len(request.answers_so_far)}"))
+        violations.append(("answers_so_far", f"must have at most n={n} answers, has {len(request.answers_so_far)}"))
     else:
         begun = _several(request.answers_so_far, n, params, model, violations)
     has_seed = params.HasField("seed") or (params.HasField("temperature") and params.temperature == 0)
     if not has_seed and (of := next((each for each in begun.values() if each.token_ids or each.is_complete), None)):
         what = of.field.partition("[")[0]
-        bound = f"must be given with {what}, unless temperature is 0: the one that they were drawn with"
+        bound = f"must be given with {what}, unless temperature is 0: the seed that the tokens were drawn with"
         violations.append(("sampling_params.seed", bound))
     return begun
 
@@ -93,7 +93,7 @@ def _several(
         if answer.sequence >= n:
             violations.append((f"{name}.sequence", f"must be less than n={n}, is {answer.sequence}"))
         elif answer.sequence in begun:
-            violations.append((f"{name}.sequence", f"must differ from those before, is {answer.sequence} again"))
+            violations.append((f"{name}.sequence", f"must be given once, {answer.sequence} is given again"))
         each = BegunAnswer(
             token_ids=tuple(answer.token_ids),
             worker_kind=answer.worker_kind,
@@ -115,12 +115,14 @@ def _check(
         bound = f"must be at most {MAX_KIND_CHARS} characters, has {len(begun.worker_kind)}"
         violations.append((kind_field, bound))
     if num_tokens >= model.max_model_len:
-        bound = f"may hold {model.max_model_len - 1} ids (the context of {model.max_model_len}), has {num_tokens}"
+        bound = (
+            f"must have at most {model.max_model_len - 1} ids (the context of {model.max_model_len}), has {num_tokens}"
+        )
         violations.append((begun.field, bound))
         return
     check_in_vocabulary(begun.field, begun.token_ids, model, violations)
     if params.HasField("max_tokens") and num_tokens > params.max_tokens:
-        violations.append((begun.field, f"may hold max_tokens={params.max_tokens} ids, has {num_tokens}"))
+        violations.append((begun.field, f"must have at most max_tokens={params.max_tokens} ids, has {num_tokens}"))
 
 
 def resumption_of(

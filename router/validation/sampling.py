@@ -122,13 +122,15 @@ def _check_lengths(params: pb.SamplingParams, model: ModelInfo, violations: Viol
 
 def _check_stops(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
     if len(params.stop) > MAX_STOP_STRINGS:
-        violations.append(("sampling_params.stop", f"may hold {MAX_STOP_STRINGS} strings, has {len(params.stop)}"))
+        violations.append(
+            ("sampling_params.stop", f"must have at most {MAX_STOP_STRINGS} strings, has {len(params.stop)}")
+        )
     position = next((i for i, stop in enumerate(params.stop) if not 1 <= len(stop) <= MAX_STOP_CHARS), None)
     if position is not None:
         bound = f"must be 1 to {MAX_STOP_CHARS} characters long, is {len(params.stop[position])}"
         violations.append((f"sampling_params.stop[{position}]", bound))
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        bound = f"may hold {MAX_STOP_TOKEN_IDS} ids, has {len(params.stop_token_ids)}"
+        bound = f"must have at most {MAX_STOP_TOKEN_IDS} ids, has {len(params.stop_token_ids)}"
         violations.append(("sampling_params.stop_token_ids", bound))
     check_in_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, model, violations)
 
@@ -136,7 +138,9 @@ def _check_stops(params: pb.SamplingParams, model: ModelInfo, violations: Violat
 def _check_logit_bias(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
     bias_of = dict(params.logit_bias)
     if len(bias_of) > MAX_LOGIT_BIAS:
-        violations.append(("sampling_params.logit_bias", f"may hold {MAX_LOGIT_BIAS} entries, has {len(bias_of)}"))
+        violations.append(
+            ("sampling_params.logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries, has {len(bias_of)}")
+        )
     check_in_vocabulary("sampling_params.logit_bias", sorted(bias_of), model, violations)
     wrong = next((token_id for token_id, bias in sorted(bias_of.items()) if not -100 <= bias <= 100), None)
     if wrong is not None:
@@ -147,26 +151,26 @@ def _check_logit_bias(params: pb.SamplingParams, model: ModelInfo, violations: V
 def _check_allowed(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
     field, allowed = "sampling_params.allowed_token_ids", params.allowed_token_ids
     if len(allowed) > MAX_ALLOWED_TOKEN_IDS:
-        violations.append((field, f"may hold {MAX_ALLOWED_TOKEN_IDS} ids, has {len(allowed)}"))
+        violations.append((field, f"must have at most {MAX_ALLOWED_TOKEN_IDS} ids, has {len(allowed)}"))
         return
     check_in_vocabulary(field, allowed, model, violations)
     if allowed and params.min_tokens and model.eos_token_ids.union(params.stop_token_ids).issuperset(allowed):
-        bound = f"must hold an id that does not end the answer, which min_tokens={params.min_tokens} asks for"
+        bound = f"must have an id that does not end the answer, because of min_tokens={params.min_tokens}"
         violations.append((field, bound))
     if allowed and has_thinking_budget(params) and not params.is_thinking_token_budget_target:
         violations.append(
-            (field, "cannot be combined with thinking_token_budget: what ends a thought might not be in it")
+            (field, "cannot be combined with thinking_token_budget: it may lack the token that ends the reasoning")
         )
     if allowed and params.HasField("structured_outputs"):
         violations.append(
-            (field, "cannot be combined with structured_outputs: no token might be left that may come next")
+            (field, "cannot be combined with structured_outputs: together they may leave no allowed token")
         )
 
 
 def _check_bad_words(params: pb.SamplingParams, violations: Violations) -> None:
     field, words = "sampling_params.bad_words", params.bad_words
     if len(words) > MAX_BAD_WORDS:
-        violations.append((field, f"may hold {MAX_BAD_WORDS} words, has {len(words)}"))
+        violations.append((field, f"must have at most {MAX_BAD_WORDS} words, has {len(words)}"))
         return
     wrong = next((i for i, word in enumerate(words) if not word.strip() or len(word) > MAX_BAD_WORD_CHARS), None)
     if wrong is not None:
@@ -175,7 +179,7 @@ def _check_bad_words(params: pb.SamplingParams, violations: Violations) -> None:
     has_form = params.HasField("structured_outputs")
     for name, is_given in (("structured_outputs", has_form), ("allowed_token_ids", params.allowed_token_ids)):
         if words and is_given:
-            violations.append((field, f"cannot be combined with {name}: no token might be left that may come next"))
+            violations.append((field, f"cannot be combined with {name}: together they may leave no allowed token"))
 
 
 def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, violations: Violations) -> None:
@@ -185,7 +189,7 @@ def _check_structured_outputs(params: pb.SamplingParams, model: ModelInfo, viola
         violations.append(("sampling_params.structured_outputs", problem))
     if not model.eos_token_ids:
         cannot = (
-            f"cannot be used: model {model.served_model_name!r} has no end-of-sequence token, so that no answer ends"
+            f"cannot be used: model {model.served_model_name!r} has no end-of-sequence token to end the answer with"
         )
         violations.append(("sampling_params.structured_outputs", cannot))
     # An answer that is complete and cannot continue must end.

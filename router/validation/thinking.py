@@ -27,7 +27,7 @@ def thinking_budget_of(
     if not can_be_kept and params.is_thinking_token_budget_target:
         return None
     if len(end_token_ids) != 1:
-        cannot = f"cannot be used: this model ends its thoughts with {thoughts.end!r}, which is not one token"
+        cannot = f"cannot be used: this model ends its reasoning with {thoughts.end!r}, which is not one token"
         raise InvalidRequest([("sampling_params.thinking_token_budget", cannot)])
     may_begin = not thoughts.has_begun and not thoughts.may_repeat
     return ThinkingBudget(

@@ -39,7 +39,7 @@ def check_num_tokens(request: pb.TokenizeRequest, num_tokens: int) -> None:
 def check_num_bytes(text: str) -> None:
     """Raise `InvalidRequest` if `text` is too long for an answer of Detokenize."""
     if (num_bytes := len(text.encode())) > MAX_TEXT_BYTES:
-        raise InvalidRequest([("token_ids", f"must be at most {MAX_TEXT_BYTES} bytes of text, are {num_bytes}")])
+        raise InvalidRequest([("token_ids", f"must be at most {MAX_TEXT_BYTES} bytes as text, are {num_bytes}")])
 
 
 def token_ids_to_read(request: pb.DetokenizeRequest, model: ModelInfo) -> list[int]:

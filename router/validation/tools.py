@@ -72,9 +72,9 @@ class AskedTools:
         if not self.parser or asked is None:
             return self
         if self.is_required:
-            raise ValueError("cannot be combined with tools that must be called: an answer has one form")
+            raise ValueError("cannot be combined with a required tool call: the answer cannot be both")
         if asked not in ("json", "json_object"):
-            raise ValueError(f"must be JSON (json, json_object) where tools may be called, is {asked}")
+            raise ValueError(f"must be json or json_object together with tools, is {asked}")
         return replace(
             self, or_form=schema_of(params.structured_outputs.json) if asked == "json" else {"type": "object"}
         )
@@ -148,7 +148,7 @@ def _is_given(chat: pb.Chat, field: str) -> bool:
 def tools_of(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
     """Check and return the tools of `chat`. Adds to `violations`."""
     if len(chat.tools) > MAX_TOOLS:
-        violations.append(("chat.tools", f"may hold {MAX_TOOLS} tools, has {len(chat.tools)}"))
+        violations.append(("chat.tools", f"must have at most {MAX_TOOLS} tools, has {len(chat.tools)}"))
         return ()
     num_bytes = sum(tool.ByteSize() for tool in chat.tools)
     if num_bytes > MAX_TOOL_BYTES:
@@ -165,7 +165,7 @@ def tools_of(chat: pb.Chat, violations: Violations) -> tuple[Tool, ...]:
         strict = tool.strict if tool.HasField("strict") else None
         checked.append(Tool(name=tool.name, description=description, parameters=schema, strict=strict))
     if twice := [name for name, number in Counter(tool.name for tool in chat.tools).items() if number > 1]:
-        violations.append(("chat.tools", f"must have distinct names, {twice[0][:80]!r} is there twice"))
+        violations.append(("chat.tools", f"must have distinct names, {twice[0][:80]!r} is given twice"))
     return tuple(checked)
 
 
@@ -187,7 +187,7 @@ def _check_name(chat: pb.Chat, choice: int, violations: Violations) -> None:
     if not chat.tool_name:
         return
     if choice != REQUIRED:
-        violations.append(("chat.tool_name", "goes with TOOL_CHOICE_REQUIRED, and with no other"))
+        violations.append(("chat.tool_name", "may only be given with TOOL_CHOICE_REQUIRED"))
     elif chat.tool_name not in {tool.name for tool in chat.tools}:
         violations.append(("chat.tool_name", f"must be one of the tools, is {chat.tool_name[:80]!r}"))
 
@@ -201,7 +201,7 @@ def check_messages(
     for position, message in enumerate(messages):
         calls = _check_calls(message, position, model, violations)
         if message.content and message.parts:
-            cannot = "cannot be combined with content, which says the same"
+            cannot = "cannot be combined with content; give one of them"
             violations.append((f"chat.messages[{position}].parts", cannot))
         name_of.update((call.id, call.name) for call in message.tool_calls if call.id)
         name = message.name or (name_of.get(message.tool_call_id, "") if message.role == "tool" else "")
@@ -252,7 +252,7 @@ def object_of(text: str, field: str, violations: Violations, *, of_a_model: bool
         value = {} if value is None and of_a_model else value
     except json.JSONDecodeError as error:
         is_cut = of_a_model and (error.pos >= len(text.rstrip()) or "Unterminated" in error.msg)
-        cut = "; of an answer that was cut off, leave the call out" if is_cut else ""
+        cut = "; if it is from an answer that was cut off, leave the call out" if is_cut else ""
         violations.append((field, f"must be a JSON object, is not JSON: {error}{cut}"))
         return None
     except (ValueError, RecursionError) as error:

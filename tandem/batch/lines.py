@@ -47,7 +47,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
             continue
         request = _checked(path, number, line)
         if (earlier := seen.setdefault(request.custom_id, number)) != number:
-            raise BatchError(f"{path}:{number}: custom_id {request.custom_id!r} is that of line {earlier}, too")
+            raise BatchError(f"{path}:{number}: custom_id {request.custom_id!r} is already used in line {earlier}")
         yield request
 
 
@@ -64,7 +64,7 @@ def read_done(path: Path) -> tuple[set[str], int]:
         else:
             is_ours = line.startswith(_OUTPUT_BEGIN[: len(line)])
         if not is_ours:
-            raise BatchError(f"{path}:{number}: is no line of an output: name another file with --output-file")
+            raise BatchError(f"{path}:{number}: is not a line of a batch output: name another file with --output-file")
         if line.endswith(b"\n"):
             done.add(str(custom_id))
             whole += len(line)
@@ -114,7 +114,7 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BatchError(f"{path}:{number}: is no JSON: {error}") from error
+        raise BatchError(f"{path}:{number}: is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise BatchError(f"{path}:{number}: must be a JSON object, is {type(value).__name__}")
     return value
@@ -133,7 +133,7 @@ def _checked(path: Path, number: int, line: bytes) -> BatchRequest:
     elif not isinstance(body, dict):
         problem = f"body must be an object, is {_short(body)}"
     elif body.get("stream"):
-        problem = "body.stream must be false: an answer is one line"
+        problem = "body.stream must be false: answers of a batch are not streamed"
     else:
         problem = _why_no_json(body)
     if problem:

@@ -58,7 +58,7 @@ ANSWER_MARGIN_S = 30.0
 FIRST_WAIT_S, LAST_WAIT_S = 0.5, 30.0
 """First and longest wait between two tries, if the server does not give a time."""
 MAX_RETRY_AFTER_S = 300.0
-TOO_LARGE = f"the answer is larger than {lines.MAX_LINE_BYTES >> 20} MiB, and was not kept"
+TOO_LARGE = f"the answer is larger than {lines.MAX_LINE_BYTES >> 20} MiB and was dropped"
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
@@ -156,7 +156,7 @@ def _opened(path: Path) -> Iterator[int]:
         try:
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BatchError(f"{path}: another run writes to it") from None
+            raise BatchError(f"{path}: another run is writing to it") from None
         yield output
     finally:
         os.close(output)
@@ -312,8 +312,8 @@ class _Run:
         longest_s = now_s - next(iter(self.tries_s.values()), now_s)
         if away_s > self.args.retry_s and longest_s <= CONNECTS_S:
             raise ServerAway(
-                f"{self.args.base_url} has not answered for {away_s:.0f} s ({why}); the same command goes on with the "
-                f"{self.progress.num_left} requests that are left"
+                f"{self.args.base_url} has not answered for {away_s:.0f} s ({why}); run the same command to continue "
+                f"with the {self.progress.num_left} requests that are left"
             )
 
     async def _wait(self, why: str, wait_s: float) -> None:
@@ -365,7 +365,7 @@ def _write(output: int, line: bytes) -> None:
     except OSError as error:
         os.ftruncate(output, start)
         os.lseek(output, start, os.SEEK_SET)
-        raise BatchError(f"the output cannot be written: {error.strerror}; the same command goes on") from error
+        raise BatchError(f"cannot write the output: {error.strerror}; run the same command to continue") from error
 
 
 def _read(answer: _Answer) -> Any:

@@ -30,7 +30,10 @@ def _flag(default: Any, text: str, **metadata: Any) -> Any:
 class BenchArgs:
     """The flags. Raises `ValueError` naming the field."""
 
-    backend: str = _flag("grpc", f"{', '.join(BACKENDS)}: a Tandem router, or any server with OpenAI's HTTP API.")
+    backend: str = _flag(
+        "grpc",
+        f"Kind of server: {', '.join(BACKENDS)}. grpc: a Tandem router; others: any server with OpenAI's HTTP API.",
+    )
     address: str = _flag(
         DEFAULT_ADDRESS,
         "HOST:PORT of the router, or ipv4:HOST:PORT,HOST:PORT of several, for --backend grpc.",
@@ -38,56 +41,66 @@ class BenchArgs:
         also="--router",
     )
     base_url: str = _flag("http://127.0.0.1:8000", "URL of the HTTP server, with or without /v1.")
-    endpoint: str = _flag("", "Path of HTTP requests, if it is not OpenAI's.")
-    model: str = _flag("", "Model to request from an HTTP server. Default: the first one that it lists.")
+    endpoint: str = _flag("", "Path of HTTP requests. Default: OpenAI's.")
+    model: str = _flag("", "Model to request from an HTTP server. Default: the first that it lists.")
     api_key: str = _flag(
-        "", f"Key, for a server that requires one. {ROUTER_KEY_VARIABLE} is read for a router (of several, "
+        "", f"API key, if the server requires one. Default: {ROUTER_KEY_VARIABLE} for a router (if several are given, "
             f"separated by spaces, the first is used), {HTTP_KEY_VARIABLE} for an HTTP server.",
         env=(ROUTER_KEY_VARIABLE, HTTP_KEY_VARIABLE)
     )  # fmt: skip
     ssl_ca_certs: str = _flag(
-        "", "PEM file of the CA that signed the server's certificate. With it, a router is called over TLS.",
+        "", "PEM file of the CA that signed the server's certificate. If given, a router is called over TLS.",
         env="TANDEM_SSL_CA_CERTS"
     )  # fmt: skip
     extra_body: str = _flag(
-        "", 'JSON object of further fields for HTTP bodies, such as {"top_k": 20}. With {"return_token_ids": true}, '
-            "which Tandem and vLLM accept, lost tokens of a stream are noticed."
+        "", 'JSON object of further fields for HTTP bodies, such as {"top_k": 20}. {"return_token_ids": true}, which '
+            "Tandem and vLLM accept, lets the bench detect lost tokens of a stream."
     )  # fmt: skip
 
-    dataset_name: str = _flag("random", "random: meaningless prompts at random times. trace: real traffic, replayed.")
+    dataset_name: str = _flag(
+        "random", "Requests to send. random: meaningless prompts at random times. trace: replay of real traffic."
+    )
     dataset_path: str = _flag("", "File of the trace, in Mooncake's format (JSON lines) or Azure's (CSV).")
     request_rate: str = _flag(
-        "", "Requests per second; several, separated by commas, make a curve; inf sends all at once. Default: inf, "
-            "or the trace's own rate. A trace is stretched to the rate given."
+        "", "Requests per second; inf sends all at once; several rates, separated by commas, are run one after the "
+            "other. A trace is stretched to the rate. Default: inf, or the trace's own rate."
     )  # fmt: skip
     num_prompts: int = _flag(100, "Requests per rate.")
-    num_warmups: int = _flag(4, "Requests sent before all others, which are not counted.")
-    burstiness: float = _flag(1.0, "For random times: 1 is a Poisson process, less comes in bursts, more is more even.")
+    num_warmups: int = _flag(4, "Warm-up requests, sent first and not counted.")
+    burstiness: float = _flag(
+        1.0, "Burstiness of random times: 1 is a Poisson process, lower comes in bursts, higher is more even."
+    )
     random_input_len: int = _flag(256, "Tokens of a random prompt.")
-    random_output_len: int = _flag(64, "Tokens of its answer.")
-    random_prefix_len: int = _flag(0, "Additional tokens with which all random prompts begin.")
-    random_range_ratio: float = _flag(0.0, "Random lengths are drawn from [1 - r, 1 + r] times the lengths above.")
-    trace_length_factor: float = _flag(1.0, "Multiplies all lengths of a trace.")
-    trace_time_factor: float = _flag(1.0, "Multiplies the times of a trace: 0.5 is twice as fast.")
+    random_output_len: int = _flag(64, "Tokens of the answer to a random prompt.")
+    random_prefix_len: int = _flag(0, "Additional tokens at the start of every random prompt, the same for all.")
+    random_range_ratio: float = _flag(
+        0.0, "Spread r of random lengths, which are drawn from [1 - r, 1 + r] times the lengths above."
+    )
+    trace_length_factor: float = _flag(1.0, "Factor for all lengths of a trace.")
+    trace_time_factor: float = _flag(1.0, "Factor for the times of a trace: 0.5 is twice as fast.")
     trace_skip: int = _flag(0, "Leave out this many records at the start of the trace.")
     trace_max_total_len: int = _flag(
         0, "Leave out records whose prompt and answer together have more tokens than this, after scaling. 0: leave "
            "out none."
     )  # fmt: skip
-    seed: int = _flag(0, "Seed of all prompts and times. Take a new one for every run, or caches will answer.")
-    vocab_size: int = _flag(32_000, "Prompts have token ids below this.")
+    seed: int = _flag(
+        0, "Seed of all prompts and times. Use a new one for every run, or prefix caches will already have the prompts."
+    )
+    vocab_size: int = _flag(32_000, "Token ids of prompts are below this.")
 
     ignore_eos: bool = _flag(True, "Ask for answers of full length, even if the model would end them.")
-    temperature: float = _flag(0.0, "0 is greedy.")
-    request_timeout_s: float = _flag(0.0, "Give up a request after this many seconds, and tell the server. 0: never.")
+    temperature: float = _flag(0.0, "Sampling temperature; 0 is greedy.")
+    request_timeout_s: float = _flag(0.0, "Timeout of each request in seconds, also sent to the server. 0: none.")
 
-    goodput: str = _flag("", 'Objectives for latencies in milliseconds, such as "ttft:1000 tpot:50"; also e2el.')
+    goodput: str = _flag("", 'Latency objectives for goodput, in milliseconds, such as "ttft:1000 tpot:50"; also e2el.')
     percentile_metrics: str = _flag(",".join(METRICS), "Latencies to report, separated by commas.")
     metric_percentiles: str = _flag("50,90,99", "Percentiles to report, separated by commas.")
-    label: str = _flag("", "What was measured, in your words. It is shown on the report.")
+    label: str = _flag("", "Description of the run, shown in the report.")
     save_result: bool = _flag(False, "Write JSON, CSV, plots and a page (HTML) into --result-dir.")
     result_dir: str = _flag("bench-results", "Folder for --save-result. Created if it does not exist.")
-    result_filename: str = _flag("", "Name of the JSON file; the others are named alike. Default: from the time.")
+    result_filename: str = _flag(
+        "", "Name of the JSON file; the other files get the same name. Default: made from the time."
+    )
 
     def __post_init__(self) -> None:
         self._check_choices()

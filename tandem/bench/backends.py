@@ -247,6 +247,6 @@ async def _first_model(client: Any, server: HttpServer) -> str:
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
         why = str(error) or type(error).__name__
     raise ServerGone(
-        f"{server.base_url} does not say what it serves ({why}). Is it an OpenAI-compatible server? Name it with "
+        f"{server.base_url} does not list its models ({why}). Is it an OpenAI-compatible server? Name it with "
         "--base-url http://HOST:PORT, its model with --model, a key that it asks for with --api-key or OPENAI_API_KEY"
     )

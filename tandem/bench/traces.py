@@ -155,7 +155,7 @@ def _time_factor(natural_rate: float, rate: float, num_records: int) -> float:
         return 0.0
     if natural_rate == float("inf"):
         raise TraceError(
-            f"all records chosen ({num_records}) come at one moment, which no factor stretches to {rate:g} requests "
+            f"all records chosen ({num_records}) come at the same time and cannot be stretched to {rate:g} requests "
             "per second: choose more (--num-prompts), or send all at once (--request-rate inf)"
         )
     return natural_rate / rate

@@ -106,7 +106,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="\b\nFirst steps:\n"
-    "  tandem demo                                                # everything once, explained\n"
+    "  tandem demo                                                # a short tour\n"
     "  tandem up                                                  # and then, in another terminal:\n"
     "  tandem generate --chat 'What is the capital of France?'",
 )

@@ -42,11 +42,13 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def bench(context: click.Context, /, is_json: bool, **flags: Any) -> None:
-    """Send requests at random times, or at a trace's times, whether or not the server keeps up, and measure.
+    """Send requests at random times, or at the times of a trace, whether or not the server keeps up, and measure the
+    answers.
 
-    Every answer's stream is checked. Latencies count from the moment a request was due. Refusals (429, 503,
-    RESOURCE_EXHAUSTED) are counted apart from failures. Exits with 1 if nothing was answered, or an answer was not
-    exact. Ctrl-C or SIGTERM ends it with a report of the requests that had ended, and exit code 130.
+    Every answer's stream is checked. Latencies count from the time a request was due. Refusals (429, 503,
+    RESOURCE_EXHAUSTED) are counted apart from failures. Exits with 1 if no request was answered, or if an answer
+    failed the check. Ctrl-C or SIGTERM stops it with a report of the requests that had ended, and exit
+    code 130.
     """
     if context.get_parameter_source("api_key") is ParameterSource.ENVIRONMENT:
         flags["api_key"] = _key_in_environment(flags["backend"])

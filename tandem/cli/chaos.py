@@ -21,7 +21,7 @@ from tandem.stderr import tell
 
 
 @click.command(
-    short_help="Break a local cluster on purpose and check everything.",
+    short_help="Break a local cluster on purpose and check its answers.",
     epilog=examples(
         "tandem chaos",
         "tandem chaos --seconds 600 --seed 7 --decode 3",
@@ -32,18 +32,18 @@ from tandem.stderr import tell
         "tandem chaos --model ~/models/Qwen3-0.6B --tensor-parallel-size 2 --quantization int8",
     ),
 )
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="For how long to cause faults.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="How long to cause faults, in seconds.")
 @click.option("--seed", type=int, default=1, show_default=True,
-              help="Faults and requests are drawn from this seed: the same seed gives the same plan.")  # fmt: skip
+              help="Seed of the faults and requests: the same seed gives the same plan.")  # fmt: skip
 @click.option("--prefill", "num_prefill", type=int, default=2, show_default=True, help="Number of prefill workers.")
 @click.option("--decode", "num_decode", type=int, default=2, show_default=True, help="Number of decode workers.")
 @click.option("--routers", "num_routers", type=int, default=1, show_default=True, help="Number of routers.")
 @click.option("--gateways", "num_gateways", type=int, default=1, show_default=True, help="Number of HTTP gateways.")
 @click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
-              help="How KV moves. Only with grpc can it be damaged in transit.")  # fmt: skip
+              help="Transport for KV between workers. Only over grpc is KV damaged in transit.")  # fmt: skip
 @click.option("--lora-dir", default="",
-              help="Folder of two LoRA adapters or more, in PEFT's layout. Workers follow one of links to them, which "
-                   "are exchanged for one another while requests ask for them.")  # fmt: skip
+              help="Folder of two or more LoRA adapters, in PEFT's layout. Workers watch a folder of links to them, "
+                   "which are exchanged for one another while requests ask for them.")  # fmt: skip
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
 @json_option
 @options_of(EngineArgs, defaults=ENGINE, leave_out={"seed"})
@@ -62,19 +62,20 @@ def chaos(
 ) -> None:
     """Start a cluster, put load on it, and meanwhile kill, stop, disconnect, corrupt and overload it.
 
-    Requests come over gRPC and, through a gateway, over HTTP (completions and chats); with --lora-modules they select
-    adapters, and with --lora-dir others, which are exchanged for one another meanwhile. Workers, routers, gateways and
-    Redis are killed, or told to leave; networks fail in both directions or in one.
+    Requests are sent over gRPC and, through a gateway, over HTTP (completions and chats). With --lora-modules they
+    select adapters; with --lora-dir they select others, which are replaced by one another meanwhile. Workers, routers,
+    gateways and Redis are killed or told to shut down; networks fail in both directions or in one.
 
-    Then check that every request ended once, in one of the ways it may, that every answer has the tokens and the text
-    of a run without faults, and the logprobs where they were asked for, and that every KV block came back. No stream
-    may break off, except an HTTP stream whose gateway was killed: what came of it must be how the right answer begins.
-    What is told to leave must finish what it has, or hand it over, and exit with 0.
+    Then check that every request ended exactly once, in one of the permitted ways; that every answer has the same
+    tokens, text and, if requested, logprobs as in a run without faults; and that every KV block was freed. No stream
+    may break off, except an HTTP stream whose gateway was killed; what was received of it must be the start of the
+    right answer. A process that is told to shut down must finish its requests or hand them over, and exit with 0.
 
-    Workers take the settings of `tandem up`: try those that you are going to run. Some give other tokens for near ties
-    in another batch, and say so (--batch-invariant on GPUs; 8-bit KV on CPUs): those are found here.
+    Workers take the same settings as in `tandem up`: use those that you are going to run. With some settings, which
+    say so (--batch-invariant on GPUs; 8-bit KV on CPUs), tokens that are almost equally likely depend on the batch;
+    this command finds such differences.
 
-    Exits with 0 if all this is so, otherwise with 1, what was found, and where the log is.
+    Exits with 0 if all checks pass. Otherwise prints what was found and where the log is, and exits with 1.
     """
     from rpc.errors import TandemError
     from tandem.answer import StreamBroken
@@ -139,7 +140,7 @@ def describe(report: dict[str, Any]) -> str:
         f"{listed(report['faults'])}",
         f"requests  {sum(report['requests'].values())}: {listed(report['requests'])}",
         f"          {listed(report['ways'])}{of_models(report['models'])}",
-        f"          {report['retried']} answers took more than one attempt, {report['resumed']} outlived their router",
+        f"          {report['retried']} answers took more than one attempt, {report['resumed']} survived their router",
         f"tokens    {report['tokens_checked']:,} compared with a run without faults; requests lost {report['lost']}, "
         f"with repeated tokens {report['repeated']}, with wrong ones {report['wrong']}",
         f"memory    {len(report['leaks'])} leaks; every block free or cached {report['rest_s']:.1f} s after the last "

@@ -30,22 +30,25 @@ LOOK_S = 0.2
 
 
 @click.command(
-    short_help="Let a worker finish its requests and leave.",
+    short_help="Let a worker finish its requests and exit.",
     epilog=examples("tandem drain decode-1", "tandem drain decode-1 --wait && echo it has left"),
 )
 @click.argument("worker_id")
 @click.option(
-    "--wait", is_flag=True, help="Wait until it has left, and print what is left to finish whenever that changes."
+    "--wait",
+    is_flag=True,
+    help="Wait until the worker has exited; print what it still has to finish whenever that changes.",
 )
 @json_option
 @router_option
 @key_option
 @options_of(SslArgs)
 def drain(worker_id: str, wait: bool, is_json: bool, address: str, api_key: str, **ssl: Any) -> None:
-    """Make a worker take no new work, finish what it has, and leave, as SIGTERM does. `tandem status` shows its id.
+    """Make the worker WORKER_ID (`tandem status` shows it) take no new requests, finish those it has, and exit, as on
+    SIGTERM.
 
-    What it has not finished after its --drain-grace-s continues at another worker. `tandem up` or Kubernetes, if one of
-    them keeps it running, starts another in its place.
+    Requests that it has not finished after its --drain-grace-s continue at another worker. If `tandem up` or Kubernetes
+    runs the worker, they start another in its place.
     """
     tls = build(SslArgs, ssl).client_tls
     with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
@@ -54,8 +57,8 @@ def drain(worker_id: str, wait: bool, is_json: bool, address: str, api_key: str,
         _ask_to_drain(record, tls)
         if record.role == pb.ROLE_DECODE and not _has_other_decode_worker(status, worker_id):
             click.echo(
-                f"{worker_id}: no other decode worker takes requests: until one does, new ones are refused, and "
-                "answers that are not finished after its --drain-grace-s wait, and end with an error after the "
+                f"{worker_id}: no other decode worker takes requests. Until one does, new requests are refused; "
+                "answers that are not finished after the worker's --drain-grace-s wait for one, and fail after the "
                 "router's --worker-wait-s.",
                 err=True,
             )

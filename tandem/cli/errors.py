@@ -30,13 +30,13 @@ def explain(error: TandemError, address: str) -> str:
         return "; ".join(f"{_flag(v.field)}: {v.description}" for v in error.violations)
     if isinstance(error, Unreachable):
         return (
-            f"no router answers at {address}, or it went away ({error.message}). Start one with `tandem up`, or "
-            "name another with --router HOST:PORT or TANDEM_ROUTER; a router that serves TLS needs --ssl-ca-certs FILE."
+            f"no router answers at {address}, or it stopped ({error.message}). Start one with `tandem up`, or give its "
+            "address with --router HOST:PORT or TANDEM_ROUTER; if it serves TLS, also give --ssl-ca-certs FILE."
         )
     if isinstance(error, Unauthenticated):
         return f"the router at {address} requires an API key: give it with --api-key KEY or TANDEM_API_KEY."
     if isinstance(error, DeadlinePassed):
-        return "the answer was not complete when its time was up: allow more with --timeout-s, or ask for fewer tokens."
+        return "the answer was not complete in time: allow more with --timeout-s, or ask for fewer tokens."
     line = " ".join(error.message.split()) or type(error).__name__
     if error.retry_after_s is not None:
         return f"{line.rstrip('.')}. Try again in {error.retry_after_s:.1f} s."
@@ -65,4 +65,4 @@ def readable_errors(address: str) -> Iterator[None]:
     except TandemError as error:
         raise click.ClickException(explain(error, address)) from error
     except StreamBroken as error:
-        raise click.ClickException(f"{error}. What was printed is not the whole answer.") from error
+        raise click.ClickException(f"{error}. The printed answer is incomplete.") from error

@@ -10,15 +10,15 @@ from tandem.cli.options import examples
 
 
 @click.command(
-    short_help="Prepare a model and print its folder.",
+    short_help="Download or convert a model and print its folder.",
     epilog=examples("tandem fetch", "tandem up --model $(tandem fetch ~/Downloads/model.gguf)"),
 )
 @click.argument("model", default=EngineArgs.model)
 def fetch(model: str) -> None:
-    """Download or convert MODEL once, and print the folder it is in.
+    """Download or convert MODEL, unless that is done already, and print the folder it is in.
 
-    MODEL is the default model's name, a folder in Hugging Face's format, a GGUF file or a hub id. Repeating it takes
-    no time. Progress goes to stderr. Models are kept in ~/.cache/tandem.
+    MODEL is a folder in Hugging Face's format, a GGUF file, a Hugging Face hub id, or the default model's name.
+    Progress goes to stderr. Models are kept in ~/.cache/tandem.
     """
     try:
         folder = resolve_model(model)

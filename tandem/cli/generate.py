@@ -39,32 +39,38 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     ),
 )
 @click.argument("prompt")
-@click.option("--model", default="", help="Name of an adapter (--lora-modules), or of the model. Default: the model.")
-@click.option("--chat", "is_chat", is_flag=True, help="PROMPT is a user's message and goes through the chat template.")
-@click.option("--system", help="The system message. Implies --chat.")
+@click.option(
+    "--model", default="", help="Name of the model, or of a LoRA adapter (--lora-modules). Default: the model."
+)
+@click.option(
+    "--chat", "is_chat", is_flag=True, help="Send PROMPT as a user's message, through the model's chat template."
+)
+@click.option("--system", help="System message. Implies --chat.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(1, 2**32 - 1),
     default=256,
     show_default=True,
-    help="Maximum length of the answer.",
+    help="Maximum length of the answer, in tokens.",
 )
-@click.option("--temperature", type=float, help="0 is greedy. Default: the model's.")
+@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy. Default: the model's.")
 @click.option(
-    "--top-p", type=float, help="Sample from the likeliest tokens whose probabilities add up to this, in (0, 1]."
+    "--top-p", type=float, help="Sample from the most likely tokens whose probabilities add up to this, in (0, 1]."
 )
-@click.option("--top-k", type=click.IntRange(-1, 2**31 - 1), help="Sample from the k likeliest tokens; 0 keeps all.")
-@click.option("--min-p", type=float, help="Leave out tokens less likely than this times the likeliest one, in [0, 1].")
+@click.option("--top-k", type=click.IntRange(-1, 2**31 - 1), help="Sample from the k most likely tokens; 0 keeps all.")
+@click.option(
+    "--min-p", type=float, help="Leave out tokens less likely than this times the most likely one, in [0, 1]."
+)
 @click.option(
     "--seed",
     type=click.IntRange(-(2**63), 2**63 - 1),
-    help="The same seed gives the same answer. Default: a new seed each time.",
+    help="Seed for sampling: the same seed gives the same answer. Default: a new one each time.",
 )
-@click.option("--stop", multiple=True, help="End the answer before this text. May be given several times.")
+@click.option("--stop", multiple=True, help="Stop the answer before this text. May be given several times.")
 @click.option(
     "--logprobs",
     type=click.IntRange(0, 20),
-    help="Show how likely each token was, and this many of the likeliest ones.",
+    help="Show the probability of each token, and of this many most likely tokens.",
 )
 @click.option(
     "--prompt-logprobs",
@@ -77,14 +83,18 @@ MAX_TIMEOUT_S = 30 * 86_400.0
 @click.option(
     "--json-schema",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
-    help="The answer is JSON that fits the schema in this file; `-` reads it from stdin.",
+    help="Constrain the answer to JSON that fits the schema in this file; `-` reads it from stdin.",
 )
 @click.option(
     "--tools",
     type=click.Path(exists=True, dir_okay=False),
     help="File with a JSON list of tools that the model may call, in OpenAI's format. Implies --chat.",
 )
-@click.option("--tool-choice", metavar="CHOICE", help="auto, none, required, or the name of the tool to call.")
+@click.option(
+    "--tool-choice",
+    metavar="CHOICE",
+    help="Whether to call tools: auto, none, required, or the name of the tool to call.",
+)
 @click.option(
     "--chat-template-kwargs",
     metavar="JSON",
@@ -94,14 +104,14 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     "--thinking-token-budget",
     type=int,
     metavar="N",
-    help="Tokens that the answer may reason for at most. Default: as many as the model likes. Implies --chat.",
+    help="Maximum tokens of reasoning. Default: no limit of its own. Implies --chat.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue to --max-tokens even if the model ends its answer.")
 @click.option(
     "--timeout-s",
     type=click.FloatRange(0, MAX_TIMEOUT_S, min_open=True),
     callback=no_nan,
-    help="Give up after this many seconds.",
+    help="Cancel the request after this many seconds.",
 )
 @json_option
 @router_option
@@ -119,8 +129,8 @@ def generate(
     timeout_s: float | None,
     **options: Any,
 ) -> None:
-    """Stream the answer to PROMPT to stdout as it comes. PROMPT `-` reads stdin. In a chat, the model's reasoning goes
-    to stderr.
+    """Stream the answer to PROMPT to stdout. PROMPT `-` reads it from stdin. In a chat, the model's reasoning goes to
+    stderr.
 
     Ctrl-C cancels the request on every worker.
     """
@@ -182,7 +192,7 @@ def _check_can_be_sent(prompt: Prompt, sampling: Sampling) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if num_bytes > (most := DEFAULT_MAX_MESSAGE_BYTES):
-        bound = f"the request has {num_bytes} bytes, and at most {most} can be sent"
+        bound = f"the request has {num_bytes} bytes, the maximum is {most}"
         raise click.UsageError(f"PROMPT: is too long: {bound}")
 
 
@@ -192,8 +202,8 @@ def _said(address: str, is_json: bool) -> OnBroken:
     def on_broken(error: TandemError, left_s: float) -> None:
         if not is_json and sys.stdout and sys.stdout.isatty():  # the answer may be in the middle of a line
             tell("")
-        what = f"waiting up to {left_s:.0f} s for a router that continues the answer"
-        tell(f"the router at {address} went away ({error.message}): {what}")
+        what = f"waiting up to {left_s:.0f} s for a router to continue the answer"
+        tell(f"the router at {address} stopped answering ({error.message}): {what}")
 
     return on_broken
 

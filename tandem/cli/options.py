@@ -38,7 +38,7 @@ router_option = click.option(
     show_envvar=True,
     metavar="HOST:PORT",
     callback=_read_by(checked_address),
-    help="The router to talk to. Several: ipv4:HOST:PORT,HOST:PORT, as `tandem up` prints them.",
+    help="Router to call. For several routers: ipv4:HOST:PORT,HOST:PORT, as `tandem up` prints them.",
 )
 
 key_option = click.option(
@@ -49,7 +49,7 @@ key_option = click.option(
     show_envvar=True,
     metavar="KEY",
     callback=_read_by(partial(first_key, "the key")),
-    help="The router's key, if it requires one. Of several, separated by spaces, the first is used.",
+    help="API key, if the router requires one. If several are given, separated by spaces, the first is used.",
 )
 
 tls_option = click.option(
@@ -60,7 +60,7 @@ tls_option = click.option(
     show_envvar=True,
     metavar="FILE",
     callback=_read_by(lambda path: ClientTLS.of_files(ca=path) if path else None),
-    help="PEM file of the CA that signed the router's certificate. With it, the router is called over TLS.",
+    help="PEM file of the CA that signed the router's certificate. If given, the router is called over TLS.",
 )
 
 json_option = click.option("--json", "is_json", is_flag=True, help="Print one JSON object to stdout, for programs.")

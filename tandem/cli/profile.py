@@ -26,13 +26,13 @@ def _in_a_folder(context: click.Context, parameter: click.Parameter, path: Path 
     epilog=examples("tandem profile decode-1", "tandem profile prefill-1 --steps 1 --trace trace.json.gz"),
 )
 @click.argument("worker_id")
-@click.option("--steps", type=click.IntRange(1, 16), default=5, show_default=True, help="Number of steps to watch.")
+@click.option("--steps", type=click.IntRange(1, 16), default=5, show_default=True, help="Number of steps to profile.")
 @click.option("--top", type=click.IntRange(1, 200), default=15, show_default=True, help="Number of operations to show.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     callback=_in_a_folder,
-    help="Write a trace here, gzipped, for chrome://tracing or ui.perfetto.dev.",
+    help="Write a gzipped trace to this file, for chrome://tracing or ui.perfetto.dev.",
 )
 @click.option(
     "--timeout-s",
@@ -40,7 +40,7 @@ def _in_a_folder(context: click.Context, parameter: click.Parameter, path: Path 
     callback=no_nan,
     default=30.0,
     show_default=True,
-    help="End after this many seconds, with the steps seen so far.",
+    help="Stop after this many seconds, with the steps profiled so far.",
 )
 @json_option
 @router_option
@@ -57,10 +57,10 @@ def profile(
     api_key: str,
     tls: ClientTLS | None,
 ) -> None:
-    """Watch the next steps of a worker and show how long each operation took. `tandem status` shows its id.
+    """Profile the next steps of the worker WORKER_ID (`tandem status` shows it) and show the time of each operation.
 
-    Steps come from requests: send some meanwhile. Steps are slower while they are watched, and pause for up to half a
-    second when watching ends.
+    A worker takes steps only for requests: send some meanwhile. Steps are slower while they are profiled, and pause for
+    up to half a second at the end.
     """
     with readable_errors(address), Client(address, api_key=api_key, tls=tls) as client:
         seen = client.profile(worker_id, num_steps=steps, timeout_s=timeout_s, with_trace=trace is not None)

@@ -34,31 +34,36 @@ FILE = click.Path(dir_okay=False, path_type=Path)
               help='JSON lines: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}. Also '
               "/v1/completions and /v1/responses.")  # fmt: skip
 @click.option("-o", "--output-file", type=FILE, required=True,
-              help="One JSON line for each request, in the order in which they end. What it has already is kept, and "
-              "not asked again.")  # fmt: skip
-@click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="An OpenAI-compatible server.")
-@click.option("--api-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="Key, if the server requires one.")
+              help="One JSON line for each request, in the order in which they end. Requests that already have a line "
+              "in it are not sent again.")  # fmt: skip
+@click.option(
+    "--base-url", default="http://127.0.0.1:8000", show_default=True, help="URL of an OpenAI-compatible server."
+)
+@click.option(
+    "--api-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="API key, if the server requires one."
+)
 @click.option("--ssl-ca-certs", default="", envvar="TANDEM_SSL_CA_CERTS", show_envvar=True,
               help="PEM file of the CA that signed the server's certificate.")  # fmt: skip
 @click.option("--max-concurrency", type=click.IntRange(1, 4096), default=64, show_default=True,
-              help="Requests at once.")  # fmt: skip
+              help="Maximum number of requests at once.")  # fmt: skip
 @click.option("--priority", type=click.IntRange(-(2**31), 2**31 - 1), default=1, show_default=True,
-              help="Of requests that name none: the lower goes first, and 0 is what others have, so that these wait "
-              "until nobody else does. With 0 none is sent, for servers that do not know it.")  # fmt: skip
+              help="Priority of requests that set none; lower goes first. Those of other clients have 0, so by default "
+              "these wait until no others do. 0: send no priority, for servers that do not support it.")  # fmt: skip
 @click.option("--request-timeout-s", type=click.FloatRange(1, 86_400), default=3600.0, show_default=True,
-              callback=no_nan, help="Deadline of each request.")  # fmt: skip
+              callback=no_nan, help="Timeout of each request, in seconds.")  # fmt: skip
 @click.option("--retry-s", type=click.FloatRange(0, 86_400), default=600.0, show_default=True, callback=no_nan,
-              help="For how long a server that is away is waited for. One that is there and full is waited for as long "
-              "as it takes.")  # fmt: skip
+              help="How long to wait for a server that does not answer, in seconds. A server that is only full is "
+              "waited for without limit.")  # fmt: skip
 @json_option
 def run_batch(is_json: bool, **options: Any) -> None:
-    """Send the requests of a file to a server, and write down each answer as soon as it is there.
+    """Send the requests of a file to a server, and write each answer to the output file as soon as it is complete.
 
-    All lines are checked before anything is asked. Requests that are refused for now (429, 503), and those whose
-    connection breaks, are asked again; those that are refused for good have a line that says why. The same command once
-    more goes on with what is missing, whatever ended it, and no request has two lines.
+    All lines are checked before any request is sent. Requests that are refused for the moment (429, 503) or whose
+    connection breaks are retried; those that are refused for good get a line with the error. Running the same command
+    again, whatever ended it, sends only the requests without a line; no request gets two lines.
 
-    Exits with 0 if all are answered, with 1 if some were refused for good, or the server was gone; 130 after Ctrl-C.
+    Exits with 0 if all requests are answered, with 1 if some were refused for good or the server was gone, and with 130
+    after Ctrl-C.
     """
     progress = BatchProgress()
     try:
@@ -72,12 +77,12 @@ def run_batch(is_json: bool, **options: Any) -> None:
     except KeyboardInterrupt:
         tell("cancelled")
         if progress.num_left:
-            tell(f"{progress.num_left} of {progress.num_requests} are left; the same command goes on with them")
+            tell(f"{progress.num_left} of {progress.num_requests} requests are left; run the same command to continue")
         sys.exit(INTERRUPTED)
     click.echo(json.dumps(summary_of(progress)) if is_json else described(progress, args))
     if progress.num_failed:
         raise click.ClickException(
-            f"{progress.num_failed} requests have no answer, and their lines say why; the last: {progress.last_failure}"
+            f"{progress.num_failed} requests failed; their lines say why. The last: {progress.last_failure}"
         )
 
 

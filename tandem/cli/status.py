@@ -33,12 +33,12 @@ from tandem.tables import (
 @key_option
 @tls_option
 def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> None:
-    """Show the router's queue and every worker: what it runs, its KV pool, its prefix hits.
+    """Show the router's queue, and of every worker the running requests, the KV pool and the prefix cache hits.
 
-    A router tells of its own requests alone: if there are several, name them all, as in --router
+    A router knows only its own requests: if there are several routers, list them all, as in --router
     ipv4:127.0.0.1:50051,127.0.0.1:50052.
 
-    The pool is shown as free/cached/used of all blocks; a cached block holds a prefix and can be taken at any time.
+    The pool is shown as free/cached/used of all blocks; a cached block holds a prefix and can be evicted at any time.
     """
     with readable_errors(address), all_routers(address, api_key, tls) as routers:
         answers = routers.ask(lambda client: client.status())
@@ -66,18 +66,19 @@ def _as_json(answers: Answers[Any]) -> dict[str, Any]:
 
 
 @click.command(
-    short_help="Recount every KV block, by owner.", epilog=examples("tandem audit && echo every block has one owner")
+    short_help="Check that every KV block has one owner.",
+    epilog=examples("tandem audit && echo every block has one owner"),
 )
 @json_option
 @router_option
 @key_option
 @tls_option
 def audit(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> None:
-    """Recount every KV block of every worker, by owner. Exits with 1 if the owners do not sum up to the pool, or if a
-    router of --router (which may list several) counts as taken what no request of its own needs.
+    """Count the KV blocks of every worker by owner, and check them. Exits with 1 if the owners do not sum up to the
+    pool, or if a router of --router (which may list several) has reserved resources that none of its requests needs.
 
-    free: no content. cached: a prefix, may be evicted. sequence: a running request's. grant: reserved for an incoming
-    transfer. held: kept until an outgoing transfer is acknowledged.
+    free: empty. cached: holds a prefix, may be evicted. sequence: in use by a running request. grant: reserved for an
+    incoming transfer. held: kept until an outgoing transfer is acknowledged.
     """
     with readable_errors(address), all_routers(address, api_key, tls) as routers:
         answers = routers.ask(lambda client: client.audit())

@@ -33,15 +33,15 @@ from tandem.top import Look, view
     "--count",
     type=click.IntRange(1),
     default=None,
-    help="End after this many updates; if stdout is not a terminal, only the last one is printed. Default: run "
+    help="Exit after this many updates; if stdout is not a terminal, only the last one is printed. Default: run "
     "until Ctrl-C.",
 )
 @router_option
 @key_option
 @tls_option
 def top(interval_s: float, count: int | None, address: str, api_key: str, tls: ClientTLS | None) -> None:
-    """Watch the router's queue and every worker: what it runs, tokens per second, prefix hits, KV in use. Of several
-    routers, --router may list all, as for `tandem status`.
+    """Watch the router's queue, and of every worker the running requests, tokens per second, prefix cache hits and KV
+    in use. If there are several routers, list them all in --router, as for `tandem status`.
 
     Rates cover the time since the previous update; hits are prompt tokens found in the worker's prefix cache.
     """

@@ -54,7 +54,7 @@ class _Up(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if instead := instead_of_flag(error.option_name):
-                raise click.UsageError(f"No such option {error.option_name!r}. Instead: {instead}", ctx) from error
+                raise click.UsageError(f"No such option {error.option_name!r}: {instead}", ctx) from error
             raise
         except click.UsageError as error:
             if error.message.startswith("Got unexpected extra argument"):
@@ -78,27 +78,27 @@ class _Up(click.Command):
 @_option("--prefill", "num_prefill", type=int, default=1, help="Number of prefill workers.")
 @_option("--decode", "num_decode", type=int, default=1, help="Number of decode workers.")
 @_option("--aggregated", "is_aggregated", is_flag=True,
-         help="Start no prefill workers: each of the --decode workers prefills for itself.")  # fmt: skip
+         help="Start no prefill workers; the --decode workers prefill, too.")  # fmt: skip
 @_option("--routers", "num_routers", type=int, default=1,
-         help="Number of routers. Requests are spread over them; streams of one that dies continue at another, at "
+         help="Number of routers. Requests are spread over them; if one dies, its streams continue at another at "
               "once.")  # fmt: skip
 @_option("--gateways", "num_gateways", type=int, default=1,
-         help="Number of gateways: processes that serve HTTP on the one --http-port, as vLLM's "
-              "--api-server-count.")  # fmt: skip
+         help="Number of gateways, which all serve HTTP on --http-port, like vLLM's --api-server-count.")  # fmt: skip
 @_option("--listen", default=ClusterArgs.listen, metavar="HOST:PORT",
-         help="Address the router listens on; further routers take the ports after it. Port 0 takes a free "
-              "one.")  # fmt: skip
+         help="Address that the router listens on; further routers take the next ports. Port 0: a free "
+              "port.")  # fmt: skip
 @_option("--http-port", type=int, default=8000,
-         help="Port for OpenAI's HTTP API and the chat page, on the host of --listen. 0 takes a free one.")  # fmt: skip
+         help="Port for OpenAI's HTTP API and the chat page, on the host of --listen. 0: a free port.")  # fmt: skip
 @_option("--no-http", "has_no_http", is_flag=True, help="Serve no HTTP, only gRPC.")
 @_option("--api-key", cls=Several, multiple=True, default=(),
-         help=f"{API_KEY_HELP} The router requires it, too: `tandem status --api-key KEY`.")  # fmt: skip
+         help=f"{API_KEY_HELP} If given, the router requires it, too: `tandem status --api-key KEY`.")  # fmt: skip
 @_option("--metrics-port", type=int, default=None,
-         help="Port for the router's Prometheus metrics; further routers and the workers take the ports after it, in "
-              "the order of their names. 0: free ports, which the logs name. Default: they are not served. A gateway "
-              "has its own /metrics; several take the next ports, since they share one for HTTP.")  # fmt: skip
+         help="Port for the router's Prometheus metrics; further routers and the workers take the next ports, in the "
+              "order of their names. A single gateway serves /metrics on --http-port; several take the next ports, "
+              "too. 0: free ports, which the logs show. Default: no metrics of routers and workers.")  # fmt: skip
 @_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
-         help="redis://HOST:PORT or unix://PATH. Default: start a Redis, which ends with the cluster.")  # fmt: skip
+         help="Redis to use: redis://HOST:PORT or unix://PATH. Default: start one, which stops with the "
+              "cluster.")  # fmt: skip
 @_service_options
 @options_of(PolicyConfig)
 @options_of(EngineArgs)
@@ -107,20 +107,22 @@ def up(context: click.Context, /, **options: Any) -> None:
     """Start Redis, a router, prefill and decode workers and an HTTP gateway, and keep them running.
 
     Prints one line, `ready grpc=HOST:PORT http=HOST:PORT`, to stdout once requests can be served; everything else goes
-    to stderr. Of several routers it has all: `grpc=ipv4:HOST:PORT,HOST:PORT`, which --router of all commands and
-    clients take. OpenAI's clients take http://HOST:PORT/v1 as their base URL; the chat page is at /.
-    A process that dies is started again. Ctrl-C, SIGTERM or a closed terminal lets running streams finish and exits
-    with 0, or with 1 if a process had to be killed; a second Ctrl-C does not wait. With --num-threads 0 the workers
-    share the cores.
+    to stderr. With several routers it lists all of them: `grpc=ipv4:HOST:PORT,HOST:PORT`. Give this value to --router
+    of other commands, and to clients. OpenAI's clients take http://HOST:PORT/v1 as their base URL; the chat page is at
+    /.
+
+    A process that dies is restarted. Ctrl-C, SIGTERM or closing the terminal lets running streams finish and exits with
+    0, or with 1 if a process had to be killed; a second Ctrl-C does not wait. With --num-threads 0 the workers share
+    the cores.
     """
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     if options["is_aggregated"] and _is_given(context, "num_prefill"):
-        raise click.UsageError("--aggregated starts no prefill workers: leave out --prefill, or --aggregated")
+        raise click.UsageError("--aggregated starts no prefill workers: leave out either --prefill or --aggregated")
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
         for flag, name in NEED_HTTP.items():
             if _is_given(context, name):
-                raise click.UsageError(f"{flag} needs HTTP: leave it out, or --no-http")
+                raise click.UsageError(f"{flag} needs HTTP: leave out either {flag} or --no-http")
         own["http_port"] = None
     try:
         args = ClusterArgs(engine=engine, policy=policy, **own)
@@ -148,7 +150,7 @@ async def _serve(args: ClusterArgs) -> list[str]:
     def on_signal(number: int) -> None:
         if not stop.is_set():
             stop.set()
-            tell("tandem: stopping; running streams may finish; Ctrl-C (again) ends them")
+            tell("tandem: stopping when running streams have finished; Ctrl-C (again) ends them now")
         elif number == signal.SIGINT:  # a repeated SIGTERM does not mean to hurry
             cluster.hurry()
 

@@ -196,7 +196,7 @@ class FragileCluster:
     def num_found_silent(self, worker: str) -> int:
         """How often routers have given up a session with it since they heard nothing for a lease, by their logs. What
         the worker ends itself when it is back, gRPC's pings and the registry find out later: that does not count."""
-        return self.num_sessions_lost(worker, "the worker has said nothing")
+        return self.num_sessions_lost(worker, "the worker has sent nothing")
 
     def num_sessions_lost(self, worker: str, why: str) -> int:
         """By routers, for a reason that begins so, by their logs."""

@@ -107,7 +107,7 @@ def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
 @pytest.mark.parametrize(
     ("direction", "why"),
     [
-        pytest.param(Direction.DOWN, "the worker has said nothing", marks=pytest.mark.slow),  # as above, to the router
+        pytest.param(Direction.DOWN, "the worker has sent nothing", marks=pytest.mark.slow),  # as above, to the router
         (Direction.UP, "ABORTED: "),
     ],
 )

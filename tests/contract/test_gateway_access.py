@@ -9,7 +9,7 @@ from gateway.args import GatewayArgs
 
 
 def test_a_key_that_no_header_can_carry_is_refused_at_the_start() -> None:
-    with pytest.raises(ValueError, match="api_key must be of visible ASCII characters"):
+    with pytest.raises(ValueError, match="api_key must consist of visible ASCII characters"):
         GatewayArgs(api_key=("a", "s\u00e9cret"))
     with pytest.raises(ValueError, match="api_key must not be empty"):
         GatewayArgs(api_key=("a", ""))
@@ -49,11 +49,11 @@ async def test_a_router_that_asks_for_a_key(caplog: pytest.LogCaptureFixture) ->
     async with gateway(router_keys=("r1",), router_api_key="r2") as (router, http):
         for refused in (await http.post("/v1/completions", json=asked), await http.get("/v1/models")):
             assert (refused.status_code, refused.json()["error"]["message"]) == (
-                500, "the router does not take this gateway's key"
+                500, "the router does not accept this gateway's API key"
             )  # fmt: skip
         assert (await http.get("/health")).status_code == 500, "no request could be answered"
     assert not router.requests
-    assert "the router asks for another key than --router-api-key" in caplog.text
+    assert "the router does not accept the key of --router-api-key" in caplog.text
     assert "r2" not in caplog.text + repr(GatewayArgs(router_api_key="r2"))
 
 

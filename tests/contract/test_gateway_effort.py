@@ -118,4 +118,4 @@ async def test_no_such_effort(route: str, body: dict[str, Any], field: str) -> N
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert message.startswith(f"{field}: ")
-    assert "'none', 'minimal', 'low'" in message or "it may be" in message
+    assert "'none', 'minimal', 'low'" in message or "is allowed" in message

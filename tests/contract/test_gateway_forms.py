@@ -57,7 +57,7 @@ BAD_FORMS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"prompt": "a", "response_format": {"type": "text", "json_schema": {"schema": {}}}},
         "response_format",
-        "json_schema goes with type 'json_schema', and with no other",
+        "json_schema may only be given with type 'json_schema'",
     ),
     ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "required"),
     (
@@ -87,7 +87,7 @@ BAD_FORMS: list[tuple[dict[str, Any], str, str]] = [
         "cannot be combined with structured_outputs",
     ),
     ({"prompt": "a", "structural_tag": "{}"}, "structural_tag", 'structured_outputs: {"structural_tag": ...}'),
-    ({"prompt": "a", "guided_json": {}}, "guided_json", 'here it is structured_outputs: {"json": ...}'),
+    ({"prompt": "a", "guided_json": {}}, "guided_json", 'use structured_outputs: {"json": ...} instead'),
 ]
 
 

@@ -259,7 +259,7 @@ async def test_all_that_is_told_of_prompts_is_bounded(monkeypatch: pytest.Monkey
         ]
     for answer in refused:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
-        assert "may be 19 numbers of prompts' tokens in all choices" in answer.json()["error"]["message"]
+        assert "makes more than 19 numbers for the prompts of all choices" in answer.json()["error"]["message"]
 
 
 async def test_a_text_that_is_cut_is_echoed_as_it_was_used() -> None:

@@ -125,7 +125,7 @@ async def test_a_name_that_none_has_is_told_which_there_are(path: str, big: Name
         refused = await asked
         assert refused.status_code == 404
         assert refused.json()["error"] == {
-            "message": "model: there is no model 'medium'; there is 'big', 'gpt-x', 'small', 'sql'",
+            "message": "model: the model 'medium' does not exist; available: 'big', 'gpt-x', 'small', 'sql'",
             "type": "invalid_request_error", "param": "model", "code": "model_not_found",
         }  # fmt: skip
 
@@ -136,7 +136,7 @@ async def test_a_request_says_which_of_them_it_is_for(big: Named, small: Named) 
             refused = await ask(http, None, request_id="named")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
         assert refused.headers["x-request-id"] == "named"
-        assert refused.json()["error"]["message"] == "model: must be given; there is 'big', 'gpt-x', 'small', 'sql'"
+        assert refused.json()["error"]["message"] == "model: must be given; available: 'big', 'gpt-x', 'small', 'sql'"
 
 
 async def test_that_a_request_names_none_is_said_also_where_no_router_answers(big: Named, small: Named) -> None:
@@ -192,7 +192,7 @@ async def test_the_log_says_once_whose_routers_do_not_answer(
         for _ in range(3):
             assert (await ask(http, "poems")).status_code == 503
             assert (await http.get("/health")).status_code == 200
-        (told,) = [each for each in caplog.records if each.message == "does not say what it serves"]
+        (told,) = [each for each in caplog.records if each.message.startswith("router does not say what it serves")]
         assert told.__dict__["router"] == small.address
 
 
@@ -251,7 +251,7 @@ async def test_a_gateway_that_leaves_waits_for_no_router(path: str, big: Named, 
         await small.is_asked.wait()
         big.stop.set()
         told = await asked
-        assert (told.status_code, "leaving" in told.json()["error"]["message"]) == (503, True)
+        assert (told.status_code, "shutting down" in told.json()["error"]["message"]) == (503, True)
 
 
 async def test_many_who_ask_for_what_nobody_has_are_one_question_a_second(big: Named, small: Named) -> None:
@@ -270,7 +270,7 @@ async def test_what_no_router_need_be_asked_for_is_said_while_one_hangs(big: Nam
         refused = await ask(http, None)
         assert (refused.status_code, refused.json()["error"]["message"]) == (
             400,
-            "model: must be given; there is 'big', 'gpt-x'",
+            "model: must be given; available: 'big', 'gpt-x'",
         )
         assert [each["id"] for each in (await http.get("/v1/models")).json()["data"]] == ["big", "gpt-x"]
 
@@ -292,7 +292,7 @@ async def test_a_name_that_has_gone_to_another_cluster_is_found_there(big: Named
         small.script = failing(InvalidRequest([("model", "must be 'small' or empty, is 'sql'")]))
         refused = await ask(http, "sql")
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-        assert "there is 'big', 'gpt-x', 'small'" in refused.json()["error"]["message"]
+        assert "available: 'big', 'gpt-x', 'small'" in refused.json()["error"]["message"]
         small.info.lora_names.append("sql")
         await http.get("/v1/models")
         small.info.lora_names.remove("sql")
@@ -303,10 +303,10 @@ async def test_a_name_that_has_gone_to_another_cluster_is_found_there(big: Named
 
 
 def test_routers_are_given_once_each() -> None:
-    with pytest.raises(ValueError, match=r"router: is given once for each model, and a:1 twice"):
+    with pytest.raises(ValueError, match=r"router: a:1 is given twice; give each address once"):
         GatewayArgs(router=("a:1", "b:1", "a:1"))
     for wrong in ((), ("a:1", "")):
-        with pytest.raises(ValueError, match="router must be the address of a router, is empty"):
+        with pytest.raises(ValueError, match="router must be HOST:PORT or a gRPC target, is empty"):
             GatewayArgs(router=wrong)
     with pytest.raises(ValueError, match=r"router: .*HOST:PORT"):
         GatewayArgs(router=("a:1", "b"))

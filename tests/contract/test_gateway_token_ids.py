@@ -82,7 +82,7 @@ async def test_all_ids_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -
         assert (await http.post("/v1/chat/completions", json=body | {"n": 2})).status_code == 200
         refused = (await http.post("/v1/chat/completions", json=body | {"n": 3})).json()["error"]
     assert refused["param"] == "return_token_ids"
-    assert "may be had of 6 prompts' tokens in all choices" in refused["message"]
+    assert "would return more than 6 prompt token ids in all choices" in refused["message"]
 
 
 @pytest.mark.parametrize(("route", "body"), [("completions", {"prompt": "a"}), ("chat/completions", CHAT)])

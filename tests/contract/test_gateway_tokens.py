@@ -95,15 +95,20 @@ async def test_a_responses_input(texts: Texts, further: dict[str, Any]) -> None:
     ("route", "body", "param", "words"),
     [
         ("tokenize", {}, None, "one of prompt and messages must be given"),
-        ("tokenize", {"prompt": "a", "messages": MESSAGES}, None, "and not both"),
+        ("tokenize", {"prompt": "a", "messages": MESSAGES}, None, "exactly one of prompt and messages"),
         ("tokenize", {"prompt": ""}, "prompt", "must not be empty"),
         ("tokenize", {"prompt": [1, 2]}, "prompt", "valid string"),
         ("tokenize", {"prompt": "a", "tools": TOOLS}, "tools", "only with messages"),
         ("tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "only with messages"),
-        ("tokenize", {"prompt": "a", "wrong": 1}, "wrong", "is not a parameter that this server knows"),
+        ("tokenize", {"prompt": "a", "wrong": 1}, "wrong", "is not a known parameter"),
         ("tokenize", {"prompt": "a", "model": "other"}, "model", "must be 'small' or empty, is 'other'"),
-        ("tokenize", {"prompt": "a" * 200_000}, "prompt", "at most 100000 are taken"),
-        ("tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "is for a text"),
+        ("tokenize", {"prompt": "a" * 200_000}, "prompt", "the maximum is 100000"),
+        (
+            "tokenize",
+            {"messages": MESSAGES, "add_special_tokens": True},
+            "add_special_tokens",
+            "is only for text prompts",
+        ),
         ("tokenize", {"prompt": "a", **CONTINUED}, "continue_final_message", "only with messages"),
         (
             "tokenize",
@@ -119,7 +124,7 @@ async def test_a_responses_input(texts: Texts, further: dict[str, Any]) -> None:
         ("detokenize", {"tokens": [5, -1]}, "tokens[1]", "greater than or equal to 0"),
         ("detokenize", {"tokens": [5, 49_152]}, "tokens", "below the vocabulary's size 49152, is 49152 at 1"),
         ("detokenize", {"tokens": [5], "model": "other"}, "model", "must be 'small'"),
-        ("detokenize", {"tokens": [40_000] * 50_000}, "tokens", "at most 100000 are taken"),
+        ("detokenize", {"tokens": [40_000] * 50_000}, "tokens", "the maximum is 100000"),
     ],
 )
 async def test_what_is_wrong_is_named(
@@ -153,7 +158,7 @@ async def test_more_text_than_can_be_told(texts: Texts, monkeypatch: pytest.Monk
         answers += [await http.post("/detokenize", json={"tokens": [0] * number}) for number in (2, 3)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 400]
     error = answers[-1].json()["error"]
-    assert (error["param"], error["message"]) == ("tokens", "tokens: must be at most 26 bytes of text, are 39")
+    assert (error["param"], error["message"]) == ("tokens", "tokens: must be at most 26 bytes as text, are 39")
 
 
 async def test_a_deadline_is_heeded(texts: Texts) -> None:

@@ -81,7 +81,7 @@ async def test_what_a_chat_says_of_tools_travels() -> None:
         ({"tool_choice": "required", "tools": None}, "tool_choice: needs tools"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: Field required"),
         ({"tools": [{"type": "search"}]}, "tools[0].type: Input should be 'function'"),
-        ({"functions": [FUNCTION]}, "functions: is not supported; it may be []"),
+        ({"functions": [FUNCTION]}, "functions: is not supported; only [] is allowed"),
     ],
 )
 async def test_what_is_no_tool_is_refused(asked: dict[str, Any], message: str) -> None:

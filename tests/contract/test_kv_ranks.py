@@ -143,7 +143,7 @@ async def test_a_rank_that_stands_still_writes_no_more_when_it_goes_on(stage: St
     push.write(NUM_LAYERS, 0, SRC)
     await asyncio.sleep(0.85 * LEASE_S)
     stage.source.go_on()
-    with pytest.raises(PeerUnreachable, match="rank 1: this rank stood still"):
+    with pytest.raises(PeerUnreachable, match="rank 1: this rank was stalled"):
         await asyncio.wait_for(push._writer.drain(), DEADLINE_S)
     await push.abandon()
     assert not stage.target.blocks(1).any()

@@ -65,7 +65,7 @@ async def test_a_sender_that_stood_still_writes_no_more(cluster: Cluster) -> Non
         assert has_come.wait(DEADLINE_S)
     assert not receiving.pool.array[1].any()
     push.write(2, 0, [3, 4])
-    with pytest.raises(PeerUnreachable, match=r"stood still for more than 0\.75 of a lease of 800 ms"):
+    with pytest.raises(PeerUnreachable, match=r"was stalled for more than 0\.75 of a lease of 800 ms"):
         await push.commit(8, 1, [3, 4])
     assert not receiving.pool.array[1:].any()
     receiving.receiver.drop_owner("router")
@@ -124,7 +124,7 @@ async def test_a_sender_that_stood_still_while_it_was_let_in_does_not_begin(
         return attachment_id
 
     monkeypatch.setattr(receiving.receiver, "attach", attach_and_stop)
-    with pytest.raises(PeerUnreachable, match="stood still"):
+    with pytest.raises(PeerUnreachable, match="was stalled"):
         await cluster.sender.open(grant)
     receiving.receiver.drop_owner("router")
     await until(receiving.has_freed)

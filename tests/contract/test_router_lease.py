@@ -85,7 +85,7 @@ async def test_a_worker_that_falls_silent_is_lost_after_a_lease() -> None:
         # Long before a ping of gRPC's that stays unanswered, however late a busy machine is.
         assert LEASE_S * 0.9 < time.monotonic() - before_s < KEEPALIVE_TIME_MS / 1e3
         assert seen.heard == [WorkerLost(WorkerKey("w", "i"))]
-        assert "said nothing for 600 ms" in seen.session.lost_why
+        assert "sent nothing for 600 ms" in seen.session.lost_why
         assert await asyncio.to_thread(worker.was_left.wait, DEADLINE_S), "the worker was not told"
 
 

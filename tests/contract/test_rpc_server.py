@@ -328,9 +328,9 @@ async def test_what_is_wrong_with_a_connection_over_tls_is_said(tmp_path: Path) 
     ours, others = Signer(tmp_path / "ours"), Signer(tmp_path / "others")
     cases = {
         "has expired": ours.sign("expired", days=-1),
-        "does not name the address": ours.sign("elsewhere", address="IP:127.0.0.2"),
-        "or is not of those that ssl_ca_certs signed": others.sign("foreign"),
-        "speaks no TLS": None,
+        "does not contain the address": ours.sign("elsewhere", address="IP:127.0.0.2"),
+        "or was not signed by the CA of ssl_ca_certs": others.sign("foreign"),
+        "does not use TLS": None,
     }
     caller = ours.sign("caller").client
     for advice, shown in cases.items():

@@ -197,7 +197,7 @@ async def test_connections_are_opened_anew_and_old_ones_end_with_their_streams()
 
 async def test_an_abort_might_reach_another_router_and_is_refused() -> None:
     async with spread() as (_, client):
-        with pytest.raises(RuntimeError, match="drop the stream"):
+        with pytest.raises(RuntimeError, match="close the stream"):
             await client.abort("r")
 
 

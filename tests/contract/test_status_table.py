@@ -119,7 +119,7 @@ def test_a_method_that_the_peer_does_not_have_is_another_process_than_was_meant(
     error = errors.from_rpc_error(as_rpc_error(foreign))
     assert (type(error), error.message) == (
         Incompatible,
-        "Method not found! (what answers there is of another role, such as a worker, or of another version: check the "
+        "Method not found! (the server there is not a router, but perhaps a worker, or has another version: check the "
         "address)",
     )
 

@@ -145,7 +145,7 @@ async def test_over_https(served: Served, caplog: pytest.LogCaptureFixture) -> N
         for reader, writer in opened:
             assert await get(reader, writer) == b"HTTP/1.1 200 OK"
             writer.transport.abort()
-        assert "are not a certificate and its key" in str([vars(record) for record in caplog.records])
+        assert "must be a certificate and its key" in str([vars(record) for record in caplog.records])
         await server.close()
 
 

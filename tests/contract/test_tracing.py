@@ -133,7 +133,9 @@ def test_where_an_endpoint_is(endpoint: str, target: str) -> None:
 
 def test_settings_of_the_library_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "abc")
-    with pytest.raises(ValueError, match=r"otlp_traces_endpoint: OpenTelemetry refuses its settings \(OTEL_…\): "):
+    with pytest.raises(
+        ValueError, match=r"otlp_traces_endpoint: OpenTelemetry refuses the environment variables OTEL_…: "
+    ):
         create_tracing("http://localhost:4317", "tested")
 
 

@@ -46,8 +46,8 @@ def of_tokens(**tokens: Any) -> bytes:
 @pytest.mark.parametrize(
     ("nonsense", "complaint"),
     [
-        (GARBAGE, "bytes that are no message"),
-        (of_tokens(token_ids=[5, 100, 7]), "token 100 of a vocabulary of 100"),
+        (GARBAGE, "bytes that cannot be parsed"),
+        (of_tokens(token_ids=[5, 100, 7]), "token id 100, outside the vocabulary of 100"),
         (of_tokens(token_ids=[5], finish_reason=99), "finish reason 99, which is unknown"),
     ],
     ids=["garbage", "token", "finish reason"],
@@ -144,8 +144,8 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
             await servicer.GetStatus(pb.GetClusterStatusRequest(), context),
         ):
             assert list(answer.workers) == []
-            assert list(answer.unreachable) == ["w (a): it answers with bytes that are not a message"]
-        with pytest.raises(InternalError, match="worker w answers with bytes that are not a message"):
+            assert list(answer.unreachable) == ["w (a): its answer cannot be parsed"]
+        with pytest.raises(InternalError, match="worker w sent an answer that cannot be parsed"):
             await servicer.Profile(pb.ProfileRequest(worker_id="w", num_steps=1, timeout_ms=1), context)
     await server.stop(0)
 
@@ -180,6 +180,6 @@ async def test_a_receiver_that_talks_nonsense_ends_the_transfer(method: str) -> 
         receiving = await cluster.add_receiving()
         grant = receiving.receiver.issue("router", [6], 0)
         grant.kv_address = address
-        with pytest.raises(InvalidTransfer, match="bytes that are no message"):
+        with pytest.raises(InvalidTransfer, match="the peer's answer cannot be parsed"):
             await cluster.push_and_commit(grant, [5])
     await server.stop(0)

@@ -95,7 +95,7 @@ async def test_outputs_are_of_the_kind_that_is_asked_for(llm: AsyncLLM) -> None:
 async def test_an_id_is_one_requests(llm: AsyncLLM) -> None:
     first = llm.generate("abc", LONG, "same")
     await anext(first)
-    with pytest.raises(ValueError, match="request_id: 'same' is in use by a request that is under way"):
+    with pytest.raises(ValueError, match="request_id: 'same' is in use by a running request"):
         await anext(llm.generate("abc", LONG, "same"))
     assert not (await anext(first)).finished, "the first one goes on"
     engines_name = set(llm._requests._answers)

@@ -79,7 +79,7 @@ def test_the_model_has_the_name_it_was_given(cluster: RunningCluster) -> None:
         assert (info.model, list(info.aliases), info.max_model_len) == ("small", ["also"], 4096)
         for name in ("small", "also"):
             assert client.generate("hello", model=name, max_tokens=1).usage.completion_tokens == 1
-        with pytest.raises(InvalidRequest, match=r"must be 'small', by another name 'also' or empty, is 'other'"):
+        with pytest.raises(InvalidRequest, match=r"must be 'small', also named 'also' or empty, is 'other'"):
             client.generate("hello", model="other")
 
 

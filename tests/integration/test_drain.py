@@ -73,8 +73,8 @@ async def test_a_worker_that_is_drained_finishes_what_it_has_and_leaves(
     assert (unknown.exit_code, unknown.output) == (1, "Error: no worker 'first'; there are: second\n")
     last_one = await drain(tiny_cluster, "second", "--json")
     assert last_one.stderr == (
-        "second: no other decode worker takes requests: until one does, new ones are refused, and answers that are not "
-        "finished after its --drain-grace-s wait, and end with an error after the router's --worker-wait-s.\n"
+        "second: no other decode worker takes requests. Until one does, new requests are refused; answers that are not "
+        "finished after the worker's --drain-grace-s wait for one, and fail after the router's --worker-wait-s.\n"
     )
 
 

@@ -32,7 +32,7 @@ from tandem import LLM, SamplingParams
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 PROMPT = list(range(5, 23))
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SAID = "rank 2 of the engine has ended with SIGKILL; what it said stands above; this LLM cannot generate any more: "
+SAID = "rank 2 of the engine has ended with SIGKILL; see its output above; this LLM cannot generate any more: "
 SOON_S = 10.0
 """Well below what anything here waits for by the clock alone."""
 

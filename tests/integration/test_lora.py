@@ -210,12 +210,12 @@ def test_a_model_in_8_bits_has_adapters_too(folder: Path) -> None:
 
 def test_unknown_adapters_are_refused(folder: Path) -> None:
     engine = LLMEngine(config_of(folder))
-    with pytest.raises(ValueError, match=r"lora_name must be an adapter that is here \(a, b, some\), is 'c'"):
+    with pytest.raises(ValueError, match=r"lora_name must be a loaded adapter \(a, b, some\), is 'c'"):
         engine.add_request("r", PROMPTS[0], GREEDY, lora_name="c")
     assert not engine.has_unfinished_requests()
     engine.add_request("r", PROMPTS[0], GREEDY, lora_name="b")  # the name is not taken
     without = LLMEngine(replace(config_of(folder), lora_modules=()))
-    with pytest.raises(ValueError, match=r"here \(none\)"):
+    with pytest.raises(ValueError, match=r"a loaded adapter \(none\)"):
         without.add_request("r", PROMPTS[0], GREEDY, lora_name="a")
 
 
@@ -250,7 +250,7 @@ def test_offline_adapters_that_requests_bring(
     assert ask(LoRARequest("a"), bring("x", "b")) == [told("a"), told("b")], "it needs no folder any more"
     assert there() == ["a", "b", "x"], "some was asked for longest ago"
     assert ask(bring("x", "some")) == [told("some")], "another one by that name"
-    with pytest.raises(ValueError, match="names 'some', which is not loaded: give its folder, too, as lora_path"):
+    with pytest.raises(ValueError, match="names 'some', which is not loaded: also give its folder, as lora_path"):
         ask(LoRARequest("some"))
     with pytest.raises(ValueError, match="one call may ask for max_loras=2 adapters beside lora_modules, asks for 3"):
         ask(a, some, bring("y", "a"))
@@ -285,7 +285,9 @@ def test_offline(model_folder: Path, tmp_path: Path) -> None:
     said = llm.generate([prompt, prompt], params, use_tqdm=False, lora_request=[poet, None])
     names = [each.lora_request and each.lora_request.lora_name for one in said for each in (one, *one.outputs)]
     assert names == ["poet", "poet", None, None]
-    with pytest.raises(ValueError, match="lora_request names 'painter', lora_modules has poet; the folders of all"):
+    with pytest.raises(
+        ValueError, match=r"lora_request names 'painter', but lora_modules has poet\. Give the folders of"
+    ):
         llm.generate(prompt, params, use_tqdm=False, lora_request=LoRARequest("painter"))
     with pytest.raises(ValueError, match=f"'poet' was loaded from {tmp_path}, not /elsewhere"):
         llm.generate(prompt, params, use_tqdm=False, lora_request=LoRARequest("poet", 1, "/elsewhere"))

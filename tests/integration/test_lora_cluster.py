@@ -86,7 +86,7 @@ def test_each_adapter_answers_as_itself(cluster: RunningCluster, expected: dict[
         assert ask(client, "base").token_ids == expected[""]
         assert list(client.model_info().lora_names) == ["a", "b"]
         with pytest.raises(
-            InvalidRequest, match="model: must be 'base', an adapter of it \\('a', 'b'\\) or empty, is 'c'"
+            InvalidRequest, match="model: must be 'base', one of its adapters \\('a', 'b'\\) or empty, is 'c'"
         ):
             ask(client, "c")
 
@@ -127,7 +127,7 @@ def test_over_http(cluster: RunningCluster, expected: dict[str, list[int]]) -> N
         assert http.get("/v1/models/b").json() == models[2]
         unknown = http.get("/v1/models/c")
         assert unknown.status_code == 404
-        assert "there is no model 'c'; there is 'base', 'a', 'b'" in unknown.json()["error"]["message"]
+        assert "the model 'c' does not exist; available: 'base', 'a', 'b'" in unknown.json()["error"]["message"]
         body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "model": "a"}
         answer = http.post("/v1/completions", json=body).json()
         assert answer["model"] == "a"
@@ -195,4 +195,4 @@ def test_from_the_command_line(cluster: RunningCluster) -> None:
     subprocess.run([*command, "--model", "a", "--ignore-eos"], check=True, capture_output=True, timeout=60)
     refused = subprocess.run([*command, "--model", "c"], check=False, capture_output=True, text=True, timeout=60)
     assert refused.returncode != 0
-    assert "model: must be 'base', an adapter of it ('a', 'b') or empty, is 'c'" in refused.stderr
+    assert "model: must be 'base', one of its adapters ('a', 'b') or empty, is 'c'" in refused.stderr

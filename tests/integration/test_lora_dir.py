@@ -221,7 +221,7 @@ async def test_what_cannot_be_served_is_told_of_once_and_harms_nobody(
     write(folder / "two words", seed=2)
     write(folder / served, seed=2)
     await wait_until_told("large", "r must be at most max_lora_rank=8, is 9")
-    await wait_until_told("two words", "must be named by 1 to 128 letters")
+    await wait_until_told("two words", "the name of an adapter's folder must be 1 to 128 letters")
     await wait_until_told(served, "is the model's own name")
     weights = folder / "ok" / WEIGHTS_FILE
     whole = weights.read_bytes()
@@ -346,7 +346,7 @@ async def test_a_volume_that_is_away_takes_no_adapter_with_it(
 @pytest.mark.parametrize(
     ("lora_dir", "settings", "says"),
     [
-        (lambda folder: folder, {}, "lora_dir needs room for adapters: give --max-loras"),
+        (lambda folder: folder, {}, "lora_dir needs room for adapters: also give --max-loras"),
         (lambda folder: folder / "nobody", {"max_loras": 1}, "lora_dir: there is no folder .*nobody"),
     ],
 )
@@ -372,7 +372,9 @@ async def test_what_cannot_be_looked_at_is_told_of_once(
     write(folder / "two words", seed=1)
 
     async def is_looked_at() -> bool:
-        return "must be named by 1 to 128 letters" in str([getattr(record, "why", "") for record in caplog.records])
+        return "the name of an adapter's folder must be 1 to 128 letters" in str(
+            [getattr(record, "why", "") for record in caplog.records]
+        )
 
     await wait_for(is_looked_at, "the folder is looked at again, twice")
     told = [record for record in caplog.records if getattr(record, "lora_name", "") == "loop"]
@@ -394,7 +396,7 @@ async def test_one_of_the_name_of_another_that_stays(
     shutil.rmtree(folder / "sql")
     shutil.rmtree(folder / "poet")
     await wait_until_known(tiny_cluster, "sql")
-    gone = [record for record in caplog.records if record.getMessage() == "adapter is served no more"]
+    gone = [record for record in caplog.records if record.getMessage() == "adapter is no longer served"]
     assert [record.lora_name for record in gone] == ["poet"]  # type: ignore[attr-defined]
 
 

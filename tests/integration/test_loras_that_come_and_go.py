@@ -92,11 +92,11 @@ def test_they_answer_as_if_they_had_been_there(folder: Path, kind: str, expected
             assert [module.name for module in engine.loras.served] == sorted(("a", name))
             for asked in ("", "a", name):
                 assert alone(engine, PROMPT, GREEDY, lora_name=asked) == expected[asked], (name, asked)
-            with pytest.raises(NoRoomForAdapter, match="adapter 'large': max_loras=1 are here"):
+            with pytest.raises(NoRoomForAdapter, match="adapter 'large': max_loras=1 are loaded"):
                 engine.loras.check_may_add("large")
             engine.remove_lora(name)
             assert free_all(engine) == []
-            with pytest.raises(ValueError, match=rf"lora_name must be an adapter that is here \(a\), is '{name}'"):
+            with pytest.raises(ValueError, match=rf"lora_name must be a loaded adapter \(a\), is '{name}'"):
                 engine.add_request("r", PROMPT, GREEDY, lora_name=name)
 
 
@@ -120,7 +120,7 @@ def test_one_that_is_exchanged_beside_its_requests(folder: Path, kind: str, expe
         meant = alone(engine, PROMPT, GREEDY, lora_name="x", lora_digest=old.digest)
         assert meant == expected["a"], "who means it by its digest may have it until it is gone"
         assert free_all(engine) == []
-        with pytest.raises(AdapterGone, match=r"lora_name 'x' with lora_digest '.*' is not here"):
+        with pytest.raises(AdapterGone, match=r"lora_name 'x' with lora_digest '.*' is not loaded here"):
             engine.add_request("late", PROMPT, GREEDY, lora_name="x", lora_digest=old.digest)
         add(engine, folder, "some")
         assert alone(engine, PROMPT, GREEDY, lora_name="some") == expected["some"]
@@ -147,7 +147,7 @@ def test_from_one_engine_to_another_that_has_it_by_another_number(
     ("name", "source", "says"),
     [
         ("large", "large", "adapter 'large': r must be at most max_lora_rank=16, is 17"),
-        ("a", "b", "adapter 'a': lora_modules has one of that name, which stays"),
+        ("a", "b", "adapter 'a': lora_modules has an adapter of that name, which cannot be replaced"),
     ],
 )
 def test_what_cannot_be_added(folder: Path, name: str, source: str, says: str) -> None:
@@ -162,7 +162,7 @@ def test_one_that_does_not_fit_changes_nothing(folder: Path, tmp_path: Path) -> 
     write_adapter(tmp_path / "y", products={"lm_head": (64, 64)})
     with closing(engine_of(folder, "plain", max_loras=1)) as engine:
         before = alone(engine, PROMPT, GREEDY)
-        for name, says in (("x", "does not fit the model"), ("y", "changes what cannot be changed in this model")):
+        for name, says in (("x", "does not fit the model"), ("y", "has weights that are not supported")):
             with pytest.raises(ValueError, match=f"adapter '{name}'.* {says}"):
                 add(engine, tmp_path, name)
         assert alone(engine, PROMPT, GREEDY) == before
@@ -218,7 +218,7 @@ def test_one_whose_file_is_exchanged_before_it_is_read(folder: Path, tmp_path: P
     with closing(engine_of(folder, "plain", max_loras=1)) as engine:
         module = engine.find_lora("x", tmp_path / "x")
         write_adapter(tmp_path / "x", seed=9)
-        with pytest.raises(ValueError, match=r"^adapter 'x': .* has changed since it was looked at$"):
+        with pytest.raises(ValueError, match=r"^adapter 'x': .* has changed since it was read$"):
             engine.read_lora(module)
         add(engine, tmp_path, "x")
 

@@ -89,7 +89,7 @@ def test_a_second_one_does_not_wait(llm: LLM) -> None:
     patch.undo()
     assert llm.llm_engine.stats.num_steps == steps_before + 2
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"a step of this LLM ended with KeyboardInterrupt; .* make a new one"):
+        with pytest.raises(RuntimeError, match=r"a step of this LLM ended with KeyboardInterrupt; .* create a new one"):
             tokens_of(llm)
 
 
@@ -126,7 +126,7 @@ def test_after_an_error_in_a_step_it_says_so(llm: LLM) -> None:
     with pytest.raises(MemoryError, match="no room"):
         tokens_of(llm)
     patch.undo()
-    with pytest.raises(RuntimeError, match=r"a step of this LLM ended with MemoryError; .* make a new one"):
+    with pytest.raises(RuntimeError, match=r"a step of this LLM ended with MemoryError; .* create a new one"):
         tokens_of(llm)
 
 

@@ -104,7 +104,7 @@ def test_what_cannot_be_bounded_is_told(tiny_model: Path) -> None:
             asked(**wrong)
     asked(thinking_token_budget=-1, allowed_token_ids=[5])
     bound = asked(thinking_token_budget=3)
-    with pytest.raises(ValueError, match=r"^prompts\[1\]: thinking_token_budget is for LLM.chat: of another prompt's"):
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: thinking_token_budget is only for LLM.chat: reasoning"):
         llm.generate(["a", "b"], [asked(), bound])
     with pytest.raises(ValueError, match=r"^thinking_token_budget: cannot be used: .* which is not one token"):
         llm.chat(CHAT, bound, chat_template=GRANITE)

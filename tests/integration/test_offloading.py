@@ -100,7 +100,7 @@ def answers(engine: LLMEngine, number: int) -> list[int]:
 
 def test_what_is_too_large_or_too_small_is_said(tmp_path: Path) -> None:
     for size, why in (
-        (1e6, "kv_offloading_size must be at most .* all the memory there is for this process, is 1e"),
+        (1e6, "kv_offloading_size must be at most .* all the memory of this process, is 1e"),
         (1e-9, "kv_offloading_size must be at least .* one block of all layers"),
         (-1.0, "kv_offloading_size must be at least 0 and finite, is -1"),
     ):

@@ -427,7 +427,7 @@ def test_an_outage_is_told_once_it_has_lasted(
             assert not outage.is_reachable
         outage.answered()
     assert caplog.messages == [
-        "prefix index: nothing from Redis (no answer in time), going on with what is known",
+        "prefix index: Redis does not answer (no answer in time), continuing with what is known",
         "prefix index: Redis answers again, after 4 failed calls",
     ]
 

@@ -153,7 +153,7 @@ def test_a_worker_ends_with_its_rank_also_within_a_step(tiny_model: Path, tmp_pa
         os.kill(rank, signal.SIGSTOP)
         with Client(cluster.address) as client, ThreadPoolExecutor(1) as threads:
             answer = threads.submit(client.generate, prompt_of(401), max_tokens=5, ignore_eos=True, temperature=0.0)
-            wait_until(lambda: "the engine stands still" in cluster.log.read_text(), 30.0, "a step waits")
+            wait_until(lambda: "the engine is stuck in a step" in cluster.log.read_text(), 30.0, "a step waits")
             os.kill(rank, signal.SIGKILL)
             wait_until(lambda: not Path(f"/proc/{prefill}").exists(), 30.0, "its worker ends")
             assert len(answer.result().token_ids) == 5, "it goes on elsewhere"

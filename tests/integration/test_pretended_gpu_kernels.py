@@ -312,7 +312,7 @@ def test_steps_with_plain_experts_in_a_checkpoint_of_8_bits_are_not_recorded_whe
         engine = make_engine(tmp_path, config, **settings)
         assert engine.config.model.quantization == "stored"
         assert len(alone(engine, prompt_of(4), GREEDY)) == GREEDY.max_tokens
-    assert "are not recorded as CUDA graphs: the checkpoint has left experts plain" in capsys.readouterr().err
+    assert "are not captured as CUDA graphs: the checkpoint's experts are not quantised" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # in 8 bits, blocks too small for the kernel of digests

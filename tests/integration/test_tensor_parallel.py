@@ -297,7 +297,7 @@ def test_a_rank_that_never_comes_to_the_meeting(tmp_path: Path, monkeypatch: pyt
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(group, "MEETING", timedelta(seconds=0.5))
-    with pytest.raises(RankLost, match="rank 1 of the engine has ended with 3; what it said stands above"):
+    with pytest.raises(RankLost, match="rank 1 of the engine has ended with 3; see its output above"):
         engine_of(tmp_path, LLAMA, 2)
 
 

@@ -195,7 +195,7 @@ async def test_directory_keeps_records_while_redis_is_away(
         await until(lambda: not watcher.directory.is_reachable and not worker.is_reachable)
         assert await watcher.directory.refresh() is False
         assert [each.worker_id for each in watcher.directory.records] == ["w1"]
-        warnings = [entry.getMessage() for entry in caplog.records if "nothing from Redis" in entry.getMessage()]
+        warnings = [entry.getMessage() for entry in caplog.records if "Redis does not answer" in entry.getMessage()]
         assert len(warnings) == 2  # one each, however often they tried
         own_redis_server.start()
 
@@ -378,6 +378,6 @@ async def test_bug_in_the_record_is_logged_when_it_happens(redis_url: str, caplo
     )
     worker.start()
     with caplog.at_level(logging.ERROR):
-        await until(lambda: "heartbeat of w1 ended by an error" in caplog.text)
+        await until(lambda: "heartbeat of w1 ended with an error" in caplog.text)
     with pytest.raises(AssertionError):
         await worker.close()

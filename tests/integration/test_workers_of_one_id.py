@@ -74,7 +74,9 @@ async def test_each_of_two_learns_of_the_other(
         await first.beat_twice()
     assert (first.rival, second.rival) == ("second:1", "first:1")
     said = [line.getMessage() for line in caplog.records]
-    assert sorted(said) == [f"another worker has the id w, too, at {name}:1" for name in ("first", "second")]
+    assert sorted(said) == [
+        f"another worker has the same id w, at {name}:1; give each its own --worker-id" for name in ("first", "second")
+    ]
     await first.registration.close()
     await second.registration.close()
 

@@ -65,7 +65,7 @@ def test_its_neighbours_are_not_concerned() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"bad_words_token_ids": ((1,),) * 513}, "bad_words_token_ids may hold 512 words, has 513"),
+        ({"bad_words_token_ids": ((1,),) * 513}, "bad_words_token_ids must have at most 512 words, has 513"),
         ({"bad_words_token_ids": ((1,), ())}, "bad_words_token_ids must hold no empty word"),
         (
             {"allowed_token_ids": frozenset({5})},

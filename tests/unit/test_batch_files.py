@@ -26,20 +26,20 @@ def server() -> Iterator[Scripted]:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "must be a JSON object, is list"),
         ({"custom_id": 7}, "custom_id must be a string of 1 to 512 characters, is 7"),
         ({"custom_id": ""}, 'custom_id must be a string of 1 to 512 characters, is ""'),
         ({"custom_id": "x" * 513}, "custom_id must be a string of 1 to 512 characters"),
-        ({"custom_id": "1"}, "custom_id '1' is that of line 1, too"),
+        ({"custom_id": "1"}, "custom_id '1' is already used in line 1"),
         ({"method": "GET"}, 'method must be "POST", is "GET"'),
         ({"url": "/v1/embeddings"}, "url must be one of /v1/chat/completions, /v1/completions, /v1/responses, is"),
         ({"url": ["x"]}, "url must be one of"),
         ({"body": None}, "body must be an object, is null"),
         ({"body": {"prompt": float("nan")}}, "body must be JSON: "),
         ('{"custom_id":"2","method":"POST","url":"/v1/completions","body":{"x":1e999}}', "body must be JSON: "),
-        ({"body": {"stream": True}}, "body.stream must be false: an answer is one line"),
+        ({"body": {"stream": True}}, "body.stream must be false: answers of a batch are not streamed"),
     ],
 )
 def test_a_wrong_line_is_named_before_anything_is_asked(
@@ -94,7 +94,7 @@ def test_nothing_is_taken_from_a_file_that_is_something_else(server: Scripted, t
     (tmp_path / "out").write_text(text)
     result = batch(server, tmp_path)
     assert (result.exit_code, (tmp_path / "out").read_text()) == (1, text)
-    assert f"Error: {tmp_path / 'out'}:1: is no line of an output" in result.stderr
+    assert f"Error: {tmp_path / 'out'}:1: is not a line of a batch output" in result.stderr
     assert server.asked == []
 
 

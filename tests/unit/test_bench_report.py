@@ -353,7 +353,7 @@ def test_numbers_of_a_server_that_sends_broken_streams_come_with_a_warning(repor
     [
         (["--address", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
         (["--router", "127.0.0.1:1"], "no router answers at 127.0.0.1:1"),
-        (["--backend", "openai", "--base-url", "http://127.0.0.1:1"], "does not say what it serves"),
+        (["--backend", "openai", "--base-url", "http://127.0.0.1:1"], "does not list its models"),
         (["--dataset-name", "trace", "--dataset-path", "no/such.csv"], "Error: --dataset-path: [Errno 2] No such"),
         (["--dataset-name", "trace", "--dataset-path", "/"], "Error: --dataset-path: [Errno 21] Is a directory"),
         (
@@ -375,7 +375,7 @@ async def test_a_server_that_asks_for_a_key_is_one_line() -> None:
     async with httpx2.AsyncClient(transport=keyed, base_url="http://server") as client:
         with pytest.raises(ServerGone) as gone:
             await _first_model(client, HttpServer(base_url="http://server"))
-    assert "does not say what it serves (401: the API key is missing)." in str(gone.value)
+    assert "does not list its models (401: the API key is missing)." in str(gone.value)
     assert "with --api-key or OPENAI_API_KEY" in str(gone.value)
 
 
@@ -443,7 +443,7 @@ def test_servers_side_by_side_play_no_trace_of_one_moment_at_a_rate(tmp_path: Pa
     path.write_text('{"timestamp": 5, "input_length": 9, "output_length": 3}\n' * 4)
     result = CliRunner().invoke(serve.main, ["--trace", str(path), "--rates", "1,inf"])
     assert result.exit_code == 2
-    assert "Error: --trace: all records chosen (4) come at one moment" in result.stderr
+    assert "Error: --trace: all records chosen (4) come at the same time" in result.stderr
 
 
 def test_a_key_of_the_environment_that_is_none_is_said() -> None:

@@ -219,7 +219,9 @@ def test_what_is_too_long_does_not_count_as_one_of_those_asked_for(tmp_path: Pat
 
 @pytest.mark.parametrize("records", [[Record(3.0, 5, 5)] * 4, [Record(0.0, 5, 5)]])
 def test_what_comes_at_one_moment_is_stretched_to_no_rate(records: list[Record]) -> None:
-    with pytest.raises(TraceError, match=rf"\({len(records)}\) come at one moment.*--num-prompts.*--request-rate inf"):
+    with pytest.raises(
+        TraceError, match=rf"\({len(records)}\) come at the same time.*--num-prompts.*--request-rate inf"
+    ):
         trace_workload(records, source(), rate=3.0)
     for rate in (None, float("inf")):
         workload = trace_workload(records, source(), rate=rate)

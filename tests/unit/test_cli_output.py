@@ -107,7 +107,9 @@ def test_a_stream_that_breaks_says_what_it_waits_for() -> None:
         scripted.script = breaking
         result = CliRunner().invoke(main, ["generate", "hi", "--router", address, "--timeout-s", "9"])
     assert (result.exit_code, result.stdout) == (0, "abcd\n")
-    line = rf"the router at {address} went away \(gone\): waiting up to [89] s for a router that continues the answer"
+    line = (
+        rf"the router at {address} stopped answering \(gone\): waiting up to [89] s for a router to continue the answer"
+    )
     assert re.fullmatch(f"{line}\n{line}\n", result.stderr)
 
 
@@ -118,7 +120,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
     result = await asyncio.to_thread(CliRunner().invoke, main, [*command, "--router", address])
     await server.close()
     assert result.exit_code == 1
-    assert "an HTTP server answers there, no router: gRPC has a port of its own" in result.stderr
+    assert "an HTTP server answers there, not a router: the router's gRPC port is another one" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--no-http", "--http-port", "8001"], "--http-port needs HTTP"),
         (["up", "--no-http", "--allowed-origins", "[]"], "--allowed-origins needs HTTP"),
         (["up", "--no-http", "--gateways", "2"], "--gateways needs HTTP"),
-        (["up", "--api-server-count", "2"], "Instead: --gateways"),
+        (["up", "--api-server-count", "2"], ": use --gateways"),
         (["up", "--max-model-len", "1"], "--max-model-len must be at least 2"),
         (["up", "--load-format", "gguf"], "--load-format gguf needs a .gguf file"),
         (["up", "--seed", "9" * 20], "--seed must be in"),
@@ -159,26 +161,26 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--dtype", "int8"], "--dtype must be one of"),
         (["up", "--transport", "tcp"], "--transport must be one of grpc, ipc, nixl, is 'tcp'"),
         (["up", "--chat-template", "nowhere"], "--chat-template must be a file with a chat template, is 'nowhere'"),
-        (["up", "--listen", "here"], "--listen: an address is HOST:PORT"),
+        (["up", "--listen", "here"], "--listen: an address must be HOST:PORT"),
         (["up", "--allowed-origins", "x"], "--allowed-origins must be a JSON list of origins"),
-        (["up", "--api-key", "\u00e9"], "--api-key must be of visible ASCII characters"),
+        (["up", "--api-key", "\u00e9"], "--api-key must consist of visible ASCII characters"),
         (
             ["up", "--api-key", ""],
-            "--api-key must not be empty, or anybody could send requests; leave it out if that is intended",
+            "--api-key must not be empty; leave it out to accept requests without a key",
         ),
         (["bench", "--dataset-name", "trace"], "--dataset-path must name the file of --dataset-name trace"),
         (["bench", "--dataset-path", "t.csv"], "--dataset-path needs --dataset-name trace"),
         (["bench", "--num-prompts", "0"], "--num-prompts must be at least 1, is 0"),
         (["top", "--interval-s", "nan"], "'--interval-s': nan is not a number"),
         (["status", "--wrong"], "No such option"),
-        (["up", "--host", "0.0.0.0"], "No such option '--host'. Instead: --listen HOST:PORT"),
-        (["up", "--num-gpu-blocks-override", "5"], "Instead: --num-kv-blocks"),
+        (["up", "--host", "0.0.0.0"], "No such option '--host': use --listen HOST:PORT"),
+        (["up", "--num-gpu-blocks-override", "5"], ": use --num-kv-blocks instead"),
         (["up", "--wrong"], "No such option '--wrong'."),
         (["up", "Qwen/Qwen3-0.6B"], "A model is named with --model"),
-        (["status", "--router", "127.0.0.1:99999"], "with a port from 0 to 65535, not '127.0.0.1:99999'"),
-        (["status", "--router", "ipv4:127.0.0.1:1,127.0.0.1:x"], "with a port from 0 to 65535, not '127.0.0.1:x'"),
-        (["status", "--router", "http://127.0.0.1:80"], "HOST:PORT, without a scheme such as http://, not 'http://127"),
-        (["bench", "--router", "http://127.0.0.1:80"], "--address: an address is HOST:PORT, without a scheme"),
+        (["status", "--router", "127.0.0.1:99999"], "with a port from 0 to 65535, is '127.0.0.1:99999'"),
+        (["status", "--router", "ipv4:127.0.0.1:1,127.0.0.1:x"], "with a port from 0 to 65535, is '127.0.0.1:x'"),
+        (["status", "--router", "http://127.0.0.1:80"], "HOST:PORT, without a scheme such as http://, is 'http://127"),
+        (["bench", "--router", "http://127.0.0.1:80"], "--address: an address must be HOST:PORT, without a scheme"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_names_the_flag(command: list[str], message: str) -> None:
@@ -228,7 +230,7 @@ def test_stdin_that_is_no_text_is_refused_with_the_place() -> None:
 def test_a_prompt_that_cannot_be_sent_is_named() -> None:
     result = CliRunner().invoke(main, ["generate", "-", "--router", "127.0.0.1:1"], input="x" * (17 << 20))
     assert result.exit_code == 2
-    assert re.search(r"PROMPT: is too long: the request has \d+ bytes, and at most 16777216 can be sent", result.stderr)
+    assert re.search(r"PROMPT: is too long: the request has \d+ bytes, the maximum is 16777216", result.stderr)
 
 
 def test_a_schema_may_begin_with_a_mark_of_its_bytes_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,7 @@ def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str,
         (5, {}, "prompt: must be a text or messages, is 5$"),
         ([1, 2], {}, r"prompt: must be a text or messages, is \[1, 2\]$"),
         ("hi", {"model": None}, "model: must be a text, is None$"),
-        ("hi", {"add_special_token": False}, "add_special_token: is not a known parameter; there are model, "),
+        ("hi", {"add_special_token": False}, "add_special_token: is not a known parameter; known are model, "),
         ("hi", {"tool_choice": "none"}, "tool_choice: is not a known parameter"),
         ("hi", {"add_special_tokens": "no"}, "add_special_tokens: must be True or False, is 'no'$"),
         ("hi", {"add_special_tokens": 0}, "add_special_tokens: must be True or False, is 0$"),
@@ -452,7 +452,7 @@ async def test_for_ever_is_a_timeout(
 def test_what_is_no_address_is_none(address: str) -> None:
     """gRPC would take the first of these ports for 50157."""
     for make in (Client, AsyncClient):
-        with pytest.raises(ValueError, match="address: an address is HOST:PORT with a port from 0 to 65535"):
+        with pytest.raises(ValueError, match="address: an address must be HOST:PORT with a port from 0 to 65535"):
             make(address)
 
 

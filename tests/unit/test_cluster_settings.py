@@ -196,7 +196,7 @@ def test_every_setting_of_the_policy_reaches_the_router() -> None:
         ({"num_decode": 0}, "--decode must be in [1, 64], is 0"),
         ({"num_prefill": 0}, "--prefill must be at least 1"),
         ({"transport": "tcp"}, "--transport must be one of grpc, ipc, nixl"),
-        ({"listen": "nowhere"}, "--listen: an address is HOST:PORT"),
+        ({"listen": "nowhere"}, "--listen: an address must be HOST:PORT"),
         ({"redis_url": "localhost"}, "--redis must be a redis://"),
         ({"namespace": "a b"}, "--namespace must be"),
         ({"drain_grace_s": -1}, "--drain-grace-s must be at least 0"),
@@ -205,8 +205,8 @@ def test_every_setting_of_the_policy_reaches_the_router() -> None:
         ({"allowed_origins": '["https://a/"]'}, "--allowed-origins must be a JSON list of origins"),
         ({"num_routers": 0}, "--routers must be in [1, 64], is 0"),
         ({"num_gateways": 65}, "--gateways must be in [1, 64], is 65"),
-        ({"num_routers": 3, "listen": "127.0.0.1:65534"}, "--listen: 3 routers need as many ports, from 65534 on"),
-        ({"num_routers": 2, "listen": "localhost:0"}, "--listen: several routers are found by an IP address"),
+        ({"num_routers": 3, "listen": "127.0.0.1:65534"}, "--listen: 3 routers need 3 ports, from 65534 on"),
+        ({"num_routers": 2, "listen": "localhost:0"}, "--listen must have an IP address with several routers"),
         ({"num_routers": 2, "metrics_port": 65533}, "--metrics-port must be in [0, 65532], is 65533"),
     ],
 )
@@ -226,7 +226,7 @@ def test_workers_have_names_and_ids_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", ["listen", "metrics_listen"])
 def test_a_gateway_refuses_what_is_no_address(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: an address is HOST:PORT"):
+    with pytest.raises(ValueError, match=f"^{name}: an address must be HOST:PORT"):
         GatewayArgs(**{name: "here"})  # type: ignore[arg-type]
 
 

@@ -142,7 +142,7 @@ async def test_is_given_up_after_quick_deaths_with_its_last_lines(supervise: Mak
 
 async def test_a_usage_error_ends_it_at_once(supervise: Make, heard: Heard) -> None:
     process = supervise("print('--dtype must be one of', file=sys.stderr); sys.exit(2)")
-    with pytest.raises(ProcessError, match=r"does not accept its settings(.|\n)*--dtype must be one of"):
+    with pytest.raises(ProcessError, match=r"rejects its settings(.|\n)*--dtype must be one of"):
         await within(10, process.wait_running())
     assert heard.deaths == []
 
@@ -186,7 +186,7 @@ async def test_stop_sends_sigterm_and_a_clean_end_is_no_problem(supervise: Make,
 async def test_stop_kills_after_the_grace(supervise: Make) -> None:
     process = supervise("signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE)
     await within(10, process.wait_running())
-    assert "had not ended after 0.2 s" in await within(5, process.stop(grace_s=0.2))
+    assert "had not exited after 0.2 s" in await within(5, process.stop(grace_s=0.2))
 
 
 async def test_kill_ends_the_grace(supervise: Make) -> None:
@@ -194,7 +194,7 @@ async def test_kill_ends_the_grace(supervise: Make) -> None:
     await within(10, process.wait_running())
     stopping = asyncio.create_task(process.stop(grace_s=60))
     process.kill()
-    assert "was not waited for" in await within(5, stopping)
+    assert "did not get time to finish" in await within(5, stopping)
 
 
 async def test_a_bad_exit_code_on_stop_is_a_problem(supervise: Make) -> None:

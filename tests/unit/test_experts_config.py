@@ -76,7 +76,7 @@ def test_a_checkpoint_of_qwen3_30b_a3b() -> None:
 def test_experts_are_not_quantised_when_loaded(asked: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     args = EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", num_kv_blocks=9, quantization=asked)
-    with pytest.raises(ValueError, match="models with latent attention or experts have weights in fewer bits only as"):
+    with pytest.raises(ValueError, match="models with latent attention or experts can only have quantised weights as"):
         create_engine_config(args)
 
 

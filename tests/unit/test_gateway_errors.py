@@ -47,7 +47,7 @@ def test_anthropics_clients_are_told_in_the_words_that_they_shorten_by() -> None
 def test_where_a_router_should_be_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     why = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.1.2.3:50051: Failed to connect"
     told = refusal_of_any(Unreachable(why), "r")
-    assert (told.kind.status, told.message) == (503, "the service cannot be reached now")
+    assert (told.kind.status, told.message) == (503, "no router can be reached now; retry later")
     assert told.headers == {"retry-after": "1"}
     [record] = caplog.records
     assert (record.levelname, record.__dict__["why"]) == ("WARNING", why)
@@ -63,14 +63,14 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer, is a text"),
         ({"stop": 5}, "stop: Input should be a valid string, or Input should be a valid array, is 5"),
         ({"messages": "secret"}, "messages: Input should be a valid array, is a text"),
-        ({"temprature": 1}, "temprature: is not a parameter that this server knows; did you mean temperature?"),
+        ({"temprature": 1}, "temprature: is not a known parameter; did you mean temperature?"),
         ({"stream_options": {"include_use": True}},
-         "stream_options.include_use: is not a parameter that this server knows; did you mean include_usage?"),
-        ({"colour": "red"}, "colour: is not a parameter that this server knows"),
-        ({"enable_thinking": False}, "enable_thinking: is not a parameter that this server knows; "
-         'here it is chat_template_kwargs: {"enable_thinking": ...}'),
-        ({"guided_regex": "a"}, "guided_regex: is not a parameter that this server knows; "
-         'here it is structured_outputs: {"regex": ...}'),
+         "stream_options.include_use: is not a known parameter; did you mean include_usage?"),
+        ({"colour": "red"}, "colour: is not a known parameter"),
+        ({"enable_thinking": False}, "enable_thinking: is not a known parameter; "
+         'use chat_template_kwargs: {"enable_thinking": ...} instead'),
+        ({"guided_regex": "a"}, "guided_regex: is not a known parameter; "
+         'use structured_outputs: {"regex": ...} instead'),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_body_is_said_with_what_was_given(body: dict[str, Any], message: str) -> None:
@@ -82,4 +82,4 @@ def test_what_is_wrong_with_a_body_is_said_with_what_was_given(body: dict[str, A
 def test_names_of_any_length_are_unknown_at_once() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.read(json.dumps({"prompt": "a", "temperature" * 10_000: 1}).encode())
-    assert refusal_of_body(caught.value).message.endswith("is not a parameter that this server knows")
+    assert refusal_of_body(caught.value).message.endswith("is not a known parameter")

@@ -295,7 +295,10 @@ def test_a_template_tells_both_and_one_goes_with_the_other() -> None:
     ):  # fmt: skip
         model = MODEL.with_chat(source, calls, thinks)
         assert model.tool_call_parser == ""
-        assert "--tool-call-parser openai and --reasoning-parser openai_gptoss go together" in model.no_tools_because
+        assert (
+            "--tool-call-parser openai and --reasoning-parser openai_gptoss must be used together"
+            in model.no_tools_because
+        )
 
 
 @pytest.mark.parametrize(("content", "shown"), [("", "Easy."), ("I look.", "I look.")])

@@ -385,6 +385,6 @@ def test_copies_that_come_too_late_are_not_begun() -> None:
     before = theirs.array.copy()
     opened = on_devices(ours).open_peer(on_devices(theirs).describe_memory(), NUM_PEER_BLOCKS)
     rows = np.full((2, 1), 2 * LAYOUT.num_blocks + 3)
-    with pytest.raises(PeerUnreachable, match="rank 1: this rank stood still"):
+    with pytest.raises(PeerUnreachable, match="rank 1: this rank was stalled"):
         opened.copy(rows, lambda: time.monotonic() - 1e-6)
     np.testing.assert_array_equal(theirs.array, before)

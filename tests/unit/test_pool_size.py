@@ -36,10 +36,10 @@ def test_what_others_have_taken_is_not_given_away() -> None:
     [
         (
             {"utilization": 0.25},
-            "is 0.25: of 80.0 GiB, 59.0 of them free, .* take 20.0, and 0 KV",
+            r"0.25 leaves room for 0 KV blocks, .* has 80.0 GiB, 59.0 of them free; weights and a step take 20.0\)$",
         ),
-        ({"utilization": 0.1}, "and 0 KV blocks fit"),
-        ({"num_needed": 60_000}, "26624 KV blocks fit into the rest; a request of max_model_len tokens needs 60000"),
+        ({"utilization": 0.1}, "leaves room for 0 KV blocks"),
+        ({"num_needed": 60_000}, "room for 26624 KV blocks, but a request of max_model_len tokens needs 60000"),
     ],
 )
 def test_too_little_is_said_in_numbers(change: dict[str, float], says: str) -> None:

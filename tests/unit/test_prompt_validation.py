@@ -78,7 +78,7 @@ async def test_of_a_long_prompt_the_end_is_used(num_kept: int | None, params: di
 @pytest.mark.parametrize("num_kept", [0, -2, 101])
 def test_how_much_of_a_prompt_is_used_has_bounds(num_kept: int) -> None:
     said = violations_of(pb.GenerateRequest(text="hi", truncate_prompt_tokens=num_kept))
-    bound = f"must be in [1, 100] (the context), or -1 for what it has room for, is {num_kept}"
+    bound = f"must be in [1, 100] (the context), or -1 for as many as fit, is {num_kept}"
     assert said == {"truncate_prompt_tokens": bound}
 
 
@@ -91,7 +91,7 @@ def test_how_a_chat_ends_is_said_once() -> None:
     )
     special = pb.GenerateRequest(chat=pb.Chat(messages=[message]), add_special_tokens=True)
     assert violations_of(special) == {
-        "add_special_tokens": "is for a text: in a chat, the template writes special tokens"
+        "add_special_tokens": "is only for text prompts: in a chat, the template adds special tokens"
     }
 
 
@@ -135,7 +135,7 @@ def test_parts_of_a_content_are_put_together_as_the_template_does_it(source: str
     assert template.render(validated.prompt.messages) == shown
     twice = pb.ChatMessage(role="user", content="a", parts=["b"])
     assert violations_of(pb.GenerateRequest(chat=pb.Chat(messages=[twice]))) == {
-        "chat.messages[0].parts": "cannot be combined with content, which says the same"
+        "chat.messages[0].parts": "cannot be combined with content; give one of them"
     }
 
 
@@ -210,7 +210,7 @@ def test_logprobs_of_a_long_prompt_are_bounded_in_all() -> None:
         if not is_too_many:
             check_prompt_length(validated, num_tokens, model)
             continue
-        bound = "each with 20 alternatives and itself makes 131082 numbers, there may be 131072"
+        bound = "logprobs for each are 131082, the maximum is 131072"
         with pytest.raises(InvalidRequest, match=bound):
             check_prompt_length(validated, num_tokens, model)
 
@@ -222,5 +222,5 @@ def test_what_an_answer_has_already_shares_the_context() -> None:
         if not is_too_many:
             check_prompt_length(validated, 40, MODEL)
             continue
-        with pytest.raises(InvalidRequest, match="may hold 60 ids beside a prompt of 40 tokens"):
+        with pytest.raises(InvalidRequest, match="must have at most 60 ids beside a prompt of 40 tokens"):
             check_prompt_length(validated, 40, MODEL)

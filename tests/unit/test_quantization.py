@@ -295,38 +295,38 @@ def test_auto_is_what_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("stored", "changes", "why"),
     [
-        (INT8, {"capability": None}, "weights in int8 are widened to bfloat16: a CPU computes faster so"),
-        (INT8, {"capability": None, "dtype": "float16"}, "widened to float16: the CPU kernels, .* take dtype bfloat16"),
-        (FP8, {"capability": None, "dtype": "float32"}, "weights in fp8 are widened to float32: a CPU computes faster"),
+        (INT8, {"capability": None}, "weights in int8 are widened to bfloat16: that is faster on a CPU"),
+        (INT8, {"capability": None, "dtype": "float16"}, "widened to float16: the CPU kernels .* need dtype bfloat16"),
+        (FP8, {"capability": None, "dtype": "float32"}, "weights in fp8 are widened to float32: that is faster"),
         (
             StoredWeights(quantizations=("fp8",), block=(128, 100)), {},
             "in blocks of 128x100 .*: inputs that share a scale must be a multiple of 16, are 100",
         ),
         (BLOCKS, {"capability": (8, 6)}, "8.9 or later, and this one has 8.6$"),
-        (BLOCKS, {"has_kernels": False}, "128x128 .*: without Triton's kernels each step would widen them anew"),
-        (INT8, {"has_kernels": False}, "int8 .*: without Triton's kernels each step would widen them anew"),
+        (BLOCKS, {"has_kernels": False}, "128x128 .*: without Triton kernels they would be widened in each step"),
+        (INT8, {"has_kernels": False}, "int8 .*: without Triton kernels they would be widened in each step"),
         (FP8, {"capability": (8, 6)}, "8.9 or later, and this one has 8.6$"),
         (FP8, {"dtype": "float16"}, "it computes bfloat16, and dtype is float16"),
         (FP8, {"intermediate_size": 40}, r"must be multiples of 16, are \(64, 64, 128, 40\)"),
-        (BLOCKS, {"capability": None}, "blocks of 128x128 are widened to bfloat16: a CPU computes faster so"),
-        (FP8, {"capability": None, "has_kernels": True}, "fp8 are widened to bfloat16: a CPU computes faster so"),
+        (BLOCKS, {"capability": None}, "blocks of 128x128 are widened to bfloat16: that is faster on a CPU"),
+        (FP8, {"capability": None, "has_kernels": True}, "fp8 are widened to bfloat16: that is faster on a CPU"),
         (
             StoredWeights(quantizations=("int8",), block=(128, 128)), {"capability": None, "has_kernels": True},
-            "int8 in blocks of 128x128 are widened to bfloat16: a CPU computes faster so",
+            "int8 in blocks of 128x128 are widened to bfloat16: that is faster on a CPU",
         ),
         (
             BLOCKS, {"model": DEEPSEEK, "has_kernels": False},
-            "fp8 in blocks of 128x128 are widened .*: without Triton's kernels each step would widen them anew",
+            "fp8 in blocks of 128x128 are widened .*: without Triton kernels they would be widened in each step",
         ),
         (
             FP8, {"model": DEEPSEEK, "has_kernels": False},
-            "fp8 are widened .*: without Triton's kernels each step would widen them anew",
+            "fp8 are widened .*: without Triton kernels they would be widened in each step",
         ),
         (
             INT4, {"model": DEEPSEEK, "has_kernels": False},
-            "int4 are widened .*: without Triton's kernels each step would widen them anew",
+            "int4 are widened .*: without Triton kernels they would be widened in each step",
         ),
-        (BLOCKS, {"model": DEEPSEEK, "capability": None}, "blocks of 128x128 are widened .*: a CPU computes faster so"),
+        (BLOCKS, {"model": DEEPSEEK, "capability": None}, "blocks of 128x128 are widened .*: that is faster on a CPU"),
         (BLOCKS, {"model": DEEPSEEK, "capability": (8, 0)}, "8.9 or later, and this one has 8.0$"),
         (FP8, {"model": DEEPSEEK, "capability": (8, 6)}, "8.9 or later, and this one has 8.6$"),
         (BLOCKS, {"model": DEEPSEEK, "dtype": "float16"}, "blocks of 128x128 .*: it computes bfloat16, and dtype is f"),
@@ -362,7 +362,9 @@ def test_8_bit_floats_beside_latent_attention_are_widened_where_a_product_would_
 @pytest.mark.parametrize("stored", [PLAIN, BLOCKS])
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_weights_beside_latent_attention_are_not_quantised(quantization: str, stored: StoredWeights) -> None:
-    with pytest.raises(ValueError, match=r"as their checkpoint has them, which is what auto takes; give auto or none$"):
+    with pytest.raises(
+        ValueError, match=r"as their checkpoint stores them, which is what auto does; give auto or none$"
+    ):
         resolved(quantization, stored, model=DEEPSEEK)
     assert resolved("none", stored, model=DEEPSEEK) == "none"
 

@@ -126,7 +126,7 @@ async def test_a_flood_for_an_adapter_is_bounded_and_keeps_nobody_else_out() -> 
     flood = [bench.ask(f"a{i}", lora_name="sql", fairness_id="a") for i in range(12)]
     await settle()
     assert [each.task.done() for each in flood] == [False] * 4 + [True] * 8, "8 tokens, two each"
-    with pytest.raises(Overloaded, match="the queue holds 8 tokens of at most 8"):
+    with pytest.raises(Overloaded, match="the queue is full: 8 tokens wait, of at most 8"):
         await flood[-1].task
     others = [bench.ask("b", lora_name="sql", fairness_id="b")]
     others += [bench.ask(f"m{i}", fairness_id="c") for i in range(4)]

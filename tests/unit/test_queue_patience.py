@@ -111,7 +111,7 @@ async def test_those_whose_workers_are_full_keep_others_out_only_where_all_toget
     workers.room = {"new": 1, "old": 0}
     moved = [workers.wait("old", num_tokens=10) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="holds 20 tokens of at most 20"):
+    with pytest.raises(Overloaded, match="20 tokens wait, of at most 20"):
         await workers.wait("")
     workers.room["old"] = 1
     workers.queue.dispatch()

@@ -32,7 +32,7 @@ def test_whoever_waits_for_a_rank_that_has_ended_ends_with_it() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.wait(60.0) == 1
         _, said = process.communicate()  # the other rank lives as long as its pipe is open
-    expected = "tandem: rank 2 of the engine has ended with 3; what it said stands above; this process ends, too\n"
+    expected = "tandem: rank 2 of the engine has ended with 3; see its output above; exiting\n"
     assert said == expected
 
 

@@ -90,7 +90,7 @@ def test_a_wait_for_a_rank_that_ends_is_aborted(
     call: Callable[[RankWatch, Ranks, Device], None], watch: RankWatch, ranks: Ranks, device: Device
 ) -> None:
     """The wait itself ends without an error, as a device's does. The watch keeps its result from being used."""
-    with pytest.raises(RankLost, match=r"^rank 2 of the engine has ended with SIGKILL; what it said stands above$"):
+    with pytest.raises(RankLost, match=r"^rank 2 of the engine has ended with SIGKILL; see its output above$"):
         call(watch, ranks, device)
     for _ in range(2):
         with pytest.raises(RankLost, match=r"^rank 2 "), watch.launching():
@@ -161,7 +161,7 @@ def test_a_device_that_cannot_be_woken_ends_with_its_process() -> None:
         """
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=END_S)
-    expected = "tandem: rank 1 of the engine has ended with 3; what it said stands above; this process ends, too\n"
+    expected = "tandem: rank 1 of the engine has ended with 3; see its output above; exiting\n"
     assert (done.returncode, done.stderr) == (1, expected)
 
 

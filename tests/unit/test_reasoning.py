@@ -360,7 +360,7 @@ def chat_with(template_kwargs: str) -> pb.GenerateRequest:
         ('{"a": NaN}', "NaN is not a JSON number"),
         ("[" * 60_000, "nests too deeply"),
         ('{"a": "' + "é" * (MAX_TEMPLATE_KWARGS_BYTES // 2) + '"}', "must have at most 65536 bytes, has 65545"),
-        ('{"tools": [], "messages": [], "a": 1}', "must not set messages, tools: the template is given that"),
+        ('{"tools": [], "messages": [], "a": 1}', "must not set messages, tools: the server sets it"),
         *((json.dumps({name: ""}), f"must not set {name}") for name in sorted(GIVEN_NAMES)),
     ],
 )

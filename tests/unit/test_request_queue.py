@@ -169,12 +169,12 @@ async def test_a_queue_full_of_new_requests_does_not_keep_out_what_another_route
     room = Room(0)
     tasks = [asyncio.create_task(room.wait(50)) for _ in range(2)]
     await settle()
-    with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
+    with pytest.raises(Overloaded, match="100 tokens wait, of at most 100"):
         await room.wait(1)
     tasks.append(asyncio.create_task(room.wait(50, is_resumed=True)))
     await settle()
     assert not tasks[-1].done()
-    with pytest.raises(Overloaded, match="holds 150 tokens of at most 150") as full:
+    with pytest.raises(Overloaded, match="150 tokens wait, of at most 150") as full:
         await room.wait(1, is_resumed=True)
     assert full.value.retry_after_s
     other = asyncio.create_task(room.wait(50, "b"))  # a client whose requests all say so keeps no other out
@@ -219,15 +219,15 @@ async def test_a_client_that_fills_the_queue_keeps_no_other_out() -> None:
 
     await let_in(*"aaaaa")
     assert [room.queue.num_tokens_before(0, client) for client in "ab"] == [100, 20]
-    with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
+    with pytest.raises(Overloaded, match="100 tokens wait, of at most 100"):
         await room.wait(20, "a")
     await let_in(*"bb")
     assert [room.queue.num_tokens_before(0, client) for client in "abc"] == [140, 100, 40]
-    with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
+    with pytest.raises(Overloaded, match="100 tokens wait, of at most 100"):
         await room.wait(20, "b")
     await let_in(*"cde")
     assert room.queue.num_tokens == 200
-    with pytest.raises(Overloaded, match="holds 100 tokens of at most 100"):
+    with pytest.raises(Overloaded, match="100 tokens wait, of at most 100"):
         await room.wait(1, "f")  # five others go before it
     for task in tasks:
         task.cancel()
@@ -239,13 +239,13 @@ async def test_a_queue_full_of_those_behind_it_keeps_nobody_out_until_it_is_twic
     room = Room(0)
     tasks = [asyncio.create_task(room.wait(90, priority=1))]
     await settle()
-    with pytest.raises(Overloaded, match="holds 90 tokens of at most 100"):
+    with pytest.raises(Overloaded, match="90 tokens wait, of at most 100"):
         await room.wait(11, priority=1)
     tasks += [asyncio.create_task(room.wait(90, priority=0)), asyncio.create_task(room.wait(20, priority=-1))]
     await settle()
     assert room.queue.num_tokens == 200
     for priority, held, bound in ((0, 110, 100), (-1, 200, 200)):
-        with pytest.raises(Overloaded, match=f"holds {held} tokens of at most {bound}"):
+        with pytest.raises(Overloaded, match=f"{held} tokens wait, of at most {bound}"):
             await room.wait(1, priority=priority)
     for task in tasks:
         task.cancel()

@@ -426,7 +426,7 @@ def test_an_empty_budget_ends_the_request_with_what_failed_and_cancels_it() -> N
     assert actions == [SendCancel(D2, 2), SendCancel(P, 2)]
     assert isinstance(end, End)
     assert isinstance(end.error, NoWorker)
-    assert end.error.message == "worker p was lost; too many requests are being tried again"
+    assert end.error.message == "worker p was lost; not retried, since too many requests are being retried"
 
 
 def test_a_stream_that_goes_on_each_time_may_lose_any_number_of_workers() -> None:

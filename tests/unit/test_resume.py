@@ -263,12 +263,12 @@ COMPLETE = [pb.AnswerSoFar(sequence=sequence, is_complete=True) for sequence in 
         (
             {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(token_ids=[5])] * 2},
             "answers_so_far[1].sequence",
-            "must differ from those before, is 0 again",
+            "must be given once, 0 is given again",
         ),
         (
             {"text": "x", "sampling_params": SEVERAL, "answers_so_far": [pb.AnswerSoFar(sequence=9)] * 3},
             "answers_so_far",
-            "may hold n=2 answers, has 3",
+            "must have at most n=2 answers, has 3",
         ),
         (
             {"text": "x", "sampling_params": SEVERAL, "answers_so_far": COMPLETE},
@@ -278,7 +278,7 @@ COMPLETE = [pb.AnswerSoFar(sequence=sequence, is_complete=True) for sequence in 
         (
             {"text": "x", "sampling_params": SEVERAL, "answers_so_far": COMPLETE[:1], "worker_kind": "k"},
             "answers_so_far",
-            "must be empty beside output_token_ids and worker_kind, which are those of one answer",
+            "must be empty with output_token_ids and worker_kind, which continue a single answer",
         ),
         (
             {
@@ -296,7 +296,7 @@ COMPLETE = [pb.AnswerSoFar(sequence=sequence, is_complete=True) for sequence in 
                 "answers_so_far": [pb.AnswerSoFar(token_ids=[5] * 100, worker_kind="k")],
             },
             "answers_so_far[0].token_ids",
-            "may hold 99 ids (the context of 100), has 100",
+            "must have at most 99 ids (the context of 100), has 100",
         ),
         (
             {
@@ -310,7 +310,7 @@ COMPLETE = [pb.AnswerSoFar(sequence=sequence, is_complete=True) for sequence in 
         (
             {"text": "x", "sampling_params": pb.SamplingParams(n=2), "answers_so_far": COMPLETE[:1]},
             "sampling_params.seed",
-            "must be given with answers_so_far, unless temperature is 0: the one that they were drawn with",
+            "must be given with answers_so_far, unless temperature is 0: the seed that the tokens were drawn with",
         ),
     ],
 )
@@ -328,7 +328,9 @@ def test_several_answers_go_on_those_that_are_complete_do_not() -> None:
     assert validated.open_sequences == [1, 2, 3]
     assert (validated.begun[2].token_ids, validated.begun[2].worker_kind) == ((5, 6), "k")
     check_prompt_length(validated, 98, MODEL)
-    with pytest.raises(InvalidRequest, match=r"answers_so_far\[0\].token_ids: may hold 1 ids beside a prompt of 99"):
+    with pytest.raises(
+        InvalidRequest, match=r"answers_so_far\[0\].token_ids: must have at most 1 ids beside a prompt of 99"
+    ):
         check_prompt_length(validated, 99, MODEL)
 
 

@@ -82,7 +82,7 @@ def test_who_is_refused_hears_why_and_when_to_come_again() -> None:
     num_attempts, end = ask(RetryBudget(0), lambda: True)
     assert num_attempts == 2
     assert isinstance(end.error, NoWorker)
-    assert end.error.message == "worker d: why; too many requests are being tried again"
+    assert end.error.message == "worker d: why; not retried, since too many requests are being retried"
     assert end.error.retry_after_s is not None
     assert end.finish_reason == inference_pb.FINISH_REASON_ERROR
 

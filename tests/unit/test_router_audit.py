@@ -35,9 +35,9 @@ async def test_all_that_a_request_holds_is_its_own_and_nothing_is_left() -> None
     assert bench.pool.rooms == {lifecycle.room}
     assert ownerless(bench, lifecycle) == []
     assert sorted(ownerless(bench)) == [
-        "counters of 1 clients are kept, and nothing of theirs runs",
-        "events of 'r' at d are waited for by nobody",
-        f"room on d for a prompt of {len(PROMPT)} tokens is nobody's",
+        "counters of 1 clients are kept, but none of them has a request",
+        "nobody waits for the events of 'r' at d",
+        f"room on d for a prompt of {len(PROMPT)} tokens belongs to no request",
     ]
     task.cancel()
     await asyncio.wait([task])
@@ -97,7 +97,7 @@ async def test_room_that_is_taken_for_a_client_that_has_left_is_found() -> None:
     await settle()
     await asked.leave()
     await settle()
-    assert ownerless(bench) == [f"room on d for a prompt of {len(PROMPT)} tokens is nobody's"]
+    assert ownerless(bench) == [f"room on d for a prompt of {len(PROMPT)} tokens belongs to no request"]
 
 
 @pytest.mark.parametrize("slip", ["num_planned_blocks", "num_planned_seqs", "num_prefill_tokens"])
@@ -108,7 +108,7 @@ async def test_counts_that_do_not_add_up_are_found(slip: str) -> None:
     assert problem.startswith("d is counted as having ")
     bench = Bench()
     bench.queue.num_tokens += 7
-    assert ownerless(bench) == ["the queue is empty and counts 7 tokens"]
+    assert ownerless(bench) == ["the queue is empty, but its counter has 7 tokens"]
 
 
 async def test_who_waits_in_the_queue_holds_nothing() -> None:
@@ -143,7 +143,7 @@ async def test_an_audit_tells_what_it_finds_twice() -> None:
 
     assert await audit() == []
     bench.queue.num_tokens = 5
-    assert await audit() == ["the queue is empty and counts 5 tokens"]
+    assert await audit() == ["the queue is empty, but its counter has 5 tokens"]
     assert await audit(and_meanwhile=lambda: setattr(bench.queue, "num_tokens", 0)) == []
     assert await audit(and_meanwhile=lambda: setattr(bench.queue, "num_tokens", 5)) == []
     asyncio.get_running_loop().call_soon(setattr, bench.queue, "num_tokens", 0)

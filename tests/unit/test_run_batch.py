@@ -84,7 +84,7 @@ def test_whatever_a_server_answers_is_a_line_that_the_next_run_can_read(
     write(tmp_path / "in", *(line_of(name) for name in bodies | large))
     result = batch(server, tmp_path)
     assert result.exit_code == 1
-    assert "6 requests have no answer" in result.stderr
+    assert "6 requests failed" in result.stderr
 
     def no_constant(text: str) -> None:
         raise AssertionError(f"{text} is no JSON")
@@ -149,7 +149,7 @@ def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_
     write(tmp_path / "in", *(line_of(name) for name in (*for_now, *for_good)))
     result = batch(server, tmp_path)
     assert result.exit_code == 1
-    assert "7 requests have no answer, and their lines say why; the last: " in result.stderr
+    assert "7 requests failed; their lines say why. The last: " in result.stderr
     assert server.num_asked == {**for_now, **dict.fromkeys(for_good, 1)}
     found = {name: each["response"] for name, each in results(tmp_path).items()}
     for name in for_now:
@@ -236,8 +236,9 @@ def test_a_server_that_went_away_is_waited_for_but_not_for_ever(
     write(tmp_path / "in", line_of("full"), line_of("a"), line_of("b"))
     result = batch(server, tmp_path, "--retry-s", "0.1")
     assert result.exit_code == 1
-    assert f"{server.url} has not answered for 0 s (503: nobody to serve); the same command goes on with the 2" in (
-        result.stderr
+    assert (
+        f"{server.url} has not answered for 0 s (503: nobody to serve); run the same command to continue with the 2"
+        in (result.stderr)
     )
     assert results(tmp_path).keys() == {"full"}, "one that is there and full is waited for"
     server.script = lambda prompt, _: ok(prompt)
@@ -320,7 +321,7 @@ def test_two_runs_do_not_write_to_one_output(server: Scripted, tmp_path: Path) -
 
     server.script = script
     assert batch(server, tmp_path).exit_code == 0
-    assert second[0].stderr.splitlines()[-1] == f"Error: {tmp_path / 'out'}: another run writes to it"
+    assert second[0].stderr.splitlines()[-1] == f"Error: {tmp_path / 'out'}: another run is writing to it"
     assert results(tmp_path).keys() == {"a"}
 
 
@@ -349,7 +350,7 @@ def test_whatever_ends_it_what_was_answered_is_kept(server: Scripted, tmp_path: 
         assert process.returncode == -signal.SIGKILL
     else:
         assert process.returncode == 130, said
-        assert said.splitlines()[-2:] == ["cancelled", "2 of 4 are left; the same command goes on with them"]
+        assert said.splitlines()[-2:] == ["cancelled", "2 of 4 requests are left; run the same command to continue"]
     assert batch(server, tmp_path).exit_code == 0
     assert results(tmp_path).keys() == set("abcd")
 
@@ -361,7 +362,7 @@ def test_a_full_disk_takes_a_line_or_nothing_of_it(tmp_path: Path) -> None:
     try:
         run._write(output, b"whole\n")
         resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
-        with pytest.raises(BatchError, match="the output cannot be written: File too large"):
+        with pytest.raises(BatchError, match="cannot write the output: File too large"):
             run._write(output, b"another\n")
         assert (tmp_path / "out").read_bytes() == b"whole\n"
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -433,8 +434,8 @@ def test_how_it_goes_is_a_line() -> None:
         (["--base-url", "http://[::1"], "--base-url: "),
         (["--base-url", "http://127.0.0.1:99999"], "--base-url: "),
         (["--base-url", "http:///v1"], "--base-url must name a host, is 'http:///v1'"),
-        (["--api-key", "ключ"], "--api-key must be of visible ASCII characters"),
-        (["--api-key", "a\nb"], "--api-key must be of visible ASCII characters"),
+        (["--api-key", "ключ"], "--api-key must consist of visible ASCII characters"),
+        (["--api-key", "a\nb"], "--api-key must consist of visible ASCII characters"),
         (["--max-concurrency", "0"], "'--max-concurrency': 0 is not in the range 1<=x<=4096."),
         (["--retry-s", "nan"], "'--retry-s': nan is not a number"),
     ],

@@ -55,7 +55,7 @@ from tandem.vllm_settings import FLAGS, SETTINGS, instead_of_flag, without_neutr
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens must be True, nothing else"),
         ({"bad_words": "a"}, "bad_words must be a list of texts or None, is 'a'"),
         ({"bad_words": [5]}, "bad_words must be a list of texts or None, is [5]"),
-        ({"bad_words": ["a"] * 257}, "bad_words may hold 256 words, has 257"),
+        ({"bad_words": ["a"] * 257}, "bad_words must have at most 256 words, has 257"),
         ({"bad_words": ["a", " "]}, "bad_words must be 1 to 256 characters long, not all of them spaces, has ' '"),
         ({"bad_words": ["a" * 257]}, "bad_words must be 1 to 256 characters long"),
         (
@@ -64,7 +64,7 @@ from tandem.vllm_settings import FLAGS, SETTINGS, instead_of_flag, without_neutr
         ),
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty: for any token, leave it out"),
         ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of whole numbers or None, is 5"),
-        ({"allowed_token_ids": range(4097)}, "allowed_token_ids may hold 4096 ids, has 4097"),
+        ({"allowed_token_ids": range(4097)}, "allowed_token_ids must have at most 4096 ids, has 4097"),
         (
             {"allowed_token_ids": [5], "structured_outputs": StructuredOutputsParams(regex="a")},
             "allowed_token_ids cannot be combined with structured outputs",
@@ -109,7 +109,7 @@ def test_numbers_may_be_numpys() -> None:
 
 def test_a_name_that_is_no_field_is_told_with_those_that_are() -> None:
     there = ", ".join(entry.name for entry in dataclasses.fields(SamplingParams))
-    with pytest.raises(TypeError, match=f"SamplingParams has no best_of; there are {there}$"):
+    with pytest.raises(TypeError, match=f"SamplingParams has no best_of; known are {there}$"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="SamplingParams has no temprature; did you mean temperature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
@@ -190,9 +190,9 @@ def test_settings_of_a_wrong_type_are_named(settings: dict[str, Any], complaint:
 
 def test_a_name_that_is_no_setting_is_told_with_those_that_are() -> None:
     there = ", ".join(entry.name for entry in dataclasses.fields(EngineArgs))
-    with pytest.raises(TypeError, match=f"LLM has no zzz; there are {there}$"):
+    with pytest.raises(TypeError, match=f"LLM has no zzz; known are {there}$"):
         LLM(zzz=True)
-    with pytest.raises(TypeError, match="num_gpu_blocks_override; instead: num_kv_blocks"):
+    with pytest.raises(TypeError, match="num_gpu_blocks_override: use num_kv_blocks instead"):
         LLM(num_gpu_blocks_override=100)
     with pytest.raises(TypeError, match="LLM has no zzz"):
         LLM(zzz=None)
@@ -203,7 +203,7 @@ def test_vllms_settings_may_ask_for_what_is_done_anyway() -> None:
     nothing = {"tokenizer": None, "hf_overrides": {}}
     assert without_neutral({**asked, **nothing, "dtype": "half", "zzz": 1}) == {"dtype": "half", "zzz": 1}
     for name, value in (("enable_chunked_prefill", False), ("pipeline_parallel_size", True), ("task", "embed")):
-        with pytest.raises(TypeError, match=f"LLM has no {name}; instead: "):
+        with pytest.raises(TypeError, match=f"LLM has no {name}: "):
             without_neutral({name: value})
     ours = {entry.name for entry in dataclasses.fields(EngineArgs)}
     assert not ours & SETTINGS.keys(), "what is a setting here needs nothing instead"

@@ -99,7 +99,7 @@ def test_what_looks_the_same_and_is_not_the_peers_is_not_opened() -> None:
     own, peers = SharedMemory(NUM_BYTES), SharedMemory(NUM_BYTES)
     mistaken = peers.describe()
     mistaken.fd = own.describe().fd
-    with pytest.raises(PeerUnreachable, match=r"is not the peer as seen from here.*one PID namespace"):
+    with pytest.raises(PeerUnreachable, match=r"is not the peer in this PID namespace.*one PID namespace"):
         open_peers_memory(mistaken, NUM_BYTES)
 
 

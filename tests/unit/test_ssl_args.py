@@ -52,9 +52,9 @@ def test_which_flags_go_together(ours: dict[str, str]) -> None:
     for half in ("certfile", "keyfile"):
         with pytest.raises(ValueError, match="ssl_certfile and ssl_keyfile must be given together"):
             SslArgs(**some(ours, half))
-    with pytest.raises(ValueError, match="ssl_ca_certs needs ssl_certfile: workers ask"):
+    with pytest.raises(ValueError, match="ssl_ca_certs needs ssl_certfile: workers require"):
         RouterArgs(model="m", **some(ours, "ca_certs"))
-    with pytest.raises(ValueError, match="ssl_certfile needs ssl_ca_certs: a worker asks"):
+    with pytest.raises(ValueError, match="ssl_certfile needs ssl_ca_certs: a worker requires"):
         WorkerArgs(**some(ours, "certfile", "keyfile"))
 
 
@@ -64,14 +64,14 @@ def test_files_that_are_none(ours: dict[str, str], name: str, tmp_path: Path) ->
         with pytest.raises(ValueError, match=f"^{name}: {path} cannot be read: there is no such file"):
             SslArgs(**{**ours, name: str(path)})
     (tmp_path / "text.pem").write_text("no certificate")
-    with pytest.raises(ValueError, match=rf"^ssl_.*{name.removeprefix('ssl_')}.* (are not|holds no) "):
+    with pytest.raises(ValueError, match=rf"^ssl_.*{name.removeprefix('ssl_')}.* (must be|holds no) "):
         SslArgs(**{**ours, name: str(tmp_path / "text.pem")})
 
 
 def test_keys_that_would_fail_later(signer: Signer, ours: dict[str, str], tmp_path: Path) -> None:
     """Keys of another certificate, with a passphrase, which cannot be asked for, or of a kind that gRPC does not
     accept."""
-    with pytest.raises(ValueError, match=r"are not a certificate and its key.*MISMATCH"):
+    with pytest.raises(ValueError, match=r"must be a certificate and its key.*MISMATCH"):
         SslArgs(**{**ours, "ssl_keyfile": str(signer.sign("another").key)})
     secret = signer.sign("secret", key=(*NEW_KEY[:-1], "-passout", "pass:word"))
     with pytest.raises(ValueError, match=r"ssl_keyfile: .*secret.key has a passphrase"):

@@ -157,9 +157,9 @@ def test_the_two_forms_are_one() -> None:
 
 MANY = [{"begin": f"<f={number}>", "content": ANY, "end": "</f>"} for number in range(129)]
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "must have a format, or, as of old, structures and triggers"),
+    ({}, "must have format, or (older form) structures and triggers"),
     ({"format": []}, "format must be an object, is []"),
-    ({"format": ANY, "triggers": ["a"]}, "triggers is not known; there are type, format"),
+    ({"format": ANY, "triggers": ["a"]}, "triggers is not known; known are type, format"),
     ({"structures": [], "triggers": ["a"]}, "structures must have 1 to 128 entries, has 0"),
     ({"structures": OLD["structures"]}, "triggers must be a list, is null"),
     ({**OLD, "triggers": ["<g="]}, 'structures[0].begin must begin with one of triggers, is "<f=weather>"'),
@@ -173,21 +173,21 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**TRIGGERED, "triggers": ["<f=", ""]}, "format.triggers[1] must not be empty"),
     ({**TRIGGERED, "triggers": ["<f=", 5]}, "format.triggers[1] must be a text, is 5"),
     ({**TRIGGERED, "triggers": ["é" * 33]}, "format.triggers[0] must have at most 64 bytes, has 66"),
-    ({**TRIGGERED, "triggers": ["<f=", "\ud800"]}, "format.triggers[1] must be text, has half of a character"),
-    ({**TRIGGERED, "triggers": ["<f=", "<f=now"]}, "format.triggers[1] is \"<f=now\", and another one \"<f=\": one of"),
+    ({**TRIGGERED, "triggers": ["<f=", "\ud800"]}, "format.triggers[1] must be valid Unicode, has half"),
+    ({**TRIGGERED, "triggers": ["<f=", "<f=now"]}, "format.triggers[1] is \"<f=now\", and another one \"<f=\":"),
     ({**TRIGGERED, "triggers": ["<f=", "<g="]}, 'format.triggers[1] is "<g=", which no tag begins with'),
     ({**TRIGGERED, "tags": [*TAGS, tag("<g>", ANY, "</g>")]}, "format.tags[2].begin must begin with one of"),
     ({**TRIGGERED, "tags": [tag("", ANY, "</g>")]}, "format.tags[0].begin must begin with one of"),
     ({**TRIGGERED, "tags": MANY}, "format.tags must have 1 to 128 entries, has 129"),
     ({**TRIGGERED, "at_least_one": 1}, "format.at_least_one must be true or false, is 1"),
-    ({**TRIGGERED, "stop_words": []}, "format.stop_words is not known; there are type, triggers, tags, at_least_one"),
+    ({**TRIGGERED, "stop_words": []}, "format.stop_words is not known; known are type, triggers, tags, at_least_one"),
     ({**TRIGGERED, "tags": [{**TAGS[0], "type": "any_text"}]}, 'format.tags[0].type must be tag, is "any_text"'),
-    ({**TRIGGERED, "tags": [tag("<f=", ANY, "")]}, "format.tags[0].content: any_text must be the content of a tag, or"),
+    ({**TRIGGERED, "tags": [tag("<f=", ANY, "")]}, "format.tags[0].content: any_text must be the content of a tag or"),
     ({**TRIGGERED, "tags": [tag("<f=" + "a" * 4096, YES, "")]}, "format.tags[0].begin must have at most 4096 bytes"),
     (tag("<a>", ANY, "a" * 65), "format.content: 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa must have at most 64 char"),
-    ({**TRIGGERED, "excludes": list("abcdex")}, "format: free text may end at 6 words (or be without them), not at 7"),
+    ({**TRIGGERED, "excludes": list("abcdex")}, "format: free text may end at or exclude at most 6 words, has 7"),
     (tag("<a>", ANY, ["</a>", ""]), "format.end must not be empty"),
-    (tag("<a>", {**TRIGGERED, "excludes": ["</"]}, "</a>"), "format.content: '</' is within '</a>', which could never"),
+    (tag("<a>", {**TRIGGERED, "excludes": ["</"]}, "</a>"), "format.content: '</a>' contains '</', and could never"),
     (tag("<a>", {"type": "json_schema"}, ""), "format.content.json_schema must be a schema that some text fits, is"),
     ({"type": "json_schema", "json_schema": {"maximum": 1 << 63}}, "format.json_schema: maximum must be within 64"),
     ({"type": "json_schema", "json_schema": {"uniqueItems": True}}, "format.json_schema: Unimplemented keys"),
@@ -199,7 +199,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"type": "sequence", "elements": []}, "format.elements must have 1 to 128 entries, has 0"),
     ({"type": "const_string", "value": ""}, "format.value must not be empty"),
     ({"type": "\ud800é"}, 'any_text, is "\\ud800é"'),
-    ({"type": "any_text", "\udfff": 1}, "format.\\udfff is not known; there are type, excludes"),
+    ({"type": "any_text", "\udfff": 1}, "format.\\udfff is not known; known are type, excludes"),
 ]  # fmt: skip
 
 
@@ -234,7 +234,7 @@ async def test_what_takes_too_long_is_refused_and_the_next_one_compiled(checker:
     deep: dict[str, Any] = YES
     for _ in range(17):
         deep = tag("<", deep, ">")
-    assert "formats may be within each other 16 deep" in await refused(asked(deep), checker)
+    assert "formats may be nested at most 16 deep" in await refused(asked(deep), checker)
     text = '{"format": ' + '{"type": "or", "elements": [' * 2000 + json.dumps(YES) + "]}" * 2000 + "}"
     assert await refused(pb.StructuredOutputs(structural_tag=text), checker)
     ends = [

@@ -246,16 +246,16 @@ def _held_to(parser: str, *required: str, **properties: Any) -> str:
 @pytest.mark.parametrize("parser", PARSERS)
 def test_what_cannot_be_said_between_tags_is_refused(parser: str) -> None:
     end = FORMATS[parser].words[-1]
-    cannot_be_said, names = "would be read back as another value", "cannot be an argument's name"
+    cannot_be_said, names = "would be read back as another value", "cannot be the name of an argument"
     cases: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         ({"a": {"const": f"x{end}"}}, (), cannot_be_said),
         ({"a": {"type": "string", "enum": ["x", "</tool_call>"]}}, ("a",), cannot_be_said),
         ({"a": {"$ref": "#/properties/b"}, "b": {"const": [end]}}, (), cannot_be_said),
         ({"a": {"enum": ["True", False]}}, (), cannot_be_said),
-        ({"a": {"enum": []}}, ("a",), "nothing fits"),
-        ({"a": False}, ("a",), "nothing fits"),
-        ({"a": {"$ref": "#/properties/b"}, "b": False}, ("a",), "nothing fits"),
-        ({"a": {"type": "string", "const": 3}}, ("a",), "nothing fits"),
+        ({"a": {"enum": []}}, ("a",), "no value fits"),
+        ({"a": False}, ("a",), "no value fits"),
+        ({"a": {"$ref": "#/properties/b"}, "b": False}, ("a",), "no value fits"),
+        ({"a": {"type": "string", "const": 3}}, ("a",), "no value fits"),
         *(({name: {}}, (), names) for name in ("a<b", "a>", "a\nb", " a", "a\t", "k" * (MAX_KEY_CHARS + 1), f"a{end}")),
         ({}, ("a>b",), names),
     ]

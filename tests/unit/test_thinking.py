@@ -163,9 +163,9 @@ def test_a_grammar_has_a_character_ended_first(tmp_path: Any) -> None:
         ({"has_begun": False}, "begin_token_ids must not be empty"),
         ({"begin_token_ids": (3, 4, 3)}, "begin_token_ids must not have its first id again"),
         ({"begin_token_ids": (3, 3)}, "begin_token_ids must not have its first id again"),
-        ({"begin_token_ids": tuple(range(MAX_BEGIN_TOKENS + 1))}, "may hold 16 ids, has 17"),
-        ({"other_end_token_ids": frozenset(range(MAX_OTHER_ENDS + 1))}, "may hold 16 ids, has 17"),
-        ({"space_token_ids": frozenset(range(MAX_SPACE_TOKENS + 1))}, "may hold 4096 ids, has 4097"),
+        ({"begin_token_ids": tuple(range(MAX_BEGIN_TOKENS + 1))}, "must have at most 16 ids, has 17"),
+        ({"other_end_token_ids": frozenset(range(MAX_OTHER_ENDS + 1))}, "must have at most 16 ids, has 17"),
+        ({"space_token_ids": frozenset(range(MAX_SPACE_TOKENS + 1))}, "must have at most 4096 ids, has 4097"),
     ],
 )
 def test_a_useless_budget_is_refused(wrong: dict[str, Any], said: str) -> None:

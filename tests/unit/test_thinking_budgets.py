@@ -104,7 +104,7 @@ async def test_a_word_of_several_tokens_bounds_nothing() -> None:
         await budget_of("granite", thinking_token_budget=5)
     [wrong] = caught.value.violations
     assert wrong.field == "sampling_params.thinking_token_budget"
-    assert "ends its thoughts with 'Here is my response:', which is not one token" in wrong.description
+    assert "ends its reasoning with 'Here is my response:', which is not one token" in wrong.description
     assert await budget_of("granite", thinking_token_budget=-1) is None
 
 

@@ -92,8 +92,8 @@ def test_an_answer_may_be_calls_or_have_a_form() -> None:
         assert "| form" in grammar
         assert ("done" in grammar) == ("json" in form)
     for form, choice, reason in (
-        ({"regex": "a"}, "auto", "must be JSON (json, json_object) where tools may be called, is regex"),
-        (forms[0], "required", "cannot be combined with tools that must be called: an answer has one form"),
+        ({"regex": "a"}, "auto", "must be json or json_object together with tools, is regex"),
+        (forms[0], "required", "cannot be combined with a required tool call: the answer cannot be both"),
         ({"json": {"title": "x" * 70_000}}, "auto", "json must have at most 65536 bytes"),
     ):
         ((named, said),) = wrong_of(HI, tools=[WEATHER], tool_choice=choice, structured_outputs=form)
@@ -128,8 +128,8 @@ def function(**of: Any) -> dict[str, Any]:
     [
         ({"tool_choice": "required"}, "chat.tool_choice", "needs tools"),
         ({"parallel_tool_calls": True}, "chat.parallel_tool_calls", "needs tools"),
-        ({"tools": [WEATHER, WEATHER]}, "chat.tools", "must have distinct names, 'weather' is there twice"),
-        ({"tools": [NOW] * 129}, "chat.tools", "may hold 128 tools, has 129"),
+        ({"tools": [WEATHER, WEATHER]}, "chat.tools", "must have distinct names, 'weather' is given twice"),
+        ({"tools": [NOW] * 129}, "chat.tools", "must have at most 128 tools, has 129"),
         ({"tools": [{"function": {"name": "a b"}}]}, "chat.tools[0].name", "must be 1 to 64 letters"),
         ({"tools": [NOW, {"function": {"name": "f", "parameters": "{"}}]}, "chat.tools[1].parameters", "is not JSON"),
         (function(parameters="[]"), "chat.tools[0].parameters", "is a list"),
@@ -174,7 +174,7 @@ def test_unknown_numbers_and_names_without_a_choice() -> None:
     assert wrong_of(request)[0][0] == "chat.tool_choice"
     request.chat.tool_choice = pb.TOOL_CHOICE_AUTO
     request.chat.tool_name = "now"
-    assert wrong_of(request) == [("chat.tool_name", "goes with TOOL_CHOICE_REQUIRED, and with no other")]
+    assert wrong_of(request) == [("chat.tool_name", "may only be given with TOOL_CHOICE_REQUIRED")]
 
 
 def test_half_a_character_in_what_a_model_said_is_none() -> None:
@@ -241,10 +241,14 @@ def of_template(source: str | None, parser: str = "auto") -> ModelInfo:
     ("source", "parser", "reason"),
     [
         (None, "auto", "has no chat template"),
-        ("{{ messages[0].content }}", "hermes", "has no place for tools; another may be given (--chat-template)"),
-        ("{{ tools | tojson }}", "auto", "may be named (--tool-call-parser hermes|llama3_json|mistral|"),
+        (
+            "{{ messages[0].content }}",
+            "hermes",
+            "has no place for tools; start the router with another one (--chat-template)",
+        ),
+        ("{{ tools | tojson }}", "auto", "model's format (--tool-call-parser hermes|llama3_json|mistral|"),
         ("{{ tools | tojson }}{{ raise_exception('never') }}", "hermes", "refuses these messages: never)"),
-        ("{# <tool_call> #}{{ tools | tojson }}", "auto", "teaches no way of calling tools that is known here"),
+        ("{# <tool_call> #}{{ tools | tojson }}", "auto", "uses no known format of tool calls"),
     ],
 )
 def test_a_model_that_is_given_no_tools_says_why(source: str | None, parser: str, reason: str) -> None:

@@ -50,29 +50,29 @@ NAN, INF = float("nan"), float("inf")
         ({"max_tokens": 100}, "max_tokens", "must be at most 99 (the context of 100 minus 1 for the prompt), is 100"),
         ({"min_tokens": 100}, "min_tokens", "must be at most 99 (the context of 100 minus 1 for the prompt), is 100"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "must be at most max_tokens=3, is 4"),
-        ({"stop": ["x"] * 17}, "stop", "may hold 16 strings, has 17"),
+        ({"stop": ["x"] * 17}, "stop", "must have at most 16 strings, has 17"),
         ({"stop": ["ok", ""]}, "stop[1]", "must be 1 to 256 characters long, is 0"),
         ({"stop": ["é" * 257]}, "stop[0]", "must be 1 to 256 characters long, is 257"),
-        ({"stop_token_ids": [1] * 65}, "stop_token_ids", "may hold 64 ids, has 65"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids", "must have at most 64 ids, has 65"),
         ({"stop_token_ids": [1, 1000]}, "stop_token_ids", "ids must be below the vocabulary's size 1000, is 1000 at 1"),
-        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "may hold 1024 entries, has 1025"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "must have at most 1024 entries, has 1025"),
         (
             {"allowed_token_ids": [5, 1000]},
             "allowed_token_ids",
             "ids must be below the vocabulary's size 1000, is 1000 at 1",
         ),
-        ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids", "may hold 4096 ids, has 4097"),
+        ({"allowed_token_ids": [5] * 4097}, "allowed_token_ids", "must have at most 4096 ids, has 4097"),
         (
             {"allowed_token_ids": [2, 7], "stop_token_ids": [7], "min_tokens": 3},
             "allowed_token_ids",
-            "must hold an id that does not end the answer, which min_tokens=3 asks for",
+            "must have an id that does not end the answer, because of min_tokens=3",
         ),
         (
             {"allowed_token_ids": [5], "structured_outputs": pb.StructuredOutputs(regex="a")},
             "allowed_token_ids",
-            "cannot be combined with structured_outputs: no token might be left that may come next",
+            "cannot be combined with structured_outputs: together they may leave no allowed token",
         ),
-        ({"bad_words": ["a"] * 257}, "bad_words", "may hold 256 words, has 257"),
+        ({"bad_words": ["a"] * 257}, "bad_words", "must have at most 256 words, has 257"),
         ({"bad_words": ["a", " "]}, "bad_words[1]", "must be 1 to 256 characters long, not all of them spaces, has 1"),
         (
             {"bad_words": ["a" * 257]},
@@ -82,12 +82,12 @@ NAN, INF = float("nan"), float("inf")
         (
             {"bad_words": ["a"], "allowed_token_ids": [5]},
             "bad_words",
-            "cannot be combined with allowed_token_ids: no token might be left that may come next",
+            "cannot be combined with allowed_token_ids: together they may leave no allowed token",
         ),
         (
             {"bad_words": ["a"], "structured_outputs": pb.StructuredOutputs(regex="a")},
             "bad_words",
-            "cannot be combined with structured_outputs: no token might be left that may come next",
+            "cannot be combined with structured_outputs: together they may leave no allowed token",
         ),
         ({"logit_bias": {5: 100.5}}, "logit_bias[5]", "must be in [-100, 100], is 100.5"),
         ({"logit_bias": {5: NAN}}, "logit_bias[5]", "must be in [-100, 100], is nan"),
@@ -98,7 +98,7 @@ NAN, INF = float("nan"), float("inf")
         (
             {"thinking_token_budget": 0},
             "thinking_token_budget",
-            "is for chats: of another prompt's answers nobody knows what is thought",
+            "is only for chats: reasoning is told apart from the answer by the chat template",
         ),
     ],
 )
@@ -149,9 +149,9 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
         (
             {"text": "x", "request_id": "a\nb"},
             "request_id",
-            "must hold printable characters only, has U+000A at 1",
+            "must consist of printable characters, has U+000A at 1",
         ),
-        ({"text": "x", "request_id": "\u202e"}, "request_id", "must hold printable characters only, has U+202E at 0"),
+        ({"text": "x", "request_id": "\u202e"}, "request_id", "must consist of printable characters, has U+202E at 0"),
         ({"text": "x", "cache_salt": "s" * 129}, "cache_salt", "must be at most 128 characters, has 129"),
         ({"text": "x", "fairness_id": "é" * 128 + "x"}, "fairness_id", "must have at most 256 bytes, has 257"),
         ({"text": "x", "worker_kind": "k" * 65}, "worker_kind", "must be at most 64 characters, has 65"),
@@ -163,22 +163,22 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
         (
             {"text": "x", "sampling_params": GREEDY, "output_token_ids": [5] * 100},
             "output_token_ids",
-            "may hold 99 ids (the context of 100), has 100",
+            "must have at most 99 ids (the context of 100), has 100",
         ),
         (
             {"text": "x", "sampling_params": pb.SamplingParams(seed=3, max_tokens=2), "output_token_ids": [5, 6, 7]},
             "output_token_ids",
-            "may hold max_tokens=2 ids, has 3",
+            "must have at most max_tokens=2 ids, has 3",
         ),
         (
             {"text": "x", "sampling_params": pb.SamplingParams(seed=3, n=2), "output_token_ids": [5]},
             "sampling_params.n",
-            "must be 1 with output_token_ids, is 2: several answers continue by answers_so_far",
+            "must be 1 with output_token_ids, is 2: to continue several answers, use answers_so_far",
         ),
         (
             {"text": "x", "output_token_ids": [5]},
             "sampling_params.seed",
-            "must be given with output_token_ids, unless temperature is 0: the one that they were drawn with",
+            "must be given with output_token_ids, unless temperature is 0: the seed that the tokens were drawn with",
         ),
     ],
 )
@@ -258,7 +258,7 @@ def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
 )
 def test_a_message_that_is_too_large_is_named_by_what_takes_most(request_: pb.GenerateRequest, field: str) -> None:
     check_size(request_, request_.ByteSize())
-    with pytest.raises(InvalidRequest, match=f"{request_.ByteSize()} bytes, and at most 1000") as caught:
+    with pytest.raises(InvalidRequest, match=f"{request_.ByteSize()} bytes, the maximum is 1000") as caught:
         check_size(request_, 1000)
     assert [violation.field for violation in caught.value.violations] == [field]
 
@@ -266,7 +266,7 @@ def test_a_message_that_is_too_large_is_named_by_what_takes_most(request_: pb.Ge
 def test_too_many_chat_messages_are_refused_unread() -> None:
     message = pb.ChatMessage(role="user", content="x")
     request = pb.GenerateRequest(chat=pb.Chat(messages=[message] * (MAX_CHAT_MESSAGES + 1)))
-    assert violations_of(request) == {"chat.messages": "may hold 8192 messages, has 8193"}
+    assert violations_of(request) == {"chat.messages": "must have at most 8192 messages, has 8193"}
 
 
 def test_a_model_is_asked_for_by_its_name_or_its_adapters() -> None:
@@ -274,7 +274,7 @@ def test_a_model_is_asked_for_by_its_name_or_its_adapters() -> None:
     name = MODEL.served_model_name
     for asked, adapter in (("", ""), (name, ""), ("poet", "poet"), ("sql", "sql")):
         assert validate(pb.GenerateRequest(text="x", model=asked), served).lora_name == adapter
-    expected = f"must be {name!r}, an adapter of it ('poet', 'sql') or empty, is 'x'"
+    expected = f"must be {name!r}, one of its adapters ('poet', 'sql') or empty, is 'x'"
     assert violations_of(pb.GenerateRequest(text="x", model="x"), served) == {"model": expected}
     assert violations_of(pb.GenerateRequest(text="x", model="sql"), MODEL) == {
         "model": f"must be {name!r} or empty, is 'sql'"

@@ -298,7 +298,9 @@ async def test_a_cluster_in_which_every_worker_fails_says_so_after_the_second_fa
         failed = pb.Failed(code=INTERNAL, message="broken", can_retry=True)
         session.say(request_id, attempt_of(session, request_id), failed=failed)
         await settle()
-    with pytest.raises(NoWorker, match="worker other: broken; too many requests are being tried again") as caught:
+    with pytest.raises(
+        NoWorker, match="worker other: broken; not retried, since too many requests are being retried"
+    ) as caught:
         await asked.task
     assert caught.value.retry_after_s is not None
 

@@ -93,5 +93,5 @@ async def test_what_to_do_about_a_worker_that_cannot_be_called_is_in_the_log(
     await worker.pool.close()
     assert vars(caplog.records[-1])["why"] == (
         "UNAVAILABLE: Hostname Verification Check failed. "
-        "(its certificate does not name the address that it was called by (subjectAltName))"
+        "(its certificate (subjectAltName) does not contain the address that it was called by)"
     )

@@ -112,12 +112,12 @@ async def test_of_two_of_one_name_the_more_frequent_is_served(caplog: pytest.Log
     asked += [bench.ask("one each: as before", lora_name="sql")]
     await settle()
     assert requests_at(bench, "d")[-1] == "one each: as before"
-    assert "another of its name" not in caplog.text
+    assert "another adapter of that name" not in caplog.text
     bench.tell_adapters(bench.by_name["e"], sql="new")
     asked += [bench.ask("new", lora_name="sql")]
     await settle()
     assert "new" in requests_at(bench, "e") + requests_at(bench, "f")
-    assert "new requests for an adapter go to workers that have another of its name" in caplog.text
+    assert "new requests for an adapter now go to workers with another adapter of that name" in caplog.text
     await leave(*asked)
 
 

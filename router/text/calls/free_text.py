@@ -45,7 +45,7 @@ class FreeText:
                 raise ValueError(f"{word!r:.40} must have at most {MAX_WORD_CHARS} characters, has {len(word)}")
             for other in (*words[:number], *words[number + 1 :]):
                 if word in other:
-                    raise ValueError(f"{word!r:.80} is within {other!r:.80}, which could never be said")
+                    raise ValueError(f"{other!r:.80} contains {word!r:.80}, and could never be reached")
         self._words = words
         self._ends = ends
         self._states = {word[:length] for word in words for length in range(len(word))}
@@ -80,7 +80,7 @@ class FreeText:
                     other.setdefault(target, []).append(head + self._grouped(pieces))
             if sum(len(piece) for other in leads.values() for pieces in other.values() for piece in pieces) > MAX_CHARS:
                 raise ValueError(
-                    "the words that free text ends at take too much to tell apart; let them begin with one character"
+                    "the words that end free text are too costly to tell apart; let them begin with the same character"
                 )
         return leads[""]
 

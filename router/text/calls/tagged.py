@@ -95,10 +95,12 @@ class TaggedFormat(ToolFormat):
             of = schema.properties.get(name, True)
             if not schema.types(of):
                 if name in required:
-                    raise ValueError(f"properties.{name[:MAX_SHOWN_CHARS]}: nothing fits it, and it is required")
+                    raise ValueError(f"properties.{name[:MAX_SHOWN_CHARS]}: no value fits it, but it is required")
                 continue
             if _UNSAYABLE.search(name) or name != name.strip() or len(name) > MAX_KEY_CHARS:
-                raise ValueError(f"properties: {name[:MAX_SHOWN_CHARS]!r} cannot be an argument's name between tags")
+                raise ValueError(
+                    f"properties: {name[:MAX_SHOWN_CHARS]!r} cannot be the name of an argument in this model's format"
+                )
             try:
                 value = self._value(lines, schema, of)
             except ValueError as error:
@@ -134,7 +136,7 @@ class TaggedFormat(ToolFormat):
     def _texts_of(self, values: Sequence[Any], types: frozenset[str]) -> list[str]:
         """The values as the model writes them. Raises `ValueError` if one would be read back as another value."""
         if not values:
-            raise ValueError("nothing fits it")
+            raise ValueError("no value fits it")
         known = {json.dumps(each, sort_keys=True) for each in values}
         texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
         for text in texts:

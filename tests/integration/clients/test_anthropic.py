@@ -172,7 +172,7 @@ def test_a_thought_ends_with_its_budget(client: openai.OpenAI, messages: Any, mo
         model=model, messages=ASKING, max_tokens=12, temperature=0, extra_body={"chat_template_kwargs": {
             "enable_thinking": True}, "thinking_token_budget": -1})  # fmt: skip
     assert not endless.choices[0].message.content
-    with pytest.raises(openai.BadRequestError, match="thinking_token_budget: is for chats"):
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget: is only for chats"):
         client.completions.create(model=model, prompt="a", max_tokens=2, extra_body={"thinking_token_budget": 3})
 
 
@@ -189,7 +189,7 @@ def test_errors_are_those_that_the_client_knows(messages: Any, model: str) -> No
     wrong = {"name": "f", "input_schema": {"properties": {"a": {"type": "strin"}}}}
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema: cannot be enforced"):
         messages.create(model=model, messages=ASKING, max_tokens=4, tools=[wrong], tool_choice={"type": "any"})
-    with pytest.raises(anthropic.BadRequestError, match="stop_sequences: may hold 16 strings, has 17"):
+    with pytest.raises(anthropic.BadRequestError, match="stop_sequences: must have at most 16 strings, has 17"):
         messages.create(model=model, messages=ASKING, max_tokens=4, stop_sequences=list("abcdefghijklmnopq"))
 
 

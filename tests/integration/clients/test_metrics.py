@@ -148,7 +148,7 @@ def test_a_workers_steps_are_profiled_through_the_router(cluster: RunningCluster
         stream.close()
         assert result.returncode == 0, result.stderr
         first, header, _, *rows = result.stdout.splitlines()
-        assert re.fullmatch(r"decode-1: 5 steps of [\d.]+ ms, \d+% of them in the host's part of operations", first)
+        assert re.fullmatch(r"decode-1: 5 steps of [\d.]+ ms, \d+% of them in the host part of operations", first)
         assert header.split() == ["operation", "calls", "host", "ms", "of", "a", "step"]
         assert any("tandem_cpu::" in row or "aten::" in row for row in rows)
         assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]

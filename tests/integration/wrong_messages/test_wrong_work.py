@@ -115,7 +115,7 @@ def test_another_adapter_than_the_one_that_is_meant_may_be_had_elsewhere(peers: 
         say_work(session, peers, command, engine_request(lora_name="sql", lora_digest="of another"))
         failed = session.event().failed
     assert (failed.code, failed.can_retry) == (StatusCode.FAILED_PRECONDITION.value[0], True)
-    assert "lora_name 'sql' with lora_digest 'of another' is not here" in failed.message
+    assert "lora_name 'sql' with lora_digest 'of another' is not loaded here" in failed.message
 
 
 ODD_BUT_RIGHT: dict[str, dict[str, Any]] = {
@@ -197,7 +197,7 @@ def test_prefill_of_another_prompt_than_the_grant_is_for(peers: Peers) -> None:
         prefill.hello().say(prefill=pb.PrefillRequest(request=wrong, grant=grant))
         failed = prefill.event().failed
         assert (failed.code, failed.can_retry) == (StatusCode.FAILED_PRECONDITION.value[0], True), failed
-        assert failed.message.startswith(f"prompt_digest: worker {peers.decode.worker_id} means another prompt")
+        assert failed.message.startswith(f"prompt_digest: worker {peers.decode.worker_id} has another prompt")
         prefill.say(prefill=pb.PrefillRequest(request=right, grant=grant))
         while not (event := prefill.event()).HasField("handed_over"):
             assert not event.HasField("failed"), event
