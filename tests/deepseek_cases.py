@@ -1,4 +1,4 @@
-"""Small DeepSeek models and engines of them."""
+"""Small DeepSeek models and engines that run them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ V2: dict[str, Any] = {
 }  # fmt: skip
 V3 = V2 | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 20, "n_group": 4, "topk_group": 2}
 UNFOLDS_EARLY = {"kv_lora_rank": 40, "qk_nope_head_dim": 6, "v_head_dim": 4}
-"""Sizes with which 6 new tokens unfold what they see."""
+"""Sizes with which a chunk of 6 new tokens is computed with unfolded keys and values."""
 BLOCK_SIZE = 4
 PROMPT = [(37 * i + 11) % 90 + 5 for i in range(23)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def config_of(folder: Path, hf_config: dict[str, Any] | None = V3, **settings: Any) -> EngineConfig:
-    """`hf_config`: None where the folder has one."""
+    """`hf_config`: None if `folder` has a config.json already."""
     if hf_config is not None:
         (folder / "config.json").write_text(json.dumps(hf_config))
         settings = {"load_format": "dummy"} | settings

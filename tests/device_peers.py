@@ -1,5 +1,5 @@
-"""What opens peers' pools in a device's memory, where the device is a CPU and both pools are in this process; and the
-pools of several such devices, each asked for by a connection of its own as if it were another process'."""
+"""Device pools whose device is a CPU, in one process: peers that open each other's pool memory, and pools of several
+ranks, each reached over its own connection as if it were in another process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from worker_service.pool_of_ranks import PoolOfRanks
 from worker_service.rank_pool import PoolServer, RankPool
 
 OFFSET = 64
-"""Of an address in the allocation that is said to hold it."""
+"""Offset of an exported address in the allocation that `OneProcess` claims to contain it."""
 
 
 class OneProcess:
-    """A driver whose handles are addresses. It remembers what was opened and not closed."""
+    """A driver whose handles are addresses. It records which addresses are open."""
 
     def __init__(self, allocation_bytes: int = 1 << 20) -> None:
         self.allocation_bytes = allocation_bytes
@@ -58,7 +58,7 @@ def peers_in_one_process(driver: OneProcess | None = None) -> DevicePeers:
 
 
 def on_a_device(host: HostPool, driver: OneProcess | None = None) -> DevicePool:
-    """The same bytes, as numbers in the memory of a device that is a CPU."""
+    """Return a device pool over the same bytes; the device is the CPU."""
     numbers = torch.from_numpy(host.array).view(getattr(torch, host.layout.dtype))
 
     def digest_blocks(tensor: torch.Tensor, block_ids: Sequence[int]) -> Digests:
@@ -69,20 +69,20 @@ def on_a_device(host: HostPool, driver: OneProcess | None = None) -> DevicePool:
 
 
 def parts_of(host: HostPool, num_ranks: int) -> list[HostPool]:
-    """The same bytes, so many layers for each rank."""
+    """Split the same bytes among the ranks, by layers."""
     layout = replace(host.layout, num_layers=host.layout.num_layers // num_ranks)
     firsts = range(0, host.layout.num_layers, layout.num_layers)
     return [HostPool(layout, host.array[first : first + layout.num_layers]) for first in firsts]
 
 
 def served(pool: KVPool, rank: int = 1, on_lost: Callable[[RankLost], None] = lambda error: None) -> RankPool:
-    """As if another process had it."""
+    """Serve `pool` over a connection, as if it were in another process."""
     ours, theirs = Pipe()
     PoolServer(pool, theirs).start()
     return RankPool(rank, ours, on_lost)
 
 
 def on_devices(host: HostPool, num_ranks: int = 3, driver: OneProcess | None = None) -> PoolOfRanks:
-    """The same bytes, in the memories of so many devices."""
+    """Return the same bytes as a pool of `num_ranks` devices."""
     own, *others = (on_a_device(part, driver) for part in parts_of(host, num_ranks))
     return PoolOfRanks([own, *(served(pool, rank) for rank, pool in enumerate(others, start=1))])

@@ -1,4 +1,4 @@
-"""A few steps of every kind through a model runner, for engines that are to compute the same."""
+"""Runs a few steps of every kind through a model runner, to compare engines that must compute the same."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Seque
 
 
 def arguments(folder: Path, backend: str, device: str, **settings: Any) -> EngineArgs:
-    """Of an engine that has room for these steps."""
+    """Return the arguments of an engine that has room for these steps."""
     sizes = {"num_kv_blocks": 32, "block_size": 4, "max_num_seqs": 4} | settings
     return EngineArgs(model=str(folder), load_format="dummy", device=device, attention_backend=backend, **sizes)
 
 
 def logits_of_steps(args: EngineArgs, *, records: bool) -> list[torch.Tensor]:
-    """A chunk, decodes of different lengths, both in one step, and steps that only decode."""
+    """Return the logits of a chunk, of decodes of different lengths, of both in one step, and of pure decode steps.
+    `records`: decode from recordings."""
     config = create_engine_config(args)
     assert config.device.attention_backend == args.attention_backend
     config = replace(config, device=replace(config.device, uses_graphs=records))
     runner = Executor(config)._worker.runner
-    if records and args.device == "cpu":  # others have done so at their start
+    if records and args.device == "cpu":  # other devices have recorded at their start
         runner.record_decode_steps(lambda *_: None)
     results = logits_of(runner)
-    assert not records or runner._graphs.num_recordings == 3  # of 1, 2 and 4
+    assert not records or runner._graphs.num_recordings == 3  # batches of 1, 2 and 4
     return results
 
 
 def logits_of(runner: ModelRunner) -> list[torch.Tensor]:
-    """Of those steps."""
+    """The logits for `logits_of_steps`."""
     seqs = []
     for i, length in enumerate((9, 3, 21)):
         seqs.append(Sequence(0, "r", [(7 * i + j) % 97 for j in range(length)], length, SamplingParams()))

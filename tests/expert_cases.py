@@ -1,4 +1,4 @@
-"""Experts' weights in 8 and in 4 bits, rows of a token for each, and their products in float64."""
+"""Experts' weights in 8 and in 4 bits, and the exact products of each expert's rows with them, in float64."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -
 def stack_of(
     shape: tuple[int, int, int], group_size: int, form: torch.dtype, dtype: torch.dtype, device: str = "cpu"
 ) -> ScaledWeight:
-    """Of `shape`: experts, outputs, inputs; one expert's outputs below the other's. Groups differ in size by hundreds.
-    `group_size` 0: a scale for each output."""
+    """Weights of several experts, one's outputs below another's. Groups' scales differ by up to a hundred times.
+    `shape`: experts, outputs, inputs. `group_size` 0: one scale for each output."""
     numbers = randn(*shape, dtype=torch.float32, seed=shape[1]) * 30
     stored = numbers.round().clamp(-127, 127).to(form) if form == torch.int8 else numbers.to(form)
     num_groups = -(-shape[2] // group_size) if group_size else 1
@@ -38,7 +38,7 @@ def int4_weight_of(
     scale_dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Int4Weight:
-    """Whose groups differ in size by thousands."""
+    """Return a weight whose groups' scales differ by factors of up to a thousand."""
     generator = torch.Generator().manual_seed(num_inputs)
     integers = torch.randint(16, (num_outputs, num_inputs), generator=generator)
     shape = num_outputs, num_inputs // group_size
@@ -48,12 +48,12 @@ def int4_weight_of(
 
 
 def ends_of(counts: list[int], device: str = "cpu") -> torch.Tensor:
-    """Of experts with so many rows each."""
+    """Return where each expert's rows end, if the experts have `counts` rows."""
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
 
 
 def exact_product(x_RK: torch.Tensor, stack: ScaledWeight, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the product, the sum of its terms' sizes), in float64."""
+    """Return the product and the sum of its terms' absolute values, both in float64."""
     groups = torch.arange(x_RK.shape[1], device=x_RK.device) // stack.group_size
     weight = (stack.weight.double() * stack.scale.double()[:, groups]).unflatten(0, (len(counts), -1))
     experts = torch.repeat_interleave(torch.tensor(counts)).to(x_RK.device)

@@ -1,7 +1,8 @@
-"""Has the FlashAttention-4 that is installed compile what the backend calls it with, for a GPU that need not be there,
-and prints the calls: `python tests/flash_attn_4_compile.py 9` (a major compute capability).
+"""Makes the installed FlashAttention-4 compile its kernels for the backend's calls, without a GPU, and prints the
+calls: `python tests/flash_attn_4_compile.py 9` (a major compute capability).
 
-Tensors have shapes, strides and no numbers. What it would copy instead of reading it where it lies is an error.
+The tensors are fake: they have shapes and strides but no data. A tensor that FlashAttention would copy instead of
+reading in place is an error.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import sys
 from types import SimpleNamespace
 
 ARCHITECTURES = {9: ("sm_90", "sm_90a", 132), 10: ("sm_100", "sm_100a", 148)}
-"""By the major compute capability: the kernels', the compiler's, and the number of multiprocessors."""
+"""By major compute capability: the architecture for the kernels, that for the compiler, the multiprocessors."""
 
 HEADS = [(64, 4), (64, 1), (80, 3), (128, 4), (128, 8), (256, 2)]
-"""Their size, and query heads per key head."""
+"""(head size, query heads per key head)"""
 BLOCK_SIZES = (1, 16, 128, 256)
 WINDOWS = (0, 200)
 
@@ -23,7 +24,7 @@ WINDOWS = (0, 200)
 def main() -> None:
     capability = int(sys.argv[1])
     kernels, compiler, num_multiprocessors = ARCHITECTURES[capability]
-    # Read when it is imported.
+    # FlashAttention reads these when it is imported.
     os.environ |= {
         "FLASH_ATTENTION_ARCH": kernels, "CUTE_DSL_ARCH": compiler, "FLASH_ATTENTION_NUM_SMS": str(num_multiprocessors),
     }  # fmt: skip
@@ -43,7 +44,7 @@ def main() -> None:
         return result
 
     interface.maybe_contiguous = copies_nothing
-    # Otherwise the driver is asked.
+    # Otherwise cutlass asks the driver.
     cutlass.utils.HardwareInfo = lambda: SimpleNamespace(get_device_multiprocessor_count=lambda: num_multiprocessors)
     calls = flash_attn_4_calls(flash_attn_varlen_func, FLASH_ATTN_4_HEAD_DIMS[capability])
 

@@ -1,12 +1,14 @@
-"""FlashAttention's functions in float64, one sequence at a time: parameters, demands and semantics of the real ones.
+"""FlashAttention's functions in float64, one sequence at a time, with the parameters, requirements and semantics of the
+real ones.
 
-What the real ones refuse is refused here (types, strides, page sizes, shapes), and so is what would make a sequence's
-bits depend on the batch; what they silently leave out comes out as NaN: queries beyond the longest that they were told
-of, keys beyond the longest context. Read in flash-attn 2.8.3 (csrc/flash_attn/flash_api.cpp), in the `hopper` folder
-beside it, in flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py), and in torch 2.13 (ATen/native/transformers/cuda).
+These functions refuse what the real ones refuse (types, strides, page sizes, shapes), and also any call whose result
+bits for a sequence could depend on the batch. Where the real ones silently skip work (queries beyond the given longest
+query length, keys beyond the given longest context), the result here is NaN. The rules come from flash-attn 2.8.3
+(csrc/flash_attn/flash_api.cpp), the `hopper` folder beside it, flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py),
+and torch 2.13 (ATen/native/transformers/cuda).
 
-Torch's real `varlen_attn` needs no stand-in: only the operator beneath it, `aten::_flash_attention_forward`, has none
-for a CPU (`aten_on_cpu`).
+Torch's real `varlen_attn` needs no stand-in: only the operator that it calls, `aten::_flash_attention_forward`, has no
+CPU implementation (`aten_on_cpu` provides one).
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def _attend(
     window: tuple[int, int],
     scale: float | None,
 ) -> torch.Tensor:
-    """Aligned at the end: of L queries, the last sees all C keys, the first C - L + 1 of them."""
+    """Queries are aligned to the end of the context: of L queries, the last sees all C keys, the first C - L + 1."""
     page_size, num_kv_heads, head_dim = k_pages.shape[1:]
     groups = q_TNH.shape[1] // num_kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -221,7 +223,7 @@ def _flash_attention_forward(
 
 @contextmanager
 def aten_on_cpu() -> Iterator[None]:
-    """Meanwhile torch's real `varlen_attn` works for tensors on a CPU: what is beneath it is the function above."""
+    """Within this context torch's real `varlen_attn` works on CPU tensors: it calls the function above."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", _flash_attention_forward, "CPU")
         yield

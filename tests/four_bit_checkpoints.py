@@ -1,4 +1,4 @@
-"""Small models of gpt-oss' kind whose experts are in MXFP4."""
+"""Small models of gpt-oss' architecture whose experts' weights are in MXFP4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def converted(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # seconds, which others need not wait for
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes seconds to import
 
     return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
 
@@ -24,7 +24,7 @@ def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
 
 
 def save_four_bits(folder: Path) -> transformers.PreTrainedModel:
-    """Returns the model that the checkpoint means."""
+    """Write a checkpoint to `folder`; return the model with the dequantized weights."""
     sizes = SMALL | {"hidden_size": 96, "intermediate_size": 64}
     config = transformers.GptOssConfig(
         **sizes, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0

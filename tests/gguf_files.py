@@ -15,11 +15,11 @@ FORM_OF = {
     "attn_q": Form.Q4_0, "attn_k": Form.Q4_1, "attn_v": Form.Q8_0, "attn_output": Form.Q4_1, "ffn_gate": Form.Q4_K,
     "ffn_up": Form.Q4_K, "ffn_down": Form.Q4_0,
 }  # fmt: skip
-"""All forms; q, k and v differ, so their product is widened, and gate and up are alike."""
+"""Covers all forms. q, k and v have different forms, so their joint product is widened; gate and up have the same."""
 
 
 def random_blocks(form: Form, rows: int, inputs: int, seed: int) -> np.ndarray:
-    """Bytes of a tensor: any integers, and scales of a weight's size."""
+    """Return the bytes of a quantized tensor: random integers, and scales that give weights of a usual size."""
     generator = np.random.default_rng(seed)
     if form == Form.Q8_0:
         numbers = generator.standard_normal((rows, inputs)).astype(np.float32) / 16
@@ -37,7 +37,7 @@ def random_blocks(form: Form, rows: int, inputs: int, seed: int) -> np.ndarray:
 def write_llama(
     path: Path, change: Callable[[gguf.GGUFWriter], None] = lambda _: None, lacks: tuple[str, ...] = ()
 ) -> Path:
-    """`change` adds fields and tensors; those that the file `lacks` are left out."""
+    """Write a GGUF file. `change` adds fields and tensors; the tensors named in `lacks` are left out."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(SIZES["layers"])
     writer.add_context_length(128)

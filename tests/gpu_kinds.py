@@ -1,4 +1,4 @@
-"""Kinds of GPUs that kernels are compiled for, on a machine that has none of them."""
+"""The kinds of GPUs that tests compile kernels for, on a machine that has none of them."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ GPU_KINDS = {
         GpuKind((12, 0), 99 << 10),  # RTX 50, RTX PRO
     )
 }
-"""By compute capability. Shared memory of a program: CUDA's programming guide, technical specifications."""
+"""By compute capability. The shared memory per program is from CUDA's programming guide, technical specifications."""

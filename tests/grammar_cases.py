@@ -1,4 +1,4 @@
-"""A model small enough to hurry, whose tokens have text, and requests whose answers a grammar holds to a form."""
+"""A small, fast model with a real tokenizer, and requests whose answers a grammar constrains."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """Of 256 bytes, an end, and some longer tokens, so that there are several ways to the same text."""
+    """A tokenizer of 256 bytes, an end token and some longer tokens, so that one text has several tokenizations."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<eos>": EOS, **{char: number for number, char in enumerate(alphabet, 2)}}
     merges: list[tuple[str, str]] = []
@@ -74,7 +74,7 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def params_of(number: int) -> SamplingParams:
-    """Every kind, greedy and drawn, filtered or not, with penalties or not."""
+    """Every kind of grammar, greedy and random sampling, with and without filters and penalties."""
     kind = list(KINDS)[number % len(KINDS)]
     rng = random.Random(number)
     return SamplingParams(
@@ -96,7 +96,7 @@ def answers_of(
     engine: LLMEngine, numbers: range, params: Callable[[int], SamplingParams] = params_of, num_given: int = 0,
     given: Answers | None = None,
 ) -> Answers:  # fmt: skip
-    """All at once; of answers that have begun, after the first `num_given` tokens of `given`."""
+    """Run all requests at once; return their answers. `given`: resume each after its first `num_given` tokens."""
     answers: Answers = {}
     for number in numbers:
         begun = given[str(number)][0][:num_given] if given else []

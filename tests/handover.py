@@ -1,4 +1,5 @@
-"""Prefill in one engine, decode in another of the same process: over gRPC, under grants, checked by digests."""
+"""Prefills in one engine and decodes in another of the same process. The KV goes over gRPC, under grants, checked by
+digests."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ async def transfer(
     num_tokens: int,
     transport: str = "grpc",
 ) -> None:
-    """As two workers do it; raises what the sender hears."""
+    """Transfer KV blocks as two workers do. Raises what the sender raises."""
     committed: list[int] = []
 
     async def on_commit(grant: object, first_token_id: int, num_prompt_tokens: int) -> bool:
@@ -75,13 +76,13 @@ def handed_over(
     pools: tuple[KVPool, KVPool] | None = None,
     transport: str = "grpc",
 ) -> list[int]:
-    """The tokens of both. `pools`: of both, where they are not their tensors alone."""
+    """Return the tokens of both engines. `pools`: both engines', if they are not just their tensors."""
     source, destination = pools or (bytes_of(prefill), bytes_of(decode))
     reservation = decode.reserve("r", prompt, params, lora_name=lora_name)
     assert reservation is not None
     assert prefill.add_prefill("r", prompt, params, lora_name=lora_name) == reservation.prompt_digest
     outputs: list[RequestOutput] = []
-    while not outputs:  # a step late, where steps are launched ahead
+    while not outputs:  # with async scheduling the output comes one step later
         outputs = prefill.step()
     [output] = outputs
     first_token_id = output.token_ids[0]
@@ -95,7 +96,7 @@ def handed_over(
 
 
 def finish(engine: LLMEngine) -> list[int]:
-    """Step until nothing runs: the tokens of the one request."""
+    """Step until nothing runs; return the tokens of the only request."""
     tokens: list[int] = []
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -1,4 +1,5 @@
-"""Checkpoints with weights in 4 bits, made from plain ones as quantisers write them, and what they stand for."""
+"""Makes checkpoints with weights in 4 bits from plain ones, as quantisers write them; and the exact values that the
+weights stand for."""
 
 from __future__ import annotations
 
@@ -12,21 +13,22 @@ from quantized_checkpoints import PRODUCTS, compressed
 
 @dataclass(frozen=True, kw_only=True)
 class Int4Form:
-    """One way in which checkpoints have weights in 4 bits."""
+    """One of the formats in which checkpoints store weights in 4 bits."""
 
     quantization_config: dict[str, Any]
     packing: str
     """gptq, gptq_v2, awq or pack-quantized."""
     group_size: int
-    """-1: all inputs."""
+    """-1: one group of all inputs."""
     is_symmetric: bool = False
     by_activations: bool = False
-    """Whether inputs belong to groups that are not of neighbours."""
+    """Whether a group's inputs need not be neighbours."""
     names_groups: bool = True
     scale_dtype: torch.dtype = torch.float16
 
     def quantize(self, weight_NK: torch.Tensor, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """(tensors by what stands in place of `weight`, in float64 what they stand for [N, K])."""
+        """Return the stored tensors, by the ending that replaces `weight` in the name, and the values that they stand
+        for, [N, K] float64."""
         num_outputs, num_inputs = weight_NK.shape
         size = num_inputs if self.group_size == -1 else self.group_size
         group_of = torch.arange(num_inputs) // size
@@ -66,7 +68,7 @@ class Int4Form:
 
 
 def words(integers: torch.Tensor) -> torch.Tensor:
-    """[rows, n] -> [rows, n / 8] int32, the first in the lowest bits; filled up with zeros."""
+    """[rows, n] -> [rows, n / 8] int32, the first of eight integers in the lowest bits; padded with zeros."""
     rows, n = integers.shape
     whole = torch.zeros(rows, -(-n // 8) * 8, dtype=torch.int64)
     whole[:, :n] = integers
@@ -75,7 +77,7 @@ def words(integers: torch.Tensor) -> torch.Tensor:
 
 
 def awq(columns: torch.Tensor) -> torch.Tensor:
-    """[rows, n] in the order in which AutoAWQ's words have their columns."""
+    """[rows, n] with the columns in the order in which AutoAWQ packs them into words."""
     return columns.reshape(len(columns), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
 
 
@@ -132,14 +134,14 @@ INT4_FORMS = {
     ),
 }  # fmt: skip
 WIDENED = ("gptq, by activations", "packed, by activations", "packed, small groups")
-"""Those whose weights no product takes as they are."""
+"""The forms whose weights must be widened, since no product takes them as they are stored."""
 
 
 Tensors = dict[str, torch.Tensor]
 
 
 def in_int4(tensors: Tensors, form: Int4Form) -> tuple[Tensors, Tensors]:
-    """(the checkpoint's tensors, the same plain: float32 to the nearest of what they stand for)."""
+    """Return the checkpoint's tensors, and the same unquantized: what they stand for, rounded to float32."""
     stored: Tensors = {}
     plain: Tensors = {}
     for seed, (name, tensor) in enumerate(tensors.items()):

@@ -1,4 +1,4 @@
-"""Attention to latents over a paged pool, written out in float64: what every backend for latents is compared with."""
+"""Attention to latents over a paged pool, computed in float64: the reference for every backend for latents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class LatentCase:
         kv_dtype: torch.dtype | None = None,
         last: LatentCase | None = None,
     ) -> None:
-        """`lens` and `kv_dtype` as of `Case`. `last`: the last sequence's tokens are those of that one's last."""
+        """`lens` and `kv_dtype`: see `Case`. `last`: a case whose last sequence gives this one's last sequence its
+        tokens."""
         size = latent_dim + rotated_dim
         case = Case(
             lens, num_heads=num_heads, num_kv_heads=1, head_dim=size, block_size=block_size, dtype=dtype,
@@ -34,19 +35,19 @@ class LatentCase:
         self.num_heads, self.latent_dim, self.scale = num_heads, latent_dim, 0.3 * size**-0.5
         self.q = case.q
         self.history = [latents[:, 0] for latents, _ in case.history]
-        """[tokens, R] of each sequence."""
+        """The latents of each sequence, [tokens, R]."""
         self.kv = case.kv[:, :1].contiguous()
         self.new_latents = case.k[:, 0].contiguous()
         """[T, R]"""
 
     @property
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the last sequence, in the words of `Case`; queries of what was computed before are zeros."""
+        """The last sequence's `QKV` for `Case`; the queries of tokens computed before this step are zeros."""
         latents, (before, new) = self.history[-1].unsqueeze(1), self.lens[-1]
         return torch.cat((self.q.new_zeros(before, *self.q.shape[1:]), self.q[-new:])), latents, latents
 
     def written_pool(self) -> torch.Tensor:
-        """With the step's latents in it."""
+        """Return a copy of the pool that also holds the step's latents."""
         kv = self.kv.clone()
         kv.flatten(0, 3)[torch.from_numpy(self.layout.slot_mapping)] = self.new_latents.to(kv.dtype)
         return kv
@@ -69,11 +70,11 @@ MIXES = {
     "decodes, short and long ones": [(9, 1), (31, 1), (0, 17), (8, 8), (3, 1), (0, 40), (30, 33), (2, 1)],
     "long ones apart from each other": [(0, 20), (40, 3), (0, 18), (5, 2), (64, 16)],
 }
-"""Of steps in which sequences with 16 new tokens are unfolded."""
+"""The `lens` of steps, for backends that unfold sequences with 16 or more new tokens."""
 
 
 class HeadsCase(LatentCase):
-    """With heads' queries and products: all that `LatentBackend.attend` takes."""
+    """A latent case that also has the heads' queries and products: all arguments of `LatentBackend.attend`."""
 
     def __init__(
         self,
@@ -111,7 +112,8 @@ class HeadsCase(LatentCase):
         self.scale = (query_dim + rotated_dim) ** -0.5
 
     def expected_of(self, kv: torch.Tensor) -> torch.Tensor:
-        """[T, N, V] of keys and values of heads, in float64, from a pool that has the step's latents."""
+        """Return the outputs [T, N, V], computed in float64 from each head's own keys and values. `kv`: a pool that
+        holds the step's latents."""
         up_key, up_value = (each._weight_NKO.cpu().double() for each in (self.heads.up_key, self.heads.up_value))
         q_TNX = self.q_TX.cpu().double().view(len(self.q), self.num_heads, -1)
         rotated_TNP = self.heads.rotary.rotate(

@@ -1,4 +1,4 @@
-"""Folders of small adapters, in PEFT's layout, and of a model that they change."""
+"""Writes folders of small adapters, in PEFT's layout, and of a model for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG: dict[str, Any] = {
 
 
 def products_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs."""
+    """Return the number of outputs and inputs of each product."""
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     return {
@@ -46,7 +46,7 @@ def write_adapter(
     config: dict[str, Any] | None = None,
     tensors: dict[str, Any] | None = None,
 ) -> None:
-    """`tensors`: beside or instead of the drawn ones; None takes one away."""
+    """Write an adapter with random weights. `tensors` adds or replaces tensors; the value None removes one."""
     folder.mkdir(parents=True, exist_ok=True)
     meaning = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none", "use_rslora": False}
     (folder / "adapter_config.json").write_text(json.dumps(meaning | (config or {})))
@@ -62,7 +62,7 @@ def write_adapter(
 
 
 def merge(weights: Path, adapter: Path, scale: float, folder: Path) -> None:
-    """A model's file with what the adapter adds in its weights: W + s B A, in float32."""
+    """Write the model's weights with the adapter merged in: W + s B A, in float32."""
     merged, added = load_file(weights), load_file(adapter / "adapter_model.safetensors")
     for name, down in added.items():
         if ".lora_A." in name:

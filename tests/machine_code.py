@@ -1,13 +1,13 @@
-"""Reads what a kernel compiled to, as `nvdisasm` writes it, for what no interpreter shows.
+"""Searches a kernel's machine code, as disassembled by `nvdisasm`, for errors that no interpreter shows.
 
-On Hopper tensor cores multiply beside the program: an HGMMA reads its first operand, where that lies in registers,
-until the program has waited for the group of products that it belongs to. Who writes to these registers before has it
-multiply with something else, now and then. Neither Triton nor its assembler prevents that in every loop
-(triton-lang/triton issue 9433).
+On Hopper, tensor cores multiply asynchronously: an HGMMA whose first operand lies in registers reads them until the
+program has waited for the group of products that it belongs to. If the program writes to these registers earlier, the
+product is sometimes wrong. Neither Triton nor its assembler prevents that in every loop (triton-lang/triton issue
+9433).
 
-And they read shared memory by a way of their own, on which what copies have brought there need not be seen before a
-fence. Triton sets one from 3.7.1 on (triton-lang/triton pull requests 9610, 10537; what was read without, on a B200:
-pytorch/pytorch issue 181248).
+Tensor cores also read shared memory through a separate path (the async proxy), on which copied data may be invisible
+before a fence. Triton emits that fence from 3.7.1 on (triton-lang/triton pull requests 9610, 10537; wrong reads without
+it, on a B200: pytorch/pytorch issue 181248).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import re
 from dataclasses import dataclass, field
 
 OPERAND_REGISTERS = 4
-"""A thread's share of the first operand of an HGMMA, of any type."""
+"""Registers per thread that hold the first operand of an HGMMA, whatever its type."""
 MOST_GROUPS = 64
-"""On their way at a time. More: a loop never waits for them, or this module does not understand the code."""
+"""Groups of products in flight at a time. If there are more, a loop never waits for them, or this module misreads the
+code."""
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([^;]*?)\s*;")
 LABEL = re.compile(r"^(\.L_x_\w+):")
@@ -33,7 +34,7 @@ WAIT = re.compile(r"^WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Registers that tensor cores may read: of products not in a group yet, and of each group on its way."""
+    """Registers that tensor cores may still read: those of products not in a group yet, and of each group in flight."""
 
     ungrouped: frozenset[int] = frozenset()
     groups: tuple[frozenset[int], ...] = ()
@@ -57,7 +58,7 @@ class Reading:
 @dataclass(slots=True)
 class Code:
     instructions: list[tuple[str, str]] = field(default_factory=list)
-    """(predicate or "", what it does)"""
+    """(predicate or "", the instruction without it)"""
     labels: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
@@ -71,7 +72,7 @@ class Code:
         return code
 
     def following(self, index: int) -> list[int]:
-        """Where the program may go on. Calls come back."""
+        """Return the indexes of the instructions that may run next. Calls are taken to return."""
         predicate, code = self.instructions[index]
         name, _, operands = code.partition(" ")
         kind = name.split(".")[0]
@@ -86,7 +87,8 @@ class Code:
 
 
 def early_writes(text: str) -> list[str]:
-    """Instructions, on any way through the program, that write to a register which tensor cores may still read."""
+    """Find instructions that, on any path through the program, write to a register which tensor cores may still
+    read."""
     code = Code.of(text)
     found = {}
     seen = {(0, Reading())}
@@ -105,7 +107,8 @@ def early_writes(text: str) -> list[str]:
 
 
 def unfenced_products(text: str) -> list[str]:
-    """Products to which, on any way through the program, what was copied to shared memory last is not fenced."""
+    """Find products that, on some path through the program, have no fence after the last wait for copies to shared
+    memory."""
     code = Code.of(text)
     found = {}
     seen = {(0, False)}
@@ -124,22 +127,24 @@ def unfenced_products(text: str) -> list[str]:
 
 
 def num_from_registers(text: str) -> int:
-    """Products whose first operand lies in registers."""
+    """Count the products whose first operand lies in registers."""
     return sum(bool(operand_of(instruction)) for _, instruction in Code.of(text).instructions)
 
 
 def operand_of(instruction: str) -> frozenset[int]:
-    """Registers of a product's first operand: none if that lies in shared memory, or where there is no product."""
+    """Return the registers of a product's first operand: none if it lies in shared memory, or if the instruction is no
+    product."""
     operand = MULTIPLIED.match(instruction)
     first = int(operand[1]) if operand else 0
     return frozenset(range(first, first + OPERAND_REGISTERS) if operand else ())
 
 
 def written_by(instruction: str) -> set[int]:
-    """Registers, but for those that an HGMMA adds to: a wait is for them, too."""
+    """Return the registers that the instruction writes, except those that an HGMMA accumulates to: the wait for the
+    product covers them, too."""
     written = WRITTEN.match(instruction)
     name = instruction.split(maxsplit=1)[0]
-    # Of these the first register is read.
+    # The first register of all these but HGMMA is read, not written.
     if not written or re.match(r"\wGMMA", name) or name.startswith(("RET", "BRX", "CALL", "WARPSYNC")):
         return set()
     first = int(written[1])

@@ -1,4 +1,4 @@
-"""Requests that end in every way, for engines that are to give the same answers however they go about it."""
+"""Requests that end in every way, to check that differently configured engines give the same answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 60, "max_position_embeddings": 256,
     "eos_token_id": 1, "torch_dtype": "float32",
 }  # fmt: skip
-"""So few tokens that every answer soon meets its end-of-sequence token, or a stop token."""
+"""The vocabulary is so small that every answer soon samples its end-of-sequence token, or a stop token."""
 BAD_WORDS = ((9,), *((token_id, token_id) for token_id in range(CONFIG["vocab_size"])))
-"""One token never, and none twice in a row."""
+"""Bans one token altogether, and every token twice in a row."""
 
 
 BUDGETS = {
@@ -28,7 +28,7 @@ BUDGETS = {
     6: ThinkingBudget(num_tokens=0, end_token_id=7, begin_token_ids=(12,), may_repeat=True),
     7: ThinkingBudget(num_tokens=9, end_token_id=7, has_begun=True),
 }
-"""One thought and several, cut at once and later."""
+"""Budgets for one thought and for several, cut at once and later; by request number modulo 8."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -36,7 +36,8 @@ def prompt_of(number: int) -> list[int]:
 
 
 def params_of(number: int) -> SamplingParams:
-    """Greedy and drawn, with and without penalties, of all tokens or some, ending by length and by tokens."""
+    """Greedy and random sampling, with and without penalties, all tokens or some allowed, endings by length and by
+    tokens."""
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3}
     return SamplingParams(
         temperature=0.0 if number % 4 == 0 else 1.0, seed=number, top_p=0.9 if number % 3 == 0 else 1.0,
@@ -49,7 +50,7 @@ def params_of(number: int) -> SamplingParams:
 
 
 def answers_of(engine: LLMEngine, numbers: range) -> Answers:
-    """All at once. Books balance after each step, and nothing is held at the end."""
+    """Run all requests at once; return their answers. Audit after each step; check that no block is held at the end."""
     for number in numbers:
         engine.add_request(str(number), prompt_of(number), params_of(number))
     answers: Answers = {}
@@ -80,7 +81,7 @@ def check_bad_words(answers: Answers) -> None:
 
 
 def check_thoughts(answers: Answers) -> None:
-    """None is longer than it may be, and what ends it comes where it must."""
+    """Check that no thought exceeds its budget, and that the end token comes where the budget forces it."""
     for number, (tokens, _) in answers.items():
         if (budget := params_of(int(number)).thinking_budget) is not None:
             for position, token_id in enumerate(tokens):
@@ -88,7 +89,7 @@ def check_thoughts(answers: Answers) -> None:
 
 
 def is_free(budget: ThinkingBudget, answer: list[int]) -> bool:
-    """Whether any token may follow `answer`: the budget's rules in other words."""
+    """Return whether any token may follow `answer`: an independent implementation of the budget's rules."""
     begin, within, num_thought, recent = list(budget.begin_token_ids), budget.has_begun, 0, []
     for position, token_id in enumerate(answer):
         recent.append(token_id)
@@ -108,7 +109,7 @@ def is_free(budget: ThinkingBudget, answer: list[int]) -> bool:
 
 
 def check_told(output: RequestOutput) -> None:
-    """The prompt's logprobs come with the first token alone."""
+    """Check that the prompt's logprobs come with the first token only."""
     number, told = int(output.request_id), output.prompt_logprobs
     asked = params_of(number).prompt_logprobs
     assert (told is not None) == (asked is not None and output.offset == 0)
@@ -118,7 +119,7 @@ def check_told(output: RequestOutput) -> None:
 
 
 def answers_alone(engine: LLMEngine, numbers: range) -> Answers:
-    """One after the other."""
+    """Run the requests one after the other."""
     return {
         name: answer for number in numbers for name, answer in answers_of(engine, range(number, number + 1)).items()
     }

@@ -1,4 +1,4 @@
-"""A small model of transformers' and an engine with the same weights, step by step: what both of them compute."""
+"""A small transformers model and an engine with the same weights, driven step by step to compare their results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
 def save_model(config: Any, folder: Path) -> transformers.PreTrainedModel:
-    """Of random weights, with transformers' own attention."""
+    """Save a model of random weights; return it, with transformers' own attention."""
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():  # biases and norms start as 0 and 1, where forgetting them would not be noticed
@@ -58,7 +58,7 @@ class Bench:
 
     def __init__(self, config: EngineConfig, on_layer_written: Any = None) -> None:
         self.executor = Executor(config, on_layer_written)
-        self.executor.kv_pool.fill_(float("nan"))  # nothing that was not written may be read
+        self.executor.kv_pool.fill_(float("nan"))  # so that a read of anything not yet written shows
         self.runner = self.executor._worker.runner
         order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(3))
         self.free: list[int] = order.tolist()
@@ -69,7 +69,7 @@ class Bench:
         return seq
 
     def continued(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The prompt and the likeliest tokens after it, so many in all."""
+        """Return the prompt and the most probable tokens after it, `num_tokens` in all."""
         seq = self.sequence(prompt)
         while len(seq) < num_tokens:
             num_new_tokens = seq.num_uncomputed_tokens
@@ -80,7 +80,7 @@ class Bench:
         return list(seq.token_ids)
 
     def logits(self, *chunks: tuple[Sequence, int]) -> torch.Tensor | None:
-        """One step; returns the logits of the sequences whose end it reached."""
+        """Run one step; return the logits of the sequences whose last token it computed."""
         step = self.runner.prepare(SchedulerOutput([ScheduledSequence(*c) for c in chunks], []))
         logits = self.runner.compute(step).logits
         for seq, num_new_tokens in chunks:
@@ -104,7 +104,8 @@ def assert_close(ours: torch.Tensor | None, expected: torch.Tensor) -> None:
 
 
 def check_layers_are_announced(config: EngineConfig) -> None:
-    """Of a model of three layers: each once its KV is in the pool, in order, where a block is exported."""
+    """Check, for a model of three layers, that a step announces each layer in order, once its KV is in the pool, and
+    only if a block is exported."""
     seen: list[int] = []
 
     def on_layer_written(layer: int, exports: list[BlockExport]) -> None:

@@ -1,4 +1,4 @@
-"""The shape of a model, for those who ask nothing else of it."""
+"""The shape of a model, for tests that need nothing else of it."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ LLAMA_8B = {
 
 
 def shape_of(**change: Any) -> ModelShape:
-    """Llama-3.1-8B's, but for what is changed."""
+    """Return Llama-3.1-8B's shape with `change` applied."""
     return ModelShape(**LLAMA_8B | change)

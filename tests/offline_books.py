@@ -1,4 +1,4 @@
-"""An `LLM`'s memory once it has answered."""
+"""Checks an `LLM`'s KV blocks after it has answered."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from tandem import LLM
 
 
 def at_rest(llm: LLM) -> bool:
-    """Every block is free or cached, and the books balance."""
+    """Whether every block is free or cached, and the audit finds no problem."""
     blocks, problems = llm.llm_engine.audit()
     return problems == [] and blocks.num_free + blocks.num_cached == blocks.num_blocks

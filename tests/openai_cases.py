@@ -1,4 +1,4 @@
-"""What tests ask by OpenAI's client, and how a stream of its calls is read."""
+"""Requests that tests send with OpenAI's client, and a reader for streamed tool calls."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ASKING: list[Any] = [{"role": "user", "content": "How many people live in Oslo?"
 
 
 def client_of(cluster: RunningCluster) -> openai.OpenAI:
-    """The caller closes it. It asks nothing twice by itself."""
+    """Return a client that does not retry. The caller closes it."""
     return openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0)
 
 
 def added_up(events: Any) -> tuple[list[dict[str, str]], str, str | None]:
-    """Of a stream's first choice: its calls, its content, and why it ended."""
+    """Return the tool calls, the content and the finish reason of a stream's first choice."""
     calls: list[dict[str, str]] = []
     content, finish_reason = "", None
     for event in events:

@@ -1,4 +1,4 @@
-"""Ports of servers that a test stops and starts again where they were."""
+"""Ports for servers that a test stops and restarts at the same address."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def lasting_port() -> int:
-    """A free port that stays free while nobody listens there: the system gives none of those below its range to a
-    connection, or to a server that takes any."""
+    """Return a free port that stays free while its server is down: it lies below the range from which the system gives
+    ports to outgoing connections and to servers that bind port 0."""
     first_given = int(_RANGE.read_text().split()[0]) if _RANGE.is_file() else 32_768
     for port in random.sample(range(FIRST, first_given), 100):
         with socket.socket() as probe:

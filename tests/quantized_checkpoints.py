@@ -1,4 +1,5 @@
-"""Checkpoints with weights in 8 bits, made from plain ones, and what their weights stand for, computed in float64."""
+"""Makes checkpoints with weights in 8 bits from plain ones; and the exact values that the weights stand for, computed
+in float64."""
 
 from __future__ import annotations
 
@@ -11,28 +12,29 @@ import torch
 from safetensors.torch import save_file
 
 PRODUCTS = ("proj.weight", "proj_with_mqa.weight")
-"""How the names end of what quantisers take; routers of experts, norms, embeddings and logits stay plain."""
+"""Endings of the names of weights that quantisers quantize; experts' routers, norms, embeddings and logits stay
+plain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One way in which checkpoints have weights in 8 bits."""
+    """One of the formats in which checkpoints store weights in 8 bits."""
 
     quantization_config: dict[str, Any]
     dtype: torch.dtype = torch.float8_e4m3fn
     block: tuple[int, int] | None = None
-    """Outputs and inputs of a scale; None for either: all."""
+    """How many outputs and inputs share a scale. None: all, unless `per_output`."""
     per_output: bool = False
     scale_shape: tuple[int, ...] | None = None
-    """Of one scale for a tensor."""
+    """Shape of the stored scale, where one scale serves the whole tensor."""
     scale_ending: str = "_scale"
     scale_dtype: torch.dtype = torch.float32
     beside: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further tensors of each product, by what their names end with in place of `weight`."""
+    """Further tensors of each product, by the ending that replaces `weight` in the name."""
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(in 8 bits, scales, in float64 what they stand for). No scale uses all of its range, nor is any of them that
-        which another quantiser would choose."""
+        """Return the 8-bit weights, the scales, and the values that they stand for, in float64. The scales leave part
+        of the 8-bit range unused, and differ from those that other quantisers would choose."""
         num_outputs, num_inputs = weight.shape
         size = (1, num_inputs) if self.per_output else self.block or (num_outputs, num_inputs)
         rows, columns = (torch.arange(n) // s for n, s in zip(weight.shape, size, strict=True))
@@ -73,14 +75,14 @@ def compressed(format_: str, type_: str, strategy: str, **weights: Any) -> dict[
 
 BFLOAT16 = torch.bfloat16
 FORMS = {
-    # DeepSeek-V3, Qwen3-FP8; blocks that divide nothing here.
+    # DeepSeek-V3, Qwen3-FP8; with blocks that divide none of the sizes used here.
     "fp8 blocks": Form(
         quantization_config={
             "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [10, 12],
         },
         block=(10, 12), scale_ending="_scale_inv",
     ),
-    # DeepSeek-V3.1: powers of two; and such as bytes.
+    # DeepSeek-V3.1: scales that are powers of two, here stored as bytes.
     "fp8 blocks, powers of two": Form(
         quantization_config={"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [16, 16]},
         block=(16, 16), scale_ending="_scale_inv", scale_dtype=torch.float8_e8m0fnu,
@@ -123,7 +125,7 @@ FORMS = {
 
 
 def quantized(tensors: dict[str, torch.Tensor], form: Form) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(the checkpoint's tensors, the same plain: float32 to the nearest of what they stand for)."""
+    """Return the checkpoint's tensors, and the same unquantized: what they stand for, rounded to float32."""
     stored, plain = {}, {}
     for name, tensor in tensors.items():
         stored[name] = plain[name] = tensor
@@ -152,7 +154,7 @@ def llama_tensors(hf_config: dict[str, Any], dtype: torch.dtype) -> dict[str, to
 
 
 def deepseek_tensors(hf_config: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Random weights of a DeepSeek-V3 without biases, but for that of the choice."""
+    """Random weights of a DeepSeek-V3 without biases, except the bias of the experts' choice."""
     D, N, E = (hf_config[name] for name in ("hidden_size", "num_attention_heads", "n_routed_experts"))
     latent, query = hf_config["kv_lora_rank"], hf_config["q_lora_rank"]
     nope, rotated, value = (hf_config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))

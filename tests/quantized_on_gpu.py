@@ -1,4 +1,4 @@
-"""Engines of checkpoints in 8 and in 4 bits on the pretended GPU: what they multiply with."""
+"""Checks which weights engines multiply with on the pretended GPU, for checkpoints in 8 and in 4 bits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from engine.models.expert_products import PlainExperts, ScaledExperts
 from engine.running.model_runner import ModelRunner
 
 WIDE = CONFIG | {"hidden_size": 64}
-"""As products in 8 bits want it."""
+"""A hidden size that 8-bit products accept."""
 
 
 def check_checkpoint(folder: Path, form: str, *, is_kept: bool, **settings: Any) -> None:
-    """What is multiplied with is what is stored, q, k and v below each other, or is widened where it cannot be; a
-    product that was left plain is. One engine prefills and another decodes."""
+    """Check that the engine multiplies with the stored weights (q, k and v joined), or with widened ones if not
+    `is_kept`, that plain products stay plain, and that handing over between engines gives the same answer."""
     stored, plain = quantized(llama_tensors(WIDE, torch.bfloat16), FORMS[form])
     name = "model.layers.0.self_attn.o_proj.weight"
     stored[name] = plain[name] = llama_tensors(WIDE, torch.bfloat16)[name]
@@ -55,7 +55,7 @@ def check_checkpoint(folder: Path, form: str, *, is_kept: bool, **settings: Any)
 
 
 def check_int4_checkpoint(folder: Path, **settings: Any) -> None:
-    """What is multiplied with stands for what is stored, q, k and v below each other."""
+    """Check that the engine's products use exactly the values that the stored weights stand for, q, k and v joined."""
     stored, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in llama_tensors(WIDE, torch.bfloat16).items():
         if not name.endswith(PRODUCTS):
@@ -82,8 +82,8 @@ def check_int4_checkpoint(folder: Path, **settings: Any) -> None:
 
 
 def check_int4_experts(folder: Path, config: dict[str, Any], form: str, *, is_kept: bool) -> None:
-    """All experts of a layer are in 4 bits on the device, or widened where their groups are none that kernels take, and
-    logits are those of the weights widened: of prompts, and of steps that decode, which are recorded."""
+    """Check that all experts of a layer are in 4 bits on the device, or widened where no kernel takes their groups (not
+    `is_kept`); and that the logits of prompts and of recorded decode steps are close to those of widened weights."""
     tensors = deepseek_tensors(config, torch.bfloat16)
     of_experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
     stored, _ = in_int4(of_experts, INT4_FORMS[form])
@@ -109,8 +109,8 @@ def check_int4_experts(folder: Path, config: dict[str, Any], form: str, *, is_ke
 
 
 def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *, error: float) -> None:
-    """All experts of a layer are in the bytes of the file, and logits are those of the weights widened, but for an
-    `error` of their norm: of prompts, and of steps that decode, which are recorded."""
+    """Check that all experts of a layer are kept in the file's bytes; and that the logits of prompts and of recorded
+    decode steps differ from those of widened weights by less than `error` of their norm."""
     stored, _ = quantized(deepseek_tensors(config, torch.bfloat16), FORMS[form])
     config = config | {"quantization_config": FORMS[form].quantization_config}
     save_checkpoint(folder, config, stored)
@@ -134,7 +134,7 @@ def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *
 
 
 def experts_of(engine: LLMEngine) -> Any:
-    """Of the third layer."""
+    """Return the experts' products of the third layer."""
     return runner_of(engine)._model._layers._layers[2].feed_forward._experts._products  # type: ignore[attr-defined]
 
 

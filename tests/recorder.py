@@ -1,4 +1,4 @@
-"""In the place of CUDA graphs, where there is no GPU."""
+"""A stand-in for CUDA graphs where there is no GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.running.decode_graphs import Replay
 
 
 class RelaunchingRecorder:
-    """Launches again what was recorded."""
+    """Replays by launching the recorded work again."""
 
     def record(self, launch: Callable[[], None]) -> Replay:
         launch()

@@ -1,6 +1,6 @@
-"""The prompts of the parity tests, and the tokens that transformers gives for them: greedy, float32, same weights.
+"""The prompts of the parity tests, and the tokens that transformers generates for them: greedy, float32, same weights.
 
-The tokens are kept in a file, and transformers is asked about each of them whenever they are used.
+The tokens are kept in a file; whenever they are used, transformers verifies each of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Reference:
 
 
 def references(folder: Path) -> list[Reference]:
-    """At least 20 prompts: lengths round the block size, chat, code, non-Latin text, one that fills 38 blocks."""
+    """Return at least 20 prompts with their answers: lengths around the block size, chat, code, non-Latin text, one
+    that fills 38 blocks."""
     answers = json.loads(ANSWERS.read_text())
     model = _model(folder)
     found = [Reference(name, tuple(ids), tuple(answers[name])) for name, ids in _prompts(folder).items()]
@@ -67,8 +68,8 @@ def _model(folder: Path) -> Any:
 
 
 def _is_answer(model: Any, reference: Reference) -> bool:
-    """Whether each token is the likeliest after those before it. One pass sees all of that, a tenth of the time that
-    generating takes."""
+    """Return whether each token is the most probable one after those before it. One forward pass checks them all, in a
+    tenth of the time of generating them."""
     import torch
 
     token_ids = torch.tensor([reference.prompt_token_ids + reference.answer_token_ids[:-1]])
@@ -88,7 +89,7 @@ def _prompts(folder: Path) -> dict[str, list[int]]:
         prompts[name] = encoded["input_ids"]
     long_text = " ".join(f"Chapter {number}. {_STORY}" for number in range(120))
     long_ids = tokenizer(long_text)["input_ids"]
-    # Each length starts elsewhere, so that no prompt is another's prefix.
+    # Each prompt starts at another place of the text, so that none is a prefix of another.
     for index, length in enumerate(_LENGTHS):
         prompts[f"{length} tokens"] = long_ids[7 * index + 3 : 7 * index + 3 + length]
     return prompts

@@ -1,4 +1,4 @@
-"""Processes that stand still, for certain."""
+"""Stops processes, and makes sure that they have stopped."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ AT_MOST_S = 10.0
 
 
 def hold_up(pid: int) -> None:
-    """Stop a process, and return once none of its threads runs any more. The signal alone stops nothing yet: one thread
-    is told of it, and until that thread has a processor the others go on, and answer what comes."""
+    """Stop a process, and return once none of its threads runs any more. Sending SIGSTOP is not enough: one thread
+    receives it, and until that thread is scheduled the others go on and answer requests."""
     os.kill(pid, signal.SIGSTOP)
     give_up_at = time.monotonic() + AT_MOST_S
     while any(_runs(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):

@@ -1,5 +1,5 @@
-"""A real router and real workers in this process, with gRPC and Redis between them. The models are tiny, their weights
-made from seeds: a worker takes a tenth of a second to start."""
+"""A real router and real workers in this process, with gRPC and Redis between them. The models are tiny and their
+weights random, so that a worker starts within a tenth of a second."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def make_model(folder: Path, tokenizer: Path, **changes: Any) -> Path:
 
 @dataclass
 class Cluster:
-    """A router, and decode workers as they are started."""
+    """A router, and the decode workers that a test starts."""
 
     redis: str
     address: str
-    """Of the router."""
+    """The router's address."""
     stack: AsyncExitStack
     client: AsyncClient
 
     async def start_decode_worker(
         self, name: str, model: Path, seed: int = 0, lora_dir: Path | None = None, **settings: Any
     ) -> WorkerProcess:
-        """`settings`: of its `EngineArgs`."""
+        """Start a decode worker. `settings`: changes to its `EngineArgs`."""
         config = await asyncio.to_thread(create_engine_config, replace(_engine_args(model, seed), **settings))
         args = self._args(name, lora_dir=str(lora_dir or ""))
         worker = await WorkerProcess.start(pb.Role.ROLE_DECODE, args, config, DecodeService)
@@ -63,7 +63,7 @@ class Cluster:
         return worker
 
     def run_decode_worker(self, name: str, model: Path) -> Coroutine[Any, Any, int]:
-        """From its flags to its exit code."""
+        """Run a whole decode worker, from its flags to its exit code."""
         return run_worker(pb.Role.ROLE_DECODE, self._args(name), _engine_args(model, 0), DecodeService, asyncio.Event())
 
     def _args(self, name: str, **flags: Any) -> WorkerArgs:
@@ -89,7 +89,7 @@ def _engine_args(model: Path, seed: int) -> EngineArgs:
 async def run_tiny_cluster(
     redis_url: str, model: Path, monkeypatch: pytest.MonkeyPatch, **router_flags: Any
 ) -> AsyncIterator[Cluster]:
-    """Without workers."""
+    """Run a router without workers."""
     addresses: list[str] = []
     for module in (worker_service.process, router.process):
         monkeypatch.setattr(module, "announce", addresses.append)

@@ -1,4 +1,4 @@
-"""Calls as models of each format write them, and how they are read."""
+"""Tool calls as models of each format write them, and helpers that read them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from router.text.tool_calls import Told
 from router.text.tool_formats import FORMATS, calls_grammar
 
 Outcome = tuple[str, list[tuple[str, str]]]
-"""Content, and name and arguments of each call."""
+"""The content, and the name and arguments of each call."""
 Call = tuple[str, Any]
 
 
 def outcome(told: Iterable[Told]) -> Outcome:
-    """Of all that was told of an answer, whose calls have the ids id-0, id-1 …"""
+    """Join all pieces that a reader returned for an answer, whose calls must have the ids id-0, id-1 …"""
     told = list(told)
     calls: list[tuple[str, str]] = []
     for piece in (piece for each in told for piece in each.calls):
@@ -33,7 +33,7 @@ def outcome(told: Iterable[Told]) -> Outcome:
 
 
 def told_before_each_character(push: Callable[[str], Told], text: str) -> Iterator[list[Told]]:
-    """All that a reader has told of a text whose characters come one by one."""
+    """Push a text to a reader one character at a time; before each, yield all that the reader has returned so far."""
     told: list[Told] = []
     for character in text:
         yield told
@@ -41,7 +41,7 @@ def told_before_each_character(push: Callable[[str], Told], text: str) -> Iterat
 
 
 def said(parser: str, *calls: Call) -> str:
-    """As models of that format say it."""
+    """Return the calls as models of the parser's format write them."""
     return WRITERS[parser](calls)
 
 
@@ -59,7 +59,7 @@ def _mistral(calls: Iterable[Call]) -> str:
 
 
 def mistral_list(*calls: Call) -> str:
-    """As tokenizers before v11 have it."""
+    """Return the calls in the format of Mistral's tokenizers before v11."""
     each = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
     return f"[TOOL_CALLS] [{', '.join(each)}]"
 
@@ -103,7 +103,7 @@ def _glm(calls: Iterable[Call], space: str) -> str:
 
 
 def _openai(calls: Iterable[Call]) -> str:
-    """Behind the START of the first message, which is in the prompt."""
+    """The answer follows the start of the first message, which is in the prompt."""
     return "<|end|><|start|>assistant".join(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}"
         for name, arguments in calls
@@ -118,7 +118,7 @@ WRITERS = {
 
 
 def held(parser: str, tools: Any, **how: Any) -> str:
-    """The grammar of answers that are calls."""
+    """Return the grammar of answers that consist of calls."""
     return grammar_of(pb.StructuredOutputs(grammar=calls_grammar(FORMATS[parser], tools, **how).text))
 
 

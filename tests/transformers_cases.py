@@ -1,4 +1,4 @@
-"""Small config.json of models that transformers' code computes."""
+"""Small configurations (config.json) of models that run on transformers' code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter lets pass and a GPU would not: each launch of a kernel is watched.
+"""Watches each launch of a kernel for errors that Triton's interpreter tolerates and a GPU does not.
 
     launch ──> arguments are moved apart, rubbish around each (small ones) ──> programs run, one after another
                                                                                    │ each load and store is
@@ -6,12 +6,12 @@
                                                                                      for whoever asks (`told_of`)
 
 `InvalidAccess` says which kernel did what:
-- an address outside the tensors it was given (of each no more than the view);
-- programs that store to one address, or load what another one stores: on a GPU they run in no order;
+- an access outside the tensors that the kernel was given (outside the views, even if within their storages);
+- two programs that store to the same address, or one that loads what another stores: on a GPU their order is undefined;
 - a program that loads what it stored before: its threads do not wait for each other.
 
-A load whose mask leaves elements out and that says nothing of them (no `other`) has zeros there in the interpreter,
-anything on a GPU: here NaN, or the largest integer.
+A load with a mask but no `other` gives zeros for the masked-out elements in the interpreter, and undefined values on a
+GPU. Here it gives NaN, or the largest integer.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from numpy.typing import NDArray
 
 PAD_BYTES = 64 * 1024
 MAX_MOVED_BYTES = 16 << 20
-"""A larger allocation is a mapping of its own: nothing lies right behind it as it is."""
+"""Larger allocations are not moved: each is a memory mapping of its own, with nothing right behind it."""
 MAX_SPARES = 8
 RUBBISH = 0xFF
-"""In each byte: a NaN, or the largest integer, or -1."""
+"""The value of each byte: read as numbers it gives NaN, the largest integer, or -1."""
 
 
 class InvalidAccess(Exception):  # noqa: N818
-    """A kernel would do on a GPU what it must not."""
+    """A kernel makes an access that would be an error on a GPU."""
 
 
 _by_address: list[torch.Tensor] = []
-"""What kernels may touch though it is not among their arguments."""
+"""Tensors that kernels may access although they are not among the arguments."""
 
 
 @contextmanager
 def known_by_address(*tensors: torch.Tensor) -> Iterator[None]:
-    """Kernels are told addresses within `tensors`, as integers."""
+    """Allow kernels to access `tensors`, whose addresses they get as integers."""
     _by_address.extend(tensors)
     try:
         yield
@@ -55,7 +55,8 @@ def known_tensors() -> list[torch.Tensor]:
 
 
 Listener = Callable[[str, NDArray[np.uint64], bool], None]
-"""Told of a launch that has ended: its kernel, addresses in its arguments, and whether it stored or loaded there."""
+"""Called for a launch that has ended: with the kernel's name, addresses in its arguments, and whether it stored there
+(else loaded)."""
 _listeners: list[Listener] = []
 
 
@@ -73,7 +74,8 @@ _looks_for_races = True
 
 @contextmanager
 def races_allowed() -> Iterator[None]:
-    """Where what is stored twice is never read, as by steps that only warm up: all their tokens lie in one slot."""
+    """Tolerate races. For launches whose conflicting stores are never read, such as warm-up steps, whose tokens all go
+    to one slot."""
     global _looks_for_races
     _looks_for_races = False
     try:
@@ -83,7 +85,7 @@ def races_allowed() -> Iterator[None]:
 
 
 class Launch:
-    """What the programs of one launch may touch, and have."""
+    """The addresses that the programs of one launch may access, and those that they have accessed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -137,7 +139,7 @@ class Launch:
                 listener(self._name, moved.before(addresses), is_stored)
 
     def end(self) -> None:
-        """All programs have run. Raises `InvalidAccess` where their order mattered."""
+        """Check for races after all programs have run. Raises `InvalidAccess` if their order mattered."""
         if not self._stores or not _looks_for_races:
             return
         stored, by, when = _joined(self._stores)
@@ -160,7 +162,7 @@ class Launch:
 
 
 _Access = tuple[NDArray[np.uint64], int, int]
-"""Addresses, the program, and the how manieth access of the launch it was."""
+"""Addresses, the program, and the access' number within the launch."""
 
 
 def _joined(accesses: list[_Access]) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
@@ -173,8 +175,8 @@ def _joined(accesses: list[_Access]) -> tuple[NDArray[np.uint64], NDArray[np.int
 
 
 _spares: dict[int, torch.Tensor] = {}
-"""Memory of launches that have ended, by how much may lie in it, the longest unused first: to have some anew costs more
-than what is copied there."""
+"""Buffers of launches that have ended, by storage size, least recently used first. Allocating a new one would cost more
+than the copy into it."""
 
 
 class _Moved:
@@ -199,7 +201,7 @@ class _Moved:
         return tensor.new_empty(0).set_(padded.untyped_storage(), offset, tensor.size(), tensor.stride())
 
     def before(self, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Where they were before they were moved."""
+        """Map addresses in the moved arguments to those in the original ones."""
         addresses = np.unique(addresses)
         before = addresses.copy()
         for storage, padded in self._storages.values():
@@ -211,7 +213,7 @@ class _Moved:
     def restore(self) -> None:
         for storage, padded in self._storages.values():
             _bytes_of(storage).copy_(padded[PAD_BYTES : PAD_BYTES + storage.nbytes()])
-            _spares[storage.nbytes()] = padded  # around it all is as it was: else the launch had raised
+            _spares[storage.nbytes()] = padded  # its padding is intact, or the launch would have raised
         while len(_spares) > MAX_SPARES:
             del _spares[next(iter(_spares))]
 
@@ -221,7 +223,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def watch_launches() -> None:
-    """From now on, in this process."""
+    """Watch all launches from now on, in this process."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store

@@ -1,4 +1,4 @@
-"""Launches of the kernels for attention, over sizes of models, by their cases' names: see triton_compile.py."""
+"""Launches of the attention kernels with the sizes of various models, by case name: see triton_compile.py."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
 def compile_unfolded(
     dtype: torch.dtype, query_dim: int = 128, rotated_dim: int = 64, value_dim: int = 128, latent_dim: int = 512
 ) -> None:
-    """By default DeepSeek's."""
+    """The sizes are DeepSeek's by default."""
     num_heads = 16
     k, v = (torch.zeros(num_heads, 128, size, dtype=dtype) for size in (query_dim, value_dim))
     attend_unfolded(
@@ -81,7 +81,7 @@ def compile_unfolded(
 
 
 def mixed_layout() -> StepLayout:
-    """A sequence that decodes, of the longest context, and a prompt of three tokens."""
+    """Return a step with a decoding sequence of the longest context and a prompt of three tokens."""
     return StepLayout(
         query_lens=np.array([1, 3]), context_lens=np.array([MAX_CONTEXT, 3]),
         block_tables=np.zeros((2, MAX_CONTEXT // BLOCK_SIZE), dtype=np.int64), slot_mapping=np.zeros(4, dtype=np.int64),

@@ -2,12 +2,12 @@
 
     triton_compile.py 90 "128 bfloat16" normed 120     # two cases for an H200, all for an RTX 50
 
-A process of its own: where Triton interprets, it does not compile.
+This is a process of its own because Triton cannot compile in a process in which it interprets.
 
-Prints a JSON object: per kind, kernel and case, what a program takes: registers of a thread, bytes of stack (registers
-that did not fit), bytes of shared memory; how it stores to the device's; by what it multiplies, but for the number of
-columns; and of Hopper's tensor cores, products whose first operand lies in registers, instructions that write to such
-registers too early, and products that no fence keeps from reading too early (`machine_code.py`).
+Prints a JSON object. For each kind of GPU, kernel and case it gives what a program uses: registers per thread, bytes of
+stack (spilled registers), bytes of shared memory; the store instructions to global memory; the multiply instructions,
+without their number of columns. For Hopper's tensor cores it also counts products whose first operand lies in
+registers, instructions that write to such registers too early, and products that lack a fence (`machine_code.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def has_float8(name: str) -> bool:
 
 
 def compile_for(capability: tuple[int, int], chosen: list[str]) -> dict[str, dict[str, Any]]:
-    """`chosen`: names of cases. Empty: all that such a GPU is given."""
+    """`chosen`: names of cases. Empty: all cases that this kind of GPU supports."""
     now.kind, now.found = GPU_KINDS[capability], {}
     cases = attention_cases() | other_cases()
     if why_no_float8(capability):
@@ -46,7 +46,7 @@ def compile_for(capability: tuple[int, int], chosen: list[str]) -> dict[str, dic
 
 
 def main(arguments: list[str]) -> None:
-    """Numbers are kinds of GPUs, without the point; cases follow theirs."""
+    """Arguments: each number is a compute capability without the point; the cases after it belong to it."""
     JITFunction.run = compile_instead
     chosen: dict[str, list[str]] = {}
     for argument in arguments:

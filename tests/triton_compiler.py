@@ -1,4 +1,5 @@
-"""Compiles Triton kernels in place of their launches, for the GPU that `now` names, and keeps what they take."""
+"""Compiles Triton kernels instead of launching them, for the GPU that `now` names, and records the resources that they
+use."""
 
 from __future__ import annotations
 
@@ -30,19 +31,19 @@ MULTIPLIES = r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
 class Now:
     kind: GpuKind = H200
     case: str = ""
-    """A launch's name, behind its kernel's."""
+    """Name of the launch; follows the kernel's name in `found`."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What programs take, by kernel and case."""
+    """Resources used, by kernel and case."""
 
 
 now = Now()
 
 
 def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """Takes the place of a launch."""
+    """Replaces `JITFunction.run`: compiles the kernel instead of launching it."""
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     given = dict(zip(kernel.arg_names, args, strict=False))
-    absent = {name: None for name, value in given.items() if value is None}  # known when it is compiled
+    absent = {name: None for name, value in given.items() if value is None}  # constants at compile time
     types = {name: type_of(value) for name, value in given.items() if name not in absent}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {
@@ -58,7 +59,7 @@ def compile_instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: 
     usage = resources_of(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared, "stores": stores}
     usage["multiplies"] = sorted(multiplies)
     if "wgmma" in compiled.asm["ptx"]:
-        # Without the branches that it would infer, for half of its time: `machine_code.py` follows those that it reads.
+        # -ndf skips nvdisasm's own data flow analysis, half of its time: `machine_code.py` follows the branches itself.
         code = output_of(["nvdisasm", "-c", "-ndf"], compiled.asm["cubin"])
         usage |= {"operands": num_from_registers(code), "early_writes": len(early_writes(code))}
         usage["unfenced"] = len(unfenced_products(code))

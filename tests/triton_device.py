@@ -1,26 +1,28 @@
-"""Where the tests of the Triton kernels run: on the GPU, if there is one, otherwise interpreted on the CPU; or, asked
-for by `TRITON_ON_CPU=ptx`, compiled, and their PTX run on the CPU (`tests/ptx`). `ptx, warps together` takes a third of
-the time, and does not see who waits for whom.
+"""Chooses where the tests of the Triton kernels run: on the GPU if there is one, otherwise interpreted on the CPU. With
+`TRITON_ON_CPU=ptx` the kernels are compiled, and their PTX runs on the CPU (`tests/ptx`). `ptx, warps together` takes a
+third of the time, but does not find missing synchronisation between warps.
 
-To be imported before the kernels: Triton decides when a kernel is defined. Without Triton the importing test file is
-skipped.
+Import this module before the kernels: Triton decides when a kernel is defined. Without Triton the importing test file
+is skipped.
 
-Triton's interpreter keeps bfloat16 as 16-bit integers, and its makers say that it does not compute with them: a product
-takes the bit patterns for numbers (triton-lang/triton issue 11584), and a conversion cuts off where a GPU rounds to
-nearest. `_teach_bfloat16` mends these two, and int8 to bfloat16, which are all that the kernels use; and products are
-added up in one way, whatever their shape.
+Triton's interpreter keeps bfloat16 as 16-bit integers and, as its makers say, does not compute with them: a product
+takes the bit patterns for numbers (triton-lang/triton issue 11584), and a conversion truncates where a GPU rounds to
+nearest. `_teach_bfloat16` corrects these two, and int8 to bfloat16: the kernels use nothing else. It also makes
+products add up in one order, whatever their shape.
 
-It puts its own operations into Triton's language anew at each call of a function by a kernel, though they are there
-since the launch: half of the time. `_patch_language_once` leaves that out. It makes, checks and writes out the shape of
-each result anew: `_share_shapes` keeps one of each. It asks of which type the sum of two numbers is, makes constants
-and looks whether data fit their types, at each operation: `_spare_checks` leaves out what is known. It computes sums
-and products of integers again, in 64 bits, and says nothing where they differ: with `_watch_overflows` that is quicker,
-and an `OverflowError`.
+The interpreter also wastes time:
+- It patches its operations into Triton's language at each call of a function by a kernel, although the launch has done
+  so: half of the time. `_patch_language_once` avoids that.
+- It makes, checks and formats the shape of each result anew. `_share_shapes` keeps one of each.
+- At each operation it looks up the result type, makes constants and checks that data fit their types. `_spare_checks`
+  leaves out what is known.
+- It computes sums and products of integers again in 64 bits, and reports no difference. `_watch_overflows` does it
+  faster and raises `OverflowError`.
 
-It rounds twice where a GPU multiplies and adds by one instruction: `_teach_fma`.
+The interpreter rounds twice where a GPU multiplies and adds in one instruction: `_teach_fma` corrects that.
 
-Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` leaves it to torch,
-but makes NaN of what is too large, where a GPU saturates: a kernel that relies on that is found out.
+Its rounding to 8-bit floats loses the carry from the fraction into the exponent. `_teach_float8` lets torch round, but
+turns values that are too large into NaN, where a GPU saturates: so a kernel that relies on saturation fails its test.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ from triton_accesses import watch_launches
 import engine.attention.choice
 
 LARGEST_ROUNDED = 464.0
-"""What is nearer to the largest 8-bit float than to the next one, if there was one."""
+"""Numbers up to this one round to the largest 8-bit float: it is halfway to the next float, if there were one."""
 
 UNCHANGED = ("int32", "int64", "fp32")
-"""What a sum or product of two such numbers is again."""
+"""Types whose sums and products have the same type again."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CPU = os.environ.get("TRITON_ON_CPU", "interpreted")
 RUNS_PTX = DEVICE == "cpu" and ON_CPU != "interpreted"
 ROUNDS_AS_A_GPU = DEVICE == "cuda" or RUNS_PTX
-"""Sums in float32, and powers and quotients in what a GPU has for them: the interpreter's are closer."""
+"""Whether sums are in float32, and powers and quotients use a GPU's instructions. The interpreter is more exact."""
 ROUNDS_TWICE = RUNS_PTX or (DEVICE == "cuda" and torch.cuda.get_device_capability() == (8, 9))
-"""To 8-bit floats: for 8.9 Triton cuts float32 off to float16 first, so that what lies barely above the middle of two
-is rounded as the middle is."""
+"""Whether the conversion to 8-bit floats rounds twice: for 8.9 Triton truncates float32 to float16 first, so that a
+number barely above the midpoint of two 8-bit floats rounds like the midpoint."""
 
 if DEVICE == "cpu" and not RUNS_PTX:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -76,8 +78,8 @@ def _teach_bfloat16() -> None:
         return bits.numpy().view(np.uint16).reshape(data.shape)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        # In float64: numpy's products in float32 add in an order that depends on the shape and on its threads, so that
-        # equal rows would differ in their last bits.
+        # In float64: in numpy's float32 products the order of the additions depends on the shape and on its threads, so
+        # that equal rows would differ in their last bits.
         product = np.matmul(widened(a).data, widened(b).data, dtype=np.float64)
         return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
@@ -95,7 +97,7 @@ def _teach_fma() -> None:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-        exact = x.data.astype(np.float64) * y.data + z.data  # of float32
+        exact = x.data.astype(np.float64) * y.data + z.data  # exact for float32 products
         return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
     InterpreterBuilder.create_fma = create_fma
@@ -149,7 +151,7 @@ def _patch_language_once() -> None:
         return of_scalar(of) if type(of) is tl.dtype else kept_as(of)
 
     def _patch_attr(namespace: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        function = getattr(member, "__wrapped__", member)  # what it is wrapped in asks whether it has semantics
+        function = getattr(member, "__wrapped__", member)  # the wrapper would check for semantics
 
         def interpreted(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
             return function(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
@@ -166,7 +168,7 @@ def _share_shapes() -> None:
 
     make_block_type, broadcast = tl.block_type.__init__, interpreter_semantic.broadcast_impl_value
     by_sizes: dict[tuple[int, ...], tuple[Any, ...]] = {}
-    by_id: dict[int, tuple[Any, ...]] = {}  # of shapes that are shared, which live on
+    by_id: dict[int, tuple[Any, ...]] = {}  # of shared shapes, which are never freed, so that ids stay valid
 
     def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         shared = by_id.get(id(shape))
@@ -214,7 +216,7 @@ def _share_shapes() -> None:
 
 
 def _spread(handle: Any, sizes: tuple[int, ...]) -> Any:
-    data = np.empty(sizes, handle.data.dtype)  # a view of the same number everywhere takes longer to make
+    data = np.empty(sizes, handle.data.dtype)  # faster than making a broadcast view
     data[...] = handle.data
     return type(handle)(data, handle.dtype.scalar)
 
@@ -264,7 +266,7 @@ def _watch_overflows() -> None:
 
 
 def _numpy_type(scalar: Any) -> Any:
-    """What the interpreter keeps numbers of a type as."""
+    """Return the numpy type as which the interpreter stores numbers of a type."""
     from triton.runtime.interpreter import _get_np_dtype
 
     return _get_np_dtype(scalar)

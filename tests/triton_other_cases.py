@@ -1,4 +1,4 @@
-"""Launches of all other kernels, of products above all, by their cases' names: see triton_compile.py."""
+"""Launches of all other kernels, mainly products, by case name: see triton_compile.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compile_copy(target_address: int) -> None:
 
 
 def compile_int8_products(num_rows: int) -> None:
-    """Of a decoding step of Llama-3.1-8B: q, k and v."""
+    """q, k and v in a decode step of Llama-3.1-8B, with int8 weights."""
     x, scale = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.ones(6144, dtype=torch.bfloat16)
     scaled_product(x, torch.zeros(6144, 4096, dtype=torch.int8), scale, None)
 
@@ -71,7 +71,7 @@ def compile_one_row(dtype: torch.dtype, num_inputs: int, weight_dtype: torch.dty
 
 
 def compile_products_of_groups(num_rows: int) -> None:
-    """The same in 8-bit floats, blocks of 128 inputs."""
+    """The same products with weights in 8-bit floats, a scale for each block of 128 inputs."""
     x, scale = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.ones(6144, 32)
     weight = torch.zeros(6144, 4096, dtype=torch.float8_e4m3fn)
     scaled_product(x, weight, scale, None, 128)
@@ -79,13 +79,13 @@ def compile_products_of_groups(num_rows: int) -> None:
 
 
 def compile_float8_products(num_rows: int) -> None:
-    """The same with a scale for each output."""
+    """The same products with weights in 8-bit floats, a scale for each output."""
     x, weight = torch.zeros(num_rows, 4096, dtype=torch.bfloat16), torch.zeros(6144, 4096, dtype=torch.float8_e4m3fn)
     scaled_product(x, weight, torch.ones(6144), None)
 
 
 def int4_weight(group_size: int, has_words: bool, num_outputs: int = 6144, num_inputs: int = 4096) -> ScaledInt4:
-    """By default of q, k and v, too. `has_words`: of scales and offsets in one."""
+    """Return a weight, by default of q, k and v. `has_words`: scale and offset share one word."""
     scale = torch.zeros(num_outputs, num_inputs // group_size, dtype=torch.int32 if has_words else torch.float32)
     packed = torch.zeros(num_outputs, num_inputs // 2, dtype=torch.uint8)
     return ScaledInt4(packed, scale, None if has_words else scale.clone(), torch.bfloat16)
@@ -100,7 +100,8 @@ def compile_int4_products(
 
 
 def compile_row_products(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Whose bits depend on no other row: of a layer, of heads, of experts, and with weights in 8 bits."""
+    """Products in which a row's bits depend on no other row: a layer's, with weights plain, in 8 and in 4 bits; heads';
+    experts'; logits."""
     name, config = now.case, row_config(now.kind, num_rows, dtype.itemsize)
     x, weight = torch.zeros(num_rows, 4096, dtype=dtype), torch.zeros(1, 6144, 4096, dtype=dtype)
     row_product(x, weight[0], None, config)
@@ -123,7 +124,7 @@ def compile_row_products(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of a model, and the form of their weights; `group_size` 0: a scale for each output."""
+    """A model's experts and the form of their weights. `group_size` 0: one scale for each output."""
 
     num_experts: int
     num_chosen: int
@@ -162,7 +163,7 @@ def compile_experts(experts: Experts, num_tokens: int, dtype: torch.dtype) -> No
     for product, (size_n, size_k) in {"gate_up": (2 * down[1], down[0]), "down": down}.items():
         now.case = f"{name}, {product}"
         num_groups = -(-size_k // experts.group_size) if experts.group_size else 1
-        weight = torch.zeros(size_n, size_k, dtype=experts.form)  # one will do
+        weight = torch.zeros(size_n, size_k, dtype=experts.form)  # one expert is enough
         stack = ScaledWeight(weight, torch.ones(size_n, num_groups), experts.group_size, dtype)
         expert_product(torch.zeros(num_rows, size_k, dtype=dtype), stack, 1, tiles, config)
 
@@ -183,12 +184,12 @@ def compile_int4_experts(
         "down": (hidden_size, intermediate_size),
     }.items():
         now.case = f"{name}, {product}"
-        weight = int4_weight(group_size, has_words, size_n, size_k)  # of one expert, which will do
+        weight = int4_weight(group_size, has_words, size_n, size_k)  # one expert is enough
         int4_expert_product(torch.zeros(num_rows, size_k, dtype=dtype), weight, 1, tiles, config)
 
 
 GPT_OSS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
-"""Experts of 2,880 of 2,880, 4 of them for a token."""
+"""The number of experts. Each has 2,880 inputs and 2,880 inner numbers; a token uses 4."""
 
 
 def compile_four_bits(num_experts: int, num_tokens: int, dtype: torch.dtype, size: int = 2880) -> None:
@@ -198,7 +199,7 @@ def compile_four_bits(num_experts: int, num_tokens: int, dtype: torch.dtype, siz
     tiles = torch.zeros(1, 3, dtype=torch.int32)
     for product, size_n in {"gate_up": 2 * size, "down": size}.items():
         now.case = f"{name}, {product}"
-        pairs = torch.zeros(1, size_n, size // 2, dtype=torch.uint8)  # one will do
+        pairs = torch.zeros(1, size_n, size // 2, dtype=torch.uint8)  # one expert is enough
         scales, bias = torch.zeros(1, size_n, size // GROUP, dtype=torch.uint8), torch.zeros(1, size_n, dtype=dtype)
         x = torch.zeros(num_rows, size, dtype=dtype)
         four_bit_product(x, FourBitStack(pairs, scales, bias), tiles, config)
@@ -207,7 +208,7 @@ def compile_four_bits(num_experts: int, num_tokens: int, dtype: torch.dtype, siz
 
 
 def compile_adapters(rank: int, dtype: torch.dtype) -> None:
-    """What is added to q, k and v of Llama-3.1-8B."""
+    """The adapters' part of q, k and v of Llama-3.1-8B."""
     sizes, starts = [4096, 1024, 1024], [0, 4096, 5120]
     parts = [
         AddedPart(start, torch.zeros(rank, 4096, dtype=dtype), torch.zeros(size, rank, dtype=dtype))

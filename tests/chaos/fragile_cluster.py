@@ -1,8 +1,8 @@
-"""A cluster of single processes, each worker behind a proxy that a test makes misbehave, or kills with its process.
+"""A cluster whose processes a test can kill or stop one by one, with each worker behind a proxy that can misbehave.
 
     client ─> router ─> [FaultyProxy] ─> worker          prefill worker ─KV─> [FaultyProxy] ─> decode worker
 
-The real services, the real model, real bytes. Owns its processes and proxies; `close` ends them all.
+The services, the model and the transfers are real. Owns its processes and proxies; `close` ends them all.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _random = random.Random(3)
 
 
 def fresh_prompts(number: int = 4, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """That no cache has seen, so that KV travels."""
+    """Return prompts that no cache has, so that their KV must be transferred."""
     return [[_random.randrange(100, 40_000) for _ in range(num_tokens)] for _ in range(number)]
 
 
 def slowed_by(file: Path, command: Sequence[str]) -> list[str]:
-    """A worker's command, of a worker that `file` slows down."""
+    """Turn a worker's command into that of a worker which `file` slows down."""
     at = command.index("-m")
     return [*command[:at], str(Path(__file__).with_name("slowed_worker.py")), str(file), *command[at + 1 :]]
 
 
 def ask(cluster: FragileCluster, prompts: list[list[int]], router: int = 1) -> list[list[int]]:
-    """All at once. The client itself refuses gaps and repetitions."""
+    """Send all prompts at once; return the answers. The client fails on gaps and repetitions in a stream."""
     with cluster.client(router) as client, ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(lambda prompt: client.generate(prompt, **SAMPLING).token_ids, prompts))
 
@@ -67,7 +67,8 @@ class Service:
     listens: str = "grpc"
 
     def start(self, *flags: str) -> None:
-        """Until it listens. A worker that was killed comes back behind the same proxy, as another incarnation."""
+        """Start the process and wait until it listens. A killed worker comes back behind the same proxy, as a new
+        incarnation."""
         self.launch(*flags)
         self.wait_until_listening()
 
@@ -89,7 +90,8 @@ class Service:
         self.address = line.removeprefix(begin)
 
     def restart(self) -> None:
-        """After its end. A router comes back where it was: its clients do not learn of another address."""
+        """Start the process again after its end. A router keeps its address, since its clients would not learn a new
+        one."""
         self.start()
 
     def signal(self, number: signal.Signals) -> None:
@@ -137,9 +139,12 @@ class FragileCluster:
         slowed: Mapping[str, Path] = MappingProxyType({}),
         tls: Certificate | None = None,
     ) -> FragileCluster:
-        """All processes, ready to serve. `worker_flags` are for all workers, `flags` for some by name. `slowed`: the
-        files by which tests slow some down (`slowed_worker`). `tls`: what each process shows and trusts, and clients,
-        too."""
+        """Start all processes and wait until they can serve.
+
+        worker_flags: for all workers; `flags`: for some, by name.
+        slowed: by name, files through which tests slow workers down (`slowed_worker`).
+        tls: what all processes and clients present and trust.
+        """
         self = cls(tls=tls)
         shared = ["--redis", redis_url, "--model", str(model), "--drain-grace-s", "5"]
         if tls is not None:
@@ -155,7 +160,7 @@ class FragileCluster:
                 ours = ["--worker-id", name, "--advertise", service.proxy.address]
                 command = [module, *ours, *shared, "127.0.0.1:0", *engine]
                 self._launch(name, service, [*command, *worker_flags, *flags.get(name, ())], slowed.get(name))
-            for service in self.services.values():  # they load at the same time
+            for service in self.services.values():  # all load their models at the same time
                 service.wait_until_listening()
             for number in range(1, num_routers + 1):
                 router = Service([], folder / f"router-{number}.log")
@@ -176,12 +181,12 @@ class FragileCluster:
         service.launch()
 
     def client(self, router: int = 1, *, resume_s: float = 0) -> Client:
-        """That hears of it when its router is lost, unless `resume_s`."""
+        """Return a client whose calls fail when its router is lost, unless `resume_s` is given."""
         address = self.services[f"router-{router}"].address
         return Client(address, tls=self.tls and self.tls.client, resume_s=resume_s)
 
     def wait_for_workers(self, router: int) -> None:
-        """Until that router has a session with every worker."""
+        """Wait until that router has a session with every worker."""
         num_workers = sum(service.proxy is not None for service in self.services.values())
         with self.client(router) as client:
             wait_until(
@@ -194,12 +199,12 @@ class FragileCluster:
         return proxy
 
     def num_found_silent(self, worker: str) -> int:
-        """How often routers have given up a session with it since they heard nothing for a lease, by their logs. What
-        the worker ends itself when it is back, gRPC's pings and the registry find out later: that does not count."""
+        """Return how often, by their logs, routers have given up a session with `worker` because it was silent for a
+        lease. Not counted: sessions that end later, by the resumed worker itself, gRPC's pings or the registry."""
         return self.num_sessions_lost(worker, "the worker has sent nothing")
 
     def num_sessions_lost(self, worker: str, why: str) -> int:
-        """By routers, for a reason that begins so, by their logs."""
+        """Return how many sessions with `worker` the routers lost, by their logs, for a reason that begins so."""
         logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
         return sum(log.count(f'session lost worker={worker} why="{why}') for log in logs)
 
@@ -208,7 +213,7 @@ class FragileCluster:
         wait_until(lambda: self.num_found_silent(worker) > num_before, 5 * LEASE_MS / 1000, what)
 
     def num_reached(self, point: str) -> int:
-        """How often processes have come to that failpoint, armed, by their logs."""
+        """Return how often, by their logs, processes have reached that failpoint while it was armed."""
         return sum(service.log.read_text().count(f" failpoint point={point} ") for service in self.services.values())
 
     def heal(self) -> None:
@@ -217,12 +222,13 @@ class FragileCluster:
                 service.proxy.heal()
 
     def failed_attempts(self) -> list[str]:
-        """What routers' logs say of them, the last ones last."""
+        """Return the lines of the routers' logs about failed attempts, router by router, oldest first."""
         logs = [service.log.read_text() for name, service in self.services.items() if name.startswith("router")]
         return [line for log in logs for line in log.splitlines() if "attempt failed" in line]
 
     def num_running(self, worker: str) -> int:
-        """What it computes; 0 where a router has lost it, as when all of a machine stands still for a moment."""
+        """Return how many requests the worker computes; 0 if the router has lost it, for example because the whole
+        machine stood still."""
         found = self.workers().get(worker)
         return found.record.load.num_running if found is not None else 0
 
@@ -231,7 +237,7 @@ class FragileCluster:
             return {worker.record.worker_id: worker for worker in client.status().workers}
 
     def problems(self) -> list[str]:
-        """What an audit finds: books that do not balance, workers that do not answer, blocks that are not at rest."""
+        """Return an audit's problems: wrong block counts, silent workers, blocks neither free nor cached."""
         with self.client() as client:
             return not_at_rest(client.audit())
 

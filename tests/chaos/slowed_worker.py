@@ -1,7 +1,7 @@
 """A worker whose engine is slowed while a file exists: python slowed_worker.py FILE MODULE FLAGS…
 
-The file holds the seconds that each step takes longer. With nothing in it the engine stands still within a step. The
-service is the real one. Only here can a step be made to take so long: a test cannot stop one thread of a process.
+The file holds the number of seconds to add to each step. While it is empty, the engine hangs within a step. The service
+is the real one. The delay must be inside the process, because a test cannot stop a single thread of another process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def seconds_in(file: Path) -> float:
-    """0 where there is no file, so that a step which stands still goes on when the file is gone."""
+    """Return the delay of a step. 0 without the file, so that a hanging step goes on once the file is gone."""
     try:
         return float(file.read_text() or "inf")
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""A client's deadline that passes, in each phase of its request: it is told in time, and nobody works on for it.
+"""A client's deadline passes in each phase of its request: the client gets the error in time, and all work stops.
 
-Each request is seen in its phase before its deadline, and would stay there for many seconds.
+Each test sees the request in its phase before the deadline; otherwise it would stay there for many seconds.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from fragile_cluster import LEASE_MS, FragileCluster, fresh_prompts
 from rpc.errors import DeadlinePassed, Overloaded, TandemError
 
 POINTS = ("decode.reserved", "prefill.opened", "prefill.before_commit")
-"""Each holds the first request that comes by, which comes no further: the next one gets to the next point."""
+"""Each failpoint holds the first request that reaches it until after that request's deadline. The next request gets to
+the next point."""
 HELD_S = 8
 DEADLINE_S = 1.5
 LATE_S = 4.0
-"""So much later than its deadline a client may hear of it where the machine stands still meanwhile, and long before
-anything else would end its request."""
+"""A client must get the error within this time after its deadline. Allows for a machine that stands still; much shorter
+than the time until anything else would end the request."""
 SOON_S = 2.0
-"""So much later all is free."""
+"""Within this time after the error, all blocks must be free or cached."""
 SLOW_S = 0.2
-"""What a step takes longer where prompts are to take seconds, however fast the machine is."""
+"""Added to each step so that a prompt takes seconds, however fast the machine is."""
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file by which the prefill worker is slowed down."""
+    """The file that slows the prefill worker down."""
     return tmp_path_factory.mktemp("slowed") / "seconds"
 
 
@@ -40,7 +41,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, redis_server: Any, model_folder: Path, slow: Path
 ) -> Iterator[FragileCluster]:
-    """The workers take one request at a time, and prompts in small chunks."""
+    """A cluster whose workers compute one request at a time, and prompts in small chunks."""
 
     def held(role: str) -> list[str]:
         return ["--failpoints", ",".join(f"{point}=delay:{HELD_S}" for point in POINTS if point.startswith(role))]
@@ -57,7 +58,7 @@ def cluster(
 
 
 class Asked:
-    """A request of a long answer, read by a thread of its own to its end."""
+    """A request for a long answer, which a thread of its own reads to the end."""
 
     def __init__(self, cluster: FragileCluster, prompt: list[int], timeout_s: float | None, max_tokens: int) -> None:
         self.received: list[int] = []
@@ -94,19 +95,19 @@ def pass_deadline(
     prompt: list[int] | None = None,
     max_tokens: int = 1500,
 ) -> Asked:
-    """Ask, see the request in its `phase`, and let its deadline pass."""
+    """Send a request, wait until `is_there` sees it in its `phase`, and let its deadline pass."""
     asked = Asked(cluster, prompt or fresh_prompts(1)[0][:64], DEADLINE_S, max_tokens)
     wait_until(lambda: is_there(asked), DEADLINE_S, phase, lambda: asked.error)
     assert not asked.is_over, f"not {phase} at its deadline"
     check_end(asked, DEADLINE_S)
     cluster.wait_until_at_rest(SOON_S)
-    cluster.wait_until_at_rest()  # a round later the router has heard of it, too: else it plans the next one otherwise
+    cluster.wait_until_at_rest()  # by now the router knows, too; else it would plan the next request differently
     return asked
 
 
 def begin(cluster: FragileCluster, deadline_s: float) -> Asked:
-    """A request that decodes. One that comes before the router has heard that its workers are idle waits for that, and
-    is refused, since its long answer could not be complete in time: then it is asked again."""
+    """Return a request that is decoding. If the router does not know yet that its workers are idle, it refuses the
+    request, because the long answer could not be complete in time: then send it again."""
     for _ in range(5):
         asked = Asked(cluster, fresh_prompts(1)[0][:64], deadline_s, 1500)
         wait_until(lambda asked=asked: len(asked.received) > 2 or asked.is_over, deadline_s, "decoding")  # type: ignore[misc]
@@ -123,7 +124,7 @@ def check_end(asked: Asked, deadline_s: float) -> None:
 
 
 def test_with_memory_reserved_or_the_kv_pushed_and_not_committed(cluster: FragileCluster) -> None:
-    """What the fixture has done on its way to a cluster that holds nothing back any more."""
+    """The fixture has let a deadline pass at each of these points; here we only check that each was reached once."""
     assert [cluster.num_reached(point) for point in POINTS] == [1, 1, 1]
 
 
@@ -155,9 +156,10 @@ def test_while_decoding(cluster: FragileCluster) -> None:
 
 
 def test_while_it_waits_for_room(cluster: FragileCluster) -> None:
-    """What has not begun is refused just before: asking again, later or elsewhere, helps; waiting on does not."""
+    """A request that has not begun is refused shortly before its deadline, so that the client can try again later or
+    elsewhere."""
     other, num_before = begin(cluster, 4 * LEASE_MS / 1000), cluster.num_found_silent("prefill-1")
-    cluster.proxy("prefill-1").freeze()  # it would keep the request
+    cluster.proxy("prefill-1").freeze()  # else this worker would take the request
     try:
         cluster.wait_until_found_silent("prefill-1", num_before)
         asked = Asked(cluster, fresh_prompts(1)[0][:64], DEADLINE_S, 2)
@@ -176,7 +178,7 @@ def test_while_it_waits_for_room(cluster: FragileCluster) -> None:
 
 
 def test_while_an_answer_that_has_begun_waits_for_a_worker(cluster: FragileCluster) -> None:
-    """Its worker is cut off, and nobody else is there: the answer so far is worth waiting for."""
+    """The request's worker is cut off and there is no other one. As its answer has begun, the request waits on."""
     deadline_s, num_before = 2.5 * LEASE_MS / 1000, cluster.num_found_silent("decode-1")
     asked = begin(cluster, deadline_s)
     cluster.proxy("decode-1").freeze()

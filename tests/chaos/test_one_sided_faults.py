@@ -1,5 +1,6 @@
-"""Faults in the middle of one-sided transfers, whose writes no proxy and no receiver sees. After each: the tokens of
-the run without faults, balanced books, and all blocks free or cached, those included that were being written to."""
+"""Faults in the middle of one-sided transfers, whose writes neither a proxy nor the receiver sees. After each, answers
+have the tokens of a run without faults, the audit finds no problem, and all blocks, also those that were being written,
+are free or cached."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tandem.requests import generate_request
 
 SOON_S = 3.0
 SLOW_S = 0.1
-"""What a chunk of a prompt takes longer, however fast the machine is."""
+"""Added to each chunk of a prompt, so that prompts take long however fast the machine is."""
 
 
 @pytest.fixture(scope="module", params=["ipc", pytest.param("nixl", marks=[needs_nixl, pytest.mark.slow])])
@@ -43,12 +44,13 @@ def cluster(
 
 
 def long_prompts() -> list[list[int]]:
-    """Each takes a second and a half, in chunks that are written while the next ones are computed."""
+    """Return two prompts. Each takes a second and a half, in chunks that are written while the next ones are
+    computed."""
     return [[token for part in fresh_prompts(3) for token in part] for _ in range(2)]
 
 
 def wait_for_receiver(cluster: FragileCluster) -> str:
-    """A decode worker that is being written to: parts of its prompt are computed, others are still to come."""
+    """Return a decode worker that is being written to: part of its prompt is computed, the rest is still to come."""
     found: list[str] = []
 
     def is_written_to(client: Client) -> bool:
@@ -63,7 +65,7 @@ def wait_for_receiver(cluster: FragileCluster) -> str:
 
 
 def strike(cluster: FragileCluster, fault: Callable[[str], None]) -> tuple[list[list[int]], list[list[int]]]:
-    """`fault` gets the name of the decode worker that is written to just then. Returns prompts and answers."""
+    """Call `fault` with the name of a decode worker that is being written to. Return prompts and answers."""
     prompts = long_prompts()
     with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
         asked = [threads.submit(client.generate, prompt, **SAMPLING) for prompt in prompts]
@@ -99,8 +101,8 @@ def test_clients_that_leave(cluster: FragileCluster) -> None:
 
 
 def stop_until_found_silent(cluster: FragileCluster, name: str) -> None:
-    """Until it is taken for dead: its requests are then sent elsewhere, and the blocks it has or writes to are
-    anybody's."""
+    """Stop the worker until it is taken for dead: its requests then go elsewhere, and the blocks that it holds or
+    writes may get other owners."""
     num_before = cluster.num_found_silent(name)
     cluster.services[name].signal(signal.SIGSTOP)
     try:
@@ -109,13 +111,13 @@ def stop_until_found_silent(cluster: FragileCluster, name: str) -> None:
         cluster.services[name].signal(signal.SIGCONT)
 
 
-@pytest.mark.slow  # it is written to, and writes nothing
+@pytest.mark.slow  # the worker is only written to, and writes nothing itself
 def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
     check(cluster, *strike(cluster, lambda name: stop_until_found_silent(cluster, name)))
 
 
 def test_a_prefill_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
-    """It goes on where it stopped, with writes to make."""
+    """The worker resumes where it stopped, with writes still to make."""
     check(cluster, *strike(cluster, lambda _: stop_until_found_silent(cluster, "prefill-1")))
 
 

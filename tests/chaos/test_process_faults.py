@@ -1,5 +1,5 @@
-"""Processes that die, hang, or are restarted one after the other, under load. After each: the tokens of the fault-free
-run, one end each, balanced books, and every block free or cached."""
+"""Processes die, hang, or are restarted in turn, under load. After each fault, every answer has the tokens of a run
+without faults and ends once, the audit finds no problem, and every block is free or cached."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tandem.client import AsyncClient
 
 LEAVING = ("prefill-1", "decode-1", "decode-2", "router-1")
 TIMEOUT_S = 4.0
-"""Of a step, where one hangs: no other takes as long, whatever runs beside."""
+"""Timeout of a step where one hangs: no other step takes as long, however busy the machine is."""
 
 
 @pytest.fixture(scope="module")
 def hangs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While this file exists, the engine of decode-1 hangs within a step, in a process that beats on."""
+    """While this file exists, the engine of decode-1 hangs within a step; its process still sends heartbeats."""
     return tmp_path_factory.mktemp("slowed") / "hangs"
 
 
@@ -53,12 +53,13 @@ def check(cluster: FragileCluster, prompts: list[list[int]], answers: list[list[
 
 
 def with_load(cluster: FragileCluster, worker: str) -> bool:
-    """Whether something decodes there."""
+    """Whether the worker computes a request."""
     return cluster.num_running(worker) > 0
 
 
 def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
-    """Stopped in the middle of its streams, until it is taken for dead. What it says afterwards is not believed."""
+    """The worker is stopped in the middle of its streams until the router takes it for dead. The router ignores what it
+    sends afterwards."""
     prompts, num_before = fresh_prompts(), cluster.num_found_silent("decode-1")
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, cluster, prompts)
@@ -73,7 +74,8 @@ def test_a_decode_worker_hangs_and_comes_back(cluster: FragileCluster) -> None:
 
 
 def test_a_router_is_killed_beside_another(cluster: FragileCluster) -> None:
-    """Its own clients hear of it at once; those of the other router see nothing; workers free what was its."""
+    """The killed router's clients get an error at once; clients of the other router notice nothing; workers free the
+    killed router's blocks."""
     prompts, lost = fresh_prompts(), fresh_prompts(2)
     with ThreadPoolExecutor(2) as threads:
         asked = threads.submit(ask, cluster, prompts, router=2)
@@ -93,7 +95,8 @@ def test_a_router_is_killed_beside_another(cluster: FragileCluster) -> None:
 def ask_until_it_hangs(
     cluster: FragileCluster, hangs: Path, thread: Executor
 ) -> tuple[list[list[int]], Future[list[list[int]]]]:
-    """Prompts of which some are decoded by decode-1, which hangs in the middle of their answers."""
+    """Send prompts until decode-1 decodes some of them, then make it hang. Return these prompts and the future of their
+    answers."""
     while True:
         prompts = fresh_prompts()
         asked = thread.submit(ask, cluster, prompts)
@@ -116,11 +119,11 @@ def test_streams_leave_an_engine_that_hangs_until_it_goes_on(cluster: FragileClu
             answers = asked.result(60)
             assert time.monotonic() - before_s > 0.8 * LEASE_MS / 1000
             assert load().is_stalled
-            answers += ask(cluster, others)  # which do not wait for it
+            answers += ask(cluster, others)  # these do not wait for decode-1
             assert any("decode-1" in problem and "stands still" in problem for problem in cluster.problems())
             assert load().is_stalled
         finally:
-            hangs.unlink()  # or those who ask would wait on
+            hangs.unlink()  # else the client threads would wait on
     wait_until(lambda: not load().is_stalled, 10, "decode-1 goes on")
     assert process is not None
     assert process.poll() is None
@@ -137,7 +140,7 @@ def test_an_engine_that_hangs_for_too_long_ends_and_says_where(cluster: FragileC
             assert service.process is not None
             assert service.process.wait(10 * TIMEOUT_S) == 1
         finally:
-            hangs.unlink()  # or those who ask would wait on
+            hangs.unlink()  # else the client threads would wait on
         assert time.monotonic() - before_s > 0.8 * TIMEOUT_S
         answers = asked.result(100)
     log = service.log.read_text()
@@ -148,7 +151,7 @@ def test_an_engine_that_hangs_for_too_long_ends_and_says_where(cluster: FragileC
 
 
 def restart(cluster: FragileCluster, service: Service, *flags: str) -> None:
-    """Kill it, if it lives, and wait until all routers have another in its place."""
+    """Kill the worker if it still runs, start it again, and wait until both routers have all workers."""
     service.signal(signal.SIGKILL)
     service.start(*flags)
     for router in (1, 2):
@@ -156,11 +159,11 @@ def restart(cluster: FragileCluster, service: Service, *flags: str) -> None:
 
 
 def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
-    """Queued, granted, prefilling, pushing, decoding: whenever it is, nothing stays behind."""
+    """Clients leave while their requests are queued, granted, prefilling, pushing or decoding: nothing is left over."""
     moments, places = random.Random(9), asyncio.Semaphore(8)
 
     async def leave_early(client: AsyncClient, prompt: list[int]) -> bool:
-        """Whether it left, and did not get its answer before."""
+        """Return whether the client left before it had its answer."""
         with suppress(TimeoutError):
             async with places, asyncio.timeout(moments.uniform(0.005, 1.5)):
                 await client.generate(prompt, **SAMPLING)
@@ -176,8 +179,8 @@ def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
 
 
 def test_a_rolling_restart_loses_no_request(cluster: FragileCluster) -> None:
-    """Of both decode workers, where streams are, and of one process of each other kind: it is told to leave, and
-    started again when it has, while two clients ask on and on."""
+    """Both decode workers, which hold the streams, and one process of each other kind are stopped by SIGTERM in turn
+    and started again, while two clients send request after request."""
     is_over, answers, errors = threading.Event(), [], []
     prompts = fresh_prompts(8)
 
@@ -189,9 +192,9 @@ def test_a_rolling_restart_loses_no_request(cluster: FragileCluster) -> None:
                 for chunk in both[router].stream(prompt, **SAMPLING, timeout_s=60):
                     received += chunk.token_ids
                 answers.append((prompt, received))
-                is_over.wait(0.4)  # what leaves and comes back needs a core, too
+                is_over.wait(0.4)  # the restarting process needs a core, too
             except TandemError as error:
-                # A router that leaves refuses new requests: then another one is asked, as a load balancer would.
+                # A draining router refuses new requests: ask the other one, as a load balancer would.
                 if received or not isinstance(error, Draining | Unreachable):
                     errors.append(f"after {len(received)} tokens: {error!r}")
                 router = 1 - router
@@ -226,8 +229,8 @@ def test_a_rolling_restart_loses_no_request(cluster: FragileCluster) -> None:
 
 
 def start_armed(cluster: FragileCluster, specs: dict[str, str]) -> None:
-    """Start these workers with their failpoints armed, those that run anew. Who runs, and is to have none, runs on:
-    those that it had are behind it."""
+    """Start these workers with their failpoints armed; kill and restart those that run. A running worker without new
+    failpoints is left alone: it has passed the ones it had."""
     started = []
     for name, spec in specs.items():
         service = cluster.services[name]
@@ -238,7 +241,7 @@ def start_armed(cluster: FragileCluster, specs: dict[str, str]) -> None:
         if spec or not is_running:
             service.launch("--failpoints", spec)
             started.append(service)
-    for service in started:  # they load at the same time
+    for service in started:  # all load their models at the same time
         service.wait_until_listening()
     for router in (1, 2):
         cluster.wait_for_workers(router)
@@ -246,7 +249,7 @@ def start_armed(cluster: FragileCluster, specs: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster: FragileCluster) -> None:
-    """A prefill worker and a decode worker, at each of their points, beside two that live on."""
+    """A prefill worker and a decode worker exit at each of their failpoints, beside one of each that lives on."""
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
     names = ("prefill-1", "decode-1")
@@ -256,9 +259,10 @@ def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster
         doomed = [name for name, point in point_of.items() if point]
         processes = [cluster.services[name].process for name in doomed]
         num_before = len(prompts)
-        while any(process is not None and process.poll() is None for process in processes):  # whoever is chosen
+        # the router may choose other workers
+        while any(process is not None and process.poll() is None for process in processes):
             assert len(prompts) < num_before + 60, f"of {points} not all is reached"
-            more = fresh_prompts(6)  # at once, or nobody decodes a prompt for itself
+            more = fresh_prompts(6)  # several at once, else no decode worker prefills a prompt itself
             prompts += more
             answers += ask(cluster, more)
         assert [process and process.returncode for process in processes] == [EXIT_CODE] * len(doomed)
@@ -267,7 +271,8 @@ def test_workers_die_where_their_peers_do_not_know_yet_what_has_happened(cluster
 
 
 def test_every_point_fails_once(cluster: FragileCluster) -> None:
-    """Before a commit it is only late, by more than a lease: while the router lives, so do its promises."""
+    """At prefill.before_commit the worker is only delayed, by more than a lease: grants stay valid as long as the
+    router lives."""
     late = f"delay:{1.5 * LEASE_MS / 1000}"
     logs = [cluster.services[name].log for name in ("prefill-1", "decode-1")]
 

@@ -1,4 +1,4 @@
-"""Eight seconds of everything at once: `tandem chaos`."""
+"""Eight seconds of `tandem chaos`: all kinds of faults at random moments under load."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lora_folders import products_of, write_adapter
 
 @pytest.fixture
 def adapters(few_layers: Path, tmp_path: Path) -> dict[str, str]:
-    """Flags: one that stays, and a folder of two that are exchanged."""
+    """Flags for one adapter that stays, and for a folder of two that are exchanged."""
     config = json.loads((few_layers / "config.json").read_text())
     products = products_of({"head_dim": config["hidden_size"] // config["num_attention_heads"], **config})
-    values = {name: sizes for name, sizes in products.items() if "v_proj" in name}  # with all, each token is the same
+    # with all products adapted, all tokens of an answer would be the same
+    values = {name: sizes for name, sizes in products.items() if "v_proj" in name}
     for seed, name in enumerate(("stays/a", "come/b", "come/c")):
         write_adapter(tmp_path / name, seed=seed, products=values)
     return {"--lora-modules": f"a={tmp_path / 'stays' / 'a'}", "--lora-dir": str(tmp_path / "come")}
@@ -35,8 +36,8 @@ def test_eight_seconds_of_chaos(few_layers: Path, adapters: dict[str, str]) -> N
     assert report["requests"]["answered"] > 10
     assert report["tokens_checked"] > 200
     assert report["num_loaded_tokens"] > 0, "pools are so small that KV goes to host memory, and comes back"
-    # Whether streams had begun as the router was killed (report["resumed"]) is up to how busy the machine is. Where
-    # they certainly have: test_migration.py.
+    # Whether streams had begun when the router was killed (report["resumed"]) depends on how busy the machine is.
+    # test_migration.py covers streams that certainly have.
     assert report["ways"].keys() == {"gRPC", "completions", "chats"}
     assert report["models"].keys() == {"", "a", "b", "c"}
     missed = [report["requests"].get(name, 0) for name in ("cut off with their gateway", "refused: no gateway there")]

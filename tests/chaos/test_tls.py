@@ -1,4 +1,4 @@
-"""A cluster over TLS: the tokens of one without, nothing for strangers, and a gateway that speaks HTTPS."""
+"""A cluster over TLS: requests work as without TLS, strangers are refused, and the gateway serves HTTPS."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_prompts_are_handed_over_and_streams_go_on_when_a_worker_dies(cluster: F
 
 
 def test_strangers_hear_nothing(cluster: FragileCluster, tls: Certificate, tmp_path: Path) -> None:
-    """Of the router who does not speak TLS or trusts others; of a worker also who shows no certificate of ours."""
+    """Clients without TLS, or that trust another CA, cannot call the router. Workers also refuse those without one of
+    our certificates."""
     router, worker = cluster.services["router-1"].address, cluster.services["decode-1"].address
     another = Signer(tmp_path / "another").sign("another")
     for stranger in (None, another.trusting):
@@ -111,7 +112,7 @@ def test_a_gateway_serves_https(cluster: FragileCluster, tls: Certificate, tmp_p
             assert bench("openai", tls, "--base-url", f"https://{gateway.address}")["completed"] == 2
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://{gateway.address}/health", trust_env=False)
-            # A client that keeps its connection, and never says goodbye, does not hold up the end.
+            # A client that keeps its connection open without closing it does not delay the shutdown.
             began_s = time.monotonic()
             gateway.close()
             assert time.monotonic() - began_s < 10
@@ -122,7 +123,8 @@ def test_a_gateway_serves_https(cluster: FragileCluster, tls: Certificate, tmp_p
 def test_a_file_that_goes_away_changes_nothing(
     cluster: FragileCluster, tls: Certificate, tmp_path: Path, redis_server: Any, few_layers: Path
 ) -> None:
-    """What was read before is shown on: whoever renews certificates does not cut off workers that join meanwhile."""
+    """A router goes on with the certificate that it has read: while an operator replaces the files, workers can still
+    join."""
     own = Certificate(*(tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem")))
     for source, copy in zip((tls.ca, tls.cert, tls.key), (own.ca, own.cert, own.key), strict=True):
         copy.write_bytes(source.read_bytes())
@@ -151,7 +153,7 @@ def test_commands_take_who_to_trust(cluster: FragileCluster, tls: Certificate) -
 
 
 def test_only_who_has_a_certificate_may_drain_a_worker(cluster: FragileCluster, tls: Certificate) -> None:
-    # The file's last test: nobody needs that worker any more.
+    # The last test of this file: no later test needs that worker.
     asked = ["drain", "decode-1", "--router", cluster.services["router-1"].address, "--ssl-ca-certs", str(tls.ca)]
     refused = CliRunner().invoke(main, asked)
     assert refused.exit_code == 1

@@ -1,5 +1,5 @@
-"""What happens between processes, Redis included: damage, cuts, delays, partitions. After each: the tokens of the run
-without faults, one end each, balanced books, and every block free or cached."""
+"""Faults between processes, and to Redis: damage, cuts, delays, partitions. After each, every answer has the tokens of
+a run without faults and ends once, the audit finds no problem, and every block is free or cached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tandem.chaos.proxy import Direction, FaultyProxy
 
 Fault = Callable[[FaultyProxy, Any], None]
 LONG = 1200
-"""Tokens of a prompt, with 3.7 MB of KV."""
+"""Length of a prompt in tokens; its KV has 3.7 MB."""
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,14 @@ def test_damaged_kv_is_noticed_and_pushed_again(cluster: FragileCluster) -> None
         cluster.proxy(name).damage(2)
     answers = ask(cluster, prompts)
     assert sum(cluster.proxy(name).num_damaged for name in ("decode-1", "decode-2"))
-    # A bit of a frame's header breaks the connection instead, which is another way to notice.
+    # A damaged bit in a frame's header breaks the connection instead, which also reveals the damage.
     assert repairs(cluster) > before or any("session lost" in s.log.read_text() for s in cluster.services.values())
     check(cluster, prompts, answers)
 
 
 def test_kv_that_is_always_damaged_is_computed_where_it_is_needed(cluster: FragileCluster) -> None:
-    """Pushing again does not help: after two repairs the attempt is given up, and the next one does without."""
+    """Pushing again does not help: after two repairs the router gives the attempt up, and the next attempt needs no
+    transfer."""
     prompts = fresh_prompts(3)
     for name in ("decode-1", "decode-2"):
         cluster.proxy(name).damage(10**6)
@@ -79,7 +80,7 @@ def test_kv_that_is_always_damaged_is_computed_where_it_is_needed(cluster: Fragi
 
 @pytest.mark.parametrize("num_bytes", [pytest.param(1, marks=pytest.mark.slow), 500_000])
 def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) -> None:
-    """Early: at the commands. Later: in the middle of the KV."""
+    """After 1 byte the cut hits the commands, after 500,000 the KV."""
     prompts = fresh_prompts(num_tokens=LONG)
     for name in ("prefill-1", "decode-1", "decode-2"):
         cluster.proxy(name).cut_after(num_bytes if name != "prefill-1" else min(num_bytes, 10_000))
@@ -90,7 +91,8 @@ def test_connections_cut_in_the_middle(cluster: FragileCluster, num_bytes: int) 
 
 
 def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
-    """All packets of a decode worker vanish for more than a lease: its streams go on elsewhere, its grants end."""
+    """All packets to and from a decode worker vanish for more than a lease: its streams continue elsewhere, its grants
+    end."""
     prompts, num_before = fresh_prompts(), cluster.num_found_silent("decode-1")
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, cluster, prompts)
@@ -107,13 +109,14 @@ def test_a_partition_in_the_middle_of_streams(cluster: FragileCluster) -> None:
 @pytest.mark.parametrize(
     ("direction", "why"),
     [
-        pytest.param(Direction.DOWN, "the worker has sent nothing", marks=pytest.mark.slow),  # as above, to the router
+        # for the router the same as above
+        pytest.param(Direction.DOWN, "the worker has sent nothing", marks=pytest.mark.slow),
         (Direction.UP, "ABORTED: "),
     ],
 )
 def test_a_partition_in_one_direction(cluster: FragileCluster, direction: Direction, why: str) -> None:
-    """What a decode worker sends does not arrive, or what is sent to it: its streams go on elsewhere. It gives a router
-    up that it hears nothing of, and says so, which arrives."""
+    """Packets from a decode worker vanish, or packets to it: its streams continue elsewhere. If the worker hears
+    nothing from a router, it gives the session up and says so, which still arrives."""
     prompts, num_before = fresh_prompts(), cluster.num_sessions_lost("decode-1", why)
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask, cluster, prompts)
@@ -129,7 +132,7 @@ def test_a_partition_in_one_direction(cluster: FragileCluster, direction: Direct
 
 
 class Reader:
-    """One answer, read by a thread of its own, and when its pieces came."""
+    """One answer, which a thread of its own reads, with the arrival times of its chunks."""
 
     def __init__(self, cluster: FragileCluster, prompt: list[int]) -> None:
         self.token_ids: list[int] = []
@@ -148,23 +151,23 @@ class Reader:
         return chunk.timings
 
     def timings(self) -> inference_pb.Timings:
-        """At its end."""
+        """The timings, at the answer's end."""
         return self._timings.result(60)
 
 
 @pytest.mark.slow
 def test_kv_that_drips(cluster: FragileCluster) -> None:
-    """Slow is not dead, though pings, too, take longer than a peer that hangs is given: the push goes on for seconds,
-    and the first token has come long before."""
+    """A slow receiver is not taken for dead, although pings take longer than the timeout for a hanging peer: the push
+    goes on for seconds, and the first token arrives long before its end."""
     timings, first_s, second_s = dripped_in_one_attempt(cluster)
     assert timings.kv_transfer.num_bytes > 3_000_000
-    assert second_s > 6, "it did not drip"  # the second token comes from where the KV is by then
+    assert second_s > 6, "it did not drip"  # the second token comes from the decode worker, once it has the KV
     assert first_s < second_s / 4, "the first token waited for the transfer"
 
 
 def dripped_in_one_attempt(cluster: FragileCluster, max_tries: int = 3) -> tuple[inference_pb.Timings, float, float]:
-    """Of an answer whose KV drips: what it took, when its first token came, and when its second one. Where all of a
-    machine stands still, sessions are lost for that, and another is asked for; what the fault does, it does to each."""
+    """Return the timings of an answer whose KV drips, and when its first and second token came. Try again if sessions
+    were lost because the whole machine stood still. A failure that the dripping causes occurs in every try."""
     for _ in range(max_tries):
         (prompt,) = fresh_prompts(1, LONG)
         for name in ("decode-1", "decode-2"):
@@ -212,7 +215,7 @@ def test_a_slow_network(cluster: FragileCluster) -> None:
 
 
 def test_nobody_to_be_reached(cluster: FragileCluster) -> None:
-    """All decode workers refuse connections: an answer at once, that says so; and recovery without anybody's doing."""
+    """All decode workers refuse connections: requests fail at once with `NoWorker`. The cluster recovers by itself."""
     for name in ("decode-1", "decode-2"):
         cluster.proxy(name).refuse(True)
         cluster.proxy(name).cut()
@@ -226,7 +229,7 @@ def test_nobody_to_be_reached(cluster: FragileCluster) -> None:
 
 
 def outcome(cluster: FragileCluster) -> str:
-    """Of one small request: "OK", or the error's name."""
+    """Send one small request; return "OK" or the error's name."""
     try:
         with cluster.client() as client:
             client.generate([5, 6, 7], max_tokens=2, temperature=0.0, timeout_s=20)
@@ -243,7 +246,7 @@ def num_struck(proxy: FaultyProxy) -> int:
 
 
 def slow(proxy: FaultyProxy, _: Any) -> None:
-    """Two seconds until an answer."""
+    """Answers from Redis take two seconds."""
     proxy.delay(1.0)
 
 
@@ -252,14 +255,14 @@ def cut_off(proxy: FaultyProxy, _: Any) -> None:
 
 
 def lost(proxy: FaultyProxy, server: Any) -> None:
-    """All connections break, nothing is in it any more, and nobody can connect."""
+    """Redis loses all connections and data, and refuses new connections."""
     proxy.refuse(True)
     proxy.cut()
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
 
 
-# One that does not answer, before a client: test_cli.py.
+# test_cli.py covers client requests while Redis does not answer.
 @pytest.mark.parametrize("fault", [*(pytest.param(fault, marks=pytest.mark.slow) for fault in (slow, cut_off)), lost])
 def test_redis_fails_while_requests_run(
     cluster: FragileCluster, redis_proxy: FaultyProxy, redis_server: Any, fault: Fault

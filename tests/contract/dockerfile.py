@@ -1,4 +1,4 @@
-"""deploy/Dockerfile, read: its stages, and what they are from."""
+"""Parses deploy/Dockerfile into its stages and their base images."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ ARGS, STAGES = read_stages()
 
 
 def ancestors(name: str) -> list[Stage]:
-    """A stage, what it is from, and so on."""
+    """Return a stage, the stage that it is built from, and so on."""
     stage = STAGES[name]
     return [stage, *(ancestors(stage.base) if stage.base in STAGES else [])]

@@ -1,5 +1,6 @@
 # ruff: noqa: N802 - gRPC's method names
-"""A gateway over real connections on both sides, before a router whose answers are scripted: they can be any."""
+"""A gateway with real connections on both sides, in front of a router whose answers are scripted and can be
+anything."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def tokens(offset: int, *token_ids: int, text: str = "") -> pb.GenerateResponse:
 
 
 def failing(error: Exception, after: int = 0) -> Script:
-    """So many tokens, and then that."""
+    """Return a script that sends `after` tokens and then raises `error`."""
 
     async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         for offset in range(after):
@@ -54,7 +55,7 @@ def last(
 
 
 async def slowly(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-    """Two tokens, each of which takes some time."""
+    """Send two tokens, each after a delay."""
     for message in (tokens(0, 1, text="one "), tokens(1, 2, text="two"), last(2)):
         await asyncio.sleep(0.08)
         yield message
@@ -68,7 +69,7 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         self.all_closed = asyncio.Event()
         self.script: Script = self.echo
         self.stop = asyncio.Event()
-        """Of the gateway."""
+        """Stops the gateway."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -86,14 +87,14 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         return pb.GetModelInfoResponse(model="the-model", aliases=["also"], max_model_len=64)
 
     async def echo(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """The prompt, a word at a time, the tokens being numbers."""
+        """Answer with the prompt, one word per token."""
         words = request.text.split() or [str(token_id) for token_id in request.token_ids.ids] or ["hello", "you"]
         for offset, word in enumerate(words):
             yield tokens(offset, offset, text=word + " ")
         yield last(len(words), num_prompt=len(words))
 
     async def endless(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """One token, and then none until it is cancelled; for the prompt "wait" not even one."""
+        """Send one token, then nothing until cancelled. For the prompt "wait" send nothing at all."""
         if request.text != "wait":
             yield tokens(0, 1, text="once")
         await asyncio.Event().wait()
@@ -103,7 +104,7 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 async def gateway(
     texts: Texts | None = None, router_keys: tuple[str, ...] = (), **args: Any
 ) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
-    """`texts`: of the router's tokenizer, which is a real one; None: there is none."""
+    """`texts`: gives the router a real tokenizer service; None: it has none."""
     router, server = Router(), Server("127.0.0.1:0", keys=router_keys)
     stop = router.stop
     server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, router, "tandem.v1.Inference")
@@ -118,13 +119,13 @@ async def gateway(
         run_gateway(GatewayArgs(router=(address,), listen="127.0.0.1:0", **args), stop, announce=announced.set_result)
     )
     async with asyncio.timeout(3 * TIMEOUT_S):
-        # To read the certificates of the world would take longer than most tests.
+        # Loading CA certificates would take longer than most tests.
         async with httpx.AsyncClient(
             base_url=f"http://{await announced}", timeout=TIMEOUT_S, trust_env=False, verify=False
         ) as http:
             try:
                 yield router, http
-            finally:  # where the test has failed, too: a server that nobody stops ends the whole run
+            finally:  # also if the test has failed: a server that is not stopped would break the whole run
                 stop.set()
                 await asyncio.wait([running])
                 await server.drain(0)
@@ -132,6 +133,6 @@ async def gateway(
 
 
 def events_of(body: str) -> list[Any]:
-    """Of a stream, the last being "[DONE]" where it is complete."""
+    """Return the events of a stream; the last is "[DONE]" if the stream is complete."""
     datas = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
     return [data if data == "[DONE]" else json.loads(data) for data in datas]

@@ -1,4 +1,4 @@
-"""Two pools and everything between them, for the transport suite: a receiver behind a real server, and a sender."""
+"""Two pools and everything between them, for the tests of transports: a receiver behind a real server, and a sender."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 LEASE_S = 5.0
 DEADLINE_S = 10.0
-"""Longest wait for anything that is to happen."""
+"""Longest wait for any expected event."""
 
 
 def make_pool(num_blocks: int, *, seed: int | None, **shape: Any) -> HostPool:
@@ -48,7 +48,7 @@ def make_pool(num_blocks: int, *, seed: int | None, **shape: Any) -> HostPool:
 
 
 class Receiving:
-    """A decode worker as far as KV goes: pool, receiver, server, and what the receiver said."""
+    """The KV part of a decode worker: pool, receiver, server, and a record of the receiver's callbacks."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Receiving:
         options: Sequence[tuple[str, Any]] = (),
         **shape: Any,
     ) -> None:
-        """`wrap`: what the receiver is given for the pool. `options`: the server's."""
+        """`wrap`: makes the pool that the receiver gets. `options`: of the gRPC server."""
         self.pool = make_pool(num_blocks, seed=None, **shape)
         pool = wrap(self.pool)
         self.identity = Identity(worker_id="decode", incarnation=incarnation, compat_digest=compat_digest)
@@ -71,7 +71,7 @@ class Receiving:
         self.has_freed = asyncio.Event()
         self.is_wanted = True
         self.taking_s = 0.0
-        """How long it takes to take over what was committed."""
+        """How long the worker takes to take over a commit."""
         self.receiver = KVReceiver(
             pool=pool,
             identity=self.identity,
@@ -104,7 +104,7 @@ class Receiving:
 
 
 class Cluster:
-    """One sender, any number of receivers of one transport."""
+    """One sender and any number of receivers, all with the same transport."""
 
     def __init__(self, transport: str) -> None:
         self.transport = transport
@@ -165,7 +165,7 @@ async def until(event: asyncio.Event) -> None:
 
 
 def over(*transports: object) -> pytest.MarkDecorator:
-    """Of a test of what only some transports do."""
+    """Mark a test that applies to these transports only."""
     return pytest.mark.parametrize("cluster", transports, indirect=True)
 
 

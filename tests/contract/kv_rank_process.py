@@ -1,4 +1,4 @@
-"""What a rank's process does, without its engine: a pool in its memory, with which it does what rank 0 asks."""
+"""A rank's process without an engine: it has a pool in its memory and serves rank 0's requests for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from worker_service.rank_pool import PoolServer
 def main(
     connection: Connection[bytes, bytes], num_layers: int, num_blocks: int, seed: int | None, ucx_tls: str | None
 ) -> None:
-    """The pool holds random bytes, zeros without a `seed`. `ucx_tls`: of the environment as it is now, which is not
-    that in which the process was forked."""
+    """The pool holds random bytes; zeros without a `seed`. `ucx_tls`: the current value of UCX_TLS, which may differ
+    from the environment in which the process was forked."""
     if ucx_tls is not None:
         os.environ["UCX_TLS"] = ucx_tls
     PoolServer(make_pool(num_blocks, seed=seed, num_layers=num_layers), connection).run()

@@ -1,4 +1,4 @@
-"""A receiver in a process of its own, to be killed. Prints the grant as hex once it serves, then a line per event."""
+"""A receiver in a process of its own, which a test kills. Prints its grant as hex once it serves."""
 
 from __future__ import annotations
 

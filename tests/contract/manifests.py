@@ -1,4 +1,4 @@
-"""The manifests, as kubectl renders them, and what tests look up in them."""
+"""The manifests as kubectl renders them, and lookups in them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def component_of(workload: Manifest) -> str:
 
 
 def selected(selector: Manifest, manifests: list[Manifest]) -> list[Manifest]:
-    """Workloads whose pods a label selector means."""
+    """Return the workloads whose pods match a label selector."""
 
     def fits(labels: dict[str, str]) -> bool:
         wanted = selector.get("matchLabels", {}).items()
@@ -79,7 +79,7 @@ def selected(selector: Manifest, manifests: list[Manifest]) -> list[Manifest]:
 
 
 def environment(container: Manifest, manifests: list[Manifest]) -> dict[str, str]:
-    """As its process would find it; what comes from the pod or a Secret stands for itself."""
+    """Return the environment that the container's process would have; values from the pod or a Secret get stand-ins."""
     env: dict[str, str] = {}
     for source in container.get("envFrom", []):
         env |= named(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
@@ -106,7 +106,7 @@ def flags_of(container: Manifest, manifests: list[Manifest]) -> dict[str, Any]:
 
 
 def program_of(container: Manifest) -> tuple[str, list[str]]:
-    """Module and arguments. The image's entry point is used, for no container sets a command of its own."""
+    """Return module and arguments. They go to the image's entry point, since no container sets its own command."""
     assert "command" not in container
     args: list[str] = container["args"]
     image = container["image"].rpartition(":")[0].removeprefix("tandem/")

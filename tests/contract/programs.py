@@ -1,4 +1,4 @@
-"""Our programs as click knows them, for tests of what starts them: command lines and environments in manifests."""
+"""Our programs as click commands, to check the command lines and environments in manifests."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ HEALTH_SERVICES = {
     "prefill_service": {"", worker.SERVICE_NAME, prefill.SERVICE_NAME},
     "decode_service": {"", worker.SERVICE_NAME, decode.SERVICE_NAME, decode.KV_SERVICE_NAME},
 }
-"""What each program says its health of."""
+"""The services for which each program reports its health."""
 
 
 def parsed(module: str, args: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """The flags of `python -m module ARGS` with nothing but `env` in its environment, checked as the program does.
+    """Return the flags of `python -m module ARGS` with only `env` in its environment, checked as the program does.
 
-    Raises `click.UsageError` for a flag that it does not have, or a value that it does not take; `AssertionError` for a
-    variable that looks like a setting of ours and is none.
+    Raises `click.UsageError` for an unknown flag or an invalid value, `AssertionError` for a variable that looks like
+    one of our settings but is none.
     """
     command, arg_types = PROGRAMS[module]
     known = {parameter.envvar for parameter in command.params if isinstance(parameter, click.Option)}

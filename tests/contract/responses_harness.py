@@ -1,4 +1,4 @@
-"""What /v1/responses answers, read by the types of OpenAI's own client, and what a scripted router says for it."""
+"""Reads answers of /v1/responses with the types of OpenAI's own client, and scripts a router's messages for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOGPROBS = ["message.output_text.logprobs"]
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
-    """Checked: each has its name before it, and its number; OpenAI's types know it."""
+    """Return a stream's events. Check that each has its name and its sequence number, and fits OpenAI's types."""
     events = []
     for number, block in enumerate(body.removesuffix("\n\n").split("\n\n")):
         name, data = block.split("\n")
@@ -47,7 +47,7 @@ def without_times(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that the deltas tell of. What is said of each when it is done is the same."""
+    """Return the items that the deltas add up to. Check that the events at an item's end agree with its deltas."""
     items: dict[int, dict[str, Any]] = {}
     sums: dict[int, str] = {}
     told: dict[int, list[Any]] = {}
@@ -77,7 +77,7 @@ def added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def ask(http: httpx.AsyncClient, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The whole answer, and the events of a stream, which tell the same."""
+    """Return the whole answer and the events of a stream; check that both agree."""
     answer = await http.post(PATH, json=body, headers=NAMED)
     assert answer.status_code == 200, answer.text
     streamed = await http.post(PATH, json=body | {"stream": True}, headers=NAMED)
@@ -99,7 +99,7 @@ def piece(offset: int, token_id: int, **said: Any) -> pb.GenerateResponse:
 
 
 def saying(*messages: pb.GenerateResponse, finish_reason: pb.FinishReason = pb.FINISH_REASON_STOP) -> Script:
-    """These, and then the end."""
+    """Return a script that sends these messages and then the end."""
 
     async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         num_tokens = 0

@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - gRPC's method names
-"""A server of ours with handlers of all four kinds of RPC, and calls of each kind."""
+"""One of our servers with handlers of all four kinds of RPC, and calls of each kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 10.0
 
 
 class Handlers:
-    """All four kinds of RPC. Each raises `error` where it has one, after `num_messages` of a stream."""
+    """Handlers of all four kinds of RPC. Each raises `error` if that is set; `Generate` after `num_messages`."""
 
     def __init__(self, error: Exception | None = None, num_messages: int = 2) -> None:
         self.error = error
@@ -93,7 +93,7 @@ async def serving(handlers: Handlers, **options: Any) -> AsyncIterator[tuple[Ser
 
 
 async def call(kind: str, channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> list[Any]:
-    """Make one RPC of `kind`; its messages, or the AioRpcError."""
+    """Make one RPC of `kind`; return its messages, or raise the AioRpcError."""
     inference, decode = inference_grpc.InferenceStub(channel), worker_grpc.DecodeStub(channel)
     how: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": metadata}
     if kind == "unary_unary":
@@ -119,7 +119,7 @@ METHOD_OF_KIND = {
 
 
 async def call_with_bytes(kind: str, channel: grpc.aio.Channel, data: bytes) -> None:
-    """As `call`, with `data` for every request message."""
+    """Like `call`, with `data` as the request message."""
     make = getattr(channel, kind)(METHOD_OF_KIND[kind], request_serializer=bytes, response_deserializer=bytes)
     answer = make(iter([data]) if kind.startswith("stream") else data, timeout=TIMEOUT_S)
     if kind.endswith("unary"):

@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - gRPC's method names
-"""Routers whose answers are scripted, of which several stand behind one address."""
+"""Routers with scripted answers, for tests with several behind one address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVICE = "tandem.v1.Inference"
 
 
 class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
-    """Says "one two", and waits between the two until it may go on."""
+    """Answers "one two", and between the two words waits for `may_go_on`."""
 
     def __init__(self, listen: str = "127.0.0.1:0", tls: ServerTLS | None = None) -> None:
         self.server = Server(listen, tls=tls)
@@ -31,9 +31,9 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
         self.may_go_on.set()
         self.refusal: TandemError | None = None
         self.peers: set[str] = set()
-        """That have asked for its model."""
+        """Peers that have asked for the model info."""
         self.may_tell = asyncio.Event()
-        """Its model."""
+        """Set: the router answers requests for its model info."""
         self.may_tell.set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -54,7 +54,7 @@ class Router(tandem_inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 
 
 async def until_asked(client: AsyncClient, *routers: Router) -> None:
-    """Until it has found each of them. They have been asked nothing then."""
+    """Send requests until the client has used every router; then clear the routers' lists of requests."""
     while not all(router.requests for router in routers):
         await client.generate("a")
     for router in routers:

@@ -1,4 +1,5 @@
-"""A server that streams a few bytes, and leaves on SIGTERM as ours do: refuses, waits a moment, ends what is left."""
+"""A server that streams a few bytes. On SIGTERM it leaves like our servers: it refuses new calls, waits a moment and
+ends the rest."""
 
 from __future__ import annotations
 

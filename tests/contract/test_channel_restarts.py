@@ -19,7 +19,7 @@ SERVER = Path(__file__).with_name("stream_server.py")
 NUM_CLIENTS = 8
 DEADLINE_S = 1.0
 LATE_S = 1.0
-"""What a call may take beyond its deadline on a busy machine."""
+"""How late a call may end after its deadline on a busy machine."""
 SECONDS = 5.0
 
 

@@ -1,6 +1,6 @@
-"""What images and the compose file are made from exists, and starts programs as they want to be started.
+"""Everything that the images and the compose file use exists, and they start our programs with valid arguments.
 
-No container engine is asked: the Dockerfile is read, linted, and what its COPY lines bring is built into a wheel.
+The tests need no container engine: they parse and lint the Dockerfile, and build a wheel from what its COPY lines copy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def copies() -> list[tuple[str, str, list[str], str]]:
 
 
 def is_in_context(path: Path) -> bool:
-    """Whether .dockerignore lets a file in: the last line that matches it, or a folder that it is in, decides."""
+    """Whether .dockerignore admits a file: the last line that matches the file or one of its folders decides."""
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     relative = path.relative_to(ROOT)
     names = [str(relative), *map(str, list(relative.parents)[:-1])]
@@ -63,7 +63,7 @@ def is_in_context(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """What COPY takes of a file or folder."""
+    """Return the files that COPY copies for a file or folder."""
     return [file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file() and is_in_context(file)]
 
 
@@ -116,7 +116,7 @@ def test_what_is_copied_exists(copy: tuple[str, str, list[str], str]) -> None:
 
 
 def test_threads_of_a_worker_wait_as_those_of_a_local_cluster_do() -> None:
-    """A moment awake, and then asleep: see WAITING_THREADS."""
+    """They spin for a moment, then sleep: see WAITING_THREADS."""
     assert int(WAITING_THREADS["GOMP_SPINCOUNT"]) > 0
     said = " ".join(STAGES["worker-cpu"].all("ENV"))
     for name, value in WAITING_THREADS.items():
@@ -125,7 +125,7 @@ def test_threads_of_a_worker_wait_as_those_of_a_local_cluster_do() -> None:
 
 @pytest.mark.parametrize("name", sorted(IMAGES))
 def test_images_run_as_a_number_and_hold_no_build_tools(name: str) -> None:
-    """But a C compiler for Triton, where there are GPUs."""
+    """Except the GPU image, which has a C compiler for Triton."""
     chain = ancestors(name)
     assert STAGES["runtime"] in chain
     for stage in chain:
@@ -163,7 +163,7 @@ def test_versions_are_those_of_the_code() -> None:
 
 
 def test_the_wheel_in_the_images_is_whole(tmp_path: Path) -> None:
-    """Every file of our packages, from what the COPY lines and .dockerignore let through."""
+    """A wheel built from what the COPY lines and .dockerignore admit has every file of our packages."""
     context = tmp_path / "src"
     for stage, source, paths, _ in copies():
         if stage == "package" and not source:
@@ -187,7 +187,7 @@ def test_the_wheel_in_the_images_is_whole(tmp_path: Path) -> None:
 
 
 def installed_by(requirements: Path) -> set[str]:
-    """Names of all distributions that a requirements file brings, as they are installed here."""
+    """Return the names of all distributions that a requirements file installs, according to those installed here."""
     todo = [Requirement(line) for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
     assert {canonicalize_name(one.name) for one in todo} <= set(constraints())
     done: set[tuple[str, str]] = set()
@@ -207,7 +207,7 @@ def installed_by(requirements: Path) -> set[str]:
 
 @pytest.mark.parametrize("image", ["router", "gateway", "worker"])
 def test_an_image_holds_the_same_versions_whenever_it_is_built(image: str, tmp_path: Path) -> None:
-    """What is needed in turn is pinned as well. (Torch itself pins what its CUDA builds bring.)"""
+    """Indirect dependencies are pinned as well. (Torch itself pins those of its CUDA builds.)"""
     requirements = ROOT / "deploy" / "requirements" / f"{image}.txt"
     if image == "worker":
         requirements = tmp_path / "worker.txt"
@@ -218,7 +218,7 @@ def test_an_image_holds_the_same_versions_whenever_it_is_built(image: str, tmp_p
 
 @pytest.mark.parametrize("program", ["router", "gateway"])
 def test_slim_images_have_all_that_is_imported(program: str) -> None:
-    """Import every module of the program's packages where nothing can be imported but what its image holds."""
+    """Import every module of the program's packages in a process that can import only what its image holds."""
     allowed = installed_by(DEPLOY / "requirements" / f"{program}.txt")
     assert not allowed & {"torch", "transformers", "numpy"}
     modules_of = importlib.metadata.packages_distributions()
@@ -230,7 +230,7 @@ def test_slim_images_have_all_that_is_imported(program: str) -> None:
     ours = ["gateway", "rpc", "protos"] if program == "gateway" else ["router", "rpc", "registry", "prefix_hash"]
     paths = sorted(path for package in ours for path in (ROOT / package).rglob("*.py"))
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    # uvicorn takes httptools where it is there, and is several times slower where it is not: nothing would fail.
+    # Without httptools uvicorn would be several times slower, but nothing would fail.
     modules += ["tandem.client", *(["httptools"] if program == "gateway" else [])]
     code = f"""
 import importlib, sys
@@ -254,12 +254,12 @@ OURS = ["router", "prefill", "decode", "gateway"]
 
 
 def expanded(text: str) -> str:
-    """As compose does, with nothing in the environment."""
+    """Expand variables as compose does, with an empty environment."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
 def command_of(service: str) -> tuple[str, list[str]]:
-    """Program and arguments."""
+    """Return program and arguments."""
     words = [expanded(word) for word in SERVICES[service]["command"]]
     entrypoint = json.loads(STAGES[SERVICES[service]["build"]["target"]].all("ENTRYPOINT")[0])
     module, *args = [*entrypoint[3:], *words]

@@ -1,4 +1,4 @@
-"""What beside the data is said to a peer: who waits for it waits until it is there, and no longer than they said."""
+"""The control link to a peer: a caller waits until the peer is connected, but no longer than its timeout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ async def test_who_waits_for_the_loss_of_a_connection_hears_of_it() -> None:
 
 
 async def test_a_connection_of_which_nothing_is_asked_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For ever, as gRPC reads that number: with a smaller one it hangs up, and the peer is taken for lost."""
+    """gRPC reads the maximum as forever. With a smaller number it closes the idle connection, and the peer would be
+    taken for lost."""
     name, longest = channel.KEPT_WHILE_IDLE
     assert longest == 2**31 - 1
     monkeypatch.setattr(channel, "KEPT_WHILE_IDLE", (name, 1_000))

@@ -1,4 +1,4 @@
-"""Pages that are made from the code are current, and what pages name exists."""
+"""Pages generated from the code are current, and what pages refer to exists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_the_configuration_reference_is_current() -> None:
 
 
 def anchor(heading: str) -> str:
-    """What a heading is called in a link."""
+    """Return the anchor of a heading in links."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
 def prose_of(page: Path) -> str:
-    """Without its blocks of code, whose comments begin as headings do."""
+    """Return the page without code blocks, whose comments look like headings."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
@@ -69,5 +69,5 @@ def test_alerts_notice_what_is_absent_and_not_what_never_was() -> None:
 
 
 def test_kubernetes_has_the_same_alerts() -> None:
-    """kustomize reads no file above its folder, so that they are written twice."""
+    """The alerts are written twice, because kustomize reads no file above its folder."""
     assert ALERTS.items() <= PODS_ALERTS.items()

@@ -1,4 +1,4 @@
-"""The gateway over real connections on both sides. The router's answers are scripted, so that they can be any."""
+"""The gateway with real connections on both sides. The router's answers are scripted, so that they can be anything."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_prompts_of_each_kind(prompt: Any, texts: list[str], is_stream: bo
         assert [choice["text"] for choice in response.json()["choices"]] == texts
         return
     assert response.headers["content-type"].startswith("text/event-stream")
-    assert response.headers["x-accel-buffering"] == "no"  # nginx would keep tokens back
+    assert response.headers["x-accel-buffering"] == "no"  # else nginx would buffer tokens
     *events, usage, done = events_of(response.text)
     assert done == "[DONE]"
     assert usage["choices"] == []
@@ -135,7 +135,7 @@ async def test_a_refusal_has_its_status_streamed_or_not(
 
 
 async def test_what_fails_in_the_middle_of_a_stream_is_its_last_event() -> None:
-    """It had its status before: that of all that have begun, and a counter of its own says how many of them failed."""
+    """The stream has already got status 200, like all that have begun; a separate counter counts those that failed."""
     body = {"prompt": "a", "stream": True}
     async with gateway() as (router, http):
         assert (await http.post("/v1/completions", json=body)).text.endswith("[DONE]\n\n")
@@ -287,7 +287,7 @@ async def test_what_ended_an_answer(why: dict[str, Any], expected: str | int | N
 
 @pytest.mark.parametrize("is_in_body", [False, True])
 async def test_requests_of_one_name_run_beside_each_other(is_in_body: bool) -> None:
-    # As of a service that hands on the id of what it was asked, with all that it asks for that.
+    # A service may pass the id of its own request on with all requests that it makes for it.
     running: set[str] = set()
     are_two = asyncio.Event()
 
@@ -332,7 +332,7 @@ async def test_what_is_refused_has_a_line_in_the_log(caplog: pytest.LogCaptureFi
 async def test_a_request_that_its_body_names_is_refused_by_that_name(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The router logs it under that name: whoever looks for the other finds nothing there."""
+    """The router logs the request under the body's name: an operator would not find the header's name there."""
     caplog.set_level("INFO")
     of_path = {"messages": [{"role": "user", "content": "a"}]} if path == "/v1/messages" else {"prompt": "a"}
     body = {"max_tokens": 1, "request_id": "named", **of_path}
@@ -383,12 +383,12 @@ async def test_models_health_version_page_and_metrics() -> None:
 
 
 async def test_the_load_is_what_is_being_answered() -> None:
-    """A stream until it has ended, however it does."""
+    """A stream counts until it has ended, in whatever way."""
     async with gateway() as (router, http):
         router.script = router.endless
         assert (await http.get("/load")).json() == {"server_load": 0}
         async with AsyncExitStack() as streams:
-            all_lines = []  # an iterator that is let go of closes its stream
+            all_lines = []  # keeps the iterators alive: a freed iterator closes its stream
             for number in (1, 2):
                 begun = http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True})
                 all_lines.append((await streams.enter_async_context(begun)).aiter_lines())

@@ -1,4 +1,4 @@
-"""Who may ask a gateway: by a key, and from which pages; and the key that it brings to a router."""
+"""Who may use a gateway: API keys and allowed origins; and the key that the gateway sends to a router."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_a_key_where_one_is_asked_for() -> None:
 
 
 async def test_any_of_several_keys(caplog: pytest.LogCaptureFixture) -> None:
-    """One is to be replaced by another while both are in use."""
+    """So that a key can be replaced while both are in use."""
     caplog.set_level("DEBUG")
     async with gateway(api_key=("older", "newer")) as (_, http):
         for key, status in (("older", 200), ("newer", 200), ("older newer", 401), ("old", 401)):
@@ -38,7 +38,7 @@ async def test_any_of_several_keys(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_router_that_asks_for_a_key(caplog: pytest.LogCaptureFixture) -> None:
-    """It is the gateway's to bring, and no client's fault where it is wrong."""
+    """The gateway sends the router's key itself; a wrong one is reported as a server error, not as the client's."""
     asked = {"prompt": "a b", "stream": True}
     async with gateway(router_keys=("r1", "r2"), router_api_key="r2 r3", api_key=("c",)) as (router, http):
         answer = await http.post("/v1/completions", json=asked, headers={"authorization": "Bearer c"})

@@ -1,6 +1,6 @@
-"""Bodies and headers of requests as the gateway reads them: what is refused by its name, and what is let through.
+"""How the gateway reads bodies and headers of requests: what it refuses by name, and what it accepts.
 
-Over real connections on both sides; the router's answers are scripted."""
+Connections are real on both sides; the router's answers are scripted."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ async def test_a_body_that_is_wrong_is_refused_by_name(body: dict[str, Any], par
     ],
 )
 def test_a_list_is_read_until_something_in_it_is_wrong(kind: type[Body], body: dict[str, Any]) -> None:
-    """To say all that is wrong with a million of them would take minutes, and gigabytes."""
+    """Reporting every error in a list of a million would take minutes, and gigabytes."""
     with pytest.raises(ValidationError) as caught:
         kind.read(json.dumps(body).encode())
-    wrong = [error for error in caught.value.errors() if error["loc"] != ("stop", "str")]  # it might be a text
+    wrong = [error for error in caught.value.errors() if error["loc"] != ("stop", "str")]  # the alternative of a text
     assert len(wrong) == 1
 
 
@@ -121,7 +121,7 @@ TOOL = {"type": "function", "name": "f"}
     ],
 )
 def test_an_object_is_read_until_something_in_it_is_wrong(kind: type[Body], body: dict[str, Any], place: str) -> None:
-    """As lists are: to say all that is wrong in 4 MB took two seconds, in which nobody else was answered."""
+    """Like lists: reporting every error in 4 MB took two seconds, in which no other client was answered."""
     with pytest.raises(ValidationError) as caught:
         kind.read(json.dumps(body).encode())
     assert caught.value.error_count() <= 100
@@ -205,7 +205,7 @@ async def test_null_is_absent_in_every_optional_field(path: str) -> None:
             assert response.status_code == 200, response.text
         assert (await http.post(f"/v1/{path}", json=needed)).status_code == 200
     for request in router.requests:
-        request.sampling_params.ClearField("seed")  # drawn by the client, so that a resumed answer goes on alike
+        request.sampling_params.ClearField("seed")  # chosen by the client, so that a resumed answer continues alike
     assert router.requests[0].sampling_params == router.requests[2].sampling_params
 
 
@@ -239,7 +239,7 @@ async def test_a_bound_of_tokens_has_the_name_that_was_given() -> None:
     ],
 )
 async def test_words_of_the_client_are_said_as_they_are(field: str, said: str) -> None:
-    """Also where they are those of our fields, which have other names in its body."""
+    """Also if they contain our field names, which are translated to the client's names elsewhere."""
     body = {"messages": [HI], "max_completion_tokens": 5, "response_format": {"type": "json_object"}}
     asked = {"input": "a", "max_output_tokens": 5, "text": {"format": {"type": "json_object"}}}
     async with gateway() as (router, http):
@@ -270,7 +270,7 @@ LONG = "u" * 100_000
     ],
 )
 async def test_a_complaint_is_short_whatever_is_wrong(path: str, body: dict[str, Any]) -> None:
-    """It was as long as the body, twice."""
+    """It was once twice as long as the body."""
     async with gateway() as (_, http):
         refused = await http.post(f"/{path}", json=body)
     assert refused.status_code in (400, 405)
@@ -404,7 +404,8 @@ MANY = {
 
 @pytest.mark.parametrize("path", MANY)
 async def test_of_more_messages_than_a_router_takes_none_is_looked_at(path: str) -> None:
-    """A body has room for a hundred thousand, which take seconds of the event loop, in which no stream goes on."""
+    """A body has room for a hundred thousand messages, which would block the event loop, and all streams, for
+    seconds."""
     name, message, most, others = MANY[path]
     tool = {"type": "function", "name": "f", "function": {"name": "f"}, "input_schema": {}}
     async with gateway() as (router, http):
@@ -436,7 +437,7 @@ def test_what_a_router_takes_the_gateway_takes() -> None:
     ],
 )
 async def test_an_answer_may_be_shorter_where_clients_expect_that(path: str, field: str, is_target: bool) -> None:
-    """Anthropic's learn from the refusal how much room there is."""
+    """Anthropic's clients expect a refusal, which tells them how much room there is."""
     said: dict[str, Any] = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(
         path, {"messages": [{"role": "user", "content": "a"}]}
     )

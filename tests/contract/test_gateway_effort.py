@@ -1,4 +1,4 @@
-"""How much a model is to think, as clients say it over HTTP: what a router is told of it."""
+"""How clients set a model's reasoning effort over HTTP, and what the gateway tells the router."""
 
 from __future__ import annotations
 

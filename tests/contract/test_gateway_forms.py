@@ -1,4 +1,4 @@
-"""The form that a request asks of its answer, in OpenAI's words and in vLLM's, as the router is told of it."""
+"""The form that a request demands of its answer, in OpenAI's and in vLLM's parameters, as the router gets it."""
 
 from __future__ import annotations
 

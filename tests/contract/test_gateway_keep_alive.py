@@ -1,4 +1,4 @@
-"""Streams that have nothing to say yet, or not for a while, are not silent: proxies cut connections that are."""
+"""A stream without a token for a while sends signs of life, because proxies cut silent connections."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ of_each_route = pytest.mark.parametrize(("path", "body", "sign"), ROUTES, ids=[p
 
 
 class Slow:
-    """A router's answer, each of whose messages waits until it is let go."""
+    """A router's answer, each of whose messages waits for a call of `let_go`."""
 
     def __init__(self, router: Router, error: TandemError | None = None) -> None:
         self._may = asyncio.Semaphore(0)
@@ -53,14 +53,14 @@ class Slow:
 
 
 class Blocks:
-    """Of a stream of events, as they come."""
+    """Reads the blocks of an event stream as they come."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._lines = response.aiter_lines()
         self.seen: list[list[str]] = []
 
     async def next(self) -> list[str]:
-        """The next one's lines."""
+        """Return the lines of the next block."""
         block: list[str] = []
         async for line in self._lines:
             if not line:
@@ -80,14 +80,14 @@ class Blocks:
 
 
 def said(blocks: Blocks, sign: list[str]) -> list[Any]:
-    """What the stream has told, without the signs of life."""
+    """Return the stream's data, without the signs of life."""
     datas = [block[-1].removeprefix("data: ") for block in blocks.seen if block != sign]
     return [data if data == "[DONE]" else json.loads(data) for data in datas]
 
 
 @of_each_route
 async def test_a_stream_is_never_silent_for_long(path: str, body: dict[str, Any], sign: list[str]) -> None:
-    """Not before its first token, and not between two."""
+    """Neither before its first token nor between two tokens."""
     async with gateway(sse_keep_alive_s=SOON_S) as (router, http):
         slow = Slow(router)
         for _ in range(3):
@@ -111,7 +111,7 @@ async def test_a_stream_is_never_silent_for_long(path: str, body: dict[str, Any]
 
 
 def _without_names(event: Any) -> str:
-    """And without times."""
+    """Return the event as text, without generated ids and times."""
     return re.sub(r'"[a-z]+[_-][0-9a-f]{8}[^"]*"|"created(_at)?": \d+', "", json.dumps(event))
 
 
@@ -119,7 +119,7 @@ def _without_names(event: Any) -> str:
 async def test_an_error_after_a_sign_of_life_is_the_last_event(
     path: str, body: dict[str, Any], sign: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its status tells whoever runs the gateway nothing of it: the log does, and a counter of its own."""
+    """The status 200 does not show the error to operators: the log and a separate counter do."""
     caplog.set_level("INFO")
     async with gateway(sse_keep_alive_s=SOON_S) as (router, http):
         slow = Slow(router, NoWorker("nobody is there", retry_after_s=3))

@@ -1,4 +1,4 @@
-"""How likely tokens were, in OpenAI's two ways of saying it, and how it is asked for."""
+"""Logprobs in OpenAI's two formats (chats, completions), and how clients ask for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protos import tandem_inference_pb2 as pb
 
 
 def told(offset: int, *entries: tuple[bytes, float], text: str = "") -> pb.GenerateResponse:
-    """A token for each text and number, and beside each the one alternative "x"."""
+    """Return a message with a token for each (text, logprob), each with the one alternative "x"."""
     message = tokens(offset, *range(offset, offset + len(entries)), text=text)
     for number, (token, logprob) in enumerate(entries, offset):
         sampled = pb.Logprob(token_id=number, logprob=logprob, rank=2, token=token)
@@ -23,7 +23,7 @@ def told(offset: int, *entries: tuple[bytes, float], text: str = "") -> pb.Gener
 
 
 async def tell(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-    """The parts of a character come without text; a token that cannot be has no finite number."""
+    """A part of a character comes without text; an impossible token has an infinite logprob."""
     yield told(0, (b" h", -1.5))
     yield told(1, (b"\xc3", -2.5), (b"\xa9", float("-inf")), text=" h\u00e9")
     yield last(3)
@@ -110,7 +110,8 @@ PROMPT = "<s> \u00e9t"
 
 
 def of_prompt() -> list[pb.TokenLogprobs]:
-    """Its beginning, then a character in two parts, then a letter: each with two alternatives."""
+    """Logprobs of a prompt: its start token, a character in two tokens, a letter; all but the first with two
+    alternatives."""
     tokens = [b"<s>", b" \xc3", b"\xa9", b"t"]
     told = []
     for number, (token, offset) in enumerate(zip(tokens, (0, 3, 4, 5), strict=True)):
@@ -180,7 +181,7 @@ async def test_an_echo_begins_with_the_prompt(prompt: str | list[int], hidden: i
 
 
 async def test_an_echo_stands_before_each_of_several_choices() -> None:
-    """The prompt's numbers come with the first one alone."""
+    """The prompt's logprobs come only with the first choice."""
 
     async def tell_two(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         for sequence in (0, 1):
@@ -247,7 +248,7 @@ async def test_what_an_echo_asks_for_is_not_told_of_prompt_logprobs() -> None:
 
 
 async def test_all_that_is_told_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each choice would have it: 4 tokens, 3 of them with 2 alternatives, are 10 numbers."""
+    """Each choice repeats the prompt: 4 tokens, 3 of them with 2 alternatives, are 10 numbers."""
     monkeypatch.setattr(run, "MAX_PROMPT_NUMBERS", 19)
     body = {"prompt": PROMPT, "echo": True, "logprobs": 2, "max_tokens": 0}
     async with gateway() as (router, http):

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over HTTP, by its own client, streamed and whole: answers, and what goes wrong with them."""
+"""Anthropic's Messages API over HTTP, with its own client, streamed and whole: answers and errors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _import() -> None:
-    """Now: it takes seconds, which who only collects tests need not wait for."""
+    """Import only when the tests run: it takes seconds, which test collection need not wait for."""
     global anthropic
     import anthropic
 
 
 def client_of(http: httpx.AsyncClient, **further: Any) -> anthropic.AsyncAnthropic:
-    """It asks nothing twice by itself."""
+    """Return a client that does not retry."""
     asked = {"api_key": "none", "max_retries": 0, "default_headers": NAMED, **further}
     return anthropic.AsyncAnthropic(base_url=str(http.base_url), http_client=http, **asked)
 
 
 async def ask(http: httpx.AsyncClient, **body: Any) -> tuple[dict[str, Any], list[Any]]:
-    """The whole answer, and the events of a stream, which add up to the same."""
+    """Return the whole answer and the events of a stream; check that both agree."""
     client, asked = client_of(http), {"model": "the-model", "max_tokens": 9, "messages": HI, **body}
     whole = await client.messages.create(**asked)
     async with client.messages.stream(**asked) as stream:
@@ -49,7 +49,7 @@ async def ask(http: httpx.AsyncClient, **body: Any) -> tuple[dict[str, Any], lis
 
 
 def told(events: list[Any]) -> list[tuple[int, str]]:
-    """Of the blocks: which, and what kind of event."""
+    """Return the block index and the kind of each event of a block."""
     kinds = [(each.index, each.delta.type if "delta" in each.type else each.type) for each in events[1:-2]]
     return [(index, kind.removeprefix("content_block_")) for index, kind in kinds]
 
@@ -133,7 +133,7 @@ async def test_why_an_answer_ended() -> None:
 
 
 async def test_what_was_said_before_reaches_the_template() -> None:
-    """Blocks as answers have them, and what clients add to those."""
+    """Blocks like those of answers, with the fields that clients add."""
     cached = {"cache_control": {"type": "ephemeral"}}
     said = [
         {"role": "user", "content": [{"type": "text", "text": "Rain", **cached}, {"type": "text", "text": "?"}]},
@@ -234,7 +234,7 @@ async def read(stream: Any, events: list[Any]) -> None:
 
 
 async def test_what_fails_later_is_the_last_event() -> None:
-    """So is a stream that is not exact."""
+    """Also for a stream with a gap."""
     scripts = [(failing(Draining("leaving"), after=2), "overloaded_error", "leaving"),
                (saying(piece(0, 1, text="a"), piece(2, 3, text="c")), "api_error", "internal server")]  # fmt: skip
     async with gateway() as (router, http):
@@ -271,7 +271,7 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
 
 
 async def test_keys_bounds_and_routes() -> None:
-    """The key is Anthropic's header, too; other routes keep their words."""
+    """Anthropic's key header works, too; other routes keep their own error format."""
     async with gateway(api_key=("secret",), max_body_bytes=4096) as (_, http):
         body = {"max_tokens": 9, "messages": HI}
         for wrong in ({}, {"x-api-key": "other"}, {"authorization": "Bearer other"}, {"authorization": "secret"}):

@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - gRPC's method names
-"""A gateway before the routers of two models: each request goes to those of the model that it names."""
+"""A gateway in front of the routers of two models: each request goes to the routers of the model that it names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rpc.server import Server
 
 
 class Named(Router):
-    """The routers of one model. It is `known`: until that is set, they do not say what they serve."""
+    """The router of one model. While `known` is not set, it does not answer what it serves."""
 
     def __init__(self, model: str, aliases: tuple[str, ...] = (), lora_names: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class Named(Router):
 
 @asynccontextmanager
 async def before(*routers: Named, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """`more`: of the gateway's flags. It leaves when the first router's `stop` is set."""
+    """Run a gateway in front of these routers. `more`: further flags of the gateway. It leaves when the first router's
+    `stop` is set."""
     async with AsyncExitStack() as servers, asyncio.timeout(3 * TIMEOUT_S):
         addresses = []
         for router in routers:
@@ -154,7 +155,7 @@ async def test_an_adapter_that_comes_is_found(big: Named, small: Named, monkeypa
         small.info.lora_names.append("poems")
         assert (await ask(http, "poems")).status_code == 200
         small.info.lora_names.remove("poems")
-        assert (await ask(http, "big")).status_code == 200  # asks, meanwhile, what there is
+        assert (await ask(http, "big")).status_code == 200  # refreshes the list of models meanwhile
         while (await ask(http, "poems")).status_code != 404:
             pass
         big.info.lora_names.append("poems")
@@ -163,10 +164,10 @@ async def test_an_adapter_that_comes_is_found(big: Named, small: Named, monkeypa
 
 
 async def test_the_others_are_served_while_the_routers_of_one_do_not_answer(big: Named, small: Named) -> None:
-    """Those that hang first, and then those that are gone."""
+    """First while the other model's router hangs, then after it is gone."""
     small.known.clear()
     async with before(small, big) as http:
-        async with asyncio.timeout(TIMEOUT_S / 2):  # a question has ten seconds
+        async with asyncio.timeout(TIMEOUT_S / 2):  # well below the ten seconds of a question to a router
             assert (await ask(http, "big")).status_code == 200
             assert (await http.get("/health")).status_code == 200
         small.known.set()
@@ -185,7 +186,7 @@ async def test_the_others_are_served_while_the_routers_of_one_do_not_answer(big:
 async def test_the_log_says_once_whose_routers_do_not_answer(
     big: Named, small: Named, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """/health does not: the others are served."""
+    """/health stays 200, since the other model is served."""
     monkeypatch.setattr("gateway.models.MAX_AGE_S", 0.0)
     async with before(big, small) as http:
         await small.server.drain(0)
@@ -207,7 +208,7 @@ async def test_whether_a_name_is_there_cannot_be_said_while_somebody_may_have_it
 
 @asynccontextmanager
 async def before_one_that_hangs(big: Named, small: Named) -> AsyncIterator[httpx.AsyncClient]:
-    """For less long than a question has."""
+    """Run a gateway in front of a router that hangs; the test must take less time than a question to a router may."""
     small.known.clear()
     async with before(big, small, drain_grace_s=0.2) as http, asyncio.timeout(TIMEOUT_S / 2):
         yield http
@@ -227,7 +228,7 @@ async def test_the_time_that_asking_takes_is_of_the_deadline(big: Named, small: 
         )
         asked = asyncio.create_task(asking)
         await small.is_asked.wait()
-        await asyncio.sleep(0.3)  # the time that it takes
+        await asyncio.sleep(0.3)  # this time must count
         small.known.set()
         assert (await asked).status_code == 200
         (left_s,) = small.deadlines_s
@@ -276,7 +277,7 @@ async def test_what_no_router_need_be_asked_for_is_said_while_one_hangs(big: Nam
 
 
 async def test_who_hangs_is_listed_as_it_was_until_that_is_an_outage(big: Named, small: Named) -> None:
-    """It may be one of several routers that is asked."""
+    """The router that hangs may be one of several of its model."""
     async with before(big, small) as http, asyncio.timeout(TIMEOUT_S / 2):
         for _ in range(2):
             listed = (await http.get("/v1/models")).json()["data"]
@@ -285,7 +286,7 @@ async def test_who_hangs_is_listed_as_it_was_until_that_is_an_outage(big: Named,
 
 
 async def test_a_name_that_has_gone_to_another_cluster_is_found_there(big: Named, small: Named) -> None:
-    """Also where nobody has asked since."""
+    """Also if no request has named it since."""
     async with before(big, small) as http:
         assert (await ask(http, "sql")).status_code == 200
         small.info.lora_names.remove("sql")

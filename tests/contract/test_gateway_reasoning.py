@@ -1,4 +1,4 @@
-"""What a model thinks, over HTTP: in vLLM's words, streamed and whole, and sent back."""
+"""A model's reasoning over HTTP: in vLLM's fields, streamed and whole, and sent back by clients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_an_answer_that_ends_within_its_thought_has_no_content() -> None:
 
 
 def told(offset: int, *said: str, **fields: Any) -> pb.GenerateResponse:
-    """A token for each text, with its logprob."""
+    """Return a message with a token and its logprob for each text."""
     message = pb.GenerateResponse(request_id="r", offset=offset, token_ids=range(offset, offset + len(said)), **fields)
     for number, text in enumerate(said, offset):
         message.logprobs.add(sampled=pb.Logprob(token_id=number, logprob=-0.5, rank=1, token=text.encode()))
@@ -104,7 +104,7 @@ SAID = [
 async def test_logprobs_are_of_the_tokens_of_the_content(
     messages: list[pb.GenerateResponse], of_content: list[str]
 ) -> None:
-    """Streamed and whole, not of what was thought or called, nor of the words around it; and so in a response."""
+    """Not of thoughts, of calls or of the words around them; streamed and whole, and in the Responses API, too."""
 
     async def say(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         for message in messages:
@@ -128,7 +128,7 @@ async def test_logprobs_are_of_the_tokens_of_the_content(
 
 
 async def test_one_who_does_not_think_has_no_thought() -> None:
-    """The message has the field all the same: vLLM's clients read it of any, as an attribute. No event has it."""
+    """A whole message still has the field, because vLLM's clients read it as an attribute; events have none."""
     async with gateway() as (_, http):
         (choice,) = (await http.post(CHAT, json=ASKED)).json()["choices"]
         body = (await http.post(CHAT, json={**ASKED, "stream": True})).text

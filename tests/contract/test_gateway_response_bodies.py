@@ -1,4 +1,4 @@
-"""What is asked of OpenAI's Responses API: items that are messages, what travels, and what is refused by name."""
+"""Requests to OpenAI's Responses API: items become messages, fields reach the router, and errors name their field."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CONVERTED: list[tuple[list[Any], list[pb.ChatMessage]]] = [
 
 
 async def test_items_are_messages() -> None:
-    """Those of one answer are one message; it goes on after calls, until it hears what came of them."""
+    """The items of one answer become one message, which continues after calls until their results come."""
     async with gateway() as (router, http):
         for items, messages in CONVERTED:
             assert await messages_sent(http, router, input=items) == messages
@@ -103,7 +103,7 @@ def test_thousands_of_items_that_are_one_message_are_added_up_in_a_moment() -> N
 
 
 async def test_what_was_answered_can_be_sent_back_as_clients_do() -> None:
-    """As OpenAI's client dumps it, with nulls and with what it made of arguments beside."""
+    """OpenAI's client dumps an answer with nulls and with the parsed arguments."""
     async with gateway() as (router, http):
         router.script = saying(
             piece(0, 1, reasoning="So"), piece(1, 2, text="Well"), piece(2, 3, tool_calls=begins(0, arguments="{}"))
@@ -184,7 +184,7 @@ async def test_null_is_absent_and_what_asks_for_nothing_is_let_through() -> None
             answer = await http.post(PATH, json={"input": "a", **body})
             assert answer.status_code == 200, answer.text
     for request in router.requests:
-        request.sampling_params.ClearField("seed")  # drawn by the client, so that a resumed answer goes on alike
+        request.sampling_params.ClearField("seed")  # chosen by the client, so that a resumed answer continues alike
     assert all(each.sampling_params == router.requests[-1].sampling_params for each in router.requests)
 
 
@@ -301,7 +301,8 @@ async def test_what_a_router_says_of_other_fields_is_in_the_bodys_words() -> Non
 
 
 async def test_an_item_is_one_of_the_kinds_that_are_described() -> None:
-    """In JSON's schemas a kind that is anything would be a second one of each, of which there may be one alone."""
+    """The catch-all kind is described as matching nothing: else it would match every item, and oneOf allows only one
+    match."""
     async with gateway() as (_, http):
         described = (await http.get("/openapi.json")).json()
     [_, items] = described["components"]["schemas"]["ResponseRequest"]["properties"]["input"]["oneOf"]

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over HTTP, streamed and whole: answers, and what goes wrong with them."""
+"""OpenAI's Responses API over HTTP, streamed and whole: answers and errors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_calls_streamed_and_whole() -> None:
 
 
 async def test_items_stand_in_the_order_in_which_they_were_said() -> None:
-    """A message of the router that ends a call may begin what follows it."""
+    """A router's message that ends a call may also begin the next item."""
     async with gateway() as (router, http):
         router.script = saying(
             piece(0, 1, tool_calls=begins(0, arguments="{")),
@@ -172,7 +172,7 @@ async def test_an_answer_of_nothing_is_an_empty_message() -> None:
 
 
 def told(offset: int, *entries: bytes, **said: Any) -> pb.GenerateResponse:
-    """A token for each text, and beside each the one alternative "x"."""
+    """Return a message with a token for each text, each with the one alternative "x"."""
     message = tokens(offset, *range(offset, offset + len(entries)))
     message.MergeFrom(pb.GenerateResponse(**said))
     for number, token in enumerate(entries, offset):
@@ -182,7 +182,7 @@ def told(offset: int, *entries: bytes, **said: Any) -> pb.GenerateResponse:
 
 
 async def test_logprobs_of_what_a_text_is_made_of() -> None:
-    """Parts of a character come before its text, what ends an answer has none; a thought's are left out."""
+    """A character's first tokens come before its text, an end token has no text; a thought's logprobs are left out."""
     async with gateway() as (router, http):
         router.script = saying(
             told(0, b"Hm", reasoning="Hm"), told(1, b" h", text=" h"), told(2, b"\xc3"),
@@ -208,7 +208,7 @@ async def test_logprobs_of_what_a_text_is_made_of() -> None:
 
 
 async def test_an_answer_that_ends_at_once_has_the_logprobs_of_its_end() -> None:
-    """As a chat's."""
+    """Like a chat."""
     async with gateway() as (router, http):
         router.script = saying(told(0, b"<end>"))
         whole, events = await ask(http, input="Hi", include=LOGPROBS)
@@ -267,7 +267,7 @@ async def test_what_fails_later_is_the_last_event(error: TandemError, code: str,
 
 
 async def test_a_stream_that_is_not_exact_is_never_shown_as_an_answer() -> None:
-    """A gap; and more of a call, after it was told that it is over."""
+    """A stream with a gap, or with more of a call after the call has ended."""
     scripts = [
         saying(piece(0, 1, text="a"), piece(2, 3, text="c")),
         saying(piece(0, 1, tool_calls=begins(0)), piece(1, 2, text="a"), piece(2, 3, tool_calls=goes_on(0, "{"))),

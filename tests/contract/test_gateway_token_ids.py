@@ -1,4 +1,4 @@
-"""vLLM's return_token_ids, and usage from the first event on: where a stream and a whole answer have them."""
+"""vLLM's return_token_ids, and usage from the first event on, in streams and whole answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT_IDS = [5, 6, 7]
 
 
 async def tell(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-    """Two tokens to each choice, the first of which says nothing yet; the prompt's come with the first choice."""
+    """Send two tokens for each choice, the first without text. The prompt's tokens come with the first choice."""
     for sequence in range(max(1, request.sampling_params.n)):
         first = tokens(0, 8)
         first.prompt_tokens = len(PROMPT_IDS)

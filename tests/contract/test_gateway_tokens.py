@@ -1,4 +1,4 @@
-"""What prompts are in tokens, and back: over HTTP, from a router's real tokenizer, with no worker anywhere."""
+"""/tokenize, /detokenize and input_tokens over HTTP, with a router's real tokenizer and without workers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_how_a_chats_prompt_ends(texts: Texts, of_transformers: Any, furth
 
 @pytest.mark.parametrize("further", [{}, {"tools": True}, {"chat_template_kwargs": {"date_string": "today"}}])
 async def test_a_responses_input(texts: Texts, further: dict[str, Any]) -> None:
-    """As many as the same messages are."""
+    """The same number of tokens as for the same messages."""
     of_chat, of_response = dict(further), dict(further)
     if "tools" in further:
         of_chat["tools"], of_response["tools"] = TOOLS, [{"type": "function", **LOOK_UP}]
@@ -151,7 +151,7 @@ async def test_more_tokens_than_can_be_told(
 
 
 async def test_more_text_than_can_be_told(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An id may stand for more bytes than it takes itself."""
+    """A token's text may be longer than its id in the request."""
     async with gateway(texts) as (_, http):
         answers = [await http.post("/detokenize", json={"tokens": [0] * number}) for number in (1, 99_000)]
         monkeypatch.setattr("router.validation.tokens.MAX_TEXT_BYTES", 26)

@@ -1,4 +1,4 @@
-"""Tools over HTTP: OpenAI's words to the wire's, and calls back, streamed and whole."""
+"""Tools over HTTP: OpenAI's fields are translated for the router, and calls come back, streamed and whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MADE = {"id": "call_1", "type": "function", "function": {"name": "weather", "arg
 
 
 async def call(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-    """One that is cut into pieces, as the router streams it."""
+    """Send one call in pieces, as the router streams it."""
     yield tokens(0, 1, text="Well")
     pieces = [pb.ToolCallDelta(id="call_1", name="weather"), pb.ToolCallDelta(arguments='{"city":')]
     yield pb.GenerateResponse(request_id="r", offset=1, token_ids=[2], tool_calls=pieces)
@@ -104,7 +104,7 @@ async def test_pieces_of_a_call_that_has_not_begun_are_no_answer() -> None:
 
 
 async def test_what_clients_send_back_is_taken() -> None:
-    """With what they, and others' servers, put beside."""
+    """The messages have the extra fields that clients, and other servers, add."""
     sent = [
         {"role": "assistant", "content": None, "refusal": None, "annotations": [], "parsed": None,
          "reasoning_content": None, "tool_calls": [{"index": 0, "id": None, "type": None, "function": {

@@ -1,4 +1,4 @@
-"""What a gateway's span says of a request that failed, before its status and after it."""
+"""A gateway's span of a request that fails before or after its status has been sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/http.md names what the gateway takes, and nothing else."""
+"""docs/http.md names what the gateway accepts, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gateway.responses.request import ResponseRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 VALUES = {"json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"}
-"""Of fields, not fields themselves."""
+"""Words in the tables that are values of fields, not fields."""
 
 
 def rows_below(heading: str) -> list[list[str]]:
-    """Cells of the first table there, without its head."""
+    """Return the cells of the first table below the heading, without its header row."""
     lines = PAGE[PAGE.index(heading) :].splitlines()
     table = dropwhile(lambda line: not line.startswith("|"), lines)
     _, _, *rows = takewhile(lambda line: line.startswith("|"), table)
@@ -33,7 +33,7 @@ def code_in(text: str) -> list[str]:
 
 
 def is_refused(model: type[ChatRequest | CompletionRequest | ResponseRequest], name: str) -> bool:
-    """Of a kind that may ask for nothing: made by `gateway.asked.only`."""
+    """Whether the field accepts only values without effect (made by `gateway.asked.only`)."""
     return "only.<locals>" in repr(model.model_fields[name].metadata)
 
 

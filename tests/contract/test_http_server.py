@@ -1,4 +1,4 @@
-"""HTTP at its edges, over real connections: clients that send without end, that say nothing, that leave."""
+"""Edge cases of HTTP over real connections: clients that send endlessly, that are silent, or that leave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
 
 
 class Application:
-    """Reads each request's body, and answers when it may."""
+    """Reads each request's body, and answers once `may_answer` is set."""
 
     def __init__(self) -> None:
         self.has_head = asyncio.Event()
@@ -90,7 +90,7 @@ BODIES = [b"content-length: 4\r\n\r\nbody", b"transfer-encoding: chunked\r\n\r\n
 @pytest.mark.parametrize("body", BODIES, ids=["with a length", "in chunks"])
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
 async def test_who_would_rather_speak_another_protocol_is_answered_in_this_one(protocol: bytes, body: bytes) -> None:
-    """As Java's HttpClient would: it offers HTTP/2 with each first request, body and all."""
+    """Java's HttpClient, for example, offers HTTP/2 with each first request, even one with a body."""
     async with serving() as (application, host, port):
         head = (
             HEAD + b"connection: Upgrade, HTTP2-Settings\r\nupgrade: " + protocol + b"\r\nhttp2-settings: AAMAAABk\r\n"
@@ -135,7 +135,7 @@ async def test_nor_is_one_that_began_its_next_request_before_the_answer(monkeypa
 
 @contextmanager
 def files_left(number: int) -> Iterator[None]:
-    """As with `ulimit -n`, and all but so many open."""
+    """Limit the process' open files, as `ulimit -n` does, so that `number` more can be opened."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
@@ -153,7 +153,7 @@ def files_left(number: int) -> Iterator[None]:
 
 
 async def connected(client: socket.socket, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A socket that was made while there were files."""
+    """Connect a socket that was made before the files ran out."""
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, (host, port))
     return await asyncio.open_connection(sock=client)
@@ -162,10 +162,10 @@ async def connected(client: socket.socket, host: str, port: int) -> tuple[asynci
 async def test_clients_for_whom_no_file_is_left_are_told_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And those that are there are served meanwhile, with files for what the process itself opens."""
+    """Connected clients are served meanwhile, and some files are kept for the process itself."""
     monkeypatch.setattr("rpc.listener.KEPT_BACK", 8)
     first, *others = (socket.socket() for _ in range(21))
-    with files_left(8 + 2):  # one is the server's, another its first client's
+    with files_left(8 + 2):  # beside the 8 kept back, one for the server and one for its first client
         async with serving() as (application, host, port):
             application.may_answer.clear()
             reader, writer = await connected(first, host, port)
@@ -190,7 +190,7 @@ async def test_clients_for_whom_no_file_is_left_are_told_so(
 
 
 async def test_where_not_one_file_is_left_they_wait() -> None:
-    """A second between two tries, however many may wait."""
+    """The server tries to accept once a second, however many clients wait."""
     failures: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: failures.append(context))
@@ -217,7 +217,7 @@ async def test_an_answer_may_take_longer_than_a_client_may(beside: bytes, monkey
         writer.write(HEAD + b"content-length: 4\r\n\r\nbody" + beside)
         await application.is_asked.wait()
         silent, silent_writer = await asyncio.open_connection(host, port)
-        assert await silent.read() == b""  # it came later, and its time is over
+        assert await silent.read() == b""  # it came later, and has timed out
         application.may_answer.set()
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
@@ -253,7 +253,7 @@ async def test_a_server_that_ends_waits_for_the_rest_of_a_request_only_while_it_
 
 
 async def test_an_answer_does_not_wait_for_its_head_to_be_acknowledged() -> None:
-    """Nor a token of a stream for the one before: 40 ms, where a client has nothing to say itself."""
+    """Nor does a stream's token wait for the previous one: that would cost 40 ms if the client sends nothing."""
     server = HttpServer(Application())
     host, _, port = server.start("127.0.0.1:0", flag="--listen").rpartition(":")
     async with asyncio.timeout(TIMEOUT_S):
@@ -268,7 +268,7 @@ async def test_an_answer_does_not_wait_for_its_head_to_be_acknowledged() -> None
 
 
 async def test_several_share_a_port_that_is_nobody_elses() -> None:
-    """As long as it is held, whether one of them listens or not."""
+    """While the port is held, no other process gets it, whether one of our servers listens or not."""
     held, address = hold_port("127.0.0.1:0", "--http-port")
     host, _, port = address.rpartition(":")
     with held:

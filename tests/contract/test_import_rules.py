@@ -1,4 +1,4 @@
-"""Who may import whom. A package that does not exist yet breaks no rule."""
+"""Which packages may import which. A package that does not exist yet breaks no rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker_service": {"engine", "kv_transfer", "rpc", "registry", "prefix_hash", "protos"},
     "prefill_service": {"worker_service", "engine", "kv_transfer", "rpc", "registry", "prefix_hash", "protos"},
     "decode_service": {"worker_service", "engine", "kv_transfer", "rpc", "registry", "prefix_hash", "protos"},
-    "gateway": {"tandem", "rpc", "protos"},  # its client, and what that takes and raises
+    "gateway": {"tandem", "rpc", "protos"},  # the client, with its messages and errors
 }
 ANYTHING_OF_OURS = {"tandem", "tests", "benchmarks"}
 NEVER_IMPORTED = {"tests", "benchmarks"}
@@ -50,7 +50,7 @@ def existing(packages: set[str]) -> list[str]:
 
 
 def imports_of(path: Path) -> set[tuple[str, int]]:
-    """The top-level packages that a file imports anywhere in it, lazily too, with their lines."""
+    """Return the top-level packages that a file imports anywhere, also lazily, with their lines."""
     found: set[tuple[str, int]] = set()
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
@@ -90,7 +90,7 @@ def test_what_decides_holds_integers_only() -> None:
 
 
 def test_every_package_has_a_rule() -> None:
-    """A new folder with code gets its line in MAY_IMPORT, and no vague name."""
+    """A new package needs a line in MAY_IMPORT; no file or folder has a vague name."""
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages <= OURS
     names = {path.stem for package in existing(OURS - {"tests"}) for path in (ROOT / package).rglob("*")}
@@ -105,8 +105,8 @@ def modules_of(package: str) -> list[str]:
 
 @pytest.mark.parametrize("package", existing({"router", "registry", "rpc", "kv_transfer", "prefix_hash"}))
 def test_not_even_through_others(package: str) -> None:
-    """Import every module of the package in a fresh process and look at what came along."""
-    # nixl is an optional library that brings what it likes.
+    """Import every module of the package in a fresh process, and check what else was imported."""
+    # nixl is an optional library, whose own imports are up to it.
     modules = [name for name in modules_of(package) if "nixl" not in name]
     code = f"""
 import importlib, sys
@@ -120,7 +120,7 @@ print(*sorted(set({sorted(NEVER_FROM_OUTSIDE[package])!r}) & sys.modules.keys())
 
 
 def test_a_type_checker_sees_what_is_imported_from_tandem() -> None:
-    """`tandem` names everything twice: for type checkers, and for whoever runs it, when it is first used."""
+    """`tandem` lists its names twice: for type checkers, and for the lazy imports at run time. Both must agree."""
     source = ast.parse((ROOT / "tandem" / "__init__.py").read_text())
     (seen,) = [node for node in source.body if isinstance(node, ast.If)]
     homes = {

@@ -1,7 +1,7 @@
-"""The manifests, as kubectl renders them: valid for Kubernetes, and true of our programs.
+"""The manifests, as kubectl renders them, are valid for Kubernetes and fit our programs.
 
-Nothing is asked of a cluster. What refers to something else (a port, a selector, a probe's service name, a flag, a
-Secret) is looked up where it is said.
+The tests need no cluster. They look up every reference (a port, a selector, a probe's service name, a flag, a Secret)
+where it is defined.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from manifests import (
 from programs import HEALTH_SERVICES, PROGRAMS
 
 VERSIONS = ["1.30", "1.37"]
-"""The oldest that we promise, and the newest whose schemas are at hand."""
+"""The oldest version that we promise to support, and the newest whose schemas we have."""
 FOREIGN = {"PodMonitor", "PrometheusRule"}
-"""Kinds of the Prometheus operator, which Kubernetes has no schemas of."""
+"""Kinds of the Prometheus operator, for which Kubernetes has no schemas."""
 FROM_OUTSIDE = {"production": {"tandem-redis": {"url"}}}
-"""Secrets that whoever deploys makes before, with their keys (the overlay's first lines say how)."""
+"""Secrets that the operator must create before (the overlay's first lines say how), with their keys."""
 HTTP_PATHS = {"/health", "/version", "/metrics"}
 COMPONENTS = ["monitoring", "autoscaling", "rdma", "redis", "tracing", "other-models"]
 
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.skipif(kustomize is None, reason="neither kubectl nor k
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of the overlays, and of "with-everything": production with what its own file only mentions."""
+    """The folders of the overlays, and "with-everything": production plus the components that its file comments out."""
     folder = tmp_path_factory.mktemp("k8s") / "with-everything"
     shutil.copytree(K8S / "overlays" / "production", folder)
     path = folder / "kustomization.yaml"
@@ -129,7 +129,7 @@ def test_pods_may_do_nothing_that_they_need_not(manifests: list[Manifest]) -> No
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
-        assert pod["enableServiceLinks"] is False  # TANDEM_ROUTER_PORT=tcp://… looks like a setting of ours
+        assert pod["enableServiceLinks"] is False  # else TANDEM_ROUTER_PORT=tcp://… would look like our setting
         assert named(manifests, "ServiceAccount", pod["serviceAccountName"])
         for container in containers_of(workload):
             assert container["securityContext"] == {
@@ -172,7 +172,7 @@ def test_programs_take_their_flags_and_settings(manifests: list[Manifest]) -> No
         module, args = program_of(container)
         assert module in {"router": "router", "gateway": "gateway", "prefill": "prefill_service",
                           "decode": "decode_service"}[component_of(workload)]  # fmt: skip
-        # What a program listens on is what its container says, under the name that others use.
+        # A program listens on the port that its container declares, under the name that others use.
         ports = container_ports(workload)
         assert ports.pop("http" if module == "gateway" else "grpc") == port_of(flags)
         metrics = [arg.rpartition(":")[2] for arg in args if arg.startswith("--metrics-listen=")]
@@ -218,7 +218,7 @@ def test_the_model_is_where_programs_look(manifests: list[Manifest]) -> None:
             "TANDEM_SERVED_MODEL_NAME", env["TANDEM_SERVED_MODEL_NAME"]
         )
         written = next(mount for mount in container["volumeMounts"] if mount["name"] == "models")
-        assert mounts["models"] == written | {"readOnly": True}  # at one place, for there are links in it
+        assert mounts["models"] == written | {"readOnly": True}  # at the same path, since it contains links
         (wait,) = pod_of(workload)["initContainers"]
         assert f"{name}/config.json" in wait["args"][0]
         assert wait["image"] == program["image"]
@@ -260,7 +260,7 @@ def test_probes_ask_what_programs_answer(manifests: list[Manifest]) -> None:
             service = probe["grpc"].get("service", "")
             assert probe["grpc"]["port"] == ports["grpc"]
             assert service in HEALTH_SERVICES[module]
-            # Readiness comes and goes with other processes; nobody may be killed, or held up at the start, for it.
+            # Readiness depends on other processes, so it must not decide about killing or starting a pod.
             assert bool(service) == (kind == "readiness")
         assert probes["liveness"] != probes["readiness"]
 
@@ -329,7 +329,7 @@ def test_programs_ask_services_that_are_there(overlay: str, manifests: list[Mani
 
 
 def allowed(manifests: list[Manifest], direction: str, peer_key: str) -> set[tuple[str, str, int]]:
-    """(one, other, port): policies of pods `one` let them talk with pods `other` in `direction`."""
+    """Return (one, other, port): the policies of pods `one` allow connections with pods `other` in `direction`."""
     found = set()
     for policy in of_kind(manifests, "NetworkPolicy"):
         subjects = selected(policy["spec"]["podSelector"], manifests)
@@ -363,7 +363,7 @@ def test_everybody_is_under_a_policy_that_lets_nothing_through(manifests: list[M
 
 
 def test_only_the_front_doors_are_open_to_others(overlay: str, manifests: list[Manifest]) -> None:
-    """Rules that name no pod of ours: who may come in from elsewhere, and where ours may go."""
+    """Checks the rules that name no pod of ours: who may connect from elsewhere, and where our pods may connect to."""
     into, out_of = {}, {}
     for policy in of_kind(manifests, "NetworkPolicy"):
         name = policy["metadata"]["name"].removeprefix("tandem-")
@@ -384,7 +384,7 @@ def test_only_the_front_doors_are_open_to_others(overlay: str, manifests: list[M
 
 
 def test_gateways_reach_the_routers_of_other_models(folders: dict[str, Path]) -> None:
-    """Which are deployed as ours are, in other namespaces."""
+    """The routers of other models are deployed as ours are, in other namespaces."""
     manifests = rendered(folders["with-everything"])
     (rule,) = named(manifests, "NetworkPolicy", "tandem-other-models")["spec"]["egress"]
     (peer,) = rule["to"]
@@ -425,7 +425,7 @@ def test_monitors_find_metrics(overlay: str, manifests: list[Manifest]) -> None:
         assert set(scraped) == {"router", "gateway", "prefill", "decode"}
         policy = named(manifests, "NetworkPolicy", "tandem-metrics")["spec"]
         let_in = {component_of(one) for one in selected(policy["podSelector"], manifests)}
-        assert let_in == set(scraped) - {"gateway"}  # whose port is open to all
+        assert let_in == set(scraped) - {"gateway"}  # the gateway's port is open to all
         assert {scraped[name] for name in let_in} == {port["port"] for port in policy["ingress"][0]["ports"]}
 
 
@@ -437,7 +437,7 @@ def test_autoscalers_ask_for_what_the_adapter_offers() -> None:
     for scaler in of_kind(manifests, "HorizontalPodAutoscaler"):
         target = scaler["spec"]["scaleTargetRef"]
         deployment = named(manifests, target["kind"], target["name"])
-        assert "replicas" not in deployment["spec"]  # else every apply would set the number back
+        assert "replicas" not in deployment["spec"]  # otherwise every apply would reset the number
         (metric,) = scaler["spec"]["metrics"]
         kind = metric["type"]
         name = metric[kind.lower()]["metric"]["name"]

@@ -1,4 +1,4 @@
-"""A peer that dies in the middle of a push: the other side learns it, nothing hangs, blocks come back."""
+"""A peer dies in the middle of a push: the other side notices, nothing hangs, and the blocks are freed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ async def test_receiver_dies(transport: str, process: asyncio.subprocess.Process
 
 @pytest.mark.parametrize("transport", ["grpc"])
 async def test_receiver_that_stands_still_is_not_dead(transport: str, process: asyncio.subprocess.Process) -> None:
-    """As its machine may, for longer than others are given to connect: a second. A prompt was computed for it."""
+    """A receiver's machine may freeze for longer than a second, which is what other peers get to connect. The sender
+    waits for the receiver, since a prompt was computed for it."""
     grant = await grant_of(process)
     pool = make_pool(NUM_BLOCKS, seed=3, num_kv_heads=8, head_dim=64, block_size=16)
     identity = Identity(worker_id="prefill", incarnation="p-1", compat_digest="same")

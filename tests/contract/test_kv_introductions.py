@@ -1,4 +1,4 @@
-"""First contact, over every transport: who may write to whom, and what a peer may say of itself."""
+"""First contact, over every transport: who may write to whom, and what a peer may claim about itself."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_grant_of_another_worker_at_a_known_address_is_refused(cluster: 
 async def test_sender_checks_for_itself(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving.receiver, "_differences", lambda _: [])  # a receiver that takes anybody
+    monkeypatch.setattr(receiving.receiver, "_differences", lambda _: [])  # a receiver that accepts anybody
     grant = receiving.receiver.issue("router", [6], 0)
     stranger = cluster.make_sender(cluster.source, compat_digest="other")
     with pytest.raises(IncompatiblePeer, match="compat_digest: 'other' != 'same'"):
@@ -174,7 +174,7 @@ def test_memory_of_this_process_alone_is_no_pool_for_ipc() -> None:
 
 
 async def described(cluster: Cluster, receiving: Receiving) -> pb.ConnectResponse:
-    """What the receiver says of itself, having been asked by a good sender."""
+    """How the receiver describes itself to a compatible sender."""
     request = pb.ConnectRequest(
         protocol_version=kv_base.PROTOCOL_VERSION,
         compat_digest="same",

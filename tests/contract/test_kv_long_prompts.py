@@ -1,4 +1,4 @@
-"""Prompts so long, of models with so many layers, that their digests alone are more than other messages may be."""
+"""Prompts so long, and models with so many layers, that the digests alone exceed the usual limit of a message."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ SMALLEST: dict[str, Any] = {
     "num_layers": 4096, "block_size": 1, "num_kv_heads": 1, "head_dim": 1, "num_parts": 1, "dtype": "float8_e4m3fn",
 }  # fmt: skip
 NUM_BLOCKS = 520
-"""Whose digests, 8 bytes in each layer, are a megabyte above the bound."""
+"""The digests of so many blocks, 8 bytes per layer, exceed the limit by a quarter of a megabyte."""
 
 
 async def commit(max_message_bytes: int) -> int:
-    """Between two whose connections take so much; returns how many prompts have arrived."""
+    """Commits a prompt between two peers whose connections take messages of this size; returns how many prompts have
+    arrived."""
     options = channel_options(max_message_bytes)
-    # Two million digests take seconds of the event loop, whose heartbeats are late then.
+    # Two million digests keep the event loop busy for seconds, so its heartbeats are late: hence the long lease.
     receiving = Receiving("ipc", num_blocks=NUM_BLOCKS, options=options, lease_s=60.0, **SMALLEST)
     await receiving.start()
     source = make_pool(NUM_BLOCKS, seed=3, **SMALLEST)

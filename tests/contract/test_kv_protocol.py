@@ -1,4 +1,4 @@
-"""What a receiver answers to a peer that sends anything at all: a status, and not a byte touched."""
+"""Whatever a peer sends, a receiver answers with a status, and no byte of its memory changes that should not."""
 
 from __future__ import annotations
 

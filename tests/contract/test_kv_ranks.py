@@ -1,4 +1,4 @@
-"""Pools of two ranks, the second one in another process, over NIXL: an agent in each process."""
+"""Pools of two ranks over NIXL: the second rank is in another process, and each process has an agent."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from worker_service.rank_pool import RankPool
 
 pytestmark = needs_nixl
 FORKS = multiprocessing.get_context("forkserver")
-"""Ranks' processes come from one that has imported what takes them seconds."""
+"""Forks the ranks' processes from one that has already made the imports, which take seconds."""
 FORKS.set_forkserver_preload([rank_pool.__name__])
 NUM_LAYERS = 2
-"""Of each rank."""
+"""Layers of each rank."""
 LEASE_S = 4.0
 NUM_BLOCKS, NUM_PEER_BLOCKS = 30, 40
 SRC, DST = [3, 14, 15], [9, 4, 20]
 
 
 class Ranks:
-    """Of one worker."""
+    """The two ranks of one worker."""
 
     def __init__(self, num_blocks: int, seed: int | None) -> None:
         ours, theirs = Pipe()
@@ -56,7 +56,7 @@ class Ranks:
         return np.frombuffer(data, dtype=np.uint8).reshape(NUM_LAYERS, len(every), -1)
 
     def wait_until_asked(self) -> None:
-        """While the rank is stopped."""
+        """Waits until the stopped rank has been asked for something."""
         while not self.other._lock.locked():
             time.sleep(0.01)
 
@@ -92,7 +92,7 @@ class Stage:
 
 @pytest.fixture
 async def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
-    """Over TCP a receiver has to take part, each of its ranks."""
+    """Over TCP, each rank of a receiver has to take part in a write."""
     if request.param == "tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")
     source, target = Ranks(NUM_BLOCKS, 7), Ranks(NUM_PEER_BLOCKS, None)
@@ -135,7 +135,7 @@ async def test_a_rank_that_dies_ends_the_push_and_is_lost(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", ["any"], indirect=True)
 async def test_a_rank_that_stands_still_writes_no_more_when_it_goes_on(stage: Stage) -> None:
-    """By the clock of rank 0's lease; it is lost only after a minute."""
+    """The lease of rank 0 is what counts; the rank that stands still counts as lost only after a minute."""
     push = await stage.sender.open(stage.receiving.receiver.issue("router", DST, 0))
     push.write(0, 0, SRC)
     await push._writer.drain()
@@ -170,7 +170,7 @@ async def test_a_rank_that_does_not_go_on_is_lost_and_does_nothing_later(
 
 @pytest.mark.parametrize("stage", ["tcp"], indirect=True)
 async def test_a_peers_rank_that_stands_still_ends_the_push_within_a_lease(stage: Stage) -> None:
-    """Over TCP. What was begun is given up by the rank that writes, which is not lost."""
+    """Over TCP, the rank that writes gives up the write that it began, and is not lost."""
     push = await stage.sender.open(stage.receiving.receiver.issue("router", DST, 0))
     stage.target.stop()
     begun_s = time.monotonic()
@@ -189,7 +189,7 @@ async def test_a_cancelled_push_writes_nothing_later(stage: Stage) -> None:
     stage.source.stop()
     for layer in range(NUM_LAYERS, 2 * NUM_LAYERS):
         push.write(layer, 0, SRC)
-    await asyncio.to_thread(stage.source.wait_until_asked)  # for the first one
+    await asyncio.to_thread(stage.source.wait_until_asked)  # for the first layer
     abandoning = asyncio.create_task(push.abandon())
     await asyncio.sleep(0.2)
     assert not abandoning.done(), "that one may have begun"

@@ -1,5 +1,5 @@
-"""Grants that end before their blocks are committed, over every transport: nothing is written to these blocks any more,
-and they are freed once nothing can be."""
+"""Grants that end before their blocks are committed, over every transport: nothing more is written to these blocks, and
+they are freed as soon as nothing can be written any more."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_late_write_is_dropped_and_counted(cluster: Cluster, receiving: Re
     push = await cluster.sender.open(grant)
     receiving.receiver.revoke(grant.grant_id)
     assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
-    again = receiving.receiver.issue("router", [8, 6], 0)  # the same blocks, to somebody else
+    again = receiving.receiver.issue("router", [8, 6], 0)  # the same blocks, granted to somebody else
     push.write(0, 0, [3, 4])
     with pytest.raises(GrantGone):
         await push.commit(8, 1, [3, 4])
@@ -79,7 +79,7 @@ async def test_late_write_is_dropped_and_counted(cluster: Cluster, receiving: Re
     assert_moved(cluster, receiving, [10, 11], [8, 6])
 
 
-@over("grpc")  # others have no writes on their way when the grant ends
+@over("grpc")  # over the others, no writes are in flight when the grant ends
 async def test_sender_stops_when_it_is_told(cluster: Cluster, receiving: Receiving) -> None:
     grant = receiving.receiver.issue("router", [6, 8], 0)
     push = await cluster.sender.open(grant)
@@ -89,7 +89,8 @@ async def test_sender_stops_when_it_is_told(cluster: Cluster, receiving: Receivi
     while receiving.receiver.table.counters.num_late_writes < 2:
         assert asyncio.get_running_loop().time() < deadline_s
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)  # the word travels; if it came later, more would be counted than is sent below
+    # The notice reaches the sender meanwhile. If it came later, some of the writes below would be sent and counted.
+    await asyncio.sleep(0.1)
     for _ in range(20):
         push.write(1, 0, [3, 4])
     with pytest.raises(GrantGone):
@@ -100,7 +101,7 @@ async def test_sender_stops_when_it_is_told(cluster: Cluster, receiving: Receivi
 async def test_open_after_revoke(cluster: Cluster, receiving: Receiving) -> None:
     grant = receiving.receiver.issue("router", [6], 0)
     receiving.receiver.revoke(grant.grant_id)
-    assert len(receiving.freed) == 1  # nobody could have begun to write
+    assert len(receiving.freed) == 1  # at once, as no sender can have begun to write
     if cluster.transport in ("ipc", "nixl"):
         with pytest.raises(GrantGone):  # before anything could be written
             await cluster.sender.open(grant)
@@ -126,7 +127,7 @@ async def test_abandon_ends_a_push(cluster: Cluster, receiving: Receiving) -> No
 async def test_a_push_has_not_ended_before_each_of_its_transfers_has(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then our blocks may be read, and the receiver's written."""
+    """Until then the transfers may still read our blocks and write the receiver's."""
     grant = receiving.receiver.issue("router", [6], 0)
     push = await cluster.sender.open(grant)
     transfers: list[Transfer] = []
@@ -148,7 +149,7 @@ async def test_a_push_has_not_ended_before_each_of_its_transfers_has(
 async def test_a_transfer_that_waits_is_not_begun_once_the_stream_is_lost(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The receiver gives the blocks to others one lease later."""
+    """One lease after the loss, the receiver gives the blocks to others."""
     push = await cluster.sender.open(receiving.receiver.issue("router", [6], 0))
     transfers: list[Transfer] = []
     monkeypatch.setattr(push._writer, "_writer", SimpleNamespace(post=transfers.append))
@@ -161,7 +162,7 @@ async def test_a_transfer_that_waits_is_not_begun_once_the_stream_is_lost(
     await push.abandon()
 
 
-@over("ipc", NIXL)  # only one-sided pushes are waited for
+@over("ipc", NIXL)  # a receiver waits only for one-sided pushes
 async def test_abandon_reaches_a_receiver_that_lost_the_stream(cluster: Cluster, receiving: Receiving) -> None:
     grant = receiving.receiver.issue("router", [6], 0)
     push = await cluster.push(grant, [3])

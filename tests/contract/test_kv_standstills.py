@@ -1,4 +1,4 @@
-"""Senders that stand still, and connections that end under a push, over every transport that it matters to."""
+"""Senders that stand still, and connections that end during a push, over every transport where this matters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from protos import tandem_kv_transfer_pb2 as pb
 async def test_a_connection_that_is_closed_under_a_push_is_an_unreachable_peer(
     cluster: Cluster, receiving: Receiving, is_waiting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when another process has taken the peer's address. It must not pass for a cancellation of the caller."""
+    """This happens when another process has taken the peer's address. The commit must not look as if its caller had
+    been cancelled."""
     has_begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def slow_commit(*_: object) -> bool:
@@ -44,10 +45,10 @@ async def test_a_connection_that_is_closed_under_a_push_is_an_unreachable_peer(
     assert isinstance(commit.exception(), PeerUnreachable)
 
 
-@over("ipc", NIXL)  # others ask the receiver with every write
+@over("ipc", NIXL)  # over the others, the receiver checks every write
 async def test_a_sender_that_stood_still_writes_no_more(cluster: Cluster) -> None:
-    """Stopped for three quarters of a lease, it finds writes to be made and a stream that it thinks is whole, while the
-    receiver has taken it for dead and given the blocks to others."""
+    """When a sender goes on after three quarters of a lease, it still has writes to make and its stream looks intact,
+    but the receiver may have taken it for dead and given the blocks to others."""
     receiving = await cluster.add_receiving(lease_s=0.8)
     push = await cluster.sender.open(receiving.receiver.issue("router", [6, 7], 0))
     push.write(0, 0, [3, 4])
@@ -57,9 +58,9 @@ async def test_a_sender_that_stood_still_writes_no_more(cluster: Cluster) -> Non
     calls = cluster.sender._transport._agent._calls  # type: ignore[attr-defined]
     calls.put(lambda: may_go_on.wait(DEADLINE_S))
     push.write(1, 0, [3, 4])
-    time.sleep(0.7)  # noqa: ASYNC251 - all of the process, the event loop included
+    time.sleep(0.7)  # noqa: ASYNC251 - stops the whole process, the event loop included
     may_go_on.set()
-    for _ in range(2):  # the agent's thread goes on first; between two calls it begins what waits
+    for _ in range(2):  # lets the agent's thread go on: between two calls it begins the writes that wait
         has_come = threading.Event()
         calls.put(has_come.set)
         assert has_come.wait(DEADLINE_S)
@@ -77,8 +78,8 @@ async def test_a_sender_that_stood_still_writes_no_more(cluster: Cluster) -> Non
 async def test_blocks_are_not_free_when_a_write_to_them_failed_that_may_still_arrive(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network that was to take a write back may have it in a socket: the receiver is told nothing, and waits, and
-    reads on meanwhile."""
+    """The bytes of a write that was given up may still be in a socket: the sender does not tell the receiver that the
+    push has ended, so the receiver waits, and keeps reading meanwhile."""
     receiving = await cluster.add_receiving(lease_s=0.8)
     has_left = asyncio.Event()
     leave_push = receiving.receiver._endpoint.leave_push
@@ -112,7 +113,8 @@ async def test_blocks_are_not_free_when_a_write_to_them_failed_that_may_still_ar
 async def test_a_sender_that_stood_still_while_it_was_let_in_does_not_begin(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be let in, be stopped, and read so a lease later, when its blocks are somebody else's."""
+    """A sender may be stopped right after the receiver let it in, and learn of it only a lease later, when its blocks
+    belong to somebody else."""
     grant = receiving.receiver.issue("router", [6, 7], 0)
     grant.lease_ms = 2400
     await (await cluster.sender.open(grant)).abandon()  # connected
@@ -120,7 +122,7 @@ async def test_a_sender_that_stood_still_while_it_was_let_in_does_not_begin(
 
     def attach_and_stop(chunk: pb.PushChunk) -> int:
         attachment_id = attach(chunk)
-        time.sleep(2.1)  # both are in this process; the rest of the lease is for a busy machine
+        time.sleep(2.1)  # stops both sides; a busy machine may need the rest of the lease
         return attachment_id
 
     monkeypatch.setattr(receiving.receiver, "attach", attach_and_stop)
@@ -144,7 +146,7 @@ async def test_a_connection_closed_while_a_push_begins_is_no_wait_for_ever(
     await push._link.close()
     await push.abandon()
     (result,) = await asyncio.wait_for(asyncio.gather(opening, return_exceptions=True), DEADLINE_S)
-    if not isinstance(result, TransferError):  # it connected again before
+    if not isinstance(result, TransferError):  # it had connected again before the close
         await result.abandon()
 
 
@@ -152,7 +154,7 @@ async def test_a_connection_closed_while_a_push_begins_is_no_wait_for_ever(
 async def test_a_receiver_that_is_gone_is_forgotten_though_nobody_pushes(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory stays mapped as long as the connection is kept."""
+    """The receiver's memory stays mapped as long as the sender keeps the connection."""
     await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
     (kept,) = cluster.sender.links._kept.values()
     has_closed = asyncio.Event()
@@ -170,7 +172,7 @@ async def test_a_receiver_that_is_gone_is_forgotten_though_nobody_pushes(
 
 @over(pytest.param("ipc", marks=pytest.mark.slow), NIXL)
 async def test_a_push_may_last_longer_than_a_lease(cluster: Cluster) -> None:
-    """A lease long enough that a busy machine does not stand still for three quarters of it."""
+    """The lease is long enough that a busy machine does not stand still for three quarters of it."""
     receiving = await cluster.add_receiving(lease_s=1.6)
     push = await cluster.sender.open(receiving.receiver.issue("router", [6, 7], 0))
     for layer in range(3):
@@ -181,14 +183,14 @@ async def test_a_push_may_last_longer_than_a_lease(cluster: Cluster) -> None:
     assert_moved(cluster, receiving, [3, 4], [6, 7])
 
 
-@over("ipc")  # of NIXL's nobody knows how far it has come
+@over("ipc")  # nobody knows how far a write over NIXL has come
 async def test_a_write_that_a_standstill_interrupts_is_not_finished(
     cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_transfer.host_pool.MAX_PIECE_BYTES", 1)
     push = await cluster.sender.open(receiving.receiver.issue("router", [6, 20, 9], 0))
     writer = push._writer
-    asked = iter([False])  # before the first of three pieces; then the clock has gone on
+    asked = iter([False])  # before the first of three pieces; then always True
 
     def has_stood_still() -> bool:
         return threading.current_thread() is not threading.main_thread() and next(asked, True)

@@ -1,4 +1,4 @@
-"""What every transport keeps: one suite over all of them, with real servers and real memory."""
+"""What every transport guarantees: one suite over all of them, with real servers and real memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_blocks_arrive(cluster: Cluster, receiving: Receiving, src: list[i
     assert stats.transport == cluster.transport
     assert stats.num_bytes == len(src) * layout.block_bytes * layout.num_layers
     assert (stats.num_blocks, stats.num_cached_blocks) == (len(src), 0)
-    assert stats.push_ms > stats.commit_ms > 0  # pushed while it was computed
+    assert stats.push_ms > stats.commit_ms > 0  # the push began before the commit
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -53,7 +53,7 @@ async def test_blocks_travel_between_devices(cluster: Cluster, dtype: str) -> No
 
 @over("grpc", "ipc", "local", NIXL)
 async def test_blocks_travel_between_as_many_devices(cluster: Cluster) -> None:
-    """Two layers on each of three. What is damaged in a block of the second one is noticed, and pushed again."""
+    """Each of three devices has two layers. Damage to a block on the second device is noticed and repaired."""
     cluster.source = make_pool(30, seed=7, num_layers=6)
     receiving = await cluster.add_receiving(wrap=on_devices, num_layers=6)
     sender = cluster.make_sender(on_devices(cluster.source))
@@ -79,7 +79,7 @@ async def test_cached_prefix_stays_untouched(cluster: Cluster, receiving: Receiv
 
 @over("grpc", NIXL, *(pytest.param(each, marks=pytest.mark.slow) for each in ("ipc", "local")))
 async def test_a_receiver_with_much_to_do_is_late_and_not_dead(cluster: Cluster) -> None:
-    """It takes over after three leases: the sender waits as long as the connection lives."""
+    """The receiver takes three leases to accept the commit; the sender waits as long as the connection lives."""
     receiving = await cluster.add_receiving(lease_s=1.0)
     receiving.taking_s = 3.0
     await cluster.push_and_commit(receiving.receiver.issue("router", [4, 9], 0), [3, 1])
@@ -149,7 +149,7 @@ async def test_damage_beyond_repair(cluster: Cluster, receiving: Receiving, monk
     digests = receiving.pool.digests
 
     def damaging_digests(block_ids: Any) -> Any:
-        receiving.pool.array[0, 7, 0] ^= 1  # a memory cell that never keeps what it is given
+        receiving.pool.array[0, 7, 0] ^= 1  # a memory cell that never keeps its value
         return digests(block_ids)
 
     monkeypatch.setattr(receiving.pool, "digests", damaging_digests)
@@ -200,7 +200,7 @@ async def test_whoever_has_not_failed_is_pushed_to_after_an_agent_was_let_go(
 async def test_nothing_polls_once_pushes_have_ended(cluster: Cluster, receiving: Receiving) -> None:
     for _ in range(3):
         await cluster.push_and_commit(receiving.receiver.issue("router", [6], 0), [3])
-    if cluster.sender._background:  # their streams end when they are committed already
+    if cluster.sender._background:  # the pushes' streams end after the commits
         await asyncio.wait(cluster.sender._background)
     for owner in (cluster.sender._transport, receiving.receiver._endpoint):
         agent = owner._agent  # type: ignore[attr-defined]

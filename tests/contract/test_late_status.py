@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - gRPC's method names
-"""A deadline that passes while the handler's status is on its way: the client is told, and the log stays readable."""
+"""A deadline passes while the handler's status is on its way: the client learns it, and the log shows no error."""
 
 from __future__ import annotations
 

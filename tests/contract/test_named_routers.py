@@ -1,4 +1,5 @@
-"""Routers behind a name: what a gateway makes of what a name server says, over real connections and a real one."""
+"""Routers behind a name: how a gateway uses a name server's answers, over real connections and with a server that
+speaks DNS."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ A_RECORD = 1
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Knows the IPv4 addresses of one name, whatever it is asked for."""
+    """Answers with the same IPv4 addresses, whatever name it is asked for."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
@@ -49,8 +50,8 @@ class NameServer(asyncio.DatagramProtocol):
 async def named(
     num_told: int, certificate: Certificate | None = None
 ) -> AsyncIterator[tuple[NameServer, list[Router], AsyncClient]]:
-    """Two routers at two addresses, so many of which are told, and a client that knows their name. `certificate`:
-    theirs, for TLS."""
+    """Two routers at two addresses, `num_told` of which the name server tells, and a client that knows their name.
+    `certificate`: the routers', for TLS."""
     server_tls = certificate.args.server_tls(asks_callers=False) if certificate is not None else None
     client_tls = certificate.trusting if certificate is not None else None
     transport, names = await asyncio.get_running_loop().create_datagram_endpoint(
@@ -89,7 +90,7 @@ async def test_all_routers_behind_a_name_take_turns(has_tls: bool, tmp_path: Pat
 
 
 async def test_a_name_that_comes_back_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC asks a name server that knew nothing again after 1, 2.6, 5.2 seconds, in the end every two minutes."""
+    """By itself, gRPC repeats an unanswered name query after 1, 2.6, 5.2 seconds, in the end every two minutes."""
     monkeypatch.setattr("rpc.spread_channel.REOPEN_S", 0.1)
     async with named(0) as (names, routers, client):
         while names.num_asked < 60:

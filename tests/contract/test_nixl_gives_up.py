@@ -1,4 +1,4 @@
-"""What NIXL itself makes of a write that is given up: with the library, over TCP, where bytes wait on their way."""
+"""What NIXL does with a write that is given up: with the real library, over TCP, where bytes wait in sockets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kv_transfer.nixl_agent import NixlAgent, RemotePool
 from kv_transfer.transfer import Terms, Transfer
 
 LAYOUT = KVLayout(num_layers=1, num_blocks=33, block_size=256, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-"""Of a megabyte each."""
+"""Blocks of a megabyte each."""
 MANY = list(range(32))
-"""More than sockets hold."""
+"""More blocks than the sockets' buffers hold."""
 
 
 def agent_of(name: str, byte: int) -> tuple[NixlAgent, npt.NDArray[np.uint8]]:
@@ -45,10 +45,10 @@ def write(
 
 
 def num_arrived(receiver: NixlAgent, theirs: npt.NDArray[np.uint8]) -> int:
-    """Bytes, once it has taken out of its sockets all that is there."""
+    """How many bytes have arrived once the receiver has emptied its sockets."""
     before, now = -1, 0
     while now != before:
-        for _ in range(200):  # each makes progress
+        for _ in range(200):  # each call makes the agent progress
             receiver.call(int).result(30)
         before, now = now, int(np.count_nonzero(theirs))
     return now
@@ -56,8 +56,8 @@ def num_arrived(receiver: NixlAgent, theirs: npt.NDArray[np.uint8]) -> int:
 
 @needs_nixl
 def test_what_was_not_sent_of_a_write_that_is_given_up_never_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A receiver that stands still takes nothing out of its sockets. It goes on, and the sender writes to it again, and
-    would first send what waits."""
+    """A receiver that stands still reads nothing from its sockets, so the write waits at the sender. When the receiver
+    goes on, the sender's next write must not first send what waited."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     receiver, theirs = agent_of("receiver", 0)
     sender, _ = agent_of("sender", 1)
@@ -77,8 +77,8 @@ def test_what_was_not_sent_of_a_write_that_is_given_up_never_is(monkeypatch: pyt
 
 @needs_nixl
 def test_a_write_of_which_nothing_may_come_any_more_is_not_sent_on_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sender stood still, while the receiver read all that was there, and gave the blocks to others. It reads only
-    then: beside a sender that does not stand still it may have read everything."""
+    """The sender stands still while the receiver reads all that has arrived and gives the blocks to others. The
+    receiver reads only then: while the sender runs, it might read the whole write."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     receiver, theirs = agent_of("receiver", 0)
     sender, _ = agent_of("sender", 1)
@@ -94,7 +94,7 @@ def test_a_write_of_which_nothing_may_come_any_more_is_not_sent_on_by_its_end(mo
         remote = sender.add_remote("receiver", receiver.describe(), LAYOUT.num_blocks).result(30)
         assert write(sender, remote, [32]) is None  # connected
         receiver.leave_push()
-        receiver.call(int).result(30)  # it has heard
+        receiver.call(int).result(30)  # it has taken note
         assert isinstance(write(sender, remote, MANY, late_at_s=stand_still), PeerUnreachable)
         assert [num_arrived(receiver, theirs)] == arrived
     finally:

@@ -1,4 +1,4 @@
-"""README.md keeps its word: what it names exists, and what it shows runs."""
+"""What README.md names exists, and what it shows runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROSE = FENCED.sub("", README)
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced code blocks of one language; "" is what is typed into a shell, or a drawing."""
+    """The fenced code blocks of one language; those without a language ("") are shell commands or drawings."""
     return [source for found, source in FENCED.findall(README) if found == language]
 
 
@@ -32,7 +32,7 @@ def shell_lines() -> list[str]:
 
 
 def typed(pattern: str) -> list[str]:
-    """What stands in code, in prose and in blocks, and matches `pattern`."""
+    """The matches of `pattern` in shell commands and in inline code."""
     inline = re.findall(r"`([^`\n]+)`", PROSE)
     return [found[0] for text in [*shell_lines(), *inline] if (found := re.findall(pattern, text))]
 
@@ -117,7 +117,7 @@ def test_the_offline_example_runs() -> None:
 
 
 def test_what_is_compiled_at_installation_is_there() -> None:
-    """Or no `make` would install anything: modules that the Makefile imports, by name."""
+    """The Makefile imports these modules by name; if one were missing, `make` could not install anything."""
     makefile = (ROOT / "Makefile").read_text()
     command = makefile[makefile.index("COMPILE =") : makefile.index("QUIET :=")]
     modules = re.findall(r"\b(?:engine|gateway|router|tandem|worker_service)(?:\.\w+)+", command)

@@ -1,4 +1,5 @@
-"""A router's end of a session, over a real connection: workers that fall silent or only beat, and its own pauses."""
+"""A router's end of a session, over a real connection: workers that fall silent or send only heartbeats, and pauses of
+the router itself."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ DEADLINE_S = 20
 
 
 class Worker(DecodeServicer):  # type: ignore[misc]
-    """Beats on a thread of its own, until it is told to hang."""
+    """Sends heartbeats from its own thread until it is told to hang."""
 
     def __init__(self) -> None:
         self.hangs = threading.Event()
@@ -82,7 +83,7 @@ async def test_a_worker_that_falls_silent_is_lost_after_a_lease() -> None:
         worker.hangs.set()
         before_s = time.monotonic()
         await seen.is_lost.wait()
-        # Long before a ping of gRPC's that stays unanswered, however late a busy machine is.
+        # However slow a busy machine is, this is long before gRPC would notice by an unanswered ping.
         assert LEASE_S * 0.9 < time.monotonic() - before_s < KEEPALIVE_TIME_MS / 1e3
         assert seen.heard == [WorkerLost(WorkerKey("w", "i"))]
         assert "sent nothing for 600 ms" in seen.session.lost_why

@@ -63,11 +63,11 @@ async def test_tandem_error_arrives_as_itself(kind: str) -> None:
 async def test_bytes_that_are_no_message_are_refused_as_such(
     kind: str, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client learns that it was its message, and the log does not fill up with tracebacks."""
+    """The client learns that its message is at fault, and the log does not fill up with tracebacks."""
     async with serving(Handlers()) as (_, channel):
         with pytest.raises(InvalidRequest, match="cannot be read"), rpc_errors_as_tandem_errors():
             await call_with_bytes(kind, channel, data)
-    # What asyncio says is of an event loop that a test before closed, and gRPC's poller still called.
+    # asyncio's records are about an event loop that an earlier test closed and that gRPC's poller still called.
     assert not [record for record in caplog.records if record.name != "asyncio"]
 
 
@@ -90,7 +90,7 @@ async def test_bug_is_logged_under_the_id_that_the_client_gets(kind: str, caplog
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_cancellation_from_within_is_a_bug_and_not_silence(kind: str) -> None:
-    """As raised by a call on a channel that is closed meanwhile. gRPC itself would let the client wait for ever."""
+    """A handler's own call raises it when its channel is closed. gRPC itself would let the client wait for ever."""
     async with serving(Handlers(asyncio.CancelledError())) as (_, channel):  # type: ignore[arg-type]
         with pytest.raises(InternalError, match="bug_id"), rpc_errors_as_tandem_errors():
             await call(kind, channel)
@@ -122,7 +122,8 @@ async def test_own_abort_of_a_handler_passes(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("num_messages", [1, 1_000_000])
 async def test_client_that_leaves_frees_at_once(num_messages: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Waiting (one message) or writing (held by flow control), the handler runs its `finally`; no bug is logged."""
+    """Whether the handler waits (one message) or writes (held by flow control), it runs its `finally`, and no bug is
+    logged."""
     handlers = Handlers(num_messages=num_messages)
     handlers.may_end.clear()
     async with serving(handlers) as (_, channel):
@@ -174,7 +175,7 @@ async def test_watchers_see_every_change_and_do_not_hold_up_a_drain() -> None:
 
 
 async def test_watchers_sleep_while_nothing_changes() -> None:
-    """A router says with each step of a worker that it serves, to hundreds of watchers."""
+    """A router reports that it serves at each step of a worker, and may have hundreds of watchers."""
     health = HealthServicer()
     health.add(INFERENCE)
     told: list[int] = []
@@ -218,7 +219,7 @@ async def test_busy_port_is_said_in_a_sentence() -> None:
         await second.start()
     assert port in str(caught.value)
     await first.drain(0)
-    third = Server(address)  # and what it says helps
+    third = Server(address)  # following the error's advice helps
     assert await third.start() == address
     await third.drain(0)
 
@@ -324,7 +325,8 @@ async def test_tls(tmp_path: Path) -> None:
 
 
 async def test_what_is_wrong_with_a_connection_over_tls_is_said(tmp_path: Path) -> None:
-    """By who calls: an expired certificate, one for another address, one of others, and no TLS at all."""
+    """The caller's error names each case: an expired certificate, one for another address, one of another signer, and
+    no TLS at all."""
     ours, others = Signer(tmp_path / "ours"), Signer(tmp_path / "others")
     cases = {
         "has expired": ours.sign("expired", days=-1),

@@ -1,4 +1,4 @@
-"""A server that asks for a key: calls without one of its own are refused before they are read."""
+"""A server that asks for a key refuses calls without one of its keys before it reads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ WRONG_KEYS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])  # as routers have; others may fail while they write
+# The kinds that routers have; calls of the others may fail while they write.
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
 @pytest.mark.parametrize("metadata", WRONG_KEYS.values(), ids=WRONG_KEYS)
 async def test_without_a_key_of_the_servers_nothing_is_done(kind: str, metadata: list[tuple[str, str]]) -> None:
     handlers = Handlers()
@@ -55,10 +56,10 @@ async def test_a_request_without_a_key_is_not_even_parsed() -> None:
 
 
 async def status_of_call(address: str, authorization: bytes) -> bytes:
-    """Of one whose metadata is what no client of gRPC sends: byte by byte, as HTTP/2 has it."""
+    """Status of a call with metadata that no gRPC client sends: the call is written as bytes of HTTP/2."""
 
     def field(name: bytes, value: bytes) -> bytes:
-        return b"\x00" + b"".join(bytes([len(text)]) + text for text in (name, value))  # neither indexed nor packed
+        return b"\x00" + b"".join(bytes([len(text)]) + text for text in (name, value))  # neither indexed nor compressed
 
     def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
         return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload

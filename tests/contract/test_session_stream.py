@@ -1,4 +1,4 @@
-"""A Session over a real loopback server: handshake, merging, lease, and the three ways it ends."""
+"""A Session over a real loopback server: handshake, merging of events, lease, and the three ways it ends."""
 # ruff: noqa: N802 - gRPC's method names
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_S = 10.0
 
 
 class Worker:
-    """Answers every reserve with a Busy of its own request id."""
+    """Answers every reserve with a Busy for the same request id."""
 
     def __init__(self, lease_ms: int) -> None:
         self.lease_ms = lease_ms
@@ -69,8 +69,8 @@ def reserve(request_id: str) -> pb.DecodeCommand:
 
 
 async def test_a_router_that_reads_slowly_is_not_far_behind() -> None:
-    """What it has not read waits where it goes into fewer messages. In gRPC's buffers, which grow to megabytes if they
-    may, it would stay a message for each step, and a router that is behind would fall further behind for seconds."""
+    """Unread events wait in the worker's outbox, which merges them into fewer messages. gRPC's buffers, which would
+    otherwise grow to megabytes, keep one message per step, and a slow router would fall behind for seconds."""
     num_steps, num_seqs = 500, 64
     async with session() as (worker, stream):
         await stream.write(hello())
@@ -83,7 +83,8 @@ async def test_a_router_that_reads_slowly_is_not_far_behind() -> None:
             await asyncio.sleep(0.002)  # a step's time
             if step % 4 == 3:
                 num_read += len((await stream.read()).events)
-        assert num_steps - num_read / num_seqs < 100  # of the 375 that it has not asked for; alone some ten
+        # The router asked for 125 messages and left 375; on an idle machine it is some ten steps behind.
+        assert num_steps - num_read / num_seqs < 100
         while num_read < num_steps * num_seqs:
             num_read += len((await stream.read()).events)
         await stream.done_writing()
@@ -150,13 +151,13 @@ async def test_the_worker_beats_when_it_has_nothing_to_say() -> None:
         for _ in range(3):
             message = await stream.read()
             assert (list(message.events), message.load.num_running) == ([], 5)
-            await stream.write(pb.DecodeCommand(beat=pb.Beat()))  # three of its beats take a lease all but whole
+            await stream.write(pb.DecodeCommand(beat=pb.Beat()))  # the worker's three beats take almost a lease
         await stream.done_writing()
 
 
 @pytest.mark.parametrize("how", ["silent", "has ended"])
 async def test_a_router_that_does_not_read_is_freed_too(how: str) -> None:
-    """The write hangs on flow control; the lease ends the session all the same."""
+    """Flow control blocks the worker's write; the lease ends the session all the same."""
     async with session(lease_ms=300) as (worker, stream):
         await stream.write(hello())
         await stream.write(reserve("a"))
@@ -179,7 +180,8 @@ async def test_wrong_handshake_is_refused(first: pb.DecodeCommand) -> None:
 
 
 async def test_the_status_of_a_refusal_is_not_lost_behind_a_first_write() -> None:
-    """The first event is being written when a command is refused. Many sessions at once, so that they interleave."""
+    """The worker refuses a command while it writes the first event. Many sessions run at once, so that they
+    interleave."""
     server = Server("127.0.0.1:0")
     servicer = _OnePerSession()
     server.add(worker_grpc.add_DecodeServicer_to_server, servicer, "tandem.v1.Decode")

@@ -1,5 +1,5 @@
-"""Requests are spread over the routers behind one address, and go to those that can serve: over real connections, with
-routers whose answers are scripted."""
+"""A client spreads its requests over the routers behind one address that can serve: over real connections, with routers
+whose answers are scripted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tandem.client_base import ClientClosed
 
 @asynccontextmanager
 async def spread(num_ready: int = 2, tls: ServerTLS | None = None) -> AsyncIterator[tuple[list[Router], AsyncClient]]:
-    """Two routers, so many of which can serve, and a client that knows all of them, and no TLS."""
+    """Two routers, `num_ready` of which can serve, and a client that knows both and uses no TLS."""
     routers = [Router(tls=tls) for _ in range(2)]
     addresses = [await router.server.start() for router in routers]
     for router in routers[:num_ready]:
@@ -46,7 +46,7 @@ async def spread(num_ready: int = 2, tls: ServerTLS | None = None) -> AsyncItera
 
 
 async def until_left_aside(client: AsyncClient, router: Router, other: Router) -> None:
-    """Until the client has heard that `router` can serve no more: a second request in turn would be its own."""
+    """Waits until the client knows that `router` can no longer serve: of two requests, `router` would get one."""
     while True:
         router.requests.clear()
         for _ in range(2):
@@ -105,7 +105,7 @@ async def test_one_that_drains_ends_its_streams_and_gets_no_more(monkeypatch: py
 
 
 async def test_a_question_that_one_does_not_answer_is_asked_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a router that hangs is no deadline's end: nobody gave one."""
+    """If no router answers, the error is not a passed deadline, since the caller gave none."""
     async with spread() as (routers, client):
         await until_asked(client, *routers)
         monkeypatch.setattr("tandem.client.CONTROL_TIMEOUT_S", 0.3)
@@ -135,7 +135,7 @@ async def test_one_that_dies_is_left_aside_and_its_streams_go_on() -> None:
 
 @pytest.mark.parametrize("refusal", [Draining("leaving"), Unreachable("cut")], ids=lambda error: type(error).__name__)
 async def test_what_one_did_not_take_on_is_asked_of_another(refusal: TandemError) -> None:
-    """It may not have been heard yet that the first one leaves, or has gone."""
+    """The client may not know yet that the first router leaves or has gone."""
     async with spread() as (routers, client):
         await until_asked(client, *routers)
         routers[0].refusal = refusal
@@ -175,7 +175,7 @@ async def test_where_none_can_serve_one_says_why() -> None:
 
 
 async def test_connections_are_opened_anew_and_old_ones_end_with_their_streams() -> None:
-    """Else a router that is added would be found only when another is lost."""
+    """Otherwise a client would find an added router only when it loses another one."""
     router = Router()
     address = await router.server.start()
     router.server.set_serving(SERVICE, True)
@@ -203,7 +203,7 @@ async def test_an_abort_might_reach_another_router_and_is_refused() -> None:
 
 @pytest.mark.parametrize("num_ready", [1, 2])
 async def test_plain_code_asks_those_of_a_list_that_serve(num_ready: int) -> None:
-    """Whoever stands first in it leaves, which its health service says, or only it when it is asked."""
+    """The first router of the list leaves. Its health service says so, or only its refusal of a request does."""
     async with spread(num_ready=num_ready) as (routers, client):
         leaving, other = routers if num_ready == 2 else routers[::-1]
         leaving.refusal = Draining("leaving")
@@ -243,7 +243,7 @@ async def test_plain_code_hears_why_none_of_a_list_serves_and_goes_on_where_anot
 
 @contextmanager
 def mute() -> Iterator[str]:
-    """A list of two that take connections, and say nothing."""
+    """A list of two servers that accept connections and say nothing."""
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as other:
         yield target_of([f"127.0.0.1:{each.getsockname()[1]}" for each in (first, other)])
 
@@ -257,7 +257,7 @@ def test_plain_code_hears_in_time_that_none_of_a_list_answers() -> None:
 
 
 async def test_of_a_list_one_that_is_silent_leaves_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rpc.channel.CONNECT_MS", 5_000)  # longer than there is time
+    monkeypatch.setattr("rpc.channel.CONNECT_MS", 5_000)  # longer than the call's timeout
     async with spread(num_ready=1) as (routers, client):
         with mute() as target:
             both = target_of([addresses_of(target)[0], addresses_of(client._address)[0]])
@@ -294,14 +294,14 @@ def test_plain_code_that_waits_for_a_list_hears_that_its_client_is_closed() -> N
 
 
 def test_plain_code_has_no_thread_for_its_list() -> None:
-    """Else who forks would lose its child."""
+    """With such a thread, a child that the program forks would crash."""
     before = set(threading.enumerate())
     with mute() as target:
         Client(target).close()
         with Client(target, resume_s=0.0) as plain:
             with pytest.raises(DeadlinePassed):
                 plain.generate("a", timeout_s=0.1)
-            for thread in set(threading.enumerate()) - before:  # the call's own ends with it
+            for thread in set(threading.enumerate()) - before:  # the call's own thread ends with the call
                 thread.join(2.0)
                 assert not thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""Every error class has its status, and arrives at the client as what it was at the server."""
+"""Every error class has its status, and arrives at the client as the class that the server raised."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_method_that_the_peer_does_not_have_is_another_process_than_was_meant(
 
 
 def test_cancellation_by_the_peer_is_a_lost_peer() -> None:
-    """A server that stops ends its calls CANCELLED; that must not read as the client's own wish."""
+    """A server that stops ends its calls with CANCELLED; this must not look like the client's own cancellation."""
     assert type(errors.from_rpc_error(AioRpcError(grpc.StatusCode.CANCELLED, None, None))) is Unreachable
 
 

@@ -1,4 +1,4 @@
-"""Certificates that are renewed on disk are shown to whoever connects from then on, over gRPC and HTTPS."""
+"""Servers show certificates that are renewed on disk to every client that connects afterwards, over gRPC and HTTPS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 20.0
 
 
 class Served:
-    """The files of a process, with what one signer made in them, and then what another did."""
+    """The certificate files of a process: first from one signer, then from another."""
 
     def __init__(self, folder: Path) -> None:
         self.old, self.new = (Signer(folder / name).sign("server") for name in ("old", "new"))
@@ -33,7 +33,7 @@ class Served:
         self.put(self.old)
 
     def put(self, certificate: Certificate, *names: str) -> None:
-        """As who renews does: each file at once."""
+        """Replaces each file atomically, as renewal programs do."""
         for name in names or ("ca", "cert", "key"):
             target: Path = getattr(self.at, name)
             shutil.copy(getattr(certificate, name), target.with_suffix(".part"))
@@ -49,7 +49,7 @@ def served(tmp_path: Path) -> Served:
 
 
 def spoiled(served: Served) -> list[Callable[[], object]]:
-    """What leaves the files as nobody can serve them."""
+    """Actions that leave the files in a state that no server can use."""
     return [
         lambda: served.put(served.old, "cert"),  # not the key's
         lambda: served.at.cert.write_text("-----BEGIN"),
@@ -76,7 +76,7 @@ async def ask_anew(address: str, tls: ClientTLS) -> str:
 
 
 async def test_over_grpc(served: Served) -> None:
-    """And so is whom a worker hears: callers show what the new signer made."""
+    """The callers that a worker accepts change too: after the renewal, those with the new signer's certificate."""
     server = Server("127.0.0.1:0", tls=served.args().server_tls(asks_callers=True))
     server.add(tandem_inference_pb2_grpc.add_InferenceServicer_to_server, Handlers(), "tandem.v1.Inference")
     address = await server.start()
@@ -93,7 +93,7 @@ async def test_over_grpc(served: Served) -> None:
             assert await ask_anew(address, served.new.client) == "m"
             served.put(served.new)
         assert await ask(begun) == "m"
-        # A storm of connections, while the loop is busy with them, ends.
+        # Many connections at once, which keep the event loop busy, all succeed.
         served.put(served.old)
         assert set(await asyncio.gather(*(ask_anew(address, served.old.client) for _ in range(50)))) == {"m"}
     await server.drain(0)

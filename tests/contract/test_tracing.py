@@ -1,4 +1,4 @@
-"""Where spans go, and what comes of them where nobody is there."""
+"""Where spans go, and what happens to them when there is no collector."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_over_http() -> None:
 def test_who_is_not_there_is_not_waited_for_long() -> None:
     begun_s = time.monotonic()
     tell_one(f"http://127.0.0.1:{lasting_port()}")
-    assert time.monotonic() - begun_s < CLOSE_S + 5  # by itself the exporter tries for ten seconds and more
+    assert time.monotonic() - begun_s < CLOSE_S + 5  # by itself, the exporter tries for ten seconds or more
 
 
 def test_a_trace_goes_on_where_nobody_tells_of_it() -> None:

@@ -1,4 +1,4 @@
-"""Peers that answer with bytes that are no message: whoever asked gets an error of its own, and asks no more."""
+"""Peers that answer with nonsense, such as bytes that are no message: the caller raises its own error and stops."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(
     has_ended = asyncio.Event()
 
     async def talk(commands: AsyncIterator[bytes], context: Any) -> None:
-        try:  # it may be told before its word is out
+        try:  # the router may end the session before the write has ended
             await context.write(pb.WorkerEvents().SerializeToString())
             await context.write(nonsense)
             await asyncio.sleep(DEADLINE_S)
@@ -93,7 +93,8 @@ async def test_a_session_with_a_worker_that_talks_nonsense_is_lost(
 async def test_a_bug_in_taking_in_what_a_worker_says_ends_the_session_at_both_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Else the worker would keep what it has begun for a router that does not listen, and nobody would hear why."""
+    """Otherwise the worker would keep running requests for a router that does not listen, and nobody would learn
+    why."""
     has_ended = asyncio.Event()
 
     async def talk(commands: AsyncIterator[bytes], context: Any) -> None:
@@ -159,7 +160,7 @@ class _EmptyQueue:
 
 @pytest.mark.parametrize("method", ["Connect", "Push", "Commit"])
 async def test_a_receiver_that_talks_nonsense_ends_the_transfer(method: str) -> None:
-    """Its grants are real; who sits at its address is not."""
+    """The grants come from a real receiver, but a server that answers with nonsense is at its address."""
 
     async def describe(data: bytes, context: Any) -> bytes:
         return receiving.receiver.connect(kv_pb.ConnectRequest.FromString(data)).SerializeToString()

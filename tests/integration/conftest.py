@@ -1,4 +1,4 @@
-"""Clusters that live as long as one module's tests, and the reference answers of the whole run."""
+"""Clusters that live as long as one module's tests, and the reference answers, made once per run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def tiny_model(tmp_path: Path, model_folder: Path) -> Path:
 
 @pytest_asyncio.fixture
 async def tiny_cluster(redis_url: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    """`tests/tiny_cluster.py`: its router alone."""
-    from tiny_cluster import run_tiny_cluster  # torch with it, for which other tests need not wait
+    """A cluster of `tests/tiny_cluster.py` with a router and no workers."""
+    from tiny_cluster import run_tiny_cluster  # imports torch, which other tests need not wait for
 
     async with run_tiny_cluster(redis_url, tiny_model, monkeypatch) as cluster:
         yield cluster
@@ -47,7 +47,7 @@ async def tiny_cluster(redis_url: str, tiny_model: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 async def impatient_cluster(redis_url: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    """The same; a stream that no worker can go on with is given up soon."""
+    """The same, but the router soon gives up a stream that no worker can continue."""
     from tiny_cluster import run_tiny_cluster
 
     async with run_tiny_cluster(redis_url, tiny_model, monkeypatch, worker_wait_s=1.0) as cluster:
@@ -56,7 +56,7 @@ async def impatient_cluster(redis_url: str, tiny_model: Path, monkeypatch: pytes
 
 @pytest.fixture(scope="session")
 def references(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
-    """Made once, though the tests may be shared out to several processes: it takes ten seconds."""
+    """Made once, even if several processes share the tests, because it takes ten seconds."""
     folder = tmp_path_factory.getbasetemp()
     made = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "references.json"
     with made.with_suffix(".lock").open("w") as lock:

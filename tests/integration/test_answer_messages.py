@@ -1,4 +1,4 @@
-"""What a prompt's tokens stand for, and where that begins in its text."""
+"""The messages of an answer: prompt logprobs with text offsets, content and tool calls, prompt length, stop token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def message_of(tokenizer: Tokenizer, prompt_token_ids: list[int], *, tells_promp
 
 @pytest.mark.parametrize("num_left_out", [0, 2, 3])
 def test_offsets_are_those_of_the_text(tokenizer: Tokenizer, num_left_out: int) -> None:
-    """Also where the prompt begins inside a character, whose rest is U+FFFD for each byte."""
+    """Also if the prompt begins inside a character, each of whose remaining bytes decodes to U+FFFD."""
     token_ids = tokenizer.encode(WORD)[num_left_out:]
     told = message_of(tokenizer, token_ids).prompt_logprobs
     assert [each.sampled.token_id for each in told] == token_ids
@@ -69,7 +69,7 @@ def test_one_token_has_an_entry_too(tokenizer: Tokenizer) -> None:
 def test_content_and_calls_add_up_to_what_was_said(
     tokenizer: Tokenizer, text: str, content: str, arguments: str | None
 ) -> None:
-    """Also of an answer that is taken up in the middle."""
+    """Also for an answer that is resumed in the middle."""
     token_ids = tokenizer.encode(text)
     for num_before in range(len(token_ids)):
         detokenizer = IncrementalDetokenizer(tokenizer)
@@ -93,7 +93,7 @@ def test_content_and_calls_add_up_to_what_was_said(
 
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_the_first_message_alone_says_how_long_the_prompt_is(tokenizer: Tokenizer, num_before: int) -> None:
-    """Also where the answer is taken up in the middle."""
+    """Also if the answer is resumed in the middle."""
     asked = AskedAnswer(
         request_id="r", name="r", prompt_token_ids=[1, 2, 3], sampling_params=pb.SamplingParams(), arrived_s=0.0,
         detokenizer=IncrementalDetokenizer(tokenizer), resumption=Resumption(token_ids=[5] * num_before),
@@ -114,7 +114,7 @@ STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
         ([], [5, 7], STOP, None, 7),
         ([], [5, 7], STOP, 7, None),
         ([5], [7], LENGTH, 2, None),
-        ([5], [504, 7], STOP, 2, None),  # it has the stop string
+        ([5], [504, 7], STOP, 2, None),  # token 504 contains the stop string
     ],
 )
 def test_a_token_that_ended_an_answer_is_named_unless_it_is_the_models_own_end(

@@ -1,4 +1,4 @@
-"""A cluster that asks for a key, and everyone who calls it."""
+"""A cluster that requires an API key: its clients, the gateway and the commands."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_async_clients(cluster: RunningCluster) -> None:
 
 
 def test_over_http(cluster: RunningCluster) -> None:
-    """The gateway has a key of the router's by itself."""
+    """Clients need a key; the gateway itself has one for the router."""
     with httpx2.Client(base_url=f"http://{cluster.http_address}", trust_env=False, timeout=30) as http:
         assert http.post("/v1/completions", json=ASKED).status_code == 401
         for key in ("older", KEY):
@@ -97,13 +97,13 @@ def test_commands(cluster: RunningCluster) -> None:
         taken = run(cluster, *words, key=KEY)
         assert taken.returncode == 0, taken.stderr
         assert KEY not in taken.stdout + taken.stderr
-    # As the servers have it: any of several, with spaces between.
+    # TANDEM_API_KEY as it is set for servers: several keys with spaces between.
     of_servers = run(cluster, "status", "--json", in_environment=f"{KEY} another")
     assert [worker["record"]["worker_id"] for worker in json.loads(of_servers.stdout)["workers"]] == ["decode-1"]
 
 
 def test_nobody_reads_it_in_the_log_or_the_process_list(cluster: RunningCluster) -> None:
-    """But that of whoever gave it to `tandem up` as a flag."""
+    """Except in the entry of `tandem up`, which was given the key as a flag."""
     assert KEY not in cluster.log.read_text()
     children = subprocess.run(
         ["ps", "-o", "args=", "--ppid", str(cluster.pid)], capture_output=True, text=True, check=True

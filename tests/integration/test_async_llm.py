@@ -1,4 +1,4 @@
-"""`tandem.AsyncLLM`: an `LLM`'s answers, as they come about, for the tasks of an event loop."""
+"""`tandem.AsyncLLM`: gives the answers of an `LLM` to the tasks of an event loop, as they are generated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens_in(output: RequestOutput) -> int:
 
 
 def said(answer: CompletionOutput) -> tuple[object, ...]:
-    """All but how likely it was, of which batches may change the last digits."""
+    """All of an answer except logprob values, whose last digits may depend on the batch."""
     tokens = [list(each) for each in answer.logprobs or []]
     return answer.index, answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason, tokens
 

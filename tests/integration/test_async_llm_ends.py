@@ -37,7 +37,7 @@ def llm(settings: dict[str, Any]) -> Iterator[AsyncLLM]:
 
 
 async def at_rest_before_another_step(llm: AsyncLLM, leave: Callable[[], Awaitable[object]]) -> bool:
-    """Whether all blocks are free once `leave` is done, though the engine, which stands meanwhile, computes nothing."""
+    """Whether all blocks are free once `leave` is done. The engine is blocked meanwhile and computes no step."""
     may_go_on = threading.Event()
     llm.engine.post(lambda _: may_go_on.wait(20))
     leaving = asyncio.ensure_future(leave())
@@ -149,7 +149,7 @@ async def test_shutdown_ends_what_is_under_way(llm: AsyncLLM, way: str) -> None:
 
 
 async def until_it_stands(llm: AsyncLLM, may_go_on: threading.Event) -> None:
-    """In the middle of an answer, and its reader has heard all that there is."""
+    """Wait until the engine is blocked in the middle of an answer and the reader has all tokens so far."""
     await until(lambda: llm.engine.stats.num_generation_tokens > 5)
     stands = threading.Event()
     llm.engine.post(lambda _: (stands.set(), may_go_on.wait(20)))
@@ -170,7 +170,7 @@ def test_shutdown_ends_the_thread_though_a_reader_waits_on_a_loop_that_was_close
 
 
 def test_whoever_shuts_it_down_waits_for_its_thread(llm: AsyncLLM) -> None:
-    """Also who comes while another does."""
+    """Also a second caller that comes while the first one waits."""
     may_end = threading.Event()
     llm.engine.post(lambda _: may_end.wait(20))
     with ThreadPoolExecutor(2) as threads:
@@ -183,7 +183,7 @@ def test_whoever_shuts_it_down_waits_for_its_thread(llm: AsyncLLM) -> None:
 
 
 def test_a_fork_hears_that_it_has_no_engine(llm: AsyncLLM) -> None:
-    """And does not wait for one: a server's workers may be forks of who has loaded the model."""
+    """It fails instead of waiting forever: a server's workers may be forks of the process that loaded the model."""
 
     def use() -> None:
         with pytest.raises(EngineDeadError):
@@ -226,7 +226,7 @@ async_llm.AsyncLLM(**json.loads(sys.argv[1]))
 
 
 def test_a_program_that_is_interrupted_while_it_loads_a_model_ends_well(settings: dict[str, Any]) -> None:
-    """At once, as Python does after Ctrl-C, and not by a thread that is within torch."""
+    """It ends at once, as Python does after Ctrl-C; the loading thread, which is inside torch, does not crash it."""
     command = [sys.executable, "-c", INTERRUPTED, json.dumps(settings, default=str)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt"
@@ -234,12 +234,13 @@ def test_a_program_that_is_interrupted_while_it_loads_a_model_ends_well(settings
 
 
 def test_it_belongs_to_the_loop_of_its_first_use(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
-    """And is made where none runs. What the engine says once that loop is gone fails nothing."""
+    """It can be made without a running loop. Output that the engine produces after that loop has closed causes no
+    error."""
     may_go_on = threading.Event()
 
     async def begin() -> None:
         await anext(llm.generate("abc", LONG, "r"))
-        llm.engine.post(lambda _: may_go_on.wait(20))  # and then it has news
+        llm.engine.post(lambda _: may_go_on.wait(20))  # afterwards it has output to deliver
 
     asyncio.run(begin())
     may_go_on.set()
@@ -255,7 +256,8 @@ def test_it_belongs_to_the_loop_of_its_first_use(llm: AsyncLLM, caplog: pytest.L
 def test_its_thread_and_its_memory_go_with_it(
     settings: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("CRITICAL", "engine.async_llm_engine")  # a record that is kept keeps what failed
+    # a log record that is kept would keep the failed engine alive
+    caplog.set_level("CRITICAL", "engine.async_llm_engine")
 
     async def use(llm: AsyncLLM) -> None:
         assert await ask(llm, "abc", SEEDED)

@@ -1,4 +1,4 @@
-"""Adapters that the requests of an `AsyncLLM` bring, beside others that run."""
+"""Adapters that requests of an `AsyncLLM` load, while other requests run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folders(tmp_path: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture
 def expected(settings: dict[str, Any], folders: dict[str, str]) -> dict[str, list[int]]:
-    """By an engine that has them from the start on."""
+    """The answers of an engine that has the adapters from the start."""
     llm = LLM(**settings | {"lora_modules": folders})
     asked = [LoRARequest(name) for name in NAMES]
     told = llm.generate(["abc"] * 3, SEEDED, lora_request=asked, use_tqdm=False)
@@ -64,7 +64,7 @@ async def tokens(llm: AsyncLLM, adapter: LoRARequest | None, name: str = "r") ->
 async def test_each_is_there_for_who_asks_and_others_wait_for_room(
     llm: AsyncLLM, folders: dict[str, str], expected: dict[str, list[int]]
 ) -> None:
-    """All at once, in a room for one; beside one that stays, and the model."""
+    """Requests for three adapters come at once, with room for one beside an adapter that stays."""
     wishes = [LoRARequest(name, number, folders[name]) for number, name in enumerate(NAMES * 2)]
     answers = await asyncio.gather(*(tokens(llm, wish, f"r{wish.lora_int_id}") for wish in wishes))
     assert answers == [expected[wish.lora_name] for wish in wishes]
@@ -97,7 +97,7 @@ async def test_a_folder_is_read_once_and_who_was_asked_for_longest_ago_goes(
 async def test_what_is_there_is_looked_up_where_it_changes(
     llm: AsyncLLM, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on the thread on which a prompt is read, which would find it changed under its hands."""
+    """The table of adapters is read on the event loop, which changes it, and not on the thread that reads prompts."""
     threads: list[threading.Thread] = []
     look_up = AsyncLoRAs.folders.fget
     assert look_up is not None
@@ -114,8 +114,8 @@ async def test_what_is_there_is_looked_up_where_it_changes(
 async def test_who_begins_goes_on_with_the_one_it_began_with(
     settings: dict[str, Any], folders: dict[str, str], expected: dict[str, list[int]]
 ) -> None:
-    """Each of its answers, though all but the first are added when that has its first token, and the name has become
-    another's until then."""
+    """All n answers of a request use its adapter, although the engine adds all but the first only after the first
+    token, when the name already belongs to another adapter."""
     prompt, params = [5 + i % 200 for i in range(2000)], replace(SEEDED, n=3)
     with running(settings | {"max_loras": 2, "max_num_batched_tokens": 16}) as llm:
 
@@ -168,8 +168,8 @@ async def test_who_waits_for_room_does_not_wait_for_ever(
 async def test_who_waits_for_room_is_overtaken_by_nobody_who_asks_for_it(
     settings: dict[str, Any], folders: dict[str, str], expected: dict[str, list[int]], is_another_leaving: bool
 ) -> None:
-    """Else it would wait for ever, where requests for the one that is there overlap; or as long as one that is leaving
-    is used."""
+    """Otherwise a request that waits for room would wait forever while overlapping requests use the loaded adapter, or
+    as long as a leaving adapter is in use."""
     a, b = (LoRARequest(name, 1, folders[name]) for name in "ab")
     with running(settings | {"max_loras": 1 + is_another_leaving}) as llm:
         leaving = llm.generate("abc", LONG, "leaving", lora_request=LoRARequest("a", 1, folders["c"]))
@@ -190,7 +190,7 @@ async def test_who_waits_for_room_is_overtaken_by_nobody_who_asks_for_it(
 
 
 async def test_who_is_aborted_in_line_ends_at_once(llm: AsyncLLM, folders: dict[str, str]) -> None:
-    """Though the one before it waits on. Nothing is read for it."""
+    """Although the request before it still waits. Its adapter is not read."""
     assert llm._loras is not None
     running = llm.generate("abc", LONG, "running", lora_request=LoRARequest("a", 1, folders["a"]))
     await anext(running)
@@ -230,7 +230,7 @@ async def test_one_that_cannot_be_served_harms_nobody(
 async def test_whoever_leaves_while_it_comes_leaves_no_trace(
     llm: AsyncLLM, folders: dict[str, str], expected: dict[str, list[int]]
 ) -> None:
-    """At whatever point that is."""
+    """The cancel comes after various numbers of steps of the event loop."""
     assert llm._loras is not None
     add_lora = LLMEngine.add_lora
     for number in range(12):

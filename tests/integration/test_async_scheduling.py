@@ -1,4 +1,4 @@
-"""A step launched before the tokens of the one before are known changes no token, whatever happens in between."""
+"""Launching a step before the previous step's tokens are known changes no token, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def make(folder: Path, runs_ahead: bool, **settings: object) -> LLMEngine:
         attention_backend="torch", **{"num_kv_blocks": 256, **settings},
     )  # fmt: skip
     config = create_engine_config(args)
-    # A CPU computes when it is told to, so that nothing is gained here; but every path is taken.
+    # On a CPU the launch itself computes, so this gains no time, but it takes every path.
     return LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=runs_ahead)))
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
-    """Each request alone, and nothing ahead."""
+    """The answers of each request alone, without async scheduling."""
     return answers_alone(make(folder, False), range(24))
 
 
@@ -86,7 +86,7 @@ def test_an_abort_between_two_steps_frees_its_blocks_after_them(folder: Path) ->
     assert engine.audit()[0].num_sequence == 2, "a launched step still writes there"
     tokens = [output.request_id for _ in range(2) for output in engine.step()]
     assert tokens == ["stays", "stays"]
-    assert engine.audit()[0].num_sequence == 2  # of "stays", which has begun its second block
+    assert engine.audit()[0].num_sequence == 2  # both of "stays", which has begun its second block
     assert engine.abort("stays")
     while engine.has_unfinished_requests():
         assert engine.step() == []
@@ -115,7 +115,7 @@ def test_a_request_waits_until_its_first_step_and_a_step_begins_when_the_one_bef
 
 @EITHER
 def test_an_answer_that_has_begun_tells_nothing_of_its_prompt(folder: Path, runs_ahead: bool) -> None:
-    """It came with the first token."""
+    """The prompt logprobs came with the first token."""
     engine = make(folder, runs_ahead)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=1)
     engine.add_request("r", [9, 8, 7], params, output_token_ids=[11, 12])
@@ -128,7 +128,7 @@ def test_an_answer_that_has_begun_tells_nothing_of_its_prompt(folder: Path, runs
 
 @EITHER
 def test_disaggregated(folder: Path, expected: Answers, runs_ahead: bool) -> None:
-    """Prefilled by one engine, block by block copied to another, and decoded there on its own: preempted, too."""
+    """One engine prefills, the blocks are copied to another engine, and that one decodes, with preemptions."""
     prefill, decode = make(folder, runs_ahead), make(folder, runs_ahead, num_kv_blocks=120)
     source, destination = prefill.executor.kv_pool, decode.executor.kv_pool
     answers: Answers = {}
@@ -170,11 +170,11 @@ def test_a_step_reads_pending_tokens_where_the_step_before_left_them() -> None:
     seqs = [sequence(0, [11], 0), sequence(1, [12, 13], 0), sequence(2, [14], 0)]
     launched = SchedulerOutput([ScheduledSequence(seqs[0], 1), ScheduledSequence(seqs[1], 1),
                                 ScheduledSequence(seqs[2], 1)], [])  # fmt: skip
-    before = SampledTokens(launched, torch.tensor([31, INVALID_TOKEN]), None, [], "cpu")  # the second one samples none
+    before = SampledTokens(launched, torch.tensor([31, INVALID_TOKEN]), None, [], "cpu")  # seqs[1] samples no token
     assert before.wait() == [[31], [], [INVALID_TOKEN]]
     following = [sequence(2, [14, PENDING_TOKEN], 1), sequence(0, [11, PENDING_TOKEN], 1), sequence(1, [12, 13], 1)]
     output = SchedulerOutput([ScheduledSequence(seq, 1) for seq in following], [])
     batch = build_input_batch(StepInput.of(output, 4, before.row_of), "cpu", before.on_device)
-    # A sequence whose token is none fails when the host hears of it; until then it must not be looked up as one.
+    # A sequence with an invalid token fails once the host reads it; until then the token must not index the embedding.
     assert batch.token_ids.tolist() == [0, 31, 13]
     assert batch.last_token_ids.tolist() == [0, 31, 13]

@@ -1,7 +1,7 @@
-"""`batch_invariant` on a GPU that is not there: the same bits for a request however it is computed (P3).
+"""`batch_invariant` on a pretended GPU: a request gets the same bits however it is computed (P3).
 
-Bits are looked at as logprobs, which say what tokens hide. Triton's kernels are interpreted; what tensor cores do in
-tiles of other sizes is asked of the device when a worker starts (tests/unit/test_triton_product.py).
+The tests compare logprobs, which show differences that tokens hide. Triton's kernels are interpreted. Whether tensor
+cores agree for tiles of other sizes is checked on the device when a worker starts (tests/unit/test_triton_product.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 
 Told = dict[str, list[tuple[int, float]]]
-"""Of each request, its tokens and their logprobs."""
+"""By request: its tokens and their logprobs."""
 
 LATENTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 60}
 WIDE = CONFIG | {"hidden_size": 128, "num_hidden_layers": 1}
@@ -49,7 +49,7 @@ def gpu() -> Iterator[PretendGpu]:
 
 
 def told_by(engine: LLMEngine, names: list[str]) -> Told:
-    """All at once."""
+    """Run these requests at once."""
     for name in names:
         params = SamplingParams(temperature=0.8, seed=int(name), max_tokens=5, ignore_eos=True, logprobs=0)
         engine.add_request(name, PROMPTS[name], params)

@@ -1,7 +1,8 @@
-"""A client that leaves: from when a worker has taken the cancel in, it computes at most one more step for it.
+"""A client leaves: once a worker has processed the cancel, it computes at most one more step for the request.
 
-Router and workers are the real ones, with the real model and gRPC between them, all in this process, so that each step
-of both engines is seen, and can be held while a cancel is on its way. Between the workers is a proxy that can be slow.
+Router and workers are real, with a real model and gRPC between them, but all in this process, so that the tests see
+each step of both engines and can hold it while a cancel is on its way. A proxy between the workers can slow the KV
+down.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHUNK = 32
 PROMPT = [(7 * i) % 40_000 + 100 for i in range(8 * CHUNK)]
-"""A quarter of a second in chunks."""
+"""Takes a quarter of a second, in chunks."""
 MAX_NUM_SEQS = 3
-"""At a worker, at once."""
+"""Requests per worker at once."""
 NUM_TOKENS = 200
-"""Of an answer: seconds."""
+"""Length of an answer, which takes seconds."""
 SOON_S = 4.0
-"""Far less than what is held takes."""
+"""Far less than `HELD_S`."""
 HELD_S = 60.0
 _fresh_ids = itertools.count(20_000)
 """First tokens of prompts that no cache has seen."""
@@ -57,13 +58,13 @@ _fresh_ids = itertools.count(20_000)
 
 @dataclass
 class Steps:
-    """What one engine computes. Patched into it before its first step."""
+    """Watches what one engine computes. Patched into the engine before its first step."""
 
     executor: Executor
     computed: list[dict[str, int]] = field(default_factory=list)
-    """Of each step, when it begins: how many tokens of which request."""
+    """For each step, noted when it begins: the number of tokens by request."""
     hold_at: tuple[str, int] | None = None
-    """Hold the step with that number among those of that request."""
+    """(request, n): hold the n-th step that computes something for this request."""
     is_holding: threading.Event = field(default_factory=threading.Event)
     may_go_on: threading.Event = field(default_factory=threading.Event)
 
@@ -79,7 +80,7 @@ class Steps:
         return self._launch(scheduled)
 
     def number_of(self, request_id: str) -> int:
-        """Steps that have computed something for it."""
+        """How many steps have computed something for this request."""
         return sum(request_id in step for step in self.computed)
 
     def hold(self, request_id: str, number: int) -> None:
@@ -94,7 +95,7 @@ class Worker:
         self.steps = Steps(process.engine._engine.executor)
 
     def knows(self, request_id: str) -> bool:
-        """Whether it was told to do something for it, and not told to stop."""
+        """Whether the worker has been given this request and has not been told to stop."""
         return any(stream.request_id == request_id for stream in self.process.host._streams.values())
 
     async def is_at_rest(self) -> bool:
@@ -106,12 +107,12 @@ class Worker:
 
 @dataclass
 class Cluster:
-    """One of each, and a client."""
+    """A router, one worker of each role, and a client."""
 
     prefill: Worker
     decode: Worker
     proxy: FaultyProxy
-    """In front of the decode worker."""
+    """Stands in front of the decode worker."""
     front: Router
     client: AsyncClient
 
@@ -122,8 +123,9 @@ class Cluster:
     async def wait_until_at_rest(self) -> None:
         for worker in self.workers:
             await wait_for(worker.is_at_rest, "every block free or cached")
-        await asyncio.wait_for(self.prefill.process.host.wait_for_tasks(), SOON_S)  # what is held would go on later
-        await wait_for(self.is_known_to_be_idle, "the router has heard of it")  # else it plans the next one otherwise
+        await asyncio.wait_for(self.prefill.process.host.wait_for_tasks(), SOON_S)  # held tasks would go on later
+        # else it would plan the next request differently
+        await wait_for(self.is_known_to_be_idle, "the router has heard of it")
 
     async def is_known_to_be_idle(self) -> bool:
         return not any(handle.num_queued_tokens or handle.load.num_running for handle in self.front._pool.handles)
@@ -132,7 +134,7 @@ class Cluster:
 async def wait_for(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = SOON_S) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            while not await condition():  # noqa: ASYNC110 - threads, too, make it come true
+            while not await condition():  # noqa: ASYNC110 - threads change the condition, too
                 await asyncio.sleep(0.005)
     except TimeoutError:
         raise AssertionError(f"not within {timeout_s} s: {what}") from None
@@ -210,7 +212,7 @@ class Asked:
         await wait_for(holds, what, 20)
 
     async def leave(self) -> Computed:
-        """Stop reading; wait until both workers have taken the cancel in. Returns what was computed until then."""
+        """Stop reading; wait until both workers have processed the cancel. Return the steps computed until then."""
         assert not self._task.done(), "it has ended"
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -227,7 +229,7 @@ class Asked:
 
 
 class Computed(NamedTuple):
-    """Steps of each worker that have begun, for one request."""
+    """How many steps each worker has begun for one request."""
 
     prefill: int
     decode: int
@@ -238,12 +240,12 @@ def reached(caplog: pytest.LogCaptureFixture, point: str) -> bool:
 
 
 def arm(patch: pytest.MonkeyPatch, point: str, held_s: float = HELD_S) -> None:
-    """Whoever comes by is held there."""
+    """Hold the request that reaches this failpoint."""
     patch.setattr(failpoints, "_armed", failpoints.parse(f"{point}=delay:{held_s}"))
 
 
 async def test_while_it_waits_in_the_router(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.worker_pool.STAY_SHARE", 1e9)  # however long it takes to look, nobody keeps it
+    monkeypatch.setattr("router.worker_pool.STAY_SHARE", 1e9)  # else the prefill worker could keep it, if we look late
     others = [Asked(cluster) for _ in range(MAX_NUM_SEQS)]
     for other in others:
         await other.wait_for(lambda o=other: o.num_received > 1, "it decodes")  # type: ignore[misc]
@@ -261,7 +263,7 @@ async def test_while_it_waits_in_the_router(cluster: Cluster, monkeypatch: pytes
 
 
 async def test_while_it_waits_in_the_prefill_worker(cluster: Cluster) -> None:
-    """Behind a short prompt; and the decode worker is not so idle that it would rather compute it itself."""
+    """It waits behind a short prompt. The decode worker has work too, else it would prefill the request itself."""
     decoding = Asked(cluster)
     await decoding.wait_for(lambda: decoding.num_received > 1, "it decodes")
     short = Asked(cluster, 20)
@@ -287,14 +289,14 @@ async def test_while_it_has_memory_and_nothing_else(
     await asked.wait_for(lambda: reached(caplog, point), "memory is reserved")
     await asked.leave()
     await cluster.wait_until_at_rest()
-    for worker in cluster.workers:  # what was held goes on, and must find that nobody wants it any more
+    for worker in cluster.workers:  # held tasks go on, and must find that the request is gone
         await asyncio.wait_for(worker.process.host.wait_for_tasks(), 10)
     await cluster.wait_until_at_rest()
     assert asked.computed == (0, 0)
 
 
 async def test_while_its_prompt_is_computed(cluster: Cluster) -> None:
-    """In the first of eight chunks."""
+    """The cancel comes during the first of eight chunks."""
     asked = Asked(cluster)
     cluster.prefill.steps.hold(asked.id, 1)
     await asked.wait_for(cluster.prefill.steps.is_holding.is_set, "the first chunk is computed")
@@ -306,7 +308,7 @@ async def test_while_its_prompt_is_computed(cluster: Cluster) -> None:
 
 
 async def test_while_the_decode_worker_computes_its_prompt(cluster: Cluster) -> None:
-    """Since the prefill worker has to do."""
+    """The decode worker computes the prompt because the prefill worker is busy."""
     other = Asked(cluster)
     cluster.prefill.steps.hold(other.id, 1)
     await other.wait_for(cluster.prefill.steps.is_holding.is_set, "the prefill worker has to do")
@@ -323,7 +325,7 @@ async def test_while_the_decode_worker_computes_its_prompt(cluster: Cluster) -> 
 
 
 async def test_while_its_kv_is_pushed(cluster: Cluster) -> None:
-    """Over a network so slow that all of it would take many times longer than what is waited for."""
+    """The network is so slow that the whole transfer would take many times longer than the test waits."""
     num_bytes_before = cluster.proxy.num_bytes_up
     cluster.proxy.drip(300_000)
     asked = Asked(cluster)
@@ -353,7 +355,7 @@ async def test_while_its_kv_is_there_and_not_taken_over(
 async def test_while_it_decodes(
     cluster: Cluster, number: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first step the prefill worker does not know yet that its KV was taken over."""
+    """In the first step the prefill worker does not know yet that the decode worker has taken over."""
     if number == 1:
         arm(monkeypatch, "decode.after_commit")
     asked = Asked(cluster)

@@ -1,5 +1,5 @@
 # ruff: noqa: N802 - gRPC's method names
-"""Pings: a peer that hangs is noticed, and an idle connection is left alone."""
+"""gRPC pings: a hanging peer is noticed, and an idle connection stays open."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_pings")
 async def test_peer_that_hangs_is_noticed(server: tuple[subprocess.Popen[str], str]) -> None:
-    """A stopped process keeps its connections: only unanswered pings tell."""
+    """A stopped process keeps its connections open: only unanswered pings reveal it."""
     process, address = server
     channel = rpc.channel.open_channel(address)
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -80,7 +80,7 @@ async def test_peer_that_hangs_is_noticed(server: tuple[subprocess.Popen[str], s
 
 @pytest.mark.usefixtures("quick_pings")
 async def test_idle_connection_may_ping(server: tuple[subprocess.Popen[str], str]) -> None:
-    """By default a server answers the third ping without a call with GOAWAY too_many_pings."""
+    """By default a gRPC server answers the third ping on a connection without calls with GOAWAY too_many_pings."""
     _, address = server
     channel = rpc.channel.open_channel(address)
     await asyncio.wait_for(channel.channel_ready(), TIMEOUT_S)

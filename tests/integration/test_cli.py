@@ -1,4 +1,4 @@
-"""The `tandem` command against a cluster that it started itself: what a person types, and what comes back."""
+"""The `tandem` command against a cluster that it has started: what a user types, and what it prints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG_PROMPT = "Count from one to a thousand: one, two, three, four, five, six, s
 
 @pytest.fixture(scope="module")
 def small(few_layers: Path) -> tuple[str, ...]:
-    """Flags of clusters that start soon."""
+    """Flags of clusters that start quickly."""
     return "--model", str(few_layers), *SMALL
 
 
@@ -83,7 +83,7 @@ def test_the_model_has_the_name_it_was_given(cluster: RunningCluster) -> None:
             client.generate("hello", model="other")
 
 
-# -- generate: what the real model says, clients/test_real_model.py ----------------------------------------------
+# -- generate (answers of the real model: clients/test_real_model.py) --------------------------------------------
 
 
 def test_generate_streams_as_tokens_come(cluster: RunningCluster) -> None:
@@ -134,7 +134,7 @@ def test_ctrl_c_cancels_the_request_on_the_workers(cluster: RunningCluster) -> N
     with running("generate", LONG_PROMPT, "--max-tokens", "3900", "--ignore-eos", router=cluster.address) as process:
         assert process.stdout is not None
         assert process.stdout.read(1)
-        # The first token is the prefill worker's, and may be here before the decode worker has begun.
+        # The first token comes from the prefill worker, perhaps before the decode worker has begun.
         wait_until(lambda: any(w.record.load.num_running for w in cluster.workers()), 20, "a worker runs it")
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=20)
@@ -241,7 +241,7 @@ def test_requests_are_served_while_redis_does_not_answer(cluster: RunningCluster
 
 def test_a_killed_redis_comes_back_on_its_socket_and_is_filled_again(cluster: RunningCluster) -> None:
     child = cluster.services()["redis"]
-    socket = child.cmdline()[0].split("unixsocket:")[1].strip()  # it renames itself: "valkey-server unixsocket:PATH"
+    socket = child.cmdline()[0].split("unixsocket:")[1].strip()  # it sets its title: "valkey-server unixsocket:PATH"
     child.kill()
 
     def knows_the_workers() -> bool:
@@ -279,7 +279,7 @@ def test_a_hangup_and_sigterm_let_a_stream_finish(tmp_path: Path, small: tuple[s
 
 
 def test_ctrl_c_ends_up_though_nobody_reads_its_lines_any_more(small: tuple[str, ...]) -> None:
-    """As in `tandem up 2>&1 | tee log`, where it ends tee, too, and sooner."""
+    """As in `tandem up 2>&1 | tee log`, where Ctrl-C ends tee, too, and sooner."""
     with running("up", *small, "--aggregated", "--listen", "127.0.0.1:0", "--no-http") as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_up_though_nobody_reads_its_lines_any_more(small: tuple[str,
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: tuple[str, ...]) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the socket's folder, which nobody is left to remove
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # for the socket's folder, which no process is left to remove
     with running("up", *small, "--aggregated", "--listen", "127.0.0.1:0", "--http-port", "0") as process:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], 60)[0], "no ready line"
@@ -364,7 +364,7 @@ def test_a_busy_port_ends_up_at_once_with_a_way_out(cluster: RunningCluster, sma
 
 
 def test_a_router_that_cannot_listen_says_that_alone(cluster: RunningCluster) -> None:
-    """It has called the workers by then."""
+    """By then it has already connected to the workers."""
     router = cluster.services()["router"]
     command = router.cmdline()
     command[command.index("--listen") + 1] = cluster.address
@@ -373,7 +373,7 @@ def test_a_router_that_cannot_listen_says_that_alone(cluster: RunningCluster) ->
     assert re.fullmatch(rf"Error: cannot listen on {cluster.address}: .*\n", done.stderr)
 
 
-@pytest.mark.slow  # as of HTTP, below
+@pytest.mark.slow  # like the HTTP port, below
 @pytest.mark.parametrize(("offset", "name"), [(0, "router"), (1, "prefill-1")])
 def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str, small: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:

@@ -1,4 +1,4 @@
-"""The whole path gives transformers' tokens: over each transport, aggregated, chunked, together, from caches."""
+"""A whole cluster gives transformers' tokens: over each transport, aggregated, chunked, batched, from caches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ARRANGEMENTS = {
     "grpc": ("--transport", "grpc", *GUESSING),
     "aggregated": ("--aggregated", *GUESSING),
     "chunked": ("--transport", "nixl", "--prefill-chunk-tokens", "64", "--no-enable-prefix-caching"),
-    # So few blocks that what runs cannot grow: only short prompts fit.
+    # So few blocks that running requests cannot grow: only short prompts fit.
     "preempted": ("--transport", "ipc", "--num-kv-blocks", "33", "--max-model-len", "512"),
 }
 
 TRANSPORTS = {"chunked": "nixl", "preempted": "ipc"}
-"""Of arrangements whose KV travels otherwise than by grpc."""
+"""The transports of arrangements that do not use grpc."""
 
 
 SLOW = ("aggregated", "chunked", "preempted")
-"""A decode worker alone is asked in test_cli.py, and beside a prefill worker it prefills short prompts just so. Chunks
-and preemptions are tested with engines (test_engine_parity.py, test_exact_bfloat16.py), KV by NIXL and ipc through
-faults (test_one_sided_faults.py)."""
+"""Covered elsewhere, too: test_cli.py has a lone decode worker, and beside a prefill worker it prefills short prompts
+the same way; test_engine_parity.py and test_exact_bfloat16.py test chunks and preemptions of engines;
+test_one_sided_faults.py tests KV over NIXL and ipc, with faults."""
 KINDS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ARRANGEMENTS]
 
 
@@ -47,7 +47,7 @@ def arrangement_of(request: pytest.FixtureRequest) -> str:
 
 
 def fitting(references: list[Reference], arrangement: str) -> list[Reference]:
-    """Those that the arrangement's pool has room for."""
+    """The references that fit into the arrangement's pool."""
     if arrangement != "preempted":
         return references
     return [reference for reference in references if len(reference.prompt_token_ids) <= NUM_SHORT_TOKENS]
@@ -58,7 +58,7 @@ def num_preemptions(cluster: RunningCluster) -> int:
 
 
 def ask_all(cluster: RunningCluster, references: list[Reference], *, num_at_once: int) -> list[object]:
-    """The answers to `references`, in order; each must be transformers'."""
+    """Return the answers to `references`, in order; each must be that of transformers."""
     with Client(cluster.address) as client, ThreadPoolExecutor(num_at_once) as threads:
 
         def ask(reference: Reference) -> object:
@@ -78,8 +78,8 @@ def ask_all(cluster: RunningCluster, references: list[Reference], *, num_at_once
 
 def test_same_tokens(cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest) -> None:
     arrangement = arrangement_of(request)
-    # Some here, and all of them together below; among them one of a whole block, which is then found in a cache however
-    # the others come together.
+    # Only some here; all of them together below. One of these is longer than a block, so that the test below certainly
+    # finds a cached block.
     fits = fitting(references, arrangement)
     chosen = [*fits[::5], next(each for each in fits if len(each.prompt_token_ids) > BLOCK_SIZE)]
     answers = ask_all(cluster, chosen, num_at_once=4)
@@ -97,14 +97,14 @@ def test_same_tokens(cluster: RunningCluster, references: list[Reference], reque
 
 
 _drawn: dict[str, list[list[int]]] = {}
-"""By arrangement: the answers of the same seeded requests."""
+"""The answers to the same seeded requests, by arrangement."""
 
 
-@pytest.mark.slow  # of one arrangement, with all that an engine draws: test_exact_bfloat16.py
+@pytest.mark.slow  # test_exact_bfloat16.py covers seeded sampling for one arrangement
 def test_same_draws_everywhere(
     cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
 ) -> None:
-    """Seeded sampling with penalties and filters does not depend on who computes what."""
+    """Seeded sampling with penalties and filters does not depend on which worker computes what."""
     chosen = [reference for reference in references if 16 <= len(reference.prompt_token_ids) <= NUM_SHORT_TOKENS][:6]
     with Client(cluster.address) as client, ThreadPoolExecutor(6) as threads:
 
@@ -133,7 +133,7 @@ def test_same_tokens_with_many_at_once_from_caches(
     arrangement = arrangement_of(request)
     wanted = (fitting(references, arrangement) * 2)[: 32 if arrangement in ("grpc", "preempted") else 14]
     answers = ask_all(cluster, wanted, num_at_once=32)
-    for _ in range(5):  # whether the pool runs out while they grow is a matter of moments
+    for _ in range(5):  # whether the pool runs out while they grow is chance
         if arrangement == "preempted" and not num_preemptions(cluster):
             ask_all(cluster, wanted, num_at_once=32)
     cached = [answer.usage.cached_tokens for answer in answers]  # type: ignore[attr-defined]

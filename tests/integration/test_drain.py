@@ -1,4 +1,4 @@
-"""`tandem drain`: a worker takes no new work, finishes what it has, and leaves nothing behind."""
+"""`tandem drain`: a worker takes no new requests, finishes those that it has, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ async def test_a_worker_that_is_drained_finishes_what_it_has_and_leaves(
 async def test_a_worker_is_ready_when_redis_knows_of_it(
     tiny_cluster: Cluster, tiny_model: Path, own_redis_server: RedisServer
 ) -> None:
-    """Rollouts wait for it. Before, no router finds it; after, they know it, with Redis or not."""
+    """A rollout waits until the worker is ready. Before Redis knows the worker, no router can find it; afterwards
+    routers know it even if Redis is down."""
     own_redis_server.stop()
     worker = await replace(tiny_cluster, redis=own_redis_server.url).start_decode_worker("first", tiny_model)
     async with open_channel(worker._address) as channel:

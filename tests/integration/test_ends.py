@@ -1,4 +1,4 @@
-"""However a request ends, it ends once, with a status that says why, and every block comes back."""
+"""However a request ends, it ends once, with a status that says why, and all its blocks are released."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_client_that_goes_away_while_decoding(cluster: RunningCluster, stub: I
 
 @dataclass(frozen=True)
 class Asked:
-    """A request under way, read by a thread of its own."""
+    """A running request, which a thread of its own reads."""
 
     prompt: list[int]
     call: grpc.Call
@@ -89,10 +89,10 @@ def ask(stub: InferenceStub, prompt: list[int], max_tokens: int) -> Asked:
 
 
 def begin_prefill(cluster: RunningCluster, stub: InferenceStub, max_tokens: int) -> Asked:
-    """A request whose prompt is seen to be computed by the prefill worker just now.
+    """Return a request whose prompt the prefill worker is computing.
 
-    Asks anew if one came to its end unseen: where the machine stood still for a lease, the router has lost its session
-    with the prefill worker for a moment, and the decode worker computes the prompt.
+    If a request ends without being seen there, send a new one: after the machine stood still for a lease, the router
+    has lost its session with the prefill worker for a moment, and the decode worker computes the prompt.
     """
     asked = ask(stub, [next(_fresh_ids), *LONG[1:]], max_tokens)
     unseen: list[pb.GenerateResponse] = []
@@ -134,7 +134,7 @@ SEVERAL = {"max_tokens": 24, "temperature": 0.9, "seed": 5, "ignore_eos": True, 
 
 @pytest.mark.parametrize("is_stream", [pytest.param(True, id="streamed"), pytest.param(False, id="whole")])
 def test_each_of_several_answers_ends_once(cluster: RunningCluster, is_stream: bool) -> None:
-    """Each is the one answer to a seed of its own, and the prompt is prefilled for the first of them alone."""
+    """Answer i equals the single answer with seed + i, and the prompt is prefilled only for the first answer."""
     prompt = [next(_fresh_ids), *LONG[1:]]
     with Client(cluster.address) as client:
         if is_stream:
@@ -162,7 +162,7 @@ def test_each_of_several_answers_ends_once(cluster: RunningCluster, is_stream: b
 
 
 def test_answers_to_a_prompt_that_fills_most_of_the_pool_are_decoded_together(cluster: RunningCluster) -> None:
-    """A pool of 200 blocks, a prompt of 115: what they share is there once."""
+    """The pool has 200 blocks and the prompt fills 115: the answers share the prompt's blocks."""
     prompt = [next(_fresh_ids), *LONG[1:], *SHORT, *LONG[: 1840 - len(LONG) - len(SHORT)]]
     stream = AnswersStream(4)
     with Client(cluster.address) as client:
@@ -188,7 +188,7 @@ def test_abort_ends_all_of_several_answers_well(cluster: RunningCluster, stub: I
     received: list[pb.GenerateResponse] = []
     while {response.sequence for response in received} != {0, 1, 2}:
         received.append(next(call))
-    taken = request_of(SHORT, 5, "1_several")  # as the workers know one of them
+    taken = request_of(SHORT, 5, "1_several")  # the id under which workers know the second answer
     assert code_of_call(stub.Generate(taken)) == grpc.StatusCode.ALREADY_EXISTS
     assert stub.Abort(pb.AbortRequest(request_id="several")).was_running
     received += list(call)
@@ -200,7 +200,7 @@ def test_abort_ends_all_of_several_answers_well(cluster: RunningCluster, stub: I
 
 
 def test_a_client_that_goes_away_from_several_answers(cluster: RunningCluster, stub: InferenceStub) -> None:
-    """One before its second answer has begun, one while all are decoded."""
+    """The first client leaves before the second answer has begun, the second while all are being decoded."""
     for num_messages in (1, 30):
         request = request_of([next(_fresh_ids), *LONG[1:]], 700)
         request.sampling_params.n = 3
@@ -222,7 +222,7 @@ def test_a_client_that_goes_away_from_several_answers(cluster: RunningCluster, s
 def test_an_answer_goes_on_from_any_of_its_tokens(
     cluster: RunningCluster, stub: InferenceStub, sampling: dict[str, float]
 ) -> None:
-    """What another router would say after what this one has said: the same tokens, to the bit of their logprobs."""
+    """Another router that resumes the answer gives the same tokens, with bitwise equal logprobs."""
     request = pb.GenerateRequest(
         text="The three largest cities of Japan are", sampling_params=pb.SamplingParams(max_tokens=16, logprobs=2)
     )
@@ -240,7 +240,7 @@ def test_an_answer_goes_on_from_any_of_its_tokens(
         assert [token_id for message in later for token_id in message.token_ids] == token_ids[cut:]
         assert later[0].offset == cut
         assert later[0].worker_kind == (request.worker_kind if cut < len(token_ids) else "")
-        # Tokens of several steps may have come as one message: what of its text is whose nobody can tell.
+        # A message may hold the tokens of several steps: then its text cannot be split by token.
         if not any(message.offset < cut < message.offset + len(message.token_ids) for message in messages):
             expected = "".join(message.text for message in messages if message.offset >= cut)
             assert "".join(message.text for message in later) == expected
@@ -258,11 +258,11 @@ SHARES = (
     (0.1, 0, 0), (0.5, 0.5, 0), (0.1, 0.1, 0.1), (0.5, 0.5, 0.9), (0, 0.5, 1), (1, 0, 0), (1, 0.1, 0), (1, 1, 0.5),
     (1, 0.5, 1), (0.9, 1, 1),
 )  # fmt: skip
-"""Of the messages of each of three answers: what a client has of them."""
+"""For each of three answers: the share of its messages that the client has."""
 
 
 def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, stub: InferenceStub) -> None:
-    """Some are complete, some in the middle, some not begun: whatever order they came in this time."""
+    """Some answers are complete, some begun, some not begun, in whatever order their messages came."""
     request = pb.GenerateRequest(
         text="Once upon a time there was a",
         sampling_params=pb.SamplingParams(n=3, max_tokens=20, temperature=0.9, seed=7, logprobs=1, stop=["-"]),
@@ -293,13 +293,13 @@ def test_several_answers_go_on_each_from_its_own_token(cluster: RunningCluster, 
     request.answers_so_far[0].worker_kind = "another"
     del request.answers_so_far[1:]
     request.answers_so_far[0].is_complete = False
-    request.answers_so_far[0].token_ids[:] = [5]  # it may have been all but complete
+    request.answers_so_far[0].token_ids[:] = [5]  # the whole answer but one token may have been there
     assert code_of_call(stub.Generate(request)) == grpc.StatusCode.UNAVAILABLE
     cluster.wait_until_at_rest()
 
 
 def share_of(said: list[pb.GenerateResponse], share: float) -> list[pb.GenerateResponse]:
-    """None, all, or, of more than one, one at least and not the last."""
+    """Return none or all of the messages; otherwise, of several, at least one and never the last."""
     if share in (0, 1) or len(said) == 1:
         return said if share else []
     return said[: min(max(int(share * len(said)), 1), len(said) - 1)]
@@ -308,7 +308,8 @@ def share_of(said: list[pb.GenerateResponse], share: float) -> list[pb.GenerateR
 def whole(
     messages: list[pb.GenerateResponse], sequence: int
 ) -> tuple[list[int], str, list[pb.TokenLogprobs], int, list[int]]:
-    """Of one answer: tokens, text, logprobs, why and where it ended. All of them contiguous, and ended once."""
+    """Return an answer's tokens, text, logprobs, finish reason and lengths at its ends (one, if it ended once). Check
+    that its messages are contiguous."""
     own = [message for message in messages if message.sequence == sequence]
     assert [message.offset for message in own] == [
         sum(len(each.token_ids) for each in own[:index]) for index in range(len(own))
@@ -329,7 +330,8 @@ def test_a_deadline_that_passes(cluster: RunningCluster, stub: InferenceStub) ->
 
 
 def test_more_than_the_pool_holds_waits_and_is_served(cluster: RunningCluster) -> None:
-    """Four requests of 57 to 66 blocks on a pool of 200: some wait in the router, and leaving the queue is possible."""
+    """Four requests of 57 to 66 blocks on a pool of 200: some wait in the router. A waiting request can be
+    cancelled."""
     answers: list[int] = []
 
     def ask(start: int) -> None:
@@ -352,7 +354,8 @@ def test_more_than_the_pool_holds_waits_and_is_served(cluster: RunningCluster) -
 
 
 def test_what_is_freed_is_told_to_every_router(cluster: RunningCluster, stub: InferenceStub) -> None:
-    """Else a request that waits in one router for memory would not hear that another router's request has ended."""
+    """Otherwise a request that waits for memory in one router would not learn that another router's request has
+    ended."""
     record = next(w.record for w in cluster.workers() if w.record.role == worker_pb.ROLE_DECODE)
     loads: list[worker_pb.WorkerLoad] = []
     has_heard_enough = threading.Event()
@@ -411,7 +414,7 @@ def test_bad_input_is_named_at_the_door(cluster: RunningCluster, field: str, arg
 
 @pytest.mark.parametrize("num_mib", [5, 17])
 def test_an_oversized_message_is_refused(cluster: RunningCluster, stub: InferenceStub, num_mib: int) -> None:
-    """The larger one does not even get past gRPC's own bound."""
+    """gRPC itself refuses the larger message."""
     text = "x" * (num_mib * 1024 * 1024)
     is_at_door = num_mib < 16
     code = grpc.StatusCode.INVALID_ARGUMENT if is_at_door else grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -423,7 +426,7 @@ def test_an_oversized_message_is_refused(cluster: RunningCluster, stub: Inferenc
 
 @pytest.mark.parametrize("temperature", [None, 0, 1e-45])
 def test_no_parameter_takes_a_worker_down(cluster: RunningCluster, temperature: float | None) -> None:
-    """A penalty that makes logits infinite once ended the engine, on every worker that the request was tried on."""
+    """A penalty that makes logits infinite once crashed the engine of every worker that tried the request."""
     pids = [worker.record.pid for worker in cluster.workers()]
     with Client(cluster.address) as client:
         for prompt in (SHORT, LONG):
@@ -460,7 +463,7 @@ def test_streams_of_the_only_decode_worker_wait_for_it_to_be_there_again_and_oth
     call = stub.Generate(request_of(SHORT, 500))
     received = [token for _ in range(5) for token in next(call).token_ids]
     pid = pid_of(cluster, worker_pb.ROLE_DECODE)
-    hold_up(cluster.pid)  # it would start another, which may be there before anybody is refused
+    hold_up(cluster.pid)  # else it starts another worker, perhaps before the router refuses a request
     try:
         os.kill(pid, signal.SIGKILL)
         with Client(cluster.address) as client:
@@ -468,7 +471,7 @@ def test_streams_of_the_only_decode_worker_wait_for_it_to_be_there_again_and_oth
             with pytest.raises(NoWorker) as caught:
                 client.generate(SHORT, max_tokens=5)
             assert caught.value.retry_after_s is not None
-            with pytest.raises(InvalidRequest):  # by the context that the worker had
+            with pytest.raises(InvalidRequest):  # checked against the context length that the worker had
                 client.generate([5] * 2048, max_tokens=1)
     finally:
         os.kill(cluster.pid, signal.SIGCONT)

@@ -1,7 +1,7 @@
-"""A prefill engine and a decode engine under everything at once, for models of several kinds: whichever of the two
-computes a request, or both, its answer is, bit for bit, that of the request alone in an engine of its own.
+"""Random requests on a prefill engine and a decode engine, for several kinds of models: whether one of the two computes
+a request or both do, its answer equals, bit for bit, that of the request alone in an engine of its own.
 
-As in test_engine_fuzz.py, whose requests and engines these are, all follows from the seed behind a test's name.
+Requests and engines come from test_engine_fuzz.py. As there, everything follows from the seed in a test's name.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "Mixtral": ({"architectures": ["MixtralForCausalLM"], **EXPERTS, **WINDOW}, "none"),
     "Qwen3-MoE": ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "mlp_only_layers": [0]}, "none"),
 }
-"""config.json beside an adapters' model, and quantization. Heads of keys and layers are as many in all of them."""
+"""Changes to the config.json of lora_folders.py, and the quantization. All have equally many key heads and layers."""
 ROUNDS = [(name, seed) for seed in (0, 1) for name in MODELS]
 MORE_ROUNDS = [(name, seed) for seed in range(2, 30) for name in MODELS]
 MET = ("handed over", "ended at once", "busy", "found", "loaded", "preempted", "right drafts", "ahead", "aborted")
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
-    """And its adapters."""
+    """Write the model and its adapters."""
     whole = {**CONFIG, "eos_token_id": EOS, "initializer_range": 0.3, **config}
     (folder / "config.json").write_text(json.dumps(whole))
     tokenizer().save(str(folder / "tokenizer.json"))
@@ -65,14 +65,14 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
 @dataclass
 class HandOver:
     block_ids: list[int]
-    """Of the decode engine, for the prompt."""
+    """The decode engine's blocks for the prompt."""
     num_cached_blocks: int
     sent: Counter[int] = field(default_factory=Counter)
-    """By place, in how many layers."""
+    """By index in `block_ids`: the number of layers sent."""
 
 
 class Pair:
-    """Of engines with too little room: one prefills for the other, which computes others by itself."""
+    """Two engines with too few blocks: one prefills for the other, and both also compute whole requests."""
 
     def __init__(self, folder: Path, rng: random.Random, quantization: str) -> None:
         self._hand_overs: dict[str, HandOver] = {}
@@ -85,18 +85,18 @@ class Pair:
         for export in exports:
             hand_over = self._hand_overs[export.request_id]
             for place, block_id in enumerate(export.block_ids, export.first_block):
-                if place < len(hand_over.block_ids):  # behind them is one for the token that is sampled, if any
+                if place < len(hand_over.block_ids):  # a further block may be for the sampled token
                     assert place >= hand_over.num_cached_blocks, "that one is there"
                     destination[layer, hand_over.block_ids[place]] = source[layer, block_id]
                     hand_over.sent[place] += 1
 
     @property
     def has_steps(self) -> bool:
-        """One may have been launched ahead for who has ended meanwhile."""
+        """Whether steps are left; one may have been launched ahead for a request that has ended since."""
         return self.prefill.has_unfinished_requests() or self.decode.has_unfinished_requests()
 
     def begin(self, name: str, request: Request) -> bool:
-        """False: there is no room for it now."""
+        """Start a hand-over. Returns False if the decode engine has no room now."""
         reservation = self.decode.reserve(
             name, request.prompt, request.params, output_token_ids=request.given, cache_salt=request.cache_salt,
             lora_name=request.lora_name,
@@ -113,7 +113,7 @@ class Pair:
         return True
 
     def go_on(self, output: RequestOutput, num_tokens: int) -> None:
-        """With the first token, if `output` is of one that is being handed over."""
+        """Finish the hand-over once its first token is there. Does nothing for other requests."""
         hand_over = self._hand_overs.pop(output.request_id, None)
         if hand_over is None:
             return
@@ -133,7 +133,8 @@ class Pair:
 
 
 def answer_all(pair: Pair, requests: list[Request], rng: random.Random) -> tuple[list[Told], set[int]]:
-    """Those that come at any time, each in its way, and which of them were aborted."""
+    """Let requests arrive at random times, each at a random engine or handed over; abort some. Return the answers and
+    the aborted requests."""
     told = [Told() for _ in requests]
     ways = rng.choices([partial(add, pair.prefill), partial(add, pair.decode), pair.begin, pair.begin], k=len(requests))
     to_come, running, aborted = deque(range(len(requests))), set[int](), set[int]()
@@ -162,7 +163,7 @@ def answer_all(pair: Pair, requests: list[Request], rng: random.Random) -> tuple
 
 @pytest.fixture(scope="module")
 def met() -> Iterator[Counter[str]]:
-    """In all rounds together."""
+    """Counts what happened in all rounds; together they must cover `MET`."""
     counts: Counter[str] = Counter()
     yield counts
     if counts["rounds"] >= len(ROUNDS):

@@ -1,10 +1,10 @@
-"""An engine under everything at once, against itself: whatever comes, goes and is guessed beside it, each answer is,
-bit for bit, that of the same request alone.
+"""Random requests on one engine: whatever runs beside a request, its answer equals, bit for bit, that of the same
+request alone.
 
-Requests of every kind come at any time and some are aborted, in an engine with so little room that they are preempted,
-take each other's blocks, find prefixes again in the pool or in host memory, and are computed in pieces and ahead of
-their tokens. All of it follows from the seed in brackets behind a test's name: what fails, fails again, by that name
-and, of the slow ones, with `-m slow`.
+Requests of every kind arrive at random times and some are aborted. The engine has so few blocks that it preempts
+requests, evicts cached blocks, and finds prefixes again in the pool or in host memory; it computes prompts in chunks,
+drafts tokens and launches steps ahead. Everything follows from the seed in brackets in a test's name: a failure can be
+repeated by that name (a slow one with `-m slow`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from engine.scheduling.thinking import ThinkingBudget
 
 SEEDS = range(20)
 MORE_SEEDS = range(len(SEEDS), 400)
-NUM_GROUPS = 20  # of requests in a round
+NUM_GROUPS = 20  # groups of requests in a round
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 2  # layers, parts, heads, slots, dim, bytes
 VOCAB_SIZE = CONFIG["vocab_size"]
@@ -50,17 +50,17 @@ class Request:
     lora_name: str
     cache_salt: str
     given: list[int] = field(default_factory=list)
-    """Of the answer, where another engine has begun it."""
+    """The first tokens of the answer, if another engine has begun it."""
 
     @property
     def finds_nothing(self) -> bool:
-        """Its prompt is computed, whatever is cached."""
+        """Whether the whole prompt is computed, whatever is cached."""
         return self.cache_salt.startswith(OWN) or (self.params.prompt_logprobs is not None and not self.given)
 
 
 @dataclass
 class Told:
-    """Of an answer."""
+    """All that the engine has output for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -76,19 +76,20 @@ class Told:
         self.finish_reason = output.finish_reason
 
     def until(self, told: Told) -> Told:
-        """As much as there is of `told`, which goes no further."""
+        """Return this answer cut to the length of `told`, an aborted one."""
         length = len(told.token_ids)
         return Told(self.token_ids[:length], self.logprobs[:length], self.prompt_logprobs if length else None)
 
 
 def draw_requests(rng: random.Random) -> list[Request]:
-    """Groups of them, which are several answers to a prompt. Prompts begin alike, and some go round in circles."""
+    """Return groups of requests; a group is several answers to one prompt. Prompts share beginnings, and some repeat
+    themselves."""
     texts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(100)] for _ in range(2)] + [[7, 8, 9, 10] * 25]
     requests: list[Request] = []
     for _ in range(NUM_GROUPS):
         text, params, lora_name = rng.choice(texts), draw_params(rng), rng.choice(ADAPTERS)
         likely = sorted(params.allowed_token_ids) or sorted(params.logit_bias) or range(VOCAB_SIZE)
-        ending = rng.sample(likely, min(len(likely), 4)) * 5  # an answer is guessed to go on so, and may
+        ending = rng.sample(likely, min(len(likely), 4)) * 5  # drafts repeat it, and may be right
         prompt = text[: rng.randint(1, 100)] + ending[: rng.choice([0, 1, 20, 20])]
         salt = rng.choice([*[""] * 8, "shared", OWN])
         for index in range(rng.choice([1, 1, 2, 3])):
@@ -117,9 +118,9 @@ def draw_params(rng: random.Random) -> SamplingParams:
     if kind == "held to a form":
         return replace(params, grammar=grammar_text(rng.choice(list(KINDS))))
     some = rng.sample(range(2, VOCAB_SIZE), rng.randint(2, 4))
-    if kind == "few":  # of which many guesses are right, and some are not
+    if kind == "few":  # many drafts are right, and some are not
         params = replace(params, allowed_token_ids=frozenset([*some, EOS]), stop_token_ids=frozenset(some[:1]))
-    elif kind == "in turn":  # that the answer ends may be guessed, and what would come after it
+    elif kind == "in turn":  # drafts may contain the answer's end, and tokens after it
         in_turn = {some[0]: 60.0, some[1]: 50.0}
         ends, never = frozenset(some[1 : rng.randint(1, 2)]), tuple((token_id, token_id) for token_id in in_turn)
         params = replace(params, logit_bias=in_turn, bad_words_token_ids=never, stop_token_ids=ends)
@@ -141,7 +142,7 @@ def random_budget(rng: random.Random) -> ThinkingBudget:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model whose tokens have text, and of two adapters."""
+    """A folder with a model, its tokenizer and two adapters."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": EOS, "initializer_range": 0.3}))
     tokenizer().save(str(folder / "tokenizer.json"))
@@ -153,7 +154,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_engine(
     folder: Path, *, runs_ahead: bool = False, on_layer_written: OnLayerWritten | None = None, **settings: Any
 ) -> LLMEngine:
-    """The CPU kernels': others' sums hang on what is computed beside them."""
+    """Make an engine with the CPU kernels: with others, sums depend on the rest of the batch."""
     args = EngineArgs(
         model=str(folder), load_format="dummy", dtype="bfloat16", device="cpu", num_threads=1, block_size=BLOCK_SIZE,
         max_model_len=160, lora_modules=f"a={folder / 'a'},b={folder / 'b'}", max_itl_ms=0.0, **settings,
@@ -166,8 +167,9 @@ def make_engine(
 
 
 def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LLMEngine:
-    """A CPU computes a step when it is launched, also one ahead: every path is taken, and time decides nothing."""
-    runs_ahead = rng.random() < 0.3  # and then nothing is guessed
+    """Make an engine with few blocks and random settings. A CPU computes a step in its launch, even with async
+    scheduling: every path is taken, and timing decides nothing."""
+    runs_ahead = rng.random() < 0.3  # then without drafts
     guessing = {"num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
     engine = make_engine(
         folder, runs_ahead=runs_ahead, num_kv_blocks=rng.randint(11, 14), max_num_seqs=rng.choice([4, 12]),
@@ -175,21 +177,21 @@ def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LL
         stream_interval=rng.choice([1, 1, 3]), speculative_config="" if runs_ahead else json.dumps(guessing),
         kv_offloading_size=rng.choice([4, 12, 60]) * BLOCK_BYTES / GIB, **settings,
     )  # fmt: skip
-    engine.executor.kv_pool.fill_(float("nan"))  # what nobody has written is no number
+    engine.executor.kv_pool.fill_(float("nan"))  # so that a read of unwritten KV shows
     CopiesInTurn(engine.executor, rng)
     return engine
 
 
 class CopiesInTurn:
-    """Between pool and host memory, made on this thread, as the seed has it: at once or as late as may be, in any
-    order, and told of later."""
+    """Makes the copies between pool and host memory on this thread, as the seed decides: at once or as late as allowed,
+    in any order; reports them later."""
 
     def __init__(self, executor: Executor, rng: random.Random) -> None:
         assert executor._host_copies is not None
         self._rng = rng
         self._copy = executor._host_copies._copy
         self._begun: list[tuple[BlockCopy, bool]] = []
-        """And whether it is made."""
+        """Copies, and whether each has been made."""
         self._must_end = False
         executor.copy_blocks = self.begin  # type: ignore[method-assign]
         executor.take_copied = self.take  # type: ignore[method-assign]
@@ -222,11 +224,11 @@ def add(engine: LLMEngine, name: str, request: Request) -> None:
         lora_name=request.lora_name,
     )  # fmt: skip
     if (grammar := engine._scheduler.waiting[-1].grammar) is not None:
-        grammar.wait_until_compiled()  # how long that takes is to decide nothing
+        grammar.wait_until_compiled()  # so that compile time decides nothing
 
 
 def answer_alone(engine: LLMEngine, request: Request) -> Told:
-    """Of an engine in which nothing is cached, guessed, cut or beside it."""
+    """Return the answer of a request that runs alone. `engine` must have no cache and no drafts."""
     told = Told()
     add(engine, "alone", request)
     while engine.has_unfinished_requests():
@@ -236,13 +238,14 @@ def answer_alone(engine: LLMEngine, request: Request) -> Told:
 
 
 def moved(request: Request, told: Told, num_given: int) -> tuple[Request, Told]:
-    """After so many tokens, which another engine has told."""
+    """Return the request as resumed after `num_given` tokens, and the rest of its answer."""
     rest = Told(told.token_ids[num_given:], told.logprobs[num_given:], None, told.finish_reason)
     return replace(request, given=told.token_ids[:num_given]), rest
 
 
 def answer_all(engine: LLMEngine, requests: list[Request], rng: random.Random) -> tuple[list[Told], set[int]]:
-    """Those that come at any time, and which of them were aborted. The books balance after each step."""
+    """Let requests arrive at random times and abort some. Return the answers and the aborted requests. The audit must
+    find no problem after any step."""
     told = [Told() for _ in requests]
     to_come, running, aborted = deque(range(len(requests))), set[int](), set[int]()
     while to_come or engine.has_unfinished_requests():
@@ -270,7 +273,8 @@ def answer_all(engine: LLMEngine, requests: list[Request], rng: random.Random) -
 
 
 def check_rest(engine: LLMEngine) -> Counter[str]:
-    """With nothing left to do, all is free or cached, and findable is what was said to be. Returns what was met."""
+    """Check an idle engine: all blocks are free or cached, and the cache events describe the cache. Return counts of
+    what the round covered."""
     while engine.executor.wait_for_copies():
         engine.step()
     ledger, problems = engine.audit()
@@ -290,7 +294,7 @@ def check_rest(engine: LLMEngine) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def met() -> Iterator[Counter[str]]:
-    """In all rounds together."""
+    """Counts what happened in all rounds; together they must cover `MET`."""
     counts: Counter[str] = Counter()
     yield counts
     if counts["rounds"] >= len(SEEDS):

@@ -1,4 +1,4 @@
-"""The engine's greedy tokens in float32 are transformers', however the work is cut into steps."""
+"""The engine's greedy tokens in float32 equal transformers', however the work is divided into steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def engine(model_folder: Path) -> LLMEngine:
 
 
 def run(engine: LLMEngine) -> dict[str, list[int]]:
-    """Step until all is done. Returns the answers by request id; the books must balance after every step."""
+    """Step until all is done; return the answers by request id. The audit must find no problem after any step."""
     answers: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -48,7 +48,7 @@ def check(answers: dict[str, list[int]], references: list[Reference]) -> None:
 def test_one_by_one(engine: LLMEngine, references: list[Reference]) -> None:
     assert len(references) >= 20
     answers = {}
-    for reference in references[::4]:  # all of them in one batch: below
+    for reference in references[::4]:  # the test below runs all of them, in one batch
         add_all(engine, [reference])
         answers |= run(engine)
     check(answers, references[::4])
@@ -66,7 +66,7 @@ def with_engine(model_folder: Path, **changes: object) -> LLMEngine:
     return LLMEngine(create_engine_config(replace(args, **changes)))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow  # what it says alone, it says in chunks: test_exact_bfloat16.py
+@pytest.mark.slow  # test_exact_bfloat16.py shows that chunks do not change an answer
 def test_chunked_prefill(model_folder: Path, references: list[Reference]) -> None:
     engine = with_engine(model_folder, prefill_chunk_tokens=64, enable_prefix_caching=False)
     add_all(engine, references[1::2])
@@ -80,10 +80,10 @@ def test_block_size_of_one(model_folder: Path, references: list[Reference]) -> N
     check(run(engine), short)
 
 
-@pytest.mark.slow  # and when preempted
+@pytest.mark.slow  # nor do preemptions
 def test_after_forced_preemption(model_folder: Path, references: list[Reference]) -> None:
     engine = with_engine(model_folder, max_model_len=512, num_kv_blocks=33)
-    # Prompts a token short of a block's end, so that all need a new block at once.
+    # Short prompts, several of which end near a block's end and soon need a new block at about the same time.
     short = [r for r in references if len(r.prompt_token_ids) <= 64]
     add_all(engine, short)
     check(run(engine), short)

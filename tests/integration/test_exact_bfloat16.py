@@ -1,5 +1,5 @@
-"""With the CPU kernels an answer is the same in bfloat16 too, token for token and to the bit of how likely each was,
-however its work is cut and mixed."""
+"""With the CPU kernels an answer in bfloat16 has the same tokens and bitwise equal logprobs, however its work is
+divided and batched."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from engine.sampling_params import SamplingParams
 from tandem.client import Client
 
 NUM_TOKENS = 13
-"""Another number than the default, or it would not travel."""
+"""Not the default, since `ask_cluster` sends only parameters that differ from the defaults."""
 Told = tuple[int, float, tuple[tuple[int, float], ...]]
-"""A token and its logarithmic probability, and those of the two likeliest ones."""
+"""A token and its logprob, and the two most probable tokens with theirs."""
 Answers = dict[str, list[Told]]
 
 GUESSING = '{"num_speculative_tokens": 4, "prompt_lookup_min": 1}'
@@ -43,7 +43,7 @@ def params_of(index: int) -> SamplingParams:
 
 
 def told(logprobs: Any) -> Told:
-    """Of an engine's, or a message's."""
+    """Convert logprobs of an engine or of a message."""
     return (
         logprobs.sampled.token_id,
         logprobs.sampled.logprob,
@@ -60,7 +60,7 @@ def make_engine(model_folder: Path, **changes: object) -> LLMEngine:
 
 
 def ask(engine: LLMEngine, references: list[Reference]) -> Answers:
-    """All at once."""
+    """Run all references at once."""
     for index, reference in enumerate(references):
         engine.add_request(reference.name, reference.prompt_token_ids, params_of(index))
     return finish(engine)
@@ -79,7 +79,7 @@ def finish(engine: LLMEngine) -> Answers:
 
 @pytest.fixture(scope="module")
 def alone(model_folder: Path, references: list[Reference]) -> Answers:
-    """Each request by itself, its prompt in one piece."""
+    """The answer to each request alone, with its prompt in one chunk."""
     engine = make_engine(model_folder)
     answers: Answers = {}
     for index, reference in enumerate(references):
@@ -113,7 +113,7 @@ def test_same_tokens(
 
 def test_same_tokens_after_preemption(model_folder: Path, references: list[Reference], alone: Answers) -> None:
     engine = make_engine(model_folder, max_model_len=512, num_kv_blocks=33)
-    # Long prompts keep their place, which decides their parameters, but are not asked.
+    # Long prompts are left out, but still count in `index`, which decides the parameters.
     for index, reference in enumerate(references):
         if len(reference.prompt_token_ids) <= 64:
             engine.add_request(reference.name, reference.prompt_token_ids, params_of(index))
@@ -121,9 +121,9 @@ def test_same_tokens_after_preemption(model_folder: Path, references: list[Refer
     assert engine.stats.num_preemptions > 0
 
 
-@pytest.mark.slow  # of products in any batch: tests/unit/test_cpu_int8.py
+@pytest.mark.slow  # tests/unit/test_cpu_int8.py tests the products in any batch
 def test_same_tokens_with_weights_in_int8(model_folder: Path, references: list[Reference], alone: Answers) -> None:
-    """Which are other tokens than with those in bfloat16, and the same in whatever batch."""
+    """The tokens differ from those with bfloat16 weights, and are the same in any batch."""
     short = [reference for reference in references if len(reference.prompt_token_ids) <= 64]
     by_itself = make_engine(model_folder, quantization="int8")
     expected: Answers = {}
@@ -151,15 +151,15 @@ def test_same_tokens_of_a_cluster(
             assert len(answer.logprobs) == len(answer.token_ids)
             return [told(each) for each in (*answer.prompt_logprobs[1:], *answer.logprobs)]
 
-        # Of each kind: of all, engines are asked above.
+        # Some of each kind; the tests above run all on engines.
         some = [index for index in range(len(references)) if index % 4 == 1 or index % 12 in (0, 2)]
         answers = dict(zip((references[index].name for index in some), threads.map(ask_cluster, some), strict=True))
     assert differing(answers, alone) == []
 
 
-@pytest.mark.slow  # of this test itself: it is red where sums are others
+@pytest.mark.slow  # tests this file: it shows that the tests above can fail
 def test_other_sums_would_change_answers(model_folder: Path, references: list[Reference]) -> None:
-    """Plain torch, whose sums depend on the number of rows, does: so the tests above can fail."""
+    """With plain torch, whose sums depend on the number of rows, answers do differ: so the tests above can fail."""
     short = [reference for reference in references if len(reference.prompt_token_ids) <= 17][:4]
     apart, together = (make_engine(model_folder, attention_backend="torch") for _ in range(2))
     expected: Answers = {}

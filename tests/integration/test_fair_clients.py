@@ -1,4 +1,4 @@
-"""A client that sends forty requests at once, and one that sends two, which wait for a few of them, not for all."""
+"""One client sends forty requests at once, another sends two: these wait for a few of the forty, not for all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_FLOOD = 40
 async def test_a_flood_of_one_client_keeps_another_waiting_for_a_few_of_it_alone(
     start_cluster: Callable[..., RunningCluster], few_layers: Path
 ) -> None:
-    """The worker has memory for two at a time."""
+    """The worker has memory for two requests at a time."""
     cluster = start_cluster(
         "--model", str(few_layers), "--aggregated", "--decode", "1", "--max-model-len", "128", "--num-kv-blocks", "20"
     )
@@ -33,10 +33,10 @@ async def test_a_flood_of_one_client_keeps_another_waiting_for_a_few_of_it_alone
             is_under_way.set()
 
         flood = [asyncio.create_task(ask(number, "many")) for number in range(NUM_FLOOD)]
-        await is_under_way.wait()  # all of the others wait
+        await is_under_way.wait()  # by now all the others wait
         await asyncio.gather(ask(NUM_FLOOD, "two"), ask(NUM_FLOOD + 1, "two"))
-        # Those that were answered before the two came, or ran then, and one for each of the two: four or five, if
-        # nothing is held up on its way.
+        # These were answered or running when the two came, plus one for each of the two: four or five, if nothing is
+        # delayed.
         assert answered.count("many") <= NUM_FLOOD // 4, answered
         for task in flood:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Answers that a grammar holds to a form: they have it, and the same tokens however an engine goes about them."""
+"""Answers that a grammar constrains: they match it, and have the same tokens however an engine computes them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make(folder: Path, runs_ahead: bool = False, **settings: object) -> LLMEngin
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
-    """Each request alone."""
+    """The answer to each request alone."""
     engine = make(folder)
     return {name: answer for n in NUMBERS for name, answer in answers_of(engine, range(n, n + 1)).items()}
 
@@ -79,7 +79,7 @@ def test_answers_have_the_form_that_was_asked_for(folder: Path, expected: Answer
 
 
 def has_form(kind: str, text: str) -> bool:
-    """By others' readers."""
+    """Check the form with independent parsers."""
     if kind == "regex":
         return re.fullmatch(KINDS[kind]["regex"], text) is not None
     if kind == "choice":
@@ -112,7 +112,7 @@ GUESSING = {"speculative_config": '{"num_speculative_tokens": 4, "prompt_lookup_
     ids=["batched", "chunked", "preempted"],
 )
 def test_same_tokens_guessed_ahead(folder: Path, expected: Answers, settings: dict[str, object]) -> None:
-    """What has to come, and what stood before: many are right, and some are not."""
+    """Drafts are tokens that the grammar forces, and repetitions of earlier text: many are right, and some are not."""
     engine = make(folder, **settings, **GUESSING)
     assert answers_of(engine, NUMBERS) == expected
     assert (engine.stats.num_preemptions > 0) == ("num_kv_blocks" in settings)
@@ -131,7 +131,7 @@ def test_same_tokens_guessed_ahead_and_handed_over(folder: Path, expected: Answe
 
 
 def test_what_alone_may_come_takes_no_steps_of_its_own(folder: Path) -> None:
-    """Names of an object and what stands between them: a step for all that, and one for each choice."""
+    """An object's names and punctuation are forced: all forced tokens between two choices take one step."""
     names = ["abcabc", "greenred", "trueabc"]
     schema = {
         "properties": {name: {"enum": [1, 2]} for name in names},
@@ -204,7 +204,8 @@ def test_a_step_ahead_leaves_out_whose_token_is_not_known_and_nobody_else(folder
 
 @contextmanager
 def held_up(engine: LLMEngine) -> Iterator[tuple[list[str], threading.Event]]:
-    """Nothing is compiled before the event is set, at the end at the latest. Then: what was, in order."""
+    """Let no grammar compile before the yielded event is set (set on exit at the latest). Also yields the list of the
+    grammars compiled since, in order."""
     compiled: list[str] = []
     may_go_on = threading.Event()
     compile_it = engine._grammars._compile
@@ -242,7 +243,7 @@ def test_others_go_on_while_a_grammar_is_compiled(folder: Path, runs_ahead: bool
 
 
 async def test_who_comes_while_a_grammar_is_compiled_is_served(folder: Path) -> None:
-    """With nothing else to do, too, the stepping thread waits for its commands alone."""
+    """While a grammar compiles, the idle stepping thread waits only for commands, so it serves new requests."""
     told: list[RequestOutput] = []
     is_over = {name: asyncio.Event() for name in ("held", "free")}
 
@@ -261,7 +262,7 @@ async def test_who_comes_while_a_grammar_is_compiled_is_served(folder: Path) -> 
     )
     with held_up(engine._engine) as (_, may_go_on):
         await engine.call(lambda inner: inner.add_request("held", prompt_of(2), held))
-        for _ in range(4):  # between two of these it has nothing to do
+        for _ in range(4):  # between two of these calls the engine is idle
             await asyncio.wait_for(engine.call(lambda inner: None), 10)
         await engine.call(lambda inner: inner.add_request("free", prompt_of(3), unconstrained(3)))
         await asyncio.wait_for(is_over["free"].wait(), 10)
@@ -296,7 +297,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(folder: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
 def test_on_a_pretended_gpu(folder: Path, expected: Answers) -> None:
-    """Masks go to the device without waiting for it."""
+    """The engine sends masks to the device without waiting for the device."""
     with pretend_gpu(total_bytes=64 << 20):
         engine = make(folder, True, device="cuda")
         launch = engine.executor.launch
@@ -325,7 +326,7 @@ def test_a_model_that_cannot_be_held_to_a_grammar_says_so(tmp_path: Path) -> Non
 def test_a_grammar_that_takes_too_much_ends_its_request_and_no_other(
     folder: Path, expected: Answers, settings: dict[str, object]
 ) -> None:
-    """After the first bracket any of a thousand names may come, with whatever may follow each."""
+    """After the opening brace any of a thousand names may come, each with any value."""
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}, "required": ["p999"]}
     grammar = grammar_of(StructuredOutputsParams(json=schema).to_proto())
     engine = make(folder, **settings)

@@ -1,4 +1,4 @@
-"""In bfloat16 the CPU kernels compute what plain torch computes, as nearly as bfloat16 allows."""
+"""In bfloat16 the CPU kernels agree with plain torch, as closely as bfloat16 allows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=1)
 
 
 def log_probabilities(folder: Path, references: Seq[Reference], **settings: object) -> torch.Tensor:
-    """After each reference's prompt: [prompts, V]. All but the last token in chunks of 100, the last alone."""
+    """Return the logprobs after each reference's prompt, [prompts, V]. Computes all but the last token in chunks of
+    100, the last alone."""
     args = EngineArgs(model=str(folder), max_model_len=2048, num_kv_blocks=160, num_threads=2, **settings)  # type: ignore[arg-type]
     runner = Executor(create_engine_config(args))._worker.runner
     rows = []
@@ -41,7 +42,7 @@ def log_probabilities(folder: Path, references: Seq[Reference], **settings: obje
 
 @pytest.fixture(scope="module")
 def differences(model_folder: Path, references: list[Reference]) -> dict[str, torch.Tensor]:
-    """How far plain torch and the kernels, in bfloat16, are from float32: [prompts, likeliest tokens]."""
+    """How far plain torch and the kernels, in bfloat16, are from float32: [prompts, most probable tokens]."""
     references = [reference for reference in references if len(reference.prompt_token_ids) < 600][::2]
     exact = log_probabilities(model_folder, references, dtype="float32")
     likeliest = exact.topk(NUM_LIKELIEST).indices
@@ -59,7 +60,8 @@ def test_kernels_are_as_near_to_float32_as_plain_torch_is(differences: dict[str,
 
 
 def test_kernels_stay_within_a_bound_of_plain_torch(differences: dict[str, torch.Tensor]) -> None:
-    """Log probabilities of the 20 likeliest tokens: 0.1 on average, 0.5 at most; bfloat16 logits are 0.06 apart."""
+    """The logprobs of the 20 most probable tokens differ by 0.1 on average and 0.5 at most; neighbouring bfloat16
+    logits are 0.06 apart."""
     apart = (differences["cpu"] - differences["torch"]).abs()
     assert apart.mean() < 0.1, (apart.mean(), apart.max())
     assert apart.max() < 0.5, (apart.mean(), apart.max())

@@ -1,4 +1,4 @@
-"""The router learns what moving KV takes, and moves short prompts no more."""
+"""The router learns how long KV transfers take, and stops prefilling short prompts on another worker."""
 
 from __future__ import annotations
 

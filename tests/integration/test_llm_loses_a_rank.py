@@ -1,6 +1,6 @@
-"""`LLM` whose model several processes compute, one of which is killed: it says so at once, and says so again.
+"""One of an `LLM`'s rank processes is killed: `generate` fails at once, and every later call fails in the same way.
 
-On CPUs, where exchanges with it fail, and on pretended GPUs, where the device waits for it, as NCCL has it.
+On CPUs exchanges with the dead rank fail; on pretended GPUs the device waits for it, as with NCCL.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PROMPT = list(range(5, 23))
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAID = "rank 2 of the engine has ended with SIGKILL; see its output above; this LLM cannot generate any more: "
 SOON_S = 10.0
-"""Well below what anything here waits for by the clock alone."""
+"""Well below every timeout that could end a wait here."""
 
 
 @contextmanager
 def gpus(folder: Path) -> Iterator[None]:
-    """One for each of four ranks."""
+    """Pretend four GPUs, one for each rank."""
     with pretend_gpu(num_devices=4), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", write_python(folder / "python", num_devices=4))
         yield
@@ -47,14 +47,15 @@ def gpus(folder: Path) -> Iterator[None]:
 
 ON_A_GPU = pytest.mark.parametrize("llm", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)], indirect=True)
 ON_A_CPU = pytest.mark.parametrize("llm", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True)
-"""Each fault in one place, in both by hand."""
+"""Each fault is tested on one kind of device; with `-m slow` on the other, too."""
 
 
 @pytest.fixture
 def llm(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LLM]:
-    """On three ranks, so that some are left. Its pool holds one prompt: one that a lost step kept would be missed."""
+    """An `LLM` of three ranks, so that two are left. Its pool holds one prompt, so that blocks which a lost step failed
+    to release would be missed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 48}
@@ -71,7 +72,7 @@ def llm(
 
 
 def kill(pid: int) -> None:
-    """Returns when it has ended, and nobody has been told by this."""
+    """Kill the process and return once it has ended. It is not reaped here: the engine must notice by itself."""
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not os.path.exists(f"/proc/{pid}/exe"), SOON_S, "the rank ends")
 
@@ -99,7 +100,7 @@ def test_in_the_middle_of_a_step(
             kill(pids[1])
 
     monkeypatch.setattr(RankProcesses, "tell", tell_and_kill)
-    # What a rank has been told may be done before it is killed; the next step is not.
+    # A rank may finish the step that it has been sent before it is killed, but not the next one.
     with pytest.raises(RankLost, match=SAID):
         llm.generate([PROMPT], PARAMS, use_tqdm=False)
     assert time.monotonic() - told[num_steps_before] < SOON_S
@@ -109,7 +110,7 @@ def test_in_the_middle_of_a_step(
 
 @ON_A_CPU
 def test_between_two_calls(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded steps go, too: NCCL's abort waits for them, and torch takes a long wait for a hang."""
+    """The recorded steps are released, too: NCCL's abort waits for them, and torch would report the wait as a hang."""
     closed: list[ModelRunner] = []
 
     def close(self: ModelRunner) -> None:
@@ -129,7 +130,7 @@ def test_between_two_calls(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def check_that_nothing_is_left(llm: LLM, pids: list[int], tmp_path: Path) -> None:
-    """No rank, and nothing that they shared; and who asks again hears the same."""
+    """Check that no rank and no shared folder is left, and that every later call raises the same error."""
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists(), "it is gone, and was waited for"
     assert list(tmp_path.glob(f"{FOLDER_PREFIX}*")) == []

@@ -1,4 +1,4 @@
-"""Adapters beside a model: each request has the tokens of its own, whoever is computed beside it and wherever."""
+"""Adapters of a model: each request gets the tokens of its own adapter, whatever is computed beside it and wherever."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tandem import SamplingParams as ClientSamplingParams
 
 PROMPTS = [[(37 * number + 11 * i) % 290 + 5 for i in range(length)] for number, length in enumerate((5, 33, 70, 18))]
 NAMES = ["", "a", "b", "some"]
-"""Adapters: `some` changes two products alone."""
+"""Names of adapters; "": none. `some` changes only two products."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1)
 SEEDED = replace(GREEDY, temperature=0.9, seed=4)
 Asked = tuple[int, str, bool]
-"""A prompt, an adapter, and whether it is answered at random."""
+"""Number of the prompt, adapter, and whether the answer is sampled with a seed (else greedy)."""
 ASKED: list[Asked] = [(number, name, is_seeded) for number in range(4) for name in NAMES for is_seeded in (False, True)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, adapters, and of each adapter the model with it in its weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # not above: Triton comes with them, see tests/unit/conftest
+    """A folder with a model, adapters, and for each adapter the model with the adapter merged into its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # not above: imports Triton, see tests/unit/conftest
 
     folder = tmp_path_factory.mktemp("lora")
     torch.manual_seed(3)
@@ -65,7 +65,7 @@ def config_of(folder: Path, model: str = "model", **settings: Any) -> EngineConf
 
 
 def ask(engine: LLMEngine, asked: list[Asked]) -> list[list[RequestOutput]]:
-    """All at once."""
+    """Run all requests at once."""
     for i, (number, name, is_seeded) in enumerate(asked):
         engine.add_request(str(i), PROMPTS[number], SEEDED if is_seeded else GREEDY, lora_name=name)
     answers: list[list[RequestOutput]] = [[] for _ in asked]
@@ -83,7 +83,7 @@ def tokens_of(answer: list[RequestOutput]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[Asked, list[int]]:
-    """As engines say that know no adapters, of models with theirs in their weights."""
+    """The answers of engines without adapters, of the merged models."""
     answers = {}
     for name in NAMES:
         config = config_of(folder, f"merged-{name}" if name else "model")
@@ -99,7 +99,7 @@ def expected(folder: Path) -> dict[Asked, list[int]]:
 def test_tokens_are_those_of_the_model_with_the_adapter_in_its_weights(
     folder: Path, expected: dict[Asked, list[int]], is_ahead: bool
 ) -> None:
-    """All in one batch, prompts in pieces, and with blocks so few that some are preempted."""
+    """All requests run at once, with prompts in chunks, and with so few blocks that some are preempted."""
     config = config_of(folder, max_num_batched_tokens=48, max_num_seqs=20, num_kv_blocks=17)
     engine = LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=is_ahead)))
     answers = ask(engine, ASKED)
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_the_model_with_the_adapter_in_its_weights(
 
 
 def test_ranks_have_parts_of_adapters(folder: Path, expected: dict[Asked, list[int]]) -> None:
-    """Of what goes into sums over ranks, and of what does not, in one batch."""
+    """Covers products that are summed over ranks and products that are not, in one batch."""
     with closing(
         LLMEngine(config_of(folder, max_num_batched_tokens=48, max_num_seqs=20, tensor_parallel_size=2))
     ) as engine:
@@ -132,7 +132,7 @@ def test_the_same_bits_alone_and_together_on_ranks(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[tuple[LLMEngine, LLMEngine]]:
-    """Two engines as the CPU kernels compute them."""
+    """Two engines that use the CPU kernels."""
     config = config_of(folder, dtype="bfloat16")
     if config.device.attention_backend != "cpu":
         pytest.skip("no CPU kernels here")
@@ -141,7 +141,7 @@ def served(folder: Path) -> Iterator[tuple[LLMEngine, LLMEngine]]:
 
 
 def test_the_same_bits_alone_and_together(served: tuple[LLMEngine, LLMEngine]) -> None:
-    """Those of requests without an adapter, too."""
+    """This holds for requests without an adapter, too."""
     together, by_itself = served
     for key, answer in zip(ASKED, ask(together, ASKED), strict=True):
         [own] = ask(by_itself, [key])
@@ -151,7 +151,7 @@ def test_the_same_bits_alone_and_together(served: tuple[LLMEngine, LLMEngine]) -
 def test_fused_layers_add_what_their_products_add(
     served: tuple[LLMEngine, LLMEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, which the products are held to one by one (tests/unit/test_cpu_adapters.py)."""
+    """Bitwise. tests/unit/test_cpu_adapters.py checks the single products."""
     from engine.kernels import cpu_adapters
 
     monkeypatch.setattr(cpu_adapters, "fastest_stack", lambda layers, adapter_ids: PlainLayers(layers))
@@ -182,7 +182,7 @@ def test_one_prefills_and_another_decodes(served: tuple[LLMEngine, LLMEngine]) -
 
 
 def test_two_engines_tell_whether_they_mean_the_same(served: tuple[LLMEngine, LLMEngine]) -> None:
-    """By token ids and adapter. A salt is no part of what KV is of."""
+    """Prompt digests differ if token ids or adapter differ. A salt does not change the KV, nor the digest."""
     prefill, decode = served
     prompt = PROMPTS[1]
     promised = decode.reserve("r", prompt, GREEDY, lora_name="a", cache_salt="x")
@@ -195,7 +195,8 @@ def test_two_engines_tell_whether_they_mean_the_same(served: tuple[LLMEngine, LL
 
 
 def test_a_model_in_8_bits_has_adapters_too(folder: Path) -> None:
-    """What they add is in the model's own dtype: as far from the merged model as the model in 8 bits is from itself."""
+    """What adapters add is computed in the model's dtype: the result is as close to the merged model as 8-bit weights
+    are to plain ones."""
     engine = LLMEngine(config_of(folder, quantization="int8"))
 
     def likeliest(engine: LLMEngine, name: str) -> float:
@@ -213,7 +214,7 @@ def test_unknown_adapters_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"lora_name must be a loaded adapter \(a, b, some\), is 'c'"):
         engine.add_request("r", PROMPTS[0], GREEDY, lora_name="c")
     assert not engine.has_unfinished_requests()
-    engine.add_request("r", PROMPTS[0], GREEDY, lora_name="b")  # the name is not taken
+    engine.add_request("r", PROMPTS[0], GREEDY, lora_name="b")  # the request id "r" is free
     without = LLMEngine(replace(config_of(folder), lora_modules=()))
     with pytest.raises(ValueError, match=r"a loaded adapter \(none\)"):
         without.add_request("r", PROMPTS[0], GREEDY, lora_name="a")
@@ -222,7 +223,7 @@ def test_unknown_adapters_are_refused(folder: Path) -> None:
 def test_offline_adapters_that_requests_bring(
     folder: Path, model_folder: Path, expected: dict[Asked, list[int]]
 ) -> None:
-    """As vLLM's do. Who was asked for longest ago makes room."""
+    """Requests bring adapters as in vLLM. The least recently used adapter makes room."""
     shutil.copy(model_folder / "tokenizer.json", folder / "model")
     llm = LLM(
         str(folder / "model"), dtype="float32", device="cpu", num_threads=1, num_kv_blocks=60, max_loras=2,

@@ -1,4 +1,4 @@
-"""Adapters of a cluster, which requests name as their model: over gRPC, over HTTP, and through a worker's death."""
+"""A cluster's adapters, which requests name as their model: over gRPC, over HTTP, and when a worker dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = [(11 * i) % 290 + 5 for i in range(70)]
 NAMES = ["", "a", "b"]
 NUM_TOKENS = 80
 NUM_LONG_TOKENS = 400
-"""Of an answer during which somebody dies."""
+"""Length of an answer during which a worker dies."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[int]]:
-    """By one engine that does it all."""
+    """The answers of one engine."""
     args = EngineArgs(
         model=str(folder / "base"), load_format="dummy", dtype="float32", num_kv_blocks=64, num_threads=1, device="cpu",
         lora_modules=f"a={folder / 'a'},b={folder / 'dir' / 'b'}",
@@ -76,7 +76,7 @@ def ask(client: Client, name: str, **asked: Any) -> pb.GenerateResponse | Any:
 
 
 def test_each_adapter_answers_as_itself(cluster: RunningCluster, expected: dict[str, list[int]]) -> None:
-    """Prefilled by one, decoded by another; and from caches, which no adapter shares with another."""
+    """Requests are prefilled by one worker and decoded by another, then use caches, which adapters do not share."""
     with Client(cluster.address) as client:
         for name in NAMES:
             first, second = ask(client, name), ask(client, name)
@@ -93,7 +93,7 @@ def test_each_adapter_answers_as_itself(cluster: RunningCluster, expected: dict[
 
 def test_a_stream_goes_on_with_its_adapter(cluster: RunningCluster, expected: dict[str, list[int]]) -> None:
     with Client(cluster.address) as client:
-        for number in range(20):  # so small a model may be done before one knows where
+        for number in range(20):  # so small a model may finish before we know its worker
             stream = client.stream(
                 PROMPT,
                 request_id=f"moved-{number}",
@@ -114,7 +114,7 @@ def test_a_stream_goes_on_with_its_adapter(cluster: RunningCluster, expected: di
                 break
             wait_until(lambda: len(cluster.workers()) == 3, 30.0, "whom it killed for nothing is there again")
     assert chunks[-1].timings.attempts > 1, "it went on elsewhere"
-    line = f"request_id=moved-{number} lora_name=b"  # comes through the pipe of `tandem up`, which has others to read
+    line = f"request_id=moved-{number} lora_name=b"  # arrives with a delay, through `tandem up`
     wait_until(lambda: line in cluster.log.read_text(), 15.0, "the router's one line of it")
     wait_until(lambda: len(cluster.workers()) == 3, 30.0, "the worker is started again")
     cluster.wait_until_at_rest()
@@ -141,8 +141,8 @@ def test_over_http(cluster: RunningCluster, expected: dict[str, list[int]]) -> N
 def test_one_that_is_put_into_the_folder_and_taken_away(
     cluster: RunningCluster, folder: Path, expected: dict[str, list[int]]
 ) -> None:
-    """Known where all know it, or some: as soon as a decode worker has it. Prefilled by one and decoded by another as
-    soon as both have."""
+    """The router serves the adapter as soon as one decode worker has it. Requests are prefilled by one worker and
+    decoded by another as soon as both have it."""
     shutil.copytree(folder / "a", folder / "dir" / ".c")
     (folder / "dir" / ".c").rename(folder / "dir" / "c")
     with Client(cluster.address) as client:
@@ -150,7 +150,7 @@ def test_one_that_is_put_into_the_folder_and_taken_away(
         modes = []
 
         def is_handed_over() -> bool:
-            answer = ask(client, "c", cache_salt=str(len(modes)))  # cached nowhere: who has it would prefill, too
+            answer = ask(client, "c", cache_salt=str(len(modes)))  # cached nowhere, else the decode worker prefills
             assert answer.token_ids == expected["a"][:NUM_TOKENS]
             modes.append(answer.timings.mode)
             return modes[-1] == pb.MODE_DISAGGREGATED
@@ -164,7 +164,7 @@ def test_one_that_is_put_into_the_folder_and_taken_away(
 
 
 def test_metrics_name_the_adapters_that_are_asked_for(cluster: RunningCluster) -> None:
-    """As vLLM's do: whatever a request asks for, it is counted with the model's."""
+    """As in vLLM, a metric names them. Requests for an adapter are counted under the model's name."""
     url = re.search(r"^router +\| .* metrics url=(\S+)$", cluster.log.read_text(), re.MULTILINE)
     assert url is not None
 
@@ -178,7 +178,7 @@ def test_metrics_name_the_adapters_that_are_asked_for(cluster: RunningCluster) -
     num_before = shown()[1]
     with Client(cluster.address) as client:
 
-        def is_seen() -> bool:  # so small a model may be done before one looks
+        def is_seen() -> bool:  # so small a model may finish before we look
             stream = client.stream(PROMPT, model="b", max_tokens=NUM_TOKENS, ignore_eos=True)
             next(stream)
             asked.append(shown()[0])

@@ -1,4 +1,4 @@
-"""A worker's folder of adapters: what is put there, exchanged and taken away while it serves."""
+"""A worker's folder of adapters: adapters are added, exchanged and removed while the worker serves."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ PRODUCTS = products_of(CONFIG | {"head_dim": CONFIG["hidden_size"] // CONFIG["nu
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # Longer than it takes until a router has heard of what is there now: two looks later, what was there is gone.
+    # Longer than the router takes to learn of a change: an exchanged adapter may be gone two looks later.
     monkeypatch.setattr(lora_folder, "LOOK_S", 0.6)
     (tmp_path / "adapters").mkdir()
     return tmp_path / "adapters"
 
 
 def write(folder: Path, seed: int, rank: int = 4) -> Path:
-    """Whole at once, as who copies and then renames."""
+    """Write an adapter that appears complete at once: written under a hidden name, then renamed."""
     hidden = folder.with_name(f".{folder.name}")
     write_adapter(hidden, seed=seed, rank=rank, products=PRODUCTS)
     if folder.exists():
@@ -99,7 +99,7 @@ async def test_what_is_new_is_read_at_the_second_look_and_again_if_it_changes_me
 
 
 async def test_no_more_of_those_that_leave_make_room_than_is_needed(tiny_model: Path, folder: Path) -> None:
-    """The others are there for half a minute. Who left first goes first."""
+    """The other leaving adapters stay for half a minute. The one that started leaving first is freed first."""
     args = EngineArgs(model=str(tiny_model), load_format="dummy", device="cpu", num_kv_blocks=256, max_loras=4)
     config = create_engine_config(args)
     engine = await AsyncLLMEngine.start(lambda: LLMEngine(config), on_step=lambda _: None, on_failure=lambda _: None)
@@ -257,7 +257,7 @@ async def test_more_than_there_is_room_for_wait(
     write(folder / "b", seed=1)
 
     async def is_exchanged() -> bool:
-        with suppress(InvalidRequest, NoWorker):  # it is away in between, and the router hears of that, and back, later
+        with suppress(InvalidRequest, NoWorker):  # it is gone in between, and the router learns of both changes late
             return bool((await ask(tiny_cluster, "b")).token_ids == answers[0].token_ids)
         return False
 
@@ -284,7 +284,7 @@ async def test_more_than_there_is_room_for_wait(
 
 
 async def test_a_change_that_leaves_size_and_time(tiny_cluster: Cluster, tiny_model: Path, folder: Path) -> None:
-    """As who unpacks archives whose files are all of one time."""
+    """This happens when files are unpacked from an archive that gives them all the same time."""
     write(folder / "sql", seed=1)
     weights = folder / "sql" / WEIGHTS_FILE
     os.utime(weights, ns=(1, 1))
@@ -308,7 +308,7 @@ async def test_one_that_fails_in_no_way_foreseen(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keeps neither others away, nor the worker from its start."""
+    """An unexpected error in reading one adapter affects neither other adapters nor the worker's start."""
 
     async def read_lora(self: Any, module: Any, read: Any = AsyncLLMEngine.read_lora) -> Any:
         if module.name == "a":

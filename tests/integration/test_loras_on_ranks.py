@@ -1,6 +1,6 @@
-"""Adapters that come and go on several ranks: what one of them cannot read, and what becomes of who waits for it.
+"""Adapters that are added and removed on several ranks: one rank cannot read an adapter, or dies while the others wait.
 
-All else that adapters do: the kind "ranks" in test_loras_that_come_and_go.py."""
+Everything else about adapters on ranks: kind "ranks" in test_loras_that_come_and_go.py."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def shared_engine(folder: Path) -> Iterator[LLMEngine]:
 
 @pytest.fixture
 def engine(shared_engine: LLMEngine) -> LLMEngine:
-    """Without adapters."""
+    """The shared engine, without adapters."""
     for module in shared_engine.loras.served:
         shared_engine.remove_lora(module.name)
     assert shared_engine.free_loras(shared_engine.loras.leaving) == []
@@ -70,7 +70,7 @@ def engine(shared_engine: LLMEngine) -> LLMEngine:
 
 
 def test_they_answer_as_with_one_rank(engine: LLMEngine, folder: Path) -> None:
-    """Whoever is exchanged, too, while one goes on with the one before."""
+    """This holds even if an adapter is exchanged while a request still uses the previous one."""
 
     def answers(engine: LLMEngine) -> list[list[int]]:
         told = {"before": list[int](), "after": list[int]()}
@@ -110,7 +110,7 @@ def test_a_file_may_have_the_bytes_of_all_ranks(engine: LLMEngine) -> None:
 
 
 def test_they_are_put_one_by_one(engine: LLMEngine, folder: Path) -> None:
-    """A rank has room for what was read last alone."""
+    """A rank keeps only the adapter that it has read last."""
     modules = [engine.find_lora(name, folder / name) for name in ("a", "b")]
     first, second = [engine.read_lora(module) for module in modules]
     with pytest.raises(ValueError, match="another adapter has been read since: on several ranks they are put one by"):
@@ -125,7 +125,7 @@ def test_they_are_put_one_by_one(engine: LLMEngine, folder: Path) -> None:
 def test_what_ranks_have_read_is_one_adapter(
     engine: LLMEngine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not half of one and half of another, which was there when the next rank read."""
+    """If the file changes between the reads of two ranks, they must not serve parts of two adapters."""
     shutil.copytree(folder / "a", tmp_path / "x")
 
     def read_and_exchange(self: Executor, module: LoRAModule, read: Any = Executor.read_adapter) -> ReadAdapter:
@@ -140,7 +140,7 @@ def test_what_ranks_have_read_is_one_adapter(
 
 
 def test_a_rank_that_ends_while_it_reads(folder: Path) -> None:
-    """Whoever waits for it hears of that."""
+    """The caller that waits for the rank gets `RankLost`."""
     with closing(make_engine(folder)) as engine, ThreadPoolExecutor(1) as threads:
         module = engine.find_lora("a", folder / "a")
         [pid] = engine.executor.rank_pids
@@ -154,7 +154,7 @@ def test_a_rank_that_ends_while_it_reads(folder: Path) -> None:
 
 
 class Read:
-    """Stands for `Adapters` of another rank."""
+    """A stand-in for the `Adapters` of another rank."""
 
     def __init__(self) -> None:
         self.may_read = threading.Event()
@@ -177,7 +177,8 @@ class Read:
 
 
 def test_a_rank_that_reads_does_what_it_is_told_meanwhile(tmp_path: Path) -> None:
-    """Puts what it read before, whatever has been asked for since; and keeps nothing that nobody can put any more."""
+    """While a rank reads an adapter, it puts or removes others that it has read; it keeps none that cannot be put any
+    more."""
     ours, theirs = Pipe()
     there = Read()
     followed = FollowedAdapters(there, theirs, None)  # type: ignore[arg-type]
@@ -216,13 +217,13 @@ def test_a_rank_that_reads_does_what_it_is_told_meanwhile(tmp_path: Path) -> Non
 
 
 def test_whose_answer_it_is_where_a_reading_was_broken_off(tmp_path: Path) -> None:
-    """By Ctrl-C, as of a single rank: the next one waits for its own."""
+    """After Ctrl-C interrupts one read, the next read must not take the answer to the interrupted one."""
     ours, theirs = Pipe()
     there = Read()
     FollowedAdapters(there, theirs, None)  # type: ignore[arg-type]
 
     class BrokenOff:
-        """Once."""
+        """A connection whose first receive raises `KeyboardInterrupt`."""
 
         send_bytes = staticmethod(ours.send_bytes)
 

@@ -1,4 +1,4 @@
-"""Adapters that are put into an engine, exchanged and taken away between two steps, beside requests of others."""
+"""Adapters are added to an engine, exchanged and removed between steps, while other requests run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def free_all(engine: LLMEngine) -> list[int]:
     return engine.free_loras(engine.loras.leaving)
 
 
-# On ranks: test_loras_on_ranks.py.
+# test_loras_on_ranks.py covers ranks, too.
 @pytest.fixture(scope="module", params=[*list(KINDS)[:-1], pytest.param("ranks", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param != "plain":
@@ -77,7 +77,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, kind: str) -> dict[str, list[int]]:
-    """By an engine that has them from the start on."""
+    """The answers of an engine that has the adapters from the start."""
     with closing(engine_of(folder, kind, NAMES)) as engine:
         answers = {name: alone(engine, PROMPT, GREEDY, lora_name=name) for name in ("", *NAMES)}
     assert len({tuple(tokens) for tokens in answers.values()}) == len(answers)
@@ -85,7 +85,7 @@ def expected(folder: Path, kind: str) -> dict[str, list[int]]:
 
 
 def test_they_answer_as_if_they_had_been_there(folder: Path, kind: str, expected: dict[str, list[int]]) -> None:
-    """Beside one that stays; numbers are used again, and nothing of whoever had one before is left."""
+    """Another adapter stays. Adapter numbers are reused, and nothing of a number's previous adapter is left."""
     with closing(engine_of(folder, kind, ("a",), max_loras=1)) as engine:
         for name in ("b", "some", "b"):
             add(engine, folder, name)
@@ -101,7 +101,7 @@ def test_they_answer_as_if_they_had_been_there(folder: Path, kind: str, expected
 
 
 def test_one_that_is_exchanged_beside_its_requests(folder: Path, kind: str, expected: dict[str, list[int]]) -> None:
-    """Those that have begun go on with the one that they began with, and its place is not given away before."""
+    """Requests that have begun keep the adapter that they began with, and its place stays taken until they end."""
     answers: dict[str, list[int]] = {"old": [], "new": []}
     with closing(engine_of(folder, kind, max_loras=2)) as engine:
         add(engine, folder, "x", source="a")
@@ -206,14 +206,14 @@ writer.join()
 
 
 def test_files_that_are_cut_short_while_they_are_read(folder: Path, tmp_path: Path) -> None:
-    """Of who has mapped them, the process ends."""
+    """Reading must raise an error. If the file were memory-mapped, the process would crash."""
     shutil.copytree(folder, tmp_path / "loras")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     subprocess.run([sys.executable, "-c", READS, tmp_path / "loras"], check=True, timeout=120, env=env)
 
 
 def test_one_whose_file_is_exchanged_before_it_is_read(folder: Path, tmp_path: Path) -> None:
-    """What is cached under an adapter's digest is computed with the weights that have it."""
+    """Otherwise blocks computed with other weights would be cached under the adapter's digest."""
     shutil.copytree(folder / "a", tmp_path / "x")
     with closing(engine_of(folder, "plain", max_loras=1)) as engine:
         module = engine.find_lora("x", tmp_path / "x")
@@ -244,7 +244,7 @@ def test_a_dtype_that_nobody_can_read(folder: Path, tmp_path: Path, at_start: bo
 def test_one_whose_file_is_larger_than_any_of_its_rank(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Is not read: for minutes nobody else would come, and a worker could not end."""
+    """The file is not read: reading could block other adapters, and a worker's shutdown, for minutes."""
     read: list[Path] = []
     monkeypatch.setattr(model_config, "digest_by_reading", lambda path: read.append(path) or "")
     write_adapter(tmp_path / "x")
@@ -277,7 +277,7 @@ def test_its_place_is_not_given_away_while_a_request_is_there(folder: Path, stat
 
 
 def test_one_that_fails_half_way_is_not_served(folder: Path, kind: str, expected: dict[str, list[int]]) -> None:
-    """As where a device has no memory left for it. Nothing of it is left to whoever has its number next."""
+    """A device may have no memory left for an adapter. Nothing of it is left for the next adapter with its number."""
 
     class Full:
         def put(self, adapter_id: int, prepared: object) -> None:

@@ -1,6 +1,6 @@
-"""A decode worker or a router dies, or leaves, in the middle of an answer: the stream goes on elsewhere, with the
-tokens it would have had, over gRPC and over HTTP. In the dtype that is served, bfloat16. Tokens are told three at a
-time, so that whoever dies may have some that nobody knows of."""
+"""A decode worker or a router dies, or leaves, in the middle of an answer: the stream continues elsewhere, with the
+tokens that it would have had, over gRPC and over HTTP. The dtype is bfloat16, as in production. Workers send three
+tokens at a time, so that a worker that dies may have tokens that it has not sent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ SMALL = (
 )  # fmt: skip
 
 
-# Greedy is the simplest of them: whoever draws rightly at a position chooses rightly there. Seeded are several, too.
+# Greedy is the simplest: if the draw at each position is right, so is the greedy choice. The test of several answers
+# covers seeded sampling, too.
 KINDS = [pytest.param(name, marks=() if name == "held to a grammar" else pytest.mark.slow) for name in SAMPLINGS]
 
 
@@ -76,7 +77,7 @@ def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: 
         logprobs: list[inference_pb.TokenLogprobs] = []
         kill = cache(lambda: os.kill(serving_decode_worker(cluster), signal.SIGKILL))  # once
         for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
-            received += chunk.token_ids  # the client itself refuses gaps and repetitions
+            received += chunk.token_ids  # the client fails on gaps and repetitions
             logprobs += chunk.logprobs
             if len(received) >= 20:
                 kill()
@@ -107,7 +108,8 @@ def test_several_answers_go_on_each_at_its_next_position(cluster: RunningCluster
 
 
 def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluster: RunningCluster) -> None:
-    """All workers take it for dead and free what it owns. When it goes on, so do its streams, where they were."""
+    """All workers take the router for dead and free what it owns. When it resumes, so do its streams, where they
+    were."""
     sampling = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling).token_ids  # type: ignore[arg-type]
@@ -126,10 +128,10 @@ def test_a_router_that_is_held_up_for_longer_than_a_lease_loses_no_stream(cluste
     cluster.wait_until_at_rest(60)
 
 
-@pytest.mark.slow  # of several at once: below
+@pytest.mark.slow  # the next test covers several answers at once
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: str) -> None:
-    """The next one at its address goes on; the client that reads sees nothing of it."""
+    """The next router at its address continues the stream; the reading client notices nothing."""
     sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
@@ -145,7 +147,7 @@ def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: st
 
 
 def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -> None:
-    """Which go on with the end of a message whose chat is cut; the prompt is told once."""
+    """The answers continue the last message of a chat whose prompt is truncated; the prompt's tokens are sent once."""
     messages = [*MESSAGES, {"role": "assistant", "content": "The capital"}]
     sampling = {**SAMPLINGS["seeded"], "max_tokens": 120, "ignore_eos": True, "logprobs": 1}
     of_prompt = {"continue_final_message": True, "truncate_prompt_tokens": 20, "with_prompt_token_ids": True}
@@ -164,7 +166,7 @@ def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -
     cluster.wait_until_at_rest(60)
 
 
-@pytest.mark.slow  # over HTTP of a call, below; of several answers, over gRPC, above
+@pytest.mark.slow  # the test below covers a call over HTTP, the one above several answers over gRPC
 def test_a_killed_router_is_no_end_of_several_answers_over_http(
     cluster: RunningCluster, openai_client: openai.OpenAI, model: str
 ) -> None:
@@ -202,7 +204,7 @@ def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, openai_cli
 
 @contextmanager
 def process_of_ours(command: list[str], log: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Where it listens."""
+    """Run a process; yield the address where it listens, and the process."""
     with (
         log.open("w") as stderr,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
@@ -252,7 +254,7 @@ def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster
 
 
 def text_of(line: str) -> str:
-    """Of an event of a completion."""
+    """Return the text of an event of a streamed completion."""
     data = line.removeprefix("data: ")
     return "" if data in ("", "[DONE]") else json.loads(data)["choices"][0]["text"]
 
@@ -269,7 +271,7 @@ def test_the_gateway_comes_back_where_it_was(cluster: RunningCluster, openai_cli
 
 
 def test_what_a_killed_router_had_not_begun_to_answer_is_asked_of_the_next(cluster: RunningCluster) -> None:
-    prompt = [(17 * i) % 30_000 + 90 for i in range(7000)]  # some tenths of a second
+    prompt = [(17 * i) % 30_000 + 90 for i in range(7000)]  # takes some tenths of a second to prefill
     sampling = {**SAMPLINGS["seeded"], "max_tokens": 4, "ignore_eos": True}
     with Client(cluster.address) as client, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(client.generate_n, prompt, 2, **sampling)  # type: ignore[arg-type]
@@ -305,14 +307,14 @@ def test_a_worker_that_leaves_hands_its_streams_over_when_its_grace_is_over(clus
 
 
 def num_sessions(worker_address: str) -> int:
-    """How many routers the worker knows."""
+    """How many routers have a session with the worker."""
     with grpc.insecure_channel(worker_address) as channel:
         status: worker_pb.WorkerStatus = WorkerStub(channel).GetStatus(worker_pb.GetWorkerStatusRequest(), timeout=5)
     return status.num_sessions
 
 
 def serving_decode_worker(cluster: RunningCluster) -> int:
-    """Pid of the decode worker that runs something."""
+    """Return the pid of a decode worker that runs a request."""
     return next(
         worker.record.pid
         for worker in cluster.workers()

@@ -22,7 +22,7 @@ END, WORDS = 1, ["red", "<eos>", "green", "blue"]
 
 @pytest.fixture(scope="module")
 def four_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of four tokens."""
+    """A model with a vocabulary of four tokens."""
     folder = tmp_path_factory.mktemp("four words")
     torch.manual_seed(5)
     shape: dict[str, Any] = {
@@ -39,7 +39,7 @@ def four_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def all_answers(folder: Path, prompt: list[int], max_tokens: int) -> dict[tuple[int, ...], float]:
-    """And their logprobs: those that end, and the longest."""
+    """Return all answers that end or have the full length, with their logprobs."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = {}
     for answer in itertools.product(range(4), repeat=max_tokens):
@@ -53,7 +53,7 @@ def all_answers(folder: Path, prompt: list[int], max_tokens: int) -> dict[tuple[
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -2.0])
 def test_the_best_of_all_answers_of_a_tiny_model(four_words: Path, length_penalty: float) -> None:
-    """Of three tokens there are 3 * 3 that may be followed by a third one: ten beams lose none of them."""
+    """At most 3 * 3 unfinished answers of two tokens can get a third one: ten beams lose none of them."""
     llm = LLM(model=four_words, dtype="float32", num_threads=1, num_kv_blocks=64, block_size=4)
     text, prompt = "green blue red blue green red", [2, 3, 0, 3, 2, 0]
     answers = all_answers(four_words, prompt, 3)
@@ -82,7 +82,7 @@ def tokens_of(outputs: list[BeamSearchOutput]) -> list[list[list[int]]]:
 
 
 def test_transformers_finds_the_same(model_folder: Path) -> None:
-    """Where no answer ends, both define the same."""
+    """If no answer ends, both searches have the same definition."""
     llm = LLM(model=str(model_folder), dtype="float32", max_model_len=256, kv_cache_gib=0.05, num_threads=1)
     prompt = "Once upon a time, in a land of"
     token_ids = llm.get_tokenizer().encode(prompt)

@@ -68,7 +68,7 @@ def test_a_chat_tells_of_tools_and_of_calls(llm: LLM) -> None:
     (answer,) = llm.chat(messages, GREEDY, tools=[tool], chat_template=template)
     assert answer.prompt is not None
     assert answer.prompt.startswith("<|im_start|>[{")
-    # Arguments as JSON: as objects they would be shown in Python's words.
+    # The template gets arguments as JSON text: it would print an object in Python's syntax.
     arguments = "'arguments': '{\"city\": \"Oslo\"}'"
     for shown in (arguments, "'tool_call_id': 'c', 'name': 'weather'", '"description": "Now."'):
         assert shown in answer.prompt

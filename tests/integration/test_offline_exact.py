@@ -1,4 +1,4 @@
-"""`tandem.LLM` beside transformers: the same answers, and tokens as likely."""
+"""`tandem.LLM` against transformers: the same answers and the same logprobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem import LLM, SamplingParams
 
 @pytest.fixture(scope="module")
 def exact_llm(model_folder: Path) -> LLM:
-    """As exact as transformers, and several times slower."""
+    """An `LLM` in float32: as exact as transformers, and several times slower than bfloat16."""
     return LLM(model=str(model_folder), dtype="float32", max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
 
 
@@ -35,7 +35,7 @@ def test_answers_are_transformers_own_in_the_order_of_the_prompts(exact_llm: LLM
 
 
 def test_how_likely_tokens_were_is_as_transformers_sees_it(exact_llm: LLM, model_folder: Path) -> None:
-    """Drawn ones, with penalties and a bias: the numbers are the model's own all the same."""
+    """Even if tokens are sampled with penalties and a bias, the logprobs are the model's own."""
     asked = SamplingParams(max_tokens=12, seed=3, logprobs=3, repetition_penalty=1.2, logit_bias={198: 5}, top_k=9)
     (output,) = exact_llm.generate("The capital of France is", asked)
     answer = output.outputs[0]
@@ -58,7 +58,7 @@ def test_how_likely_tokens_were_is_as_transformers_sees_it(exact_llm: LLM, model
 
 
 def test_how_likely_a_prompt_was_is_as_transformers_sees_it(model_folder: Path) -> None:
-    """In chunks, and again where all of it is cached."""
+    """The prompt is computed in chunks, and computed again although it is cached."""
     llm = LLM(
         model=str(model_folder), dtype="float32", max_model_len=256, kv_cache_gib=0.1, num_threads=1,
         prefill_chunk_tokens=24,

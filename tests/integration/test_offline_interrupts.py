@@ -1,4 +1,5 @@
-"""Ctrl-C, and errors, in the middle of an `LLM`'s step: it generates the same afterwards, or says that it cannot."""
+"""Ctrl-C, and errors, in the middle of an `LLM`'s step: afterwards it generates the same answers, or raises an error
+that says it cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True,
 
 @pytest.fixture
 def llm(tmp_path: Path) -> Iterator[LLM]:
-    """Its pool holds two prompts: what a lost step kept would be missed. Ctrl-C is Python's own."""
+    """An `LLM` whose pool holds two prompts, so that blocks which a lost step failed to release would be missed. SIGINT
+    has Python's own handler."""
     llm = LLM(
         write_model(tmp_path), load_format="dummy", device="cpu", attention_backend="torch", dtype="float32",
         num_threads=1, num_kv_blocks=6, block_size=16, max_num_seqs=3, max_model_len=64,
@@ -35,7 +37,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 
 def at(place: str, llm: LLM, before: Callable[[], None]) -> pytest.MonkeyPatch:
-    """`before` comes before the third call of a method that a step calls."""
+    """Call `before` just before the third call of `place`, a method that each step calls."""
     engine = llm.llm_engine
     owner: Any = {"executor": engine.executor, "scheduler": engine._scheduler}[place.partition(".")[0]]
     name, calls = place.partition(".")[2], 0
@@ -95,7 +97,7 @@ def test_a_second_one_does_not_wait(llm: LLM) -> None:
 
 @pytest.mark.parametrize("name", ["add_request", "abort"])
 def test_several_at_once_leave_nothing_behind(llm: LLM, name: str) -> None:
-    """Nothing is added or aborted by half: that takes no time, and is waited for."""
+    """Adding and aborting requests are never interrupted halfway: they are quick, so Ctrl-C waits for them."""
     expected = tokens_of(llm)
     engine = llm.llm_engine
     method = getattr(engine, name)
@@ -131,7 +133,7 @@ def test_after_an_error_in_a_step_it_says_so(llm: LLM) -> None:
 
 
 def test_one_that_comes_with_the_last_step(llm: LLM) -> None:
-    """The answers are there, and nobody has them: as if it had come a moment before."""
+    """The answers are complete but not returned: the effect is as if Ctrl-C had come a moment earlier."""
     original = llm._take
 
     def take(*args: Any) -> None:

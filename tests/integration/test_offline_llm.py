@@ -151,7 +151,7 @@ def test_a_second_thread_is_refused_and_corrupts_nothing(llm: LLM, monkeypatch: 
 
 
 def test_what_goes_wrong_behind_a_stop_string_is_no_part_of_the_answer(llm: LLM) -> None:
-    """Though both may be told of one step, by `stream_interval`."""
+    """With `stream_interval`, one step may report a stop string and a later error: the answer ends at the stop."""
     tokenizer = Tokenizer.from_folder(llm.config.model.path)
     prompt, ids = ReadPrompt(name="prompt", text="x", token_ids=[1]), tokenizer.encode("One. Two.")
     request = OfflineRequest("r", prompt, SamplingParams(stop=["."]), "", tokenizer)
@@ -182,10 +182,10 @@ def test_a_stop_string_ends_logprobs_with_the_tokens(llm: LLM) -> None:
 
 
 def test_how_likely_an_answer_is_hangs_on_its_tokens_and_not_on_how_they_came(llm: LLM) -> None:
-    """To the bit: drafts, and `stream_interval`, bring several at once."""
+    """The sums are bitwise equal, although accepted drafts and `stream_interval` bring several tokens at once."""
     tokenizer = Tokenizer.from_folder(llm.config.model.path)
     prompt, ids = ReadPrompt(name="prompt", text="x", token_ids=[1]), [500, 501, 502]
-    # One that was hardly to be expected, and two that were all but sure: float32's own, of logits 16 apart.
+    # One very improbable token, and two almost certain ones: in float32, with logits 16 apart.
     sure = torch.tensor([0.0, -16.0]).log_softmax(0)[0].item()
     logprobs = [-100.0, sure, sure]
     told = [TokenLogprobs(StepLogprob(*each, 1), []) for each in zip(ids, logprobs, strict=True)]
@@ -228,7 +228,8 @@ def test_a_stop_token_is_told_as_the_reason(llm: LLM) -> None:
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_the_models_own_end_is_no_reason_unless_it_was_not_to_count(llm: LLM, ignore_eos: bool) -> None:
-    """Also where it is a stop token of the request's."""
+    """`stop_reason` does not name the model's end token, even if the request lists it as a stop token, unless
+    `ignore_eos` is set."""
     end = llm.get_tokenizer().eos_token_id
     wanted = SamplingParams(max_tokens=4, stop_token_ids=[end], logit_bias={end: 100}, ignore_eos=ignore_eos)
     [answer] = llm.generate("One two three", wanted)[0].outputs
@@ -254,7 +255,7 @@ def test_seeds(llm: LLM) -> None:
 
 
 def test_several_answers_to_a_prompt(llm: LLM) -> None:
-    """Each is the one to a seed of its own; the prompt is computed for the first of them."""
+    """Answer i equals the single answer with seed + i; the prompt is computed only for the first answer."""
     params = SamplingParams(max_tokens=12, seed=7, n=3)
     prompts = ["Once upon a time there was", "The capital of"]
     outputs = llm.generate(prompts, params)
@@ -295,7 +296,7 @@ def test_an_answer_ends_with_the_context(llm: LLM) -> None:
 
 
 def test_an_answer_without_a_next_token_says_why(llm: LLM, model_folder: Path, tmp_path: Path) -> None:
-    """A form that takes too much work, and weights that are no numbers; whoever is beside them goes on."""
+    """Causes: a grammar that takes too much work, and NaN weights. Requests in the same batch go on."""
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}, "required": ["p999"]}
     large = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(json=schema))
     failed, other = llm.generate(["Once upon a time"] * 2, [large, GREEDY])
@@ -345,7 +346,7 @@ def test_no_prompts_give_no_answers(llm: LLM) -> None:
 def test_defaults_and_bounds_are_the_engines() -> None:
     ours = {field.name: field for field in dataclasses.fields(SamplingParams)}
     theirs = dataclasses.fields(engine_params.SamplingParams)
-    # of structured_outputs, bad_words and thinking_token_budget
+    # made from structured_outputs, bad_words and thinking_token_budget
     made_of_others = {"grammar", "bad_words_token_ids", "thinking_budget"}
     assert {field.name for field in theirs} - made_of_others <= set(ours)
     assert SamplingParams().for_engine(0) == engine_params.SamplingParams()
@@ -376,7 +377,7 @@ def test_each_of_several_answers_has_the_form_and_the_tokens_of_its_seed(llm: LL
 
 
 def test_a_tag_in_a_text(llm: LLM) -> None:
-    """Begun by a word of the text, and by the token that such a word is."""
+    """The trigger is a part of ordinary text, or a token by itself."""
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     for word, begin in (("<", "<function=f>"), ("<file_sep>", "<file_sep>f>")):
         content = {"type": "json_schema", "json_schema": schema}
@@ -394,7 +395,7 @@ def test_a_tag_in_a_text(llm: LLM) -> None:
 
 
 def test_nothing_is_kept_of_what_was_cached_and_evicted(llm: LLM) -> None:
-    """A worker tells routers; an offline engine would gather it for as long as it lives."""
+    """A worker sends cache events to routers; an offline engine must not collect them for as long as it lives."""
     llm.generate([list(range(100, 140))], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
     assert llm.llm_engine.cached_hashes()
     assert llm.llm_engine.take_cache_events() == []

@@ -1,4 +1,4 @@
-"""`tandem.LLM`: what goes with a prompt, and the tokenizer that reads it."""
+"""`tandem.LLM`: a prompt's cache salt and truncation, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_of_a_long_prompt_the_end_is_used(llm: LLM) -> None:
     ):
         with pytest.raises(ValueError, match=f"tokenization_kwargs: {said}"):
             llm.generate(text, GREEDY, tokenization_kwargs=wrong)  # type: ignore[arg-type]
-    all_of_it = SamplingParams(max_tokens=1500)  # which offline means as far as the context goes
+    all_of_it = SamplingParams(max_tokens=1500)  # offline this means: up to the end of the context
     with pytest.raises(ValueError, match="max_tokens and min_tokens must be less than the context, 1024, are 1500 and"):
         llm.generate([[5] * 600], all_of_it, tokenization_kwargs={"truncate_prompt_tokens": -1})
 
@@ -99,7 +99,7 @@ def test_what_is_no_salt_is_named(llm: LLM, prompts: Any, complaint: str) -> Non
 
 
 def test_who_asks_for_no_chat_needs_no_template(model_folder: Path, tmp_path: Path) -> None:
-    """Or brings one of his own."""
+    """`generate`, and `chat` with the caller's own template, work although the model's template is broken."""
     for path in model_folder.glob("token*.json"):
         (tmp_path / path.name).symlink_to(path)
     shape = {

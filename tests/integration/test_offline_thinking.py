@@ -1,4 +1,4 @@
-"""`LLM.chat` with a thinking_token_budget: an answer is cut off in its thoughts where a router's would be."""
+"""`LLM.chat` with a thinking_token_budget: a thought is cut off at the same place as behind a router."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUOTED = [{"role": "user", "content": "Why <think>?"}, {"role": "assistant", "co
 
 @pytest.fixture
 def tiny_model(tmp_path: Path, model_folder: Path) -> Path:
-    """One that thinks."""
+    """A model whose tokenizer and template have <think> and </think>."""
     folder = make_model(tmp_path / "model", model_folder / "tokenizer.json", vocab_size=49_154)
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     words.add_tokens([tokenizers.AddedToken(word, normalized=False) for word in ("<think>", "</think>")])

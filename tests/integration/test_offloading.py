@@ -1,5 +1,4 @@
-"""With host memory beside a pool that is too small: the same answers, and prompts that were known are not computed
-again."""
+"""Host memory beside a pool that is too small: the same answers, and known prompts are not computed again."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def test_the_same_answers_and_less_to_compute(num_ranks: int, tmp_path: Path) ->
             assert answers_of(engine, range(number, number + 1)) == {str(number): expected[str(number)]}
             end_copies(engine)
         assert (engine.stats.num_prompt_tokens == num_prompt_tokens) == (num_rounds == 0)
-    # While a prompt or an answer that fills half of the pool is computed, some blocks give way before they are copied.
+    # While a prompt or an answer fills half of the pool, some blocks are evicted before they are copied.
     assert engine.stats.num_prompt_tokens < 1.75 * num_prompt_tokens
     assert engine.stats.num_loaded_tokens == engine.stats.num_prefix_hits_tokens > num_prompt_tokens / 4
     assert answers_of(engine, NUMBERS) == expected  # all at once: some are preempted, or wait for blocks
@@ -47,7 +46,7 @@ def test_the_same_answers_and_less_to_compute(num_ranks: int, tmp_path: Path) ->
 @pytest.mark.parametrize("copies_are_late", [False, True])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_copies_beside_a_gpus_steps(copies_are_late: bool, tmp_path: Path) -> None:
-    """None of them waits for a step, no step for any, and no block is used before it is there."""
+    """No copy waits for a step, no step waits for a copy, and no block is used before its copy is done."""
     expected = [answers(make_engine(tmp_path, CONFIG, device="cpu"), number) for number in range(6)]
     with pretend_gpu():
         engine = make_engine(tmp_path, CONFIG, num_kv_blocks=16, max_model_len=60, **PLENTY)
@@ -63,13 +62,14 @@ def test_copies_beside_a_gpus_steps(copies_are_late: bool, tmp_path: Path) -> No
 
 
 def end_copies(engine: LLMEngine) -> None:
-    """What comes next evicts what has no copy yet, rather than wait: how much is found again would be a race."""
+    """Wait for all copies. The next request would evict blocks without a copy rather than wait, so how much is found
+    again would be a race."""
     while engine.executor.wait_for_copies():
         engine.step()
 
 
 def copy_when_waited_for(engine: LLMEngine) -> None:
-    """Copies are as late as they may be: nothing is copied before the engine waits for it."""
+    """Make copies as late as possible: only when the engine waits for them."""
     copies = engine.executor._host_copies
     assert copies is not None
     copy, wait, is_waited_for = copies._copy, copies.wait, threading.Event()
@@ -89,7 +89,7 @@ def copy_when_waited_for(engine: LLMEngine) -> None:
 
 
 def answers(engine: LLMEngine, number: int) -> list[int]:
-    """Two tokens, after four blocks of which the last is not full."""
+    """Return two tokens after a prompt of four blocks, of which the last is not full."""
     prompt = [5 + (number + 7 * i) % 50 for i in range(14)]
     engine.add_request("r", prompt, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
     token_ids: list[int] = []
@@ -116,7 +116,7 @@ def test_what_waits_for_the_host_is_counted_among_those_that_wait(tmp_path: Path
     for number in range(6):
         answers(engine, number)
         end_copies(engine)
-    engine.wake_by(lambda: None)  # a step does not wait
+    engine.wake_by(lambda: None)  # from now on a step does not wait for copies
     prompt = [5 + 7 * i % 50 for i in range(14)]
     engine.add_request("again", prompt, SamplingParams(max_tokens=2, temperature=0))
     assert engine.step() == []
@@ -126,7 +126,7 @@ def test_what_waits_for_the_host_is_counted_among_those_that_wait(tmp_path: Path
 
 
 def test_who_lets_go_of_an_engine_has_its_memory_back(tmp_path: Path) -> None:
-    """The thread that copies has the pool, as long as there is one."""
+    """The copying thread must end with the engine, since it keeps the pool alive."""
     before = threading.enumerate()
     engine = make_engine(tmp_path, CONFIG, num_kv_blocks=16, max_model_len=60, device="cpu", **PLENTY)
     answers(engine, 1)

@@ -1,4 +1,4 @@
-"""Workers of other models under one router: those that are none of its own get nothing, and no answer goes on with
+"""Workers of other models under one router: workers of a different model get no requests, and no answer continues with
 other weights."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def test_workers_of_another_model_get_nothing_and_the_status_says_why(
 
 
 async def test_no_answer_goes_on_with_other_weights(impatient_cluster: Cluster, tiny_model: Path) -> None:
-    """A fine-tuned model has another's vocabulary and shape. Its worker is left to those that ask anew."""
+    """A fine-tuned model has the base model's vocabulary and shape. Its worker serves only new requests."""
     ours = await impatient_cluster.start_decode_worker("ours", tiny_model)
     await impatient_cluster.wait_for_workers("ours")
     await impatient_cluster.start_decode_worker("tuned", tiny_model, seed=1)

@@ -95,14 +95,14 @@ def members(url: str, worker_id: str = "w1", incarnation: str = "i1") -> set[byt
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """For what has no event to wait on: Redis' own state, seen from outside."""
+    """Poll a condition that has no event to wait for: the state of Redis, seen from outside."""
     async with asyncio.timeout(TIMEOUT_S):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def first_answer(index: PrefixIndex, hashes: list[bytes]) -> dict[str, int]:
-    """What the index says of w1 as soon as it says anything."""
+    """Return the first non-empty answer of the index for w1."""
     async with asyncio.timeout(TIMEOUT_S):
         while not (matches := await index.longest_match(hashes, W1)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -123,7 +123,7 @@ async def test_two_workers_longest_match(redis_url: str) -> None:
 
 
 def hold(url: str, num_hits: dict[str, int]) -> list[tuple[str, str]]:
-    """Workers that have so many leading blocks, as their reporters would have written it; and a last one with none."""
+    """Write to Redis what reporters would for workers that have these numbers of leading blocks. Return the workers."""
     with redis.Redis.from_url(url) as client, client.pipeline(transaction=False) as pipe:
         for worker_id, number in num_hits.items():
             if number:
@@ -146,7 +146,7 @@ async def test_leading_hits_are_counted_exactly(redis_url: str) -> None:
 
 
 async def test_a_beginning_that_a_fleet_shares_is_looked_up_once_a_worker(redis_url: str) -> None:
-    """One server has all routers' lookups to do: it must not count a thousand blocks of each of a hundred workers."""
+    """One Redis serves all routers' lookups: it must not check a thousand blocks of each of a hundred workers."""
     num_hits = {f"w{i}": 1000 for i in range(100)}
     workers = hold(redis_url, num_hits)
     with redis.Redis.from_url(redis_url) as client:
@@ -157,7 +157,7 @@ async def test_a_beginning_that_a_fleet_shares_is_looked_up_once_a_worker(redis_
 
 
 async def test_order_within_and_across_batches(redis_url: str) -> None:
-    """Random stores and evictions of few hashes: what is left is what the engine has."""
+    """Random stores and evictions of few hashes: in the end Redis has what the engine has."""
     randomness, cache = random.Random(1), Cache()
     async with reporting(redis_url, cache) as reporter:
         await until(lambda: reporter.num_resyncs == 1 and reporter.num_pending == 0)
@@ -197,7 +197,7 @@ async def test_heartbeats_keep_the_set_and_death_expires_it(redis_url: str) -> N
 
 
 async def cancel_after(num_steps: int, index: PrefixIndex) -> None:
-    """Ask, and be cancelled so many steps of the loop later: then it is over with that, unless it was over before."""
+    """Start a lookup and cancel it `num_steps` steps of the loop later: it must be cancelled unless it had ended."""
     asking = asyncio.create_task(index.longest_match([h(1)], W1))
     for _ in range(num_steps):
         await asyncio.sleep(0)
@@ -209,7 +209,7 @@ async def cancel_after(num_steps: int, index: PrefixIndex) -> None:
 
 @pytest.mark.parametrize("num_steps", range(12))
 async def test_who_is_cancelled_while_asking_is_cancelled(redis_url: str, num_steps: int) -> None:
-    """At whatever step of the loop. A lookup that went on would plan a request that nobody waits for any more."""
+    """Cancels at each step of the event loop: a lookup that went on would plan a request that no client waits for."""
     async with index_of(redis_url) as index:
         await index.longest_match([h(1)], W1)  # connected
         await cancel_after(num_steps, index)
@@ -221,13 +221,14 @@ async def test_who_is_cancelled_while_a_connection_breaks_is_cancelled(redis_url
     async with resetting(redis_url) as (url, reset), index_of(url) as index:
         await index.longest_match([h(1)], W1)  # connected
         reset()
-        await asyncio.sleep(0.001)  # noticed before the lookup or by it: what is asserted holds
+        await asyncio.sleep(0.001)  # whether the index notices before or in the lookup does not matter
         await cancel_after(num_steps, index)
 
 
 @asynccontextmanager
 async def resetting(redis_url: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A way to Redis over TCP, and what resets all connections on it (RST, where Redis itself would say goodbye)."""
+    """A TCP relay to Redis; yields its URL and a function that resets all connections (RST, while Redis would send
+    FIN)."""
     path, writers, relays = redis_url.removeprefix("unix://"), list[asyncio.StreamWriter](), set[asyncio.Task[None]]()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -333,7 +334,7 @@ async def test_too_many_pending_events_cost_a_resync_not_memory(redis_url: str) 
 
 
 async def test_events_during_a_snapshot_are_not_lost(redis_url: str) -> None:
-    """The snapshot is taken, then events happen, then the snapshot arrives: both count, in that order."""
+    """Events that happen between the taking of a snapshot and its arrival are applied after the snapshot."""
     cache = Cache()
     cache.store(1, 2)
     taken, may_arrive = asyncio.Event(), asyncio.Event()

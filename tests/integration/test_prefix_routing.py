@@ -1,4 +1,4 @@
-"""Prefixes that are cached anywhere are found, used, and not sent again."""
+"""Prefixes that any worker has cached are found, used, and not transferred again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ask(cluster: RunningCluster, prompt: list[int], cache_salt: str | None = Non
 def ask_until_found(
     cluster: RunningCluster, make_prompt: Callable[[int], list[int]], cache_salt: str | None = None
 ) -> Answer:
-    """The index is written behind the engine's back: ask (each time anew) until what it says has arrived."""
+    """The index lags behind the engine: send requests (with a new prompt each time) until a prefix is found."""
     answers: list[Answer] = []
 
     def is_found() -> bool:
@@ -46,8 +46,8 @@ def ask_until_found(
 
 
 def ask_at_each_prefill_worker(cluster: RunningCluster) -> list[tuple[list[int], Answer]]:
-    """A prompt computed at either of two. Asked for two at once, which one does alone where it is quick enough: until
-    both have."""
+    """Return a prompt that each of the two prefill workers has computed, with the answer. A quick worker computes both
+    prompts of a pair: send pairs until each has computed one."""
     found: dict[str, tuple[list[int], Answer]] = {}
     seeds = count(1)
 
@@ -76,7 +76,7 @@ def test_a_longer_prompt_goes_where_its_beginning_was_computed(cluster: RunningC
 
 
 def continued(beginning: list[int], turn: int) -> list[int]:
-    """`beginning` with another ending in every turn."""
+    """`beginning` with a different ending in each turn."""
     return beginning + tokens(1000 + turn, 90)
 
 
@@ -96,7 +96,7 @@ def test_a_prompt_that_the_decode_worker_has_stays_there(cluster: RunningCluster
 
 
 def test_prefixes_are_shared_by_those_of_one_salt_alone(cluster: RunningCluster) -> None:
-    """Asked for by one tenant, a prompt takes another as long as if nobody had, and both find their own again."""
+    """A prompt that one tenant has cached is computed anew for another, and each tenant finds its own again."""
     prompt = tokens(60, 320)
     ask(cluster, prompt, "one")
     mine = ask_until_found(cluster, lambda _: prompt, "one")
@@ -116,7 +116,7 @@ def test_prefix_hits_are_counted(cluster: RunningCluster) -> None:
 
 
 def test_a_prompt_whose_logprobs_are_asked_for_is_moved_though_it_is_cached(cluster: RunningCluster) -> None:
-    """All of it is computed: what the decode worker has of it saves nothing but the way."""
+    """The whole prompt is computed: the decode worker's cached blocks only save the transfer."""
     prompt = tokens(77, 320)
     ask(cluster, prompt)
     cached = ask_until_found(cluster, lambda _: prompt)
@@ -131,7 +131,8 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_moved_though_it_is_cached(clus
 
 
 def test_what_gave_way_to_others_is_found_in_host_memory(cluster: RunningCluster) -> None:
-    """The decode worker need not be sent it, nor the prefill worker compute it, wherever that one has it by then."""
+    """The decode worker loads the prefix from host memory, so it is not transferred; nor does the prefill worker
+    compute it, from whichever memory it has it by then."""
     prompt = tokens(88, 320)
     first = ask(cluster, prompt)
     assert first.timings.mode == pb.MODE_DISAGGREGATED
@@ -143,8 +144,8 @@ def test_what_gave_way_to_others_is_found_in_host_memory(cluster: RunningCluster
         return not any(worker.record.load.host_blocks.num_saving for worker in cluster.workers())
 
     before, decode_worker = num_loaded(), first.timings.decode_worker
-    # More than the one decode worker's pool has room for; and no more at once than it has blocks ready for, as a prompt
-    # evicts what has no copy rather than wait.
+    # More than the decode worker's pool has room for; but in small groups, because a prompt evicts blocks without a
+    # copy rather than wait.
     for group in range(15):
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(partial(ask, cluster), [tokens(100 + 4 * group + i, 320) for i in range(4)]))

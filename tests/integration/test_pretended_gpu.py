@@ -1,7 +1,8 @@
-"""Engines on a GPU that is not there (`tests/pretend_gpu`), with plain torch: the host's part of serving with one.
+"""Engines on a pretended GPU (`tests/pretend_gpu`), with plain torch: the host's part of serving with a GPU.
 
-Steps are scheduled ahead, arrays go through pinned memory, tokens are drawn on the device: with the answers of an
-engine on the CPU, and never waiting between two launches. With the Triton kernels: test_pretended_gpu_kernels.py.
+Steps are scheduled ahead, arrays go through pinned memory, tokens are sampled on the device. The answers must be those
+of an engine on the CPU, and the host must never wait between two launches. For the Triton kernels see
+test_pretended_gpu_kernels.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def gpu() -> Iterator[PretendGpu]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Of a CPU, each request alone."""
+    """The answers of an engine on the CPU, to each request alone."""
     return answers_alone(make_engine(tmp_path_factory.mktemp("model"), CONFIG, device="cpu"), NUMBERS)
 
 
@@ -71,7 +72,7 @@ def test_the_pool_is_what_the_largest_step_leaves(gpu: PretendGpu, tmp_path: Pat
 
 
 def test_a_long_context_is_in_the_measurement(gpu: PretendGpu, tmp_path: Path) -> None:
-    """Gathered by plain torch, it takes more than all that a step of few tokens does."""
+    """Plain torch gathers the context's KV, which takes more memory than anything else in a step of few tokens."""
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 8192, "num_kv_blocks": 0}
     config = CONFIG | {"max_position_embeddings": 8192}
     engine = make_engine(tmp_path, config, gpu_memory_utilization=UTILIZATION, **settings)
@@ -83,7 +84,7 @@ def test_a_long_context_is_in_the_measurement(gpu: PretendGpu, tmp_path: Path) -
 def test_no_scores_of_a_chunk_are_kept(
     gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Answers
 ) -> None:
-    """As torch would keep them on a GPU, where heads that share keys meet a mask, or float32."""
+    """On a GPU torch would keep all scores if heads that share keys came with a mask, or in float32."""
     attend, with_mask = torch.nn.functional.scaled_dot_product_attention, []
 
     def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
@@ -100,7 +101,7 @@ def test_no_scores_of_a_chunk_are_kept(
 def test_pinned_memory_of_weights_is_given_back(
     gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch, which has it, can be told so."""
+    """If torch, which caches pinned memory, has a function for that."""
     given_back: list[int] = []
     monkeypatch.setattr(
         torch._C, "_host_emptyCache", lambda: given_back.append(torch.cuda.memory_allocated()), raising=False
@@ -122,7 +123,7 @@ def test_a_kernel_that_cannot_be_loaded_for_want_of_memory_is_said_to_be(
 
 
 def test_want_of_memory_is_no_fault_of_recording() -> None:
-    """Where transformers' code is recorded, whose other errors are."""
+    """Also when transformers' code is recorded, where other errors are reported as faults of recording."""
     device, model = SimpleNamespace(uses_graphs=True), SimpleNamespace(model_impl="transformers")
     config: Any = SimpleNamespace(device=device, model=model)
     with (
@@ -134,7 +135,7 @@ def test_want_of_memory_is_no_fault_of_recording() -> None:
 
 
 def test_kernels_that_ask_for_more_than_a_gpu_has_are_said_to() -> None:
-    """What Triton raises of them: test_pretended_gpu_kernels.py."""
+    """test_pretended_gpu_kernels.py tests what Triton raises for such kernels."""
     errors = pytest.importorskip("triton.runtime.errors", reason="Triton is not installed")
     config: Any = SimpleNamespace(device=SimpleNamespace(uses_triton=True))
     for error, why in (
@@ -179,7 +180,7 @@ def test_too_large_a_model_is_said_to_be(tmp_path: Path) -> None:
 def test_one_prefills_and_another_decodes(
     gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Blocks leave one device's memory through pinned memory of the host, and enter another's."""
+    """Blocks go from one device's memory through the host's pinned memory into another's."""
     one, prefill, decode = (make_engine(tmp_path, config, **settings) for _ in range(3))
     prompt = prompt_of(16)
     tokens = handed_over(prefill, decode, prompt, GREEDY)
@@ -202,12 +203,12 @@ def test_one_prefills_and_another_decodes(
     ],
 )
 def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str) -> None:
-    """On a GPU, where plain torch has a product for it."""
+    """It is kept as stored if plain torch has a product for its form on a GPU, otherwise widened."""
     check_checkpoint(tmp_path, form, is_kept=form == "float channel")
 
 
 def test_adapters(gpu: PretendGpu, tmp_path: Path) -> None:
-    """Rows are sent to the device without a wait, and what they add is in the measurement."""
+    """Adapters' rows go to the device without a wait, and the memory that adapters need is measured."""
     write_adapter(tmp_path / "a", seed=1)
     write_adapter(tmp_path / "b", rank=40, seed=2)
     settings = {"lora_modules": f"a={tmp_path / 'a'},b={tmp_path / 'b'}", "max_num_seqs": 16}

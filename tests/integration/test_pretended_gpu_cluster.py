@@ -1,4 +1,4 @@
-"""Worker processes with a GPU that is not there, each with its own, or with two: KV from memory to memory."""
+"""Worker processes with one or two pretended GPUs each: KV goes from device memory to device memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LENGTHS = (1, 15, 16, 33, 340, 401)
 
 @pytest.fixture
 def tiny_model(model_folder: Path, tmp_path: Path) -> Path:
-    """With the tokenizer of the real one."""
+    """A tiny model with the default model's tokenizer."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     shutil.copy(model_folder / "tokenizer.json", folder)
@@ -69,7 +69,7 @@ def answers_of_a_cpu(folder: Path) -> dict[int, list[int]]:
     return answers
 
 
-@pytest.mark.slow  # engines alone: test_pretended_gpu.py
+@pytest.mark.slow  # test_pretended_gpu.py tests engines alone
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     ("num_ranks", "transport"),
@@ -87,7 +87,7 @@ def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path, num_ranks: int, 
             def ask(length: int) -> Answer:
                 return client.generate(prompt_of(length), **sampling_of(length))
 
-            # Alone: beside others a decode worker may rather compute it itself.
+            # The longest runs alone: beside others the decode worker might prefill it itself.
             answers = {LENGTHS[-1]: ask(LENGTHS[-1])}
             answers |= dict(zip(LENGTHS[:-1], threads.map(ask, LENGTHS[:-1]), strict=True))
         assert not any(worker.num_repairs for worker in cluster.workers()), "pushed once they were written"
@@ -104,7 +104,7 @@ def test_the_answers_of_a_cpu(tiny_model: Path, tmp_path: Path, num_ranks: int, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("transport", ["grpc", "ipc", pytest.param("nixl", marks=needs_nixl)])
 def test_who_leaves_leaves_no_copy_under_way(tiny_model: Path, tmp_path: Path, transport: str) -> None:
-    """At whatever moment: the blocks of those that leave are soon somebody else's, whose answers are as ever."""
+    """Clients leave at various moments. Their blocks soon go to other requests, whose answers must not change."""
     flags = (
         "--model", str(tiny_model), "--load-format", "dummy", "--dtype", "float32", "--device", "cuda",
         "--attention-backend", "torch", "--num-kv-blocks", "96", "--prefill-chunk-tokens", "64",
@@ -115,7 +115,7 @@ def test_who_leaves_leaves_no_copy_under_way(tiny_model: Path, tmp_path: Path, t
     async def ask(client: AsyncClient, number: int) -> None:
         nonlocal num_kept
         request = asyncio.create_task(client.generate(prompt_of(401), **sampling_of(401)))
-        # Every other one stays. Of those that leave some do while they compute, some while KV moves, some later.
+        # Every second client stays. The others leave while the prompt is computed, while KV is transferred, or later.
         if number % 2:
             await asyncio.wait([request], timeout=0.05 * number)
             request.cancel()
@@ -141,7 +141,7 @@ def test_who_leaves_leaves_no_copy_under_way(tiny_model: Path, tmp_path: Path, t
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_worker_ends_with_its_rank_also_within_a_step(tiny_model: Path, tmp_path: Path) -> None:
-    """The device waits for the rank, as NCCL has it, until what the ranks do together is aborted."""
+    """The device waits for the dead rank, as with NCCL, until the ranks' joint operation is aborted."""
     flags = (
         "--model", str(tiny_model), "--load-format", "dummy", "--dtype", "float32", "--device", "cuda",
         "--attention-backend", "torch", "--num-kv-blocks", "128", "--tensor-parallel-size", "2", "--transport", "grpc",

@@ -1,6 +1,6 @@
-"""Engines on a GPU that is not there, with the Triton kernels: interpreted, and compiled as their launches ask for.
+"""Engines on a pretended GPU with the Triton kernels: interpreted, and compiled as their launches ask for.
 
-Decoding steps are recorded and replayed as CUDA graphs are (`tests/pretend_gpu/streams.py`).
+Decode steps are recorded and replayed like CUDA graphs (`tests/pretend_gpu/streams.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EXPERTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_si
 EXPERTS_IN_BLOCKS = EXPERTS | {"v_head_dim": 12, "quantization_config": BLOCKS["quantization_config"]}
 
 SMALL: dict[str, Any] = {"attention_backend": "triton", "max_num_batched_tokens": 64}
-"""Or prompts of 2,048 tokens would be interpreted to warm up."""
+"""Otherwise the warm-up would interpret prompts of 2,048 tokens."""
 IN_TURN = {"enforce_eager": True, "async_scheduling": False}
 
 pytestmark = [pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU"), pytest.mark.slow]
@@ -56,7 +56,7 @@ pytestmark = [pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU"), pyt
 
 @pytest.fixture
 def gpu() -> Iterator[PretendGpu]:
-    # transformers, where it loads, leaves more than a gigabyte free.
+    # When transformers loads a model, it leaves more than a gigabyte free.
     with pretend_gpu(total_bytes=8 << 30, has_triton=True) as pretended, triton_interprets(pretended):
         yield pretended
 
@@ -97,8 +97,8 @@ def gpu() -> Iterator[PretendGpu]:
 def test_recorded_steps_a_step_ahead(
     gpu: PretendGpu, tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    """The answers of plain torch; or, where numbers are rounded so that near ties fall otherwise, those of the same
-    kernels launched one by one, one step after the other."""
+    """The answers equal those of plain torch; or, where rounding could decide near ties differently, those of the same
+    kernels launched one by one, without async scheduling."""
     settings = SMALL | {"max_num_seqs": 4} | settings
     engine = make_engine(tmp_path, config, **settings)
     assert engine.config.device.uses_graphs
@@ -116,7 +116,7 @@ WINDOW = WIDE | {
 
 @pytest.fixture
 def nums_queries(gpu: PretendGpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An engine finds FlashAttention. Of each call."""
+    """Let engines find FlashAttention. Collects the number of queries of each call."""
     call, nums = launched(gpu, flash_reference.flash_attn_3_with_kvcache), list[int]()
 
     def counted(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -144,13 +144,14 @@ def test_prompts_by_flash_attention(
     settings: dict[str, Any],
     other: dict[str, Any],
 ) -> None:
-    """Of prompts alone, whose calls nobody waits for, in an engine whose decoding steps are recorded."""
+    """FlashAttention computes prompts only, without a wait for its calls, in an engine that records its decode
+    steps."""
     settings = SMALL | FLASH | {"max_num_seqs": 4} | settings
     engine = make_engine(tmp_path, config, **settings)
     assert engine.config.device.uses_graphs
     nums_queries.clear()
     answers = answers_of(engine, NUMBERS)
-    # A prompt of one token is decoded.
+    # A prompt of one token is computed as a decode.
     assert sum(nums_queries) == config["num_hidden_layers"] * sum(
         len(prompt_of(number)) for number in NUMBERS if number
     )
@@ -172,8 +173,8 @@ def test_drafts_are_checked_by_flash_attention(gpu: PretendGpu, nums_queries: li
 
 
 def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers of plain torch, whose steps are launched one by one; here steps that decode are replayed, whoever's
-    their rows are, and those of nobody launch nothing of adapters."""
+    """The answers equal those of plain torch, which launches steps one by one. Decode steps are replayed whichever
+    adapters their rows use; steps without adapters launch no adapter kernels."""
     for seed, (name, rank) in enumerate({"a": 4, "b": 20}.items()):
         write_adapter(tmp_path / name, rank=rank, seed=seed)
     settings = SMALL | {"lora_modules": f"a={tmp_path / 'a'},b={tmp_path / 'b'}", "max_num_seqs": 2}
@@ -203,7 +204,7 @@ def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch
 def test_adapters_that_come_and_go_beside_recorded_steps(
     gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that were recorded before there was one compute whichever is in its place."""
+    """Steps recorded before an adapter was added compute with whichever adapter is in its place."""
     for seed, (name, rank) in enumerate({"a": 4, "b": 20, "c": 7}.items()):
         write_adapter(tmp_path / name, rank=rank, seed=seed)
     settings = SMALL | {"max_loras": 2, "max_lora_rank": 24, "max_num_seqs": 2}
@@ -238,7 +239,7 @@ def test_adapters_that_come_and_go_beside_recorded_steps(
 def test_steps_that_cannot_be_recorded_say_what_to_do(
     gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By transformers' code, which may do what it likes as long as it asks for no numbers."""
+    """transformers' code cannot be recorded if it moves numbers between host and device in a step."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 
     forward = Gemma2MLP.forward
@@ -250,7 +251,7 @@ def test_steps_that_cannot_be_recorded_say_what_to_do(
 
 @pytest.mark.parametrize("form", ["int channel", "fp8 blocks, powers of two", "fp8 blocks", "float block"])
 def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, form: str) -> None:
-    """Unless its groups are none that kernels take."""
+    """Its weights are widened only if no kernel takes its groups."""
     settings = SMALL | {"max_num_seqs": 2, "max_model_len": 64}
     check_checkpoint(tmp_path, form, is_kept=form in ("int channel", "fp8 blocks, powers of two"), **settings)
 
@@ -263,7 +264,7 @@ def test_a_checkpoint_in_4_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path) 
     ("form", "dtype", "error"),
     [
         ("fp8 blocks, powers of two", "bfloat16", 0.02),
-        ("float channel", "bfloat16", 0.4),  # other products' activations are in 8 bits, so that others are chosen
+        ("float channel", "bfloat16", 0.4),  # other products have 8-bit activations, so other experts are chosen
         ("int channel", "float32", 1e-5),
     ],
 )
@@ -279,7 +280,7 @@ def test_experts_in_8_bits_stay_as_they_are(
 def test_experts_in_4_bits_stay_as_they_are(
     gpu: PretendGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    """Or it is said how many do not: of two layers three weights of 8 experts."""
+    """If they do not, the log says how many weights are widened: 48, three for each of 8 experts in two layers."""
     check_int4_experts(tmp_path, EXPERTS, form, is_kept=form not in WIDENED)
     said = capsys.readouterr().err
     assert ("48 weights in 4 bits are widened" in said) == (form in WIDENED)
@@ -301,7 +302,7 @@ def test_steps_with_experts_in_8_bits_are_recorded_where_those_of_plain_ones_are
 def test_steps_with_plain_experts_in_a_checkpoint_of_8_bits_are_not_recorded_where_torch_reads_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which it has left plain is known when it is read."""
+    """Which experts a checkpoint has left plain is known only when it is read."""
     form = FORMS["int channel"]
     tensors = deepseek_tensors(EXPERTS, torch.bfloat16)
     stored, _ = quantized({name: x for name, x in tensors.items() if ".experts." not in name}, form)
@@ -315,7 +316,7 @@ def test_steps_with_plain_experts_in_a_checkpoint_of_8_bits_are_not_recorded_whe
     assert "are not captured as CUDA graphs: the checkpoint's experts are not quantised" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # in 8 bits, blocks too small for the kernel of digests
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])  # fp8 blocks are too small for the digest kernel
 def test_one_prefills_and_another_decodes(gpu: PretendGpu, tmp_path: Path, kv_cache_dtype: str) -> None:
     settings = SMALL | {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_dtype": kv_cache_dtype}
     one, prefill, decode = (make_engine(tmp_path, CONFIG, **settings) for _ in range(3))
@@ -327,7 +328,7 @@ def test_one_prefills_and_another_decodes(gpu: PretendGpu, tmp_path: Path, kv_ca
 
 
 def test_the_pool_leaves_room_for_recordings(tmp_path: Path) -> None:
-    """For their logits, here much of what a step takes, and for what a driver keeps of each."""
+    """It leaves room for the recordings' logits, here much of a step's memory, and for the driver's data for each."""
     total_bytes, settings = 256 << 20, {"attention_backend": "triton", "num_kv_blocks": 0, "max_num_seqs": 4}
     config = CONFIG | {"vocab_size": 50_000}
     with pretend_gpu(total_bytes=total_bytes, has_triton=True) as gpu, triton_interprets(gpu):
@@ -336,12 +337,12 @@ def test_the_pool_leaves_room_for_recordings(tmp_path: Path) -> None:
         torch.cuda.reset_peak_memory_stats()
         engine.executor.launch(step).wait()
         at_most = 0.5 * total_bytes - 3 * RECORDING_BYTES
-        # The arrays of the smaller recordings are in what each is allowed.
+        # RECORDING_BYTES covers the arrays of the smaller recordings.
         assert 0.98 * at_most < torch.cuda.max_memory_allocated() <= at_most + 4096
 
 
 def test_the_pool_leaves_room_for_what_prompts_unfold(tmp_path: Path) -> None:
-    """At the end of long contexts, which the step of the most sequences does not have."""
+    """Prompts at the end of long contexts unfold the most; the step with the most sequences has no such prompt."""
     total_bytes, settings = 256 << 20, {"attention_backend": "triton", "num_kv_blocks": 0, "max_num_seqs": 4}
     config = EXPERTS | {"max_position_embeddings": 512}
     with pretend_gpu(total_bytes=total_bytes, has_triton=True) as gpu, triton_interprets(gpu):
@@ -357,8 +358,8 @@ def test_the_pool_leaves_room_for_what_prompts_unfold(tmp_path: Path) -> None:
 
 
 def launches_compiled(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What Triton asks of the driver, it asks of ours. A process of its own: where Triton interprets, it does not
-    compile."""
+    """Compile all launches; Triton asks a pretended driver. This needs a process of its own, because Triton cannot
+    compile in a process in which it interprets."""
     environment = os.environ | {
         "TRITON_CACHE_DIR": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
@@ -377,7 +378,7 @@ def test_a_gpu_with_too_little_shared_memory_ends_in_a_sentence(tmp_path: Path) 
 
 @pytest.mark.parametrize(("capability", "shared_bytes"), [("9.0", 227 << 10), ("12.0", 99 << 10)])
 def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_bytes: int) -> None:
-    """And fits."""
+    """Every compiled kernel also fits the GPU."""
     done = launches_compiled(tmp_path, capability, str(shared_bytes))
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)

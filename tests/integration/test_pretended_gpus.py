@@ -1,6 +1,6 @@
-"""Models on several GPUs that are not there, each rank with one, in processes of their own: KV of all of them travels.
+"""Models on several pretended GPUs, one for each rank, with a process per rank: the KV of all ranks is transferred.
 
-Sums go over gloo between the ranks, and pools lie in memory that processes open for real; all else is as on one
+The ranks sum over gloo, and pools lie in memory that other processes really open; everything else is as on one
 pretended GPU (test_pretended_gpu.py).
 """
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 class OnTwoGpus(NamedTuple):
     engine: LLMEngine
     pool: KVPool
-    """Of both ranks."""
+    """The pool of both ranks."""
 
 
 class Pair(NamedTuple):
@@ -68,7 +68,8 @@ def on_two_gpus(folder: Path, config: dict[str, Any], *, is_received: bool) -> O
 
 @contextmanager
 def two_gpus(folder: Path) -> Iterator[None]:
-    """Of which this process, rank 0's, uses the first. `folder`: for the program that starts the others."""
+    """Pretend two GPUs. This process, rank 0, uses the first. `folder`: holds the program that starts the other
+    rank."""
     with pretend_gpu(num_devices=2), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", write_python(folder / "python", num_devices=2))
         yield
@@ -76,7 +77,7 @@ def two_gpus(folder: Path) -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=["heads", pytest.param("latents and experts", marks=pytest.mark.slow)],  # on one: test_pretended_gpu.py
+    params=["heads", pytest.param("latents and experts", marks=pytest.mark.slow)],  # one GPU: test_pretended_gpu.py
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder, config = tmp_path_factory.mktemp("model"), CONFIGS[request.param]
@@ -89,7 +90,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 PROMPTS = {"grpc": prompt_of(16), "ipc": prompt_of(16)[::-1], "nixl": prompt_of(16)[1::2] + prompt_of(16)[::2]}
-"""Ones that nobody has cached."""
+"""A prompt for each transport, so that none is cached."""
 
 
 @pytest.mark.parametrize("transport", ["grpc", "ipc", NIXL])
@@ -107,7 +108,7 @@ def test_two_prefill_and_two_others_decode(pair: Pair, tmp_path: Path, transport
 
 
 def test_blocks_go_to_host_memory_and_back_on_each_rank(tmp_path: Path) -> None:
-    """The same answers as without; and a rank that ends leaves nobody waiting for what it was to copy."""
+    """The answers are the same as without host memory. If a rank dies, nothing waits for its copies any more."""
     params = replace(GREEDY, max_tokens=2)
     prompts = [[5 + (number + 7 * i) % 50 for i in range(14)] for number in (*range(5), 0, 1)]
     one = make_engine(tmp_path, CONFIG, device="cpu")
@@ -140,7 +141,7 @@ def test_blocks_go_to_host_memory_and_back_on_each_rank(tmp_path: Path) -> None:
     [pytest.param(form, marks=pytest.mark.slow) for form in ("plain", "float channel", "fp8 blocks, powers of two")],
 )
 def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, form: str) -> None:
-    """And to no other: that is an error here. Kept in 8 bits as stored, or widened."""
+    """Reading to another GPU would be an error here. 8-bit weights are kept as stored, or widened."""
     config = LORA_CONFIG | {"attention_bias": False, "eos_token_id": 1}
     tensors = llama_tensors(config, torch.bfloat16)
     if form != "plain":
@@ -160,7 +161,7 @@ def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, for
 
 
 def test_adapters_that_come_go_to_each_rank_s_own_gpu(tmp_path: Path) -> None:
-    """By threads that have said which that is."""
+    """The threads that read adapters have selected their rank's GPU."""
     config = LORA_CONFIG | {"eos_token_id": 1}
     for seed, name in enumerate(("a", "b"), start=1):
         write_adapter(tmp_path / name, seed=seed)
@@ -183,7 +184,7 @@ def test_adapters_that_come_go_to_each_rank_s_own_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_ends_while_all_load_takes_its_engine_along(tmp_path: Path) -> None:
-    """Which waits for the device, and the device for the rank, as NCCL has it."""
+    """The engine waits for its device, and the device for the dead rank, as with NCCL."""
     script = textwrap.dedent(
         f"""
         import json, os, signal, sys

@@ -1,4 +1,4 @@
-"""Who says that it is urgent goes first, where the operator lets clients say so; the log tells who said what."""
+"""Urgent requests go first if the operator allows clients to set priorities; the log names priority and client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_priorities_count_where_they_are_let(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The worker takes one at a time."""
+    """The worker computes one request at a time."""
     caplog.set_level(logging.INFO, "router.outcome")
     answered: list[str] = []
     async with run_tiny_cluster(redis_url, tiny_model, monkeypatch, scheduling_policy=policy) as cluster:

@@ -1,5 +1,5 @@
-"""`tandem run-batch` against a real cluster whose gateway and router are killed meanwhile: one line for each request,
-with the tokens that it would have had."""
+"""`tandem run-batch` against a real cluster whose gateway and router are killed meanwhile: each request gets one line,
+with the tokens of a run without faults."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_line_for_each_whatever_dies(few_layers: Path, tmp_path: Path) -> No
             first.kill()
         num_before = num_lines(out)
         assert 6 < num_before < NUM_REQUESTS
-        # Who begins while nobody is there is told so at once.
+        # A run that starts while no gateway listens would fail at once.
         wait_until(lambda: listens(cluster.http_address), 30, "the gateway is back")
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as second:
             wait_until(lambda: num_lines(out) > num_before + 2, 60, "the rest is asked")

@@ -1,4 +1,4 @@
-"""Two routers and two gateways of one `tandem up`: what one of them leaves, the other goes on with, at once."""
+"""Two routers and two gateways of one `tandem up`: when one of them dies, the other takes over at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tandem.client import Client
 
 NUM_STREAMS = 4
 NUM_TOKENS = 120
-"""Long enough for a router to die meanwhile, though a step takes next to nothing."""
+"""Long enough for a router to die meanwhile, although a step takes almost no time."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 49_152, "hidden_size": 64, "intermediate_size": 64,
     "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 1024,
@@ -54,29 +54,29 @@ def url(cluster: RunningCluster, path: str) -> str:
 
 
 def pid_of(cluster: RunningCluster, name: str) -> int:
-    """Of its last run that was ready."""
+    """Return the process' pid in its last run that became ready."""
     return int(re.findall(rf"tandem: {name} is up \(pid (\d+)", cluster.log.read_text())[-1])
 
 
 def num_runs(cluster: RunningCluster, name: str) -> int:
-    """That were ready."""
+    """Count the process' runs that became ready."""
     return cluster.log.read_text().count(f"tandem: {name} is up")
 
 
 def counted(cluster: RunningCluster, name: str, metric: str) -> float:
-    """All of `metric` that the process `name` shows by itself."""
+    """Return the sum of `metric` over all labels, from the metrics endpoint of the process `name`."""
     shown = re.findall(rf"^{name} +\| .*?(http://\S+/metrics)", cluster.log.read_text(), re.MULTILINE)
     families = text_string_to_metric_families(httpx.get(shown[-1].strip('"')).text)
     return sum(sample.value for family in families for sample in family.samples if sample.name == metric)
 
 
 def ask(cluster: RunningCluster) -> None:
-    """Something, over a connection of its own."""
+    """Send a small request over a new connection."""
     assert httpx.get(url(cluster, "/v1/models"), timeout=10).status_code == 200
 
 
 class Answer(threading.Thread):
-    """A stream over HTTP, while it is read."""
+    """A thread that reads a stream over HTTP."""
 
     def __init__(self, cluster: RunningCluster, index: int) -> None:
         super().__init__(daemon=True)
@@ -111,7 +111,7 @@ def answers(cluster: RunningCluster, while_running: Callable[[list[Answer]], Non
 
 @contextmanager
 def holding(address: str) -> Iterator[None]:
-    """The port is somebody else's: who was there cannot come back."""
+    """Occupy the port, so that its previous owner cannot come back."""
     host, _, port = address.rpartition(":")
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,7 +145,7 @@ def test_streams_of_a_router_that_dies_go_on_at_the_other_before_it_is_back(clus
         assert num_runs(cluster, "router-1") == 1
     assert counted(cluster, "router-2", "tandem:resumptions_total") > num_before
 
-    with Client(cluster.address) as client:  # of both: whoever is there answers
+    with Client(cluster.address) as client:  # given both addresses: the router that is there answers
         assert len(client.generate("a", max_tokens=2).token_ids) == 2
     said = CliRunner().invoke(main, ["status", "--router", cluster.address])
     assert said.exit_code == 0, said.output
@@ -189,7 +189,7 @@ def test_both_gateways_serve_one_port_and_each_counts_by_itself(cluster: Running
 
 def test_new_connections_are_the_other_gateways_while_one_is_gone(cluster: RunningCluster) -> None:
     num_before, gateway = num_runs(cluster, "gateway-1"), pid_of(cluster, "gateway-1")
-    hold_up(cluster.pid)  # who would start it again
+    hold_up(cluster.pid)  # else it starts the gateway again
     try:
         os.kill(gateway, signal.SIGKILL)
         wait_until(lambda: " Z " in Path(f"/proc/{gateway}/stat").read_text(), 10, "it is gone")

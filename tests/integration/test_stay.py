@@ -1,5 +1,5 @@
-"""The decode worker's memory is taken: an idle prefill worker keeps requests and decodes them, too, with the same
-tokens. In the dtype that is served, bfloat16."""
+"""The decode worker has no memory left: an idle prefill worker keeps requests and decodes them, too, with the same
+tokens. The dtype is bfloat16, as in production."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    """A long request fills the decode worker; half of the prefill worker's pool is for one that stays. The lease is one
-    that no step outlasts, where much else runs: two seconds were too few once."""
+    """One long request fills the decode worker; half of the prefill worker's pool has room for one that stays. The
+    lease is longer than any step takes on a busy machine: two seconds were once too short."""
     return start_cluster("--max-model-len", "1024", "--num-kv-blocks", "64", "--lease-ms", "5000")
 
 
 @contextmanager
 def full_decode_worker(client: Client) -> Iterator[None]:
-    """While it is entered, the decode worker has no room for `PROMPT`: 17 blocks at most, of 19. It is as long as the
-    pool has room for, so that it has not ended before what is tried beside it, wherever that takes its time."""
+    """Within this context the decode worker has no room for `PROMPT`: at most 17 blocks, of the 19 needed. The request
+    that fills it is as long as the pool allows, so that it does not end before the test does."""
     other = [(131 + 7 * i) % 30_000 + 70 for i in range(740)]
     stream = client.stream(other, max_tokens=270, temperature=0, ignore_eos=True)
     next(stream)
-    next(stream)  # the first token is no sign of room
+    next(stream)  # the first token comes from the prefill worker
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def load_of(cluster: RunningCluster, role: worker_pb.Role) -> worker_pb.WorkerLo
     return next(worker.record.load for worker in cluster.workers() if worker.record.role == role)
 
 
-# Greedy is the simplest of them: whoever draws rightly at a position chooses rightly there.
+# Greedy is the simplest: if the draw at each position is right, so is the greedy choice.
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "greedy" else ()) for name in SAMPLINGS]
 )
@@ -84,10 +84,10 @@ def test_who_leaves_frees_what_stayed(cluster: RunningCluster) -> None:
     with Client(cluster.address) as client, full_decode_worker(client):
         staying = client.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
         next(staying)
-        next(staying)  # the first that is decoded: it stays
+        next(staying)  # the first decoded token: the request stays
         wait_until(lambda: load_of(cluster, worker_pb.ROLE_PREFILL).num_running == 1, 1.5, "it runs there")
         staying.close()
-        # All of the answer would take over two seconds.
+        # The whole answer would take over two seconds.
         wait_until(lambda: not load_of(cluster, worker_pb.ROLE_PREFILL).num_running, 1.5, "nothing runs there any more")
     cluster.wait_until_at_rest()
 

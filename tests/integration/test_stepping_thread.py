@@ -1,4 +1,4 @@
-"""The stepping thread: it makes the engine that it steps, and says why where there is none."""
+"""The stepping thread: it makes the engine that it steps, or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ async def test_who_gives_up_while_it_is_made_is_not_held_up(tmp_path: Path) -> N
 
 
 async def test_a_copy_that_never_ends_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a step is. Beside it nothing may be left to compute; and who closes the engine waits for it."""
+    """The watchdog reports it like a step that never ends, even if nothing is left to compute or `close` waits for the
+    copy."""
     may_go_on, copy = threading.Event(), _ByHost.__call__
     monkeypatch.setattr(_ByHost, "__call__", lambda *args: may_go_on.wait(20) and copy(*args))
     settings = replace(args_of(tmp_path), kv_offloading_size=0.01)
@@ -152,7 +153,7 @@ async def test_an_ended_thread_refuses_calls(tmp_path: Path) -> None:
     def finds_a_rank_gone(_: LLMEngine) -> None:
         raise RankLost("rank 1 of the engine has ended")
 
-    with pytest.raises(EngineDeadError, match="rank 1"):  # as one that is to take an adapter
+    with pytest.raises(EngineDeadError, match="rank 1"):  # as a call that adds an adapter may
         await asyncio.wait_for(engine.call(finds_a_rank_gone), 5)
     await engine.close()
     with pytest.raises(EngineDeadError):
@@ -219,7 +220,7 @@ async def ask(engine: AsyncLLMEngine, name: str, num_tokens: int) -> None:
 
 
 async def begun(engine: AsyncLLMEngine) -> None:
-    """The task made last has given its command to the engine's thread, and that has taken it."""
+    """Wait until the task created last has sent its command and the engine's thread has run it."""
     await asyncio.sleep(0)
     await engine.call(lambda _: None)
 
@@ -246,7 +247,7 @@ async def test_a_profile_of_an_engine_with_nothing_to_do_ends_too(tmp_path: Path
     engine = await started(tmp_path)
     profile = await engine.profile(5, timeout_s=0.05, with_trace=True)
     assert (profile.num_steps, profile.ops, profile.trace_gz) == (0, [], b"")
-    # With fewer steps than were asked for, it ends with those; and another may follow.
+    # A profile with fewer steps than requested ends at its timeout; another one may follow.
     profiling = asyncio.create_task(engine.profile(16, timeout_s=1.0, with_trace=False))
     await begun(engine)
     await ask(engine, "r", 3)
@@ -274,12 +275,13 @@ async def test_a_profile_of_too_few_or_too_many_steps(num_steps: int, tmp_path: 
 
 
 def test_prompts_are_cut_larger_the_more_of_them_wait(tmp_path: Path) -> None:
-    """Beside one that decodes: two others in one step, where one at a time would have been cut."""
+    """Beside a decoding request, two waiting prompts fit into one step; the chunk for one waiting prompt would be too
+    small for both."""
     engine = make_engine(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     engine.add_request("decoding", [1, 2], params)
     engine.step()
-    for _ in range(50):  # what it then knows: 1 ms to decode, 1 ms a token; so 39 tokens beside it, 59 where two wait
+    for _ in range(50):  # learns 1 ms per decode, 1 ms per token: 39 tokens beside it, 59 if two wait
         engine._pace.note(num_decoding=1, num_prefill_tokens=0, seconds=0.001)
         engine._pace.note(num_decoding=0, num_prefill_tokens=20, seconds=0.02)
     engine.add_request("first", list(range(25)), params)
@@ -289,8 +291,8 @@ def test_prompts_are_cut_larger_the_more_of_them_wait(tmp_path: Path) -> None:
 
 
 async def test_events_are_reported_in_their_order_whatever_snapshots_come_between(tmp_path: Path) -> None:
-    """A prefix is stored, a snapshot taken and the prefix evicted before the event loop, which is held up, hears of any
-    of it: nobody may believe from then on that the prefix is there."""
+    """While the event loop is held up, a prefix is stored, a snapshot taken and the prefix evicted: afterwards the
+    reporter must not report the prefix as stored."""
     may_go_on, is_done, is_reported = threading.Event(), threading.Event(), threading.Event()
     worker = process.WorkerProcess(pb.Role.ROLE_DECODE, WorkerArgs(), create_engine_config(args_of(tmp_path)))
     worker._reporter = PrefixReporter(
@@ -335,7 +337,7 @@ async def test_events_are_reported_in_their_order_whatever_snapshots_come_betwee
 
 
 def test_blocks_that_a_device_spoilt_are_found_by_nobody_again(tmp_path: Path) -> None:
-    """The request that meets them fails; the next one with that prefix computes it anew."""
+    """A request that uses the corrupt blocks fails; the next request with that prefix computes it anew."""
     engine = make_engine(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 

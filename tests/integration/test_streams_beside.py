@@ -1,6 +1,6 @@
-"""What runs beside an engine's steps on a GPU, on streams of its own: KV that leaves, and KV that comes in.
+"""Transfers that run beside an engine's steps on a GPU, on streams of their own: outgoing and incoming KV.
 
-On a GPU that is not there (`tests/pretend_gpu`), where it is an error if what one stream reads another may still write.
+They run on a pretended GPU (`tests/pretend_gpu`), where it is an error to read what another stream may still write.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from worker_service.device_pool import DeviceWatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 Settings = dict[str, Any]
-"""Of an engine."""
+"""Settings of an engine."""
 
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def settings(request: pytest.FixtureRequest) -> Iterator[Settings]:
-    """Of one on a pretended GPU, with plain torch and with kernels, which tell what they load and store."""
+    """Settings for a pretended GPU, with plain torch, and with kernels that report their loads and stores."""
     backend = {"attention_backend": request.param, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     if request.param == "torch":
         with pretend_gpu(total_bytes=64 << 20):
@@ -49,7 +49,7 @@ def settings(request: pytest.FixtureRequest) -> Iterator[Settings]:
 
 
 class Reader:
-    """Reads the blocks of each layer as it hears of them, as a transport does."""
+    """Reads the blocks of each layer when they are announced, as a transport does."""
 
     def __init__(
         self, folder: Path, settings: Settings, when_written: Callable[[Callable[[], object]], object]
@@ -59,7 +59,7 @@ class Reader:
         self.engine = make_engine(folder, CONFIG, on_layer_written=self._on_layer, **settings | chunks)
         self.pool = bytes_of(self.engine)
         self.has_read: dict[tuple[int, int], bytes] = {}
-        """By layer and block."""
+        """The bytes read, by layer and block."""
 
     def _on_layer(self, layer: int, exports: list[BlockExport]) -> None:
         self._when_written(partial(self._read, layer, [block for each in exports for block in each.block_ids]))
@@ -98,8 +98,8 @@ def test_a_layer_that_is_read_when_it_is_only_launched_is_a_race(tmp_path: Path,
 
 
 def receive_what_another_left(engine: LLMEngine, pool: KVPool) -> list[int]:
-    """One ends at a token that nobody foresaw, while the next step is under way; and its blocks are granted, and
-    written to, as soon as that can be. Returns those that both had."""
+    """Let a request end at a stop token while the next step already runs; as soon as its blocks can be granted to
+    another request, write to them. Return the blocks that both requests had."""
     engine.add_request("first", prompt_of(12), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     tokens: list[int] = []
     while engine.has_unfinished_requests():
@@ -122,7 +122,7 @@ def receive_what_another_left(engine: LLMEngine, pool: KVPool) -> list[int]:
 
 
 SMALL = {"num_kv_blocks": 24, "max_model_len": 90, "enable_prefix_caching": False}
-"""So few blocks that who comes next needs those of who was there."""
+"""So few blocks that the next request needs those of the previous one."""
 
 
 def test_kv_comes_into_blocks_that_no_step_writes_to_any_more(tmp_path: Path, settings: Settings) -> None:
@@ -133,7 +133,7 @@ def test_kv_comes_into_blocks_that_no_step_writes_to_any_more(tmp_path: Path, se
 def test_kv_that_comes_into_blocks_of_a_step_under_way_is_a_race(
     tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If blocks were free as soon as it is known that their sequence has ended."""
+    """It would happen if blocks were freed as soon as their sequence is known to have ended."""
 
     def free_at_once(self: Scheduler, seq: Sequence) -> None:
         if seq.status is SequenceStatus.FINISHED and seq.block_table:

@@ -1,4 +1,4 @@
-"""Engines whose model several processes compute together: the same tokens, and they end together."""
+"""Engines whose model several processes (ranks) compute together: the same tokens, and the ranks end together."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def engine_config(folder: Path, config: dict[str, Any], num_ranks: int, **settin
 
 
 def ask(engine: LLMEngine, numbers: list[int], num_tokens: int = 12) -> dict[str, list[RequestOutput]]:
-    """All at once; the books must balance."""
+    """Run these requests at once; the audit must find no problem."""
     for number in numbers:
         params = replace(PARAMS[number], max_tokens=num_tokens, ignore_eos=True, logprobs=1)
         engine.add_request(str(number), PROMPTS[number], params)
@@ -94,7 +94,7 @@ def tokens_of(answers: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
 
 
 def test_tokens_are_those_of_transformers(model_folder: Path, references: list[Reference]) -> None:
-    """In a batch whose prompts are cut, on three ranks: the real model has three key heads."""
+    """The prompts run in one batch, in chunks, on three ranks, because the real model has three key heads."""
     args = EngineArgs(
         model=str(model_folder), dtype="float32", max_model_len=1024, num_kv_blocks=200, num_threads=1,
         tensor_parallel_size=3, max_num_batched_tokens=32, max_num_seqs=8,
@@ -114,7 +114,8 @@ def test_tokens_are_those_of_transformers(model_folder: Path, references: list[R
 
 
 def test_ranks_of_an_engine_that_is_let_go_of_end_by_themselves(tmp_path: Path) -> None:
-    """Not because somebody killed them in the end: nobody looks at their connections any more."""
+    """When the engine is deleted without `close`, its ranks exit with 0 as their connections close; nothing kills
+    them."""
     engine = engine_of(tmp_path, LLAMA, 2)
     processes = engine.executor._ranks._processes  # type: ignore[attr-defined]
     del engine
@@ -126,7 +127,7 @@ def test_ranks_of_an_engine_that_is_let_go_of_end_by_themselves(tmp_path: Path) 
     "config",
     [
         pytest.param(LLAMA, id="biases, odd vocabulary"),
-        pytest.param(DEEPSEEK_V2, id="DeepSeek-V2", marks=pytest.mark.slow),  # shared out as -V3
+        pytest.param(DEEPSEEK_V2, id="DeepSeek-V2", marks=pytest.mark.slow),  # divided like -V3
         pytest.param(DEEPSEEK_V3, id="-V3"),
         # Its first layer has no experts.
         pytest.param(QWEN3 | EXPERTS | {"num_key_value_heads": 1}, id="Qwen3-MoE: norms of heads, tied, one key head"),
@@ -134,7 +135,7 @@ def test_ranks_of_an_engine_that_is_let_go_of_end_by_themselves(tmp_path: Path) 
     ],
 )
 def test_two_ranks_compute_what_one_does(config: dict[str, Any], tmp_path: Path) -> None:
-    """Alone, and with blocks so few that some are preempted."""
+    """One rank has enough blocks; two ranks have so few that some requests are preempted."""
     one = ask(engine_of(tmp_path, config, 1), [0, 1, 2, 3], num_tokens=40)
     few = {"num_kv_blocks": 10, "max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     with closing(engine_of(tmp_path, config, 2, **few)) as engine:
@@ -146,7 +147,7 @@ def test_two_ranks_compute_what_one_does(config: dict[str, Any], tmp_path: Path)
 
 
 def test_a_step_ahead_goes_on_from_tokens_that_all_ranks_have(tmp_path: Path) -> None:
-    """As on GPUs, where the next step is launched before the host knows what the last one sampled."""
+    """As on GPUs, the next step is launched before the host knows the last step's tokens."""
     expected = tokens_of(ask(engine_of(tmp_path, LLAMA, 1), [0, 1, 2]))
     config = engine_config(tmp_path, LLAMA, 2)
     config = replace(config, scheduler=replace(config.scheduler, async_scheduling=True))
@@ -155,7 +156,7 @@ def test_a_step_ahead_goes_on_from_tokens_that_all_ranks_have(tmp_path: Path) ->
 
 
 def test_weights_in_8_bits_are_shared_out(tmp_path: Path) -> None:
-    """Quantised in halves they have other scales: nearly the same."""
+    """Each rank quantises its half with other scales, so the results are only nearly the same."""
     one = ask(engine_of(tmp_path, QWEN3, 1, quantization="int8"), [3])["3"]
     with closing(engine_of(tmp_path, QWEN3, 2, quantization="int8")) as engine:
         two = ask(engine, [3])["3"]
@@ -165,7 +166,7 @@ def test_weights_in_8_bits_are_shared_out(tmp_path: Path) -> None:
 
 
 def logprobs_of(answer: list[RequestOutput]) -> list[float]:
-    """Of the likeliest token after each of the prompt, where they were asked for, and of the answer."""
+    """Return the logprobs of the most probable token at each position of the answer, and of the prompt if asked for."""
     told = [each for output in answer for each in [*(output.prompt_logprobs or ()), *(output.logprobs or ())]]
     assert told
     return [each.top[0].logprob for each in told]
@@ -173,7 +174,7 @@ def logprobs_of(answer: list[RequestOutput]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def two_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLMEngine, LLMEngine]]:
-    """Two engines of two ranks each, as the CPU kernels compute them."""
+    """Two engines of two ranks each, with the CPU kernels."""
     folder = tmp_path_factory.mktemp("model")
     with closing(engine_of(folder, LLAMA, 2, dtype="bfloat16")) as prefill:
         if prefill.config.device.attention_backend != "cpu":
@@ -183,7 +184,7 @@ def two_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLMEng
 
 
 def test_the_same_bits_alone_and_together(two_pairs: tuple[LLMEngine, LLMEngine]) -> None:
-    """In bfloat16, with the CPU kernels: what ranks add up does not depend on the batch."""
+    """In bfloat16 with the CPU kernels, the sums over ranks do not depend on the batch."""
     engine, other = two_pairs
     together = ask(engine, [0, 1, 2])
     for number in range(3):
@@ -202,7 +203,7 @@ def test_blocks_of_all_ranks_travel(two_pairs: tuple[LLMEngine, LLMEngine]) -> N
 
 
 def test_latents_of_all_ranks_travel(tmp_path: Path) -> None:
-    """Each rank has them all, and sends its own."""
+    """Each rank has all latents, and sends its own copy."""
     with (
         closing(engine_of(tmp_path, DEEPSEEK_V3, 2)) as prefill,
         closing(engine_of(tmp_path, DEEPSEEK_V3, 2)) as decode,
@@ -234,8 +235,8 @@ def test_a_rank_that_ends_is_noticed_in_the_next_step(tmp_path: Path) -> None:
 
 
 def test_no_rank_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in the middle of a step, its process takes them along, also one that hangs. The folder they met in goes
-    when the next one starts."""
+    """If the engine's process is killed in the middle of a step, its ranks end, too, even one that is stopped. The next
+    engine removes the folder in which the ranks met."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     script = textwrap.dedent(
         f"""
@@ -277,7 +278,7 @@ def test_no_rank_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_rank_ends_with_its_engine_while_it_waits_for_others(tmp_path: Path) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        fds = ",".join([str(theirs.fileno())] * 3)  # the others are for copies and adapters, of which there are none
+        fds = ",".join([str(theirs.fileno())] * 3)  # for steps; and for copies and adapters, which are not used here
         command = [sys.executable, "-m", "engine.tensor_parallel", fds, "1", str(tmp_path / "meeting")]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
@@ -320,7 +321,7 @@ def test_a_rank_that_cannot_load_says_why(
 def test_a_worker_ends_with_its_rank_and_answers_go_on(
     tmp_path: Path, model_folder: Path, start_cluster: Callable[..., RunningCluster]
 ) -> None:
-    """Prefill and decode on two ranks each: the tokens of one engine on one, also when a rank is killed."""
+    """Prefill and decode workers have two ranks each: the tokens equal those of one rank, even if a rank is killed."""
     shutil.copy(model_folder / "tokenizer.json", tmp_path)
     config = LLAMA | {"vocab_size": 49152, "max_position_embeddings": 1024}
     params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
@@ -344,14 +345,14 @@ def test_a_worker_ends_with_its_rank_and_answers_go_on(
         tokens += [token for chunk in stream for token in chunk.token_ids]
         assert tokens == expected
         wait_until(lambda: not is_running(decode.pid), 10.0, "its worker ends")
-        # Nobody asks anything of this one.
+        # The prefill worker is idle.
         [prefill] = [each.record for each in running.workers() if each.record.role == worker_pb.ROLE_PREFILL]
         [rank] = children_of(prefill.pid)
         os.kill(rank, signal.SIGKILL)
         wait_until(lambda: not is_running(prefill.pid), 10.0, "its worker ends, too")
 
         def are_there_again() -> bool:
-            """Others in the place of both. Before, who stops the cluster would hear of one that has ended."""
+            """Whether both workers have been replaced. Stopping the cluster earlier would report the ended ones."""
             pids = {each.record.pid for each in running.workers()}
             return len(pids) == 3 and not pids & {decode.pid, prefill.pid}
 
@@ -370,7 +371,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """A process that ended, and that nobody has waited for yet, is not."""
+    """Whether the process runs; one that has ended but is not reaped does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""A model that transformers' code computes, through the whole path: its tokens are those of transformers alone, and in
-bfloat16, with the CPU kernels, the same bits whoever shares the step."""
+"""A model that runs on transformers' code, in a whole cluster: its tokens are those of transformers alone. In bfloat16,
+with the CPU kernels, it gives the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from tandem.client import Client
 NUM_TOKENS = 10
 
 
-@pytest.mark.slow  # of an engine: tests/unit/test_transformers_models.py
+@pytest.mark.slow  # tests/unit/test_transformers_models.py tests an engine
 def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: Callable[..., RunningCluster]) -> None:
-    """Prefilled here and decoded there: sliding windows, and scores with a cap and a scale of their own."""
+    """Prefilled by one worker and decoded by another; the model has sliding windows, capped scores and a score
+    scale."""
     vocab_size = transformers.AutoTokenizer.from_pretrained(model_folder).vocab_size
     model = save_model(
         transformers.Gemma2Config(**GEMMA2 | {"vocab_size": vocab_size, "max_position_embeddings": 512}), tmp_path
@@ -52,7 +53,7 @@ def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: 
 
         answers = [ask(prompts[0]), *threads.map(ask, prompts[1:])]
     assert [answer.token_ids for answer in answers] == expected
-    assert answers[0].timings.mode == pb.MODE_DISAGGREGATED  # long, and nobody else was there
+    assert answers[0].timings.mode == pb.MODE_DISAGGREGATED  # long, and no other request ran
     running.wait_until_at_rest()
 
 

@@ -60,7 +60,7 @@ async def registered(url: str, made: pb.WorkerRecord, **options: int) -> AsyncIt
 
 
 class Watcher:
-    """A directory, and a way to wait until its on_change has told of something."""
+    """A directory, with a way to wait until its on_change reports a change."""
 
     def __init__(self, url: str, ttl_ms: int = 1000) -> None:
         self.changes: list[Records] = []
@@ -92,7 +92,7 @@ async def watching(url: str, ttl_ms: int = 1000) -> AsyncIterator[Watcher]:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """For what has no event to wait on: Redis' own state, seen from outside."""
+    """Poll a condition that has no event to wait for: the state of Redis, seen from outside."""
     async with asyncio.timeout(TIMEOUT_S):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -152,7 +152,8 @@ async def test_new_incarnation_replaces_the_old_whose_close_leaves_it_alone(redi
 
 
 async def test_a_worker_that_drains_leaves_the_record_to_its_successor(redis_url: str) -> None:
-    """Who is started under its id before it has left takes new work at once, and goes on to when it has."""
+    """A worker that is started under the same id before the draining one has left gets new requests at once, and keeps
+    the record when the other leaves."""
     leaving, is_beating = record(incarnation="i1"), asyncio.Event()
 
     def told() -> pb.WorkerRecord:
@@ -196,7 +197,7 @@ async def test_directory_keeps_records_while_redis_is_away(
         assert await watcher.directory.refresh() is False
         assert [each.worker_id for each in watcher.directory.records] == ["w1"]
         warnings = [entry.getMessage() for entry in caplog.records if "Redis does not answer" in entry.getMessage()]
-        assert len(warnings) == 2  # one each, however often they tried
+        assert len(warnings) == 2  # one from each, however often they tried
         own_redis_server.start()
 
 
@@ -210,13 +211,13 @@ async def test_redis_restarted_empty_heals_and_nobody_disappears_meanwhile(own_r
         await until(lambda: watcher.directory.is_reachable)
         with redis.Redis.from_url(url) as client:
             await until(lambda: client.exists("test:worker:w1") == 1)
-        assert watcher.changes == [watcher.directory.records]  # it came once and never went
+        assert watcher.changes == [watcher.directory.records]  # the record came once and never went away
 
 
 async def test_redis_that_has_become_a_replica_is_left_for_whoever_has_its_name_now(
     redis_url: str, own_redis_server: RedisServer
 ) -> None:
-    """A failover: the connections to who was the master stay, and all that is written over them is refused."""
+    """After a failover the connections to the old master stay open, but it refuses all writes."""
     name = own_redis_server.folder / "name"
     name.symlink_to(own_redis_server.socket)
     async with watching(f"unix://{name}") as watcher, registered(f"unix://{name}", record()):
@@ -242,7 +243,7 @@ async def test_record_that_expired_while_redis_was_away_stays_until_workers_coul
             assert len(watcher.directory.records) == 1
             hold_up(own_redis_server.pid)
             await until(lambda: not watcher.directory.is_reachable)
-            await asyncio.sleep(0.6)  # with the second that the failed call took, longer than the record lives
+            await asyncio.sleep(0.6)  # plus the second of the failed call: longer than the record lives
             os.kill(own_redis_server.pid, signal.SIGCONT)
             await until(lambda: watcher.directory.is_reachable)
             assert client.exists("test:worker:w1") == 0
@@ -251,7 +252,8 @@ async def test_record_that_expired_while_redis_was_away_stays_until_workers_coul
 
 
 async def test_redis_emptied_behind_the_connection_loses_nobody_who_lives(redis_url: str) -> None:
-    """FLUSHALL breaks no connection; the generation key tells. Who does not beat again leaves after ttl_ms."""
+    """FLUSHALL breaks no connection; the directory notices by the generation key. A worker that does not beat again is
+    dropped after ttl_ms."""
     async with watching(redis_url, ttl_ms=1500) as watcher:
         async with registered(redis_url, record("alive"), ttl_ms=2000, beat_ms=600):
             dead = registration(redis_url, record("dead"), ttl_ms=60_000, beat_ms=30_000)
@@ -268,7 +270,7 @@ async def test_redis_emptied_behind_the_connection_loses_nobody_who_lives(redis_
 
 
 async def test_a_worker_of_as_many_adapters_as_there_may_be(redis_url: str) -> None:
-    """With the longest names, of letters that take most bytes."""
+    """The adapters have the longest names, of letters that take the most bytes."""
     names = [chr(0x1D400 + i % 16) * 127 + chr(0x1D400 + i // 16) for i in range(MAX_MODULES)]
     assert len(set(names)) == MAX_MODULES
     assert all(map(NAME.fullmatch, names))

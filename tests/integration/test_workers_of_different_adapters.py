@@ -1,4 +1,4 @@
-"""Workers of one model that do not all have the same adapters, as while these are added one worker after the other."""
+"""Workers of one model that do not all have the same adapters, as during a rollout of adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 @pytest.fixture
 def adapters(tmp_path: Path) -> dict[str, str]:
-    """`lora_modules` by what they are called here: `old` and `new` are two adapters of one name."""
+    """Values for `lora_modules`: `old` and `new` are two different adapters with the name "sql"."""
     products = products_of(CONFIG | {"head_dim": CONFIG["hidden_size"] // CONFIG["num_attention_heads"]})
     for seed, name in enumerate(("old", "new"), start=1):
         write_adapter(tmp_path / name, seed=seed, products=products)

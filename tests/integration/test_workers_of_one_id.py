@@ -1,5 +1,5 @@
-"""Two workers that live and have one id take turns in its record, and operators are told. Others that come after each
-other under one id are none of that."""
+"""Two live workers with the same id overwrite each other's record, and operators are told. Workers that follow each
+other under one id are not reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.cli.status import status
 
 
 class Beating:
-    """A worker's registration that has beaten as often as it was told to."""
+    """A worker's registration that sends a heartbeat only when the test tells it to."""
 
     def __init__(self, url: str, incarnation: str, ttl_ms: int = 60_000) -> None:
         self.record = pb.WorkerRecord(worker_id="w", incarnation=incarnation, address=f"{incarnation}:1")
@@ -38,7 +38,7 @@ class Beating:
         return self.record
 
     async def beat(self) -> None:
-        """Once, and the beat before it has ended."""
+        """Send one heartbeat; when this returns, the previous one has ended."""
         num_before = self._num_asked
         if self.registration._task is None:
             self.registration.start()
@@ -114,7 +114,7 @@ async def test_a_worker_that_was_killed_is_no_rival_of_its_successor(beating: Ca
 async def test_a_worker_that_drains_and_its_successor_are_no_rivals(
     beating: Callable[..., Beating], redis_url: str
 ) -> None:
-    """Not even where it has the record for a moment, since Redis was emptied."""
+    """No conflict is reported, even if the draining worker has the record for a moment after Redis was emptied."""
     leaving, successor = beating("leaving"), beating("successor")
     leaving.record.is_draining = True
     await leaving.beat_twice()
@@ -133,7 +133,7 @@ async def test_a_worker_that_drains_and_its_successor_are_no_rivals(
 async def test_operators_are_told_of_two_workers_of_one_id(
     tiny_cluster: Cluster, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the router's log and by the status, whichever of the two answers it."""
+    """The router's log and the status report both, whichever of the two workers has the record."""
     pair = [await tiny_cluster.start_decode_worker("twin", tiny_model) for _ in range(2)]
     addresses = [worker._address for worker in pair]
     fix = "too: drain one, or give it another --worker-id"

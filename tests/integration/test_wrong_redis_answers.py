@@ -1,5 +1,5 @@
-"""Something else answers in Redis' place: whoever asked goes on with what is known, and heals once Redis answers again.
-Neither a heartbeat nor a router's reading ends by it, and no request hears of it."""
+"""Something else answers in place of Redis: clients of Redis go on with what they know, and recover once Redis answers
+again. Neither a heartbeat nor a router's refresh ends because of it, and no request fails."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TIMEOUT_S = 20.0
 HASHES = [bytes([number]) * 16 for number in range(3)]
 WORKER = ("w1", "i1")
 NUM_ANSWERS = 12
-"""Some to each of the four who ask."""
+"""Enough for each of the four clients of Redis to get some."""
 
 
 class Impostor:
-    """In front of the Redis at `path`. While it has an `answer`, all get that one, whatever they ask."""
+    """A relay in front of the Redis at `path`. While `answer` is set, it gives this answer to every request."""
 
     def __init__(self, path: str) -> None:
         self.answer = b""
@@ -60,7 +60,7 @@ class Impostor:
 
 @dataclass
 class Registry:
-    """All that speak to Redis, of one worker and one router."""
+    """All Redis clients of one worker and one router."""
 
     impostor: Impostor
     registration: WorkerRegistration
@@ -108,12 +108,12 @@ async def registry_behind(redis_url: str) -> AsyncIterator[Registry]:
 
 async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while not await is_so():  # noqa: ASYNC110 - of what is asked, nobody tells
+        while not await is_so():  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.02)
 
 
 async def has_answered(registry: Registry, num_answers: int) -> bool:
-    """The impostor, while requests look up their prefixes, which never raises."""
+    """Whether the impostor has given that many answers. Looks up a prefix each time, which must never raise."""
     await registry.index.longest_match(HASHES, [WORKER])
     return registry.impostor.num_answers >= num_answers
 

@@ -1,7 +1,8 @@
-"""Stands for `python` in a cluster whose workers, and their ranks, have a pretended GPU each:
+"""Replaces `python` in a cluster whose workers, and their ranks, each have a pretended GPU:
 `PRETENDED_PYTHON [-P] -m MODULE …`.
 
-PRETENDED_PYTHON: a program that calls this (`write_python`), and what the processes so started start others with.
+PRETENDED_PYTHON: a program that calls this module (`write_python` writes it). The processes that it starts use it to
+start others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ WORKERS = ("prefill_service", "decode_service", "worker_service.rank", "engine.t
 
 
 def write_python(path: Path, num_devices: int = 1) -> str:
-    """That program, on a machine with so many GPUs. Returns where it is."""
+    """Writes PRETENDED_PYTHON, for a machine with so many GPUs. Returns its path."""
     folders = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
     path.write_text(
         f"#!/bin/sh\nexport PRETENDED_PYTHON='{path}' PRETENDED_GPUS={num_devices} "
@@ -37,7 +38,7 @@ def main() -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return
     gc.disable()  # until the worker has imported the rest
-    from pretend_gpu import pretend_gpu  # with torch, which nobody else needs
+    from pretend_gpu import pretend_gpu  # imports torch, which the other modules do not need
 
     with pretend_gpu(num_devices=int(os.environ["PRETENDED_GPUS"])):
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,9 +1,9 @@
-"""Compiles whatever engines and the GPU benchmark launch, for the pretended GPU; nothing is computed.
+"""Compiles every kernel that engines and the GPU benchmark launch, for the pretended GPU; computes nothing.
 
-    python -m pretend_gpu.compile_launches 12.0 101376     # its compute capability, shared memory of a program
+    python -m pretend_gpu.compile_launches 12.0 101376     # compute capability, shared memory of a program in bytes
 
-Prints a JSON object: per program, how many variants of each kernel it compiled at its start, and later. What cannot be
-compiled ends it.
+Prints a JSON object: per program, how many variants of each kernel it compiled at its start and later. A kernel that
+cannot be compiled ends the run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         DEEPSEEK
         | {
             "moe_intermediate_size": 256,
-            "n_routed_experts": 32,  # so that prompts have tiles that decoding does not, of two sizes
+            "n_routed_experts": 32,  # so many that prompts use tile sizes (two) that decoding does not
             "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         },
         {},
@@ -91,7 +91,8 @@ Variants = Counter[str]
 
 
 def serve(config: dict[str, Any], settings: dict[str, Any], compiled: Variants) -> Variants:
-    """Prompts and answers of several lengths, contexts of one piece and of many. What was compiled at the start."""
+    """Serves prompts and answers of several lengths, with contexts of one piece and of many. Returns what was compiled
+    at the start."""
     with TemporaryDirectory() as folder:
         if "lora_modules" in settings:
             write_adapter(Path(folder) / "a", products=products_of(config))

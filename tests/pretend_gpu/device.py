@@ -1,4 +1,4 @@
-"""The pretended GPU: `torch.cuda` is its while it is there."""
+"""The pretended GPU, which takes over `torch.cuda` as long as it exists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pretend_gpu.streams import (
 
 
 class PretendGpu:
-    """What `torch.cuda` says of it, and does."""
+    """What `torch.cuda` reports about the pretended GPU, and does with it."""
 
     def __init__(self, total_bytes: int, kind: GpuKind) -> None:
         self.total_bytes = total_bytes
@@ -41,12 +41,12 @@ class PretendGpu:
 
     @property
     def num_launches(self) -> int:
-        """Of torch's operations so far, see operations.py."""
+        """Launches of torch's operations so far, see operations.py."""
         return self._operations.num_launches
 
     def launch(self, action: Callable[[], object], touched: list[torch.Tensor]) -> None:
-        """Something that is no operation of torch, on memory of the device (a tensor of the host each), which tells
-        `memory.accesses` of it."""
+        """Launches `action`, which is no operation of torch, on memory of the device (given as tensors of the host).
+        `action` reports its own accesses to `memory.accesses`."""
         devices.used()
         action()
         if graph := current_graph():
@@ -54,8 +54,8 @@ class PretendGpu:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """By this thread."""
-        # `torch.tensor` makes what it is given on the host, and then copies it as everything else is.
+        """This thread uses the device."""
+        # `torch.tensor` makes its tensor on the host, and then copies it like any other.
         before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         try:
@@ -86,7 +86,7 @@ class PretendGpu:
         )  # fmt: skip
 
     def as_torch_cuda(self) -> dict[str, Any]:
-        """By the names in `torch.cuda`."""
+        """The replacements in `torch.cuda`, by name."""
         return {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -123,10 +123,11 @@ def pretend_gpu(
     has_triton: bool = False,
     num_devices: int = 1,
 ) -> Iterator[PretendGpu]:
-    """`has_triton`: whether Triton is to be found beside it, where it is installed (triton.py launches its kernels).
-    num_devices: of which this process uses one, and other processes the others."""
-    # What `with torch.device` applies to is looked up once for all: not while `torch.tensor` is another, or else
-    # transformers, which finds out by it where it makes a model, would leave rotary angles to chance ever after.
+    """`has_triton`: whether the engine finds Triton, if it is installed (triton.py launches its kernels).
+    `num_devices`: this process uses one of them, other processes the others."""
+    # Torch looks up once, for good, which functions `with torch.device` applies to. This must not happen while
+    # `torch.tensor` is replaced: transformers, which finds the device of a new model that way, would from then on leave
+    # rotary angles uninitialised.
     _device_constructors()
     gpu = PretendGpu(total_bytes, kind)
     run = threading.Thread.run
@@ -152,8 +153,8 @@ def pretend_gpu(
 
 
 def _connect(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
-    """With the GPUs of other processes."""
-    from pretend_gpu.ipc import PretendDriver  # who has one alone needs none of these
+    """Connects `gpu` with the GPUs of other processes."""
+    from pretend_gpu.ipc import PretendDriver  # a single GPU needs none of these imports
     from pretend_gpu.nccl import PretendNccl
     from pretend_gpu.nixl import import_nixl
 
@@ -165,7 +166,7 @@ def _connect(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
 
 
 class _HostGenerator(torch.Generator):
-    """For either: the same random numbers."""
+    """A generator of the host, whatever the device: both get the same random numbers."""
 
     def __new__(cls, device: object = "cpu") -> _HostGenerator:
         del device
@@ -173,7 +174,7 @@ class _HostGenerator(torch.Generator):
 
 
 def _with_numbers(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Which device `cuda` is, without a number, torch asks the device's library."""
+    """Gives `cuda` its number, since torch would ask the device's library which device it is."""
 
     def numbered(*args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = mapped((str, torch.device), _with_number, (args, kwargs))

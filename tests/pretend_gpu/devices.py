@@ -1,7 +1,8 @@
-"""Which of a machine's pretended GPUs a thread uses, and that a process uses one alone.
+"""Which of a machine's pretended GPUs a thread uses, and a check that a process uses only one.
 
-As CUDA has it: every thread begins with the first, and what names no other one is made there, contexts and pinned
-memory included. That a rank's process touches another rank's GPU is an error here; a real one would take memory of it.
+As in CUDA, every thread begins with the first GPU, and everything that names no other GPU is made there, contexts and
+pinned memory included. It is an error here if a rank's process touches another rank's GPU; on a real one it would
+only take memory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch
 
 
 class _Current(threading.local):
-    """Of each thread."""
+    """The current device of each thread."""
 
     index = 0
 
 
 class _Used:
-    """Of the process."""
+    """The device that the process uses."""
 
     device: torch.device | None = None
     num_devices = 1
@@ -31,14 +32,14 @@ _current, _used = _Current(), _Used()
 
 @contextmanager
 def so_many(num_devices: int) -> Iterator[None]:
-    """Of which this process will use one."""
+    """Pretends so many GPUs, one of which this process will use."""
     before, _current.index = _current.index, 0
     _used.device, _used.num_devices = None, num_devices
     try:
         yield
     finally:
         _used.device, _used.num_devices = None, 1
-        _current.index = before  # of this thread: others end with what they are for
+        _current.index = before  # for this thread only: others have ended by now
 
 
 def device_count() -> int:
@@ -63,8 +64,8 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 def used(device: object = None) -> torch.device:
-    """The one that is meant, as something is made or done there. Raises `RuntimeError` where this process uses another
-    one."""
+    """The device that `device` means, for making or doing something there. Raises `RuntimeError` if this process uses
+    another one."""
     meant = torch.device("cuda", _index_of(device))
     if _used.device is None:
         _used.device = meant
@@ -74,7 +75,7 @@ def used(device: object = None) -> torch.device:
 
 
 def of_process() -> torch.device:
-    """Where what it has lies."""
+    """The device on which this process' tensors lie."""
     return _used.device or used()
 
 

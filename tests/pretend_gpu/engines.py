@@ -22,7 +22,7 @@ def make_engine(
     on_layer_written: OnLayerWritten | None = None,
     **settings: Any,
 ) -> LLMEngine:
-    """Of random weights. On the GPU (`device`) it is an error if a launch waits for it."""
+    """An engine with random weights. If its device is the GPU, a launch that waits for it is an error."""
     (folder / "config.json").write_text(json.dumps(config))
     defaults: dict[str, Any] = {
         "load_format": "dummy", "dtype": "float32", "block_size": 4, "num_kv_blocks": 256, "num_threads": 1,

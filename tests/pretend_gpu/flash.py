@@ -1,4 +1,4 @@
-"""FlashAttention on the pretended GPU: the functions of tests/flash_reference.py, launched as the real ones are."""
+"""FlashAttention on the pretended GPU: the functions of tests/flash_reference.py, launched like the real ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pretend_gpu.memory import device_tensors_in, on_host, tensors_in
 
 
 def launched(gpu: PretendGpu, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Its first argument is queries; the host does not wait for what it computes."""
+    """`function`, as a launch: its first argument is queries, and the host does not wait for its result."""
 
     def launch(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = q, args, kwargs

@@ -1,5 +1,6 @@
-"""CUDA's interprocess handles, of pools in the memory of pretended GPUs: it is shared memory, which processes open for
-real, and the process itself, too, which CUDA does not. The copies between them are the host's, as late as may be."""
+"""CUDA's interprocess handles for pools in the memory of pretended GPUs. This memory is shared memory, which other
+processes really open, and which the same process may open, too, unlike with CUDA. The host makes the copies between
+pools, as late as they may come."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ HANDLE_BYTES = 64
 
 
 class PretendDriver:
-    """See `worker_service.cuda_ipc.IpcDriver`. A handle says which shared memory it is, and of which size."""
+    """See `worker_service.cuda_ipc.IpcDriver`. A handle names the shared memory and its size."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         self._gpu = gpu
         self._allocate_on_host = kv_cache.allocate_kv_pool
         self._allocations: dict[int, SharedMemory] = {}
         self.pools: dict[int, torch.Tensor] = {}
-        """What it allocated, on the host, by address."""
+        """The pools that it allocated on the host, by address."""
         self._opened: dict[int, memoryview] = {}
 
     def allocate_kv_pool(self, shape: KVCacheShape, device: str) -> torch.Tensor:
-        """In the place of `engine.kv_memory.allocate_kv_pool`."""
+        """Replaces `engine.kv_memory.allocate_kv_pool`."""
         if device == "cpu":
             return self._allocate_on_host(shape, device)
         shared = SharedMemory(shape.pool_bytes)
@@ -65,13 +66,13 @@ class PretendDriver:
         del self._opened[address]
 
     def peers(self, device: torch.device) -> DevicePeers:
-        """In the place of `worker_service.cuda_ipc.cuda_peers`."""
+        """Replaces `worker_service.cuda_ipc.cuda_peers`."""
         stream = Stream(device, priority=-1)
 
         def copy_rows(source: torch.Tensor, address: int, rows_2R: Rows) -> None:
-            assert rows_2R.flags.c_contiguous  # as the kernel does
+            assert rows_2R.flags.c_contiguous  # the kernel asserts this, too
             with current(used()):  # a launch goes to the current device
-                memory, rows_2R = on_host(source), rows_2R.copy()  # what a launch takes with it
+                memory, rows_2R = on_host(source), rows_2R.copy()  # a launch copies its arguments
                 self._gpu.memory.accesses.touch(
                     memory, places_of_rows(memory, rows_2R[0]), "a copy to a peer", is_written=False
                 )

@@ -1,6 +1,6 @@
-"""Tensors of the pretended GPU, and its memory: who holds what of it.
+"""Tensors of the pretended GPU, and its memory: which tensors hold how much of it.
 
-A `DeviceTensor` has no numbers of its own: they lie in `memory`, a tensor on the CPU. Only this folder looks there.
+A `DeviceTensor` has no numbers of its own: they lie in `memory`, a tensor on the CPU. Only this package looks there.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Where the mode is not: in threads that it was not entered in."""
+        """Called only in threads that have not entered the mode of `Operations`."""
         [first, *_] = device_tensors_in((args, kwargs))
         return first._gpu_memory.dispatch(func, args, kwargs or {})
 
-    # As operations, or by a copy: torch's own ways to these ask the device's library which device is current.
+    # These run as operations or by a copy: torch's own implementations ask the device's library for the current device.
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         return self if self.is_contiguous() else self.clone(memory_format=memory_format)
@@ -95,18 +95,18 @@ class DeviceTensor(torch.Tensor):
 
 
 class DeviceMemory:
-    """What the program has allocated, by the storages that its tensors keep."""
+    """How much the program has allocated, counted by the storages that its tensors keep."""
 
     def __init__(self, total_bytes: int, dispatch: Dispatch, accesses: Accesses) -> None:
         self.total_bytes = total_bytes
         self.dispatch = dispatch
         self.accesses = accesses
         self.rubbish = 0xFF
-        """Each byte of what nobody wrote: NaN, -1."""
+        """The value of each unwritten byte: reads as NaN or -1."""
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self._num_holders: dict[int, int] = {}
-        """Tensors, by storage."""
+        """How many tensors hold each storage."""
         self._lock = accesses.lock
 
     def hold(self, tensor: DeviceTensor) -> None:
@@ -125,7 +125,8 @@ class DeviceMemory:
         return storage_of(memory) in self._num_holders
 
     def wrap(self, tree: Any, known: list[DeviceTensor]) -> Any:
-        """As tensors of the device; those that an operation returns as it got them stay the same objects."""
+        """The tree with tensors of the device; tensors that an operation returns as it got them stay the same
+        objects."""
         of_memory = {id(tensor.memory): tensor for tensor in known}
 
         def outside(memory: torch.Tensor) -> DeviceTensor:
@@ -135,7 +136,7 @@ class DeviceMemory:
         return mapped(torch.Tensor, outside, tree)
 
     def spoil(self, memory: torch.Tensor) -> None:
-        """The whole of its storage."""
+        """Fills its whole storage with rubbish."""
         if memory.dtype != torch.bool:
             torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(self.rubbish)
 
@@ -153,7 +154,8 @@ def storage_of(memory: torch.Tensor) -> int:
 
 
 def _basic(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """A view by the numbers, slices and new axes of an index, and its tensors, per axis of that view."""
+    """The view that the numbers, slices and new axes of an index select, and the index's tensors, per axis of that
+    view."""
     tensors: list[torch.Tensor | None] = []
     axis = 0
     for place, item in enumerate(index):
@@ -172,12 +174,12 @@ def _basic(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, list[
     return x, tensors
 
 
-# What operations take and give are tuples, lists and dicts of numbers and tensors. Torch's own walks through trees
-# know more kinds, and took half of the time of a step.
+# Operations take and return tuples, lists and dicts of numbers and tensors. Torch's own functions to walk trees know
+# more kinds of them, and took half the time of a step.
 
 
 def mapped(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same tree, with what `function` makes of each leaf of that kind."""
+    """The same tree, with `function` applied to each leaf of that kind."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, (tuple, list)):
@@ -200,7 +202,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def on_host(tree: Any) -> Any:
-    """The same with the memory of its tensors."""
+    """The same tree, with the memory of its tensors instead of them."""
     return mapped(DeviceTensor, lambda tensor: tensor.memory, tree)
 
 

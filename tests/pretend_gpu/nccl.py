@@ -1,6 +1,6 @@
-"""What ranks do together between pretended GPUs: by gloo, on the memory of their tensors. Takes tensors of the device
-alone, as NCCL does; a graph that is recorded does it again. Where another rank has ended, they wait until they are
-aborted, and what they leave behind then is rubbish."""
+"""Collectives of ranks with pretended GPUs: by gloo, on the memory of their tensors. They take only tensors of the
+device, as NCCL does, and graphs record them. If another rank has ended, they wait until they are aborted, and their
+result is rubbish."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pretend_gpu.streams import current_stream, host
 
 
 class PretendNccl:
-    """`ProcessGroupNCCL`, as far as `RankGroup` uses it. Launched at once: this thread waits for the other ranks'."""
+    """`ProcessGroupNCCL`, as far as `RankGroup` uses it. A launch runs at once: this thread waits for the other ranks'
+    launches."""
 
     def __init__(self, gpu: PretendGpu, store: Store, rank: int, num_ranks: int) -> None:
         self._gpu = gpu
@@ -69,11 +70,11 @@ class PretendNccl:
             with _disable_current_modes(), torch.inference_mode(False):
                 try:
                     call().wait()
-                except RuntimeError:  # a rank has gone, and NCCL does not hear of it: the device waits, and who asks it
+                except RuntimeError:  # a rank has gone; NCCL does not notice: the device and whoever asks it wait
                     self._is_aborted.wait()
             if self._rank:
-                # Rank 0 asks of the others' memory what it has waited for, and so for what they exchanged before; how
-                # far it had waited is not seen here.
+                # Rank 0 asks this rank to read memory once it has waited for its own work, and so for the exchanges
+                # before. How far rank 0 has waited is not visible here.
                 host.follow(current_stream().timeline.mark())
 
         self._gpu.launch(do, list(touched))

@@ -1,5 +1,5 @@
-"""NIXL itself, which is told that a pretended GPU's memory is the host's: that it is. Its agents are real ones, as are
-their threads and what they are asked; what UCX does for a GPU's memory is not seen."""
+"""The real NIXL, which is told that a pretended GPU's memory is the host's, as it truly is. The agents, their threads
+and the calls of them are real; what UCX does for a GPU's memory is not shown."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _import_real_nixl = nixl_agent._import_nixl
 
 
 def import_nixl(accesses: Accesses, pools: Mapping[int, torch.Tensor]) -> Any:
-    """In the place of `kv_transfer.nixl_agent._import_nixl`. pools: the process' own, by address."""
+    """Replaces `kv_transfer.nixl_agent._import_nixl`. `pools`: the process' own, by address."""
     api = _import_real_nixl()
 
     class Agent(api.nixl_agent):  # type: ignore[misc, name-defined]
         _pool: tuple[torch.Tensor, int]
-        """And how many blocks of layers it has."""
+        """The pool's memory, and how many rows (a block of one layer) it has."""
         _writes: dict[int, tuple[Any, Timeline]]
-        """What is read for them, and when, by handle."""
+        """The rows that each write reads, and its timeline, by handle."""
 
         def register_memory(self, regions: Any, memory: str) -> Any:
             used()  # in the calling thread's context

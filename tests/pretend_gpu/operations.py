@@ -1,9 +1,9 @@
-"""What torch's operations do with tensors of the pretended GPU: computed at once, by the CPU, on their memory.
+"""Torch's operations on tensors of the pretended GPU: the CPU computes them at once, on the tensors' memory.
 
 operation ─ only the host's tensors ──────────────────────────> as ever
           ├ to, copy_, pin_memory ── between the two ──────────> a copy, now or late (streams.py)
-          └ of the device ── check: all there? a wait? a race? ── compute ── of a graph that is recorded, kept to be
-                                                                             done again
+          └ of the device ── check: all there? a wait? a race? ── compute ── if a graph is recorded: keep it for
+                                                                             replays
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ READ_BACK = (
     aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.bincount,
     aten.unique_consecutive, aten.is_nonzero, aten.equal,
 )  # fmt: skip
-"""Whose outcome, or its size, the host has to know."""
+"""Operations whose result, or its size, the host has to know."""
 TAKES_HOST_SCALARS = (aten.where, aten.masked_fill_, *INDEXED[1:])
-"""A tensor of the host without axes, though these are not pointwise."""
+"""Operations that are not pointwise and still take a host tensor without axes."""
 PICKING = (*INDEXED, aten.index_select, aten.index_copy_, aten.index_fill_, aten.index_add_)
-"""Parts of their first tensor, by indices in the others."""
+"""Operations that use parts of their first tensor, by indices in the others."""
 
 FAR_BYTES = 2**31 - 1
-"""As far as a launch of torch's reaches in a tensor: an operation on one that reaches further is as many launches as
-that takes. One that picks rows is one, wherever they are."""
+"""How far one launch of torch reaches in a tensor: an operation on a longer tensor takes as many launches as needed.
+An operation that picks rows takes one launch, wherever the rows are."""
 
 
 class Operations:
     def __init__(self, total_bytes: int, *, has_grouped_products: bool) -> None:
-        """`has_grouped_products`: torch has one kernel for all experts of a layer, in bfloat16; otherwise it reads back
-        how many rows each has."""
+        """`has_grouped_products`: torch has one kernel for all experts of a layer, in bfloat16; otherwise it reads the
+        number of rows of each expert back to the host."""
         self.accesses = Accesses(host, _launching)
         self.memory = DeviceMemory(total_bytes, self.dispatch, self.accesses)
         self._has_grouped_products = has_grouped_products
         self.mode = _Mode(self.dispatch)
         """Entered by every thread that uses the device."""
         self.num_launches = 0
-        """Of torch's, copies between host and device included."""
+        """Launches of torch's operations, copies between host and device included."""
         self._pinned: dict[int, torch.UntypedStorage] = {}
-        """Kept, so that no other memory takes their place."""
+        """Pinned storages, kept so that no other memory takes their addresses."""
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # What a wrapper is a view of is for torch to say, which it cannot of tensors made in inference mode.
+        # Torch tracks which tensor a wrapper is a view of; it cannot do so for tensors made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return self._operation(func, args, kwargs)
 
@@ -66,7 +66,7 @@ class Operations:
         if packet in PINNING:
             return self._pin(args[0].clone())
         if packet is aten.empty_like and args[0].is_meta and _names_device(tuple(kwargs.values())):
-            # Torch asks the device itself for that.
+            # Torch would ask the real device for this.
             func, args, kwargs = aten.empty.memory_format, (args[0].shape,), {"dtype": args[0].dtype} | kwargs
         if not tensors and _is_of_shapes_alone((*args, *kwargs.values())):
             return func(*args, **kwargs)
@@ -109,7 +109,7 @@ class Operations:
             wait(f"{func} by a mask")
         if packet in READ_BACK or (packet is aten.repeat_interleave and kwargs.get("output_size") is None):
             wait(str(func))
-        # Not recorded it waits, too: a thing of speed, which engines in float32 do not have in tests either.
+        # It waits outside recordings, too, but that costs only speed, and tests' engines in float32 always do it.
         is_looped = packet is aten._grouped_mm and not (self._has_grouped_products and args[0].dtype == torch.bfloat16)
         if is_looped and current_graph():
             wait("a product for each group")
@@ -151,7 +151,7 @@ class Operations:
     def _again(
         self, func: Any, compute: Callable[..., Any], args: Any, kwargs: Any, result: Any, uses: list[_Use]
     ) -> Callable[[], None]:
-        """The same operation, with its results where they were."""
+        """The same operation again, which writes its results to the same memory."""
         if not _computes(func):
             return lambda: None
 
@@ -227,13 +227,13 @@ class Operations:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Of memory, by an operation."""
+    """An operation's use of memory."""
 
     memory: torch.Tensor
     what: str
     is_written: bool
     picked: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Of the elements there are those that are used; None: all."""
+    """Returns the used ones of all elements; None: all are used."""
 
     def touch(self, accesses: Accesses) -> None:
         accesses.touch(self.memory, self._places(), self.what, is_written=self.is_written)
@@ -257,7 +257,7 @@ def _launching() -> Timeline | None:
 
 
 def _num_launches(tensors: list[torch.Tensor]) -> int:
-    """Of an operation on all their elements."""
+    """How many launches an operation on all their elements takes."""
     spans = [sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 for x in tensors]
     return max([-(-span * x.itemsize // FAR_BYTES) for x, span in zip(tensors, spans, strict=True)], default=1)
 
@@ -267,7 +267,7 @@ def _computes(func: Any) -> bool:
 
 
 def _uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Use]:
-    """Of the memory that it is given."""
+    """The operation's uses of the memory of its arguments."""
     if not _computes(func):
         return []
     uses = []
@@ -280,7 +280,7 @@ def _uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Use
 
 
 def _picked(func: Any, x: torch.Tensor, *names: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Asked of the places of `x`, what it asks of `x`."""
+    """A function that picks from the places of `x` what the operation picks from `x`."""
     del x
     if func.overloadpacket in INDEXED:
         return lambda places: aten.index(places, names[0])  # type: ignore[no-any-return]
@@ -289,7 +289,7 @@ def _picked(func: Any, x: torch.Tensor, *names: Any) -> Callable[[torch.Tensor],
 
 
 def _is_of_shapes_alone(values: tuple[Any, ...]) -> bool:
-    """On torch's meta device, or to it."""
+    """Whether an operation runs on torch's meta device, or moves something there."""
     meta = torch.device("meta")
     return any(value == meta for value in values if isinstance(value, torch.device)) or any(
         tensor.is_meta for tensor in tensors_in(values)
@@ -297,7 +297,7 @@ def _is_of_shapes_alone(values: tuple[Any, ...]) -> bool:
 
 
 def _histogram(x: torch.Tensor, *bounds: Any, **names: Any) -> torch.Tensor:
-    """Of integers, too, which a CPU does not count."""
+    """A histogram of integers, too, which torch does not support on a CPU."""
     return torch.histc(x.double(), *bounds, **names).to(x.dtype)
 
 
@@ -308,7 +308,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; to say so to torch takes seconds of imports."""
+        """Nothing is compiled here, but telling torch so would take seconds of imports."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -320,7 +320,7 @@ def _names_device(args: tuple[Any, ...]) -> bool:
 
 
 def _by_name(func: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """All but the first one."""
+    """All arguments but the first, by name."""
     return {argument.name: value for argument, value in zip(func._schema.arguments[1:], args[1:], strict=False)}
 
 

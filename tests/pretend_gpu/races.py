@@ -1,19 +1,19 @@
-"""Accesses to the device's memory that come in no order: one stream may still write what another one reads.
+"""Detects unordered accesses to the device's memory: one stream may still write what another one reads.
 
     stream A   write ── event ───────────────────┐
     stream B                        wait_event ──┴─ read     A's write comes first
-    stream C                                        read     it may, or not: `Race`
+    stream C                                        read     A's write may come first, or not: `Race`
 
-A `Timeline`, of each stream and of the host, knows how far every other one is, at least, where its own next work begins
-(a vector clock). Every piece of memory knows who wrote it last and who has read it since. Torch's own
-`torch.cuda._sanitizer` finds races of streams so, on a GPU, where tensors as a whole are used in no order. Here it is
-their bytes: of a KV pool several streams use blocks at the same time.
+Each stream and the host have a `Timeline` (a vector clock), which knows how far every other timeline is, at least, when
+its own next work begins. Every piece of memory knows who wrote it last and who has read it since. In the same way,
+`torch.cuda._sanitizer` finds races of streams on a GPU, but only for whole tensors. Here the unit is bytes, since
+several streams use different blocks of a KV pool at the same time.
 
-Memory that is let go belongs to the stream that it was allocated on: torch gives it to the next one who asks there,
-who may write to it at once. That another stream may still be using it is a race, too.
+Memory that is freed belongs to the stream that it was allocated on: torch gives it to the next allocation on that
+stream, which may write to it at once. It is a race, too, if another stream may still be using it.
 
-What one thread of the host has waited for, all of them have: how they tell each other is not looked at. Neither is what
-other processes do to this one's memory.
+What one thread of the host has waited for counts for all its threads: how they synchronise is not checked. Neither is
+what other processes do to this one's memory.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ import torch
 from numpy.typing import NDArray
 
 GRANULE_BYTES = 16
-"""What is told apart. Smaller things side by side, of two streams, would be taken for one."""
+"""Accesses are told apart in units of this size. Two streams' smaller pieces within one unit would look like one."""
 MAX_LISTED = 32
 
 Seen = dict[int, int]
-"""By a timeline's number, the moment up to which all of it is done."""
+"""By timeline number, the moment up to which all its work is done."""
 Places = slice | NDArray[np.int64]
-"""Granules of a storage."""
+"""Granules (of GRANULE_BYTES) of a storage."""
 
 
 class Race(RuntimeError):  # noqa: N818
-    """Two streams use the same memory, one of them writes to it, and nothing says who comes first. Of the kind that a
-    device's failures are, so that whoever waits for the device hears of it."""
+    """Two streams use the same memory, at least one of them writes to it, and nothing orders them. It is a
+    `RuntimeError`, like a device's failures, so that code that waits for the device reports it."""
 
 
 class Timeline:
-    """Of a stream, or of the host."""
+    """The timeline of a stream, or of the host."""
 
     _numbers = count(1)
 
@@ -52,34 +52,34 @@ class Timeline:
         self.number = next(self._numbers)
         self.name = name or f"stream {self.number}"
         self.moment = 1
-        """Of what comes next."""
+        """The moment of the next work."""
         self.seen: Seen = {}
 
     def mark(self) -> Seen:
-        """What is done once all that came so far is."""
+        """Returns what is done once all work so far is done."""
         marked = self.seen | {self.number: self.moment}
         self.moment += 1
         return marked
 
     def follow(self, seen: Seen) -> None:
-        """What comes next comes after that."""
+        """The next work comes after `seen`."""
         for number, moment in seen.items():
             if moment > self.seen.get(number, 0):
                 self.seen[number] = moment
 
 
 class Accesses:
-    """To all memory of a device. `timeline`: of what the calling thread launches now, which comes after all that the
-    host has waited for; None: it launches nothing, as it records a graph."""
+    """The accesses to all memory of a device. `timeline` returns that of the calling thread's next launch, which comes
+    after everything the host has waited for; None: the thread launches nothing, since it records a graph."""
 
     def __init__(self, host: Timeline, timeline: Callable[[], Timeline | None]) -> None:
         self._host = host
         self._timeline = timeline
         self._histories: dict[int, _History] = {}
-        """By storage."""
+        """The history of each storage."""
         self._timelines: dict[int, Timeline] = {}
         self.lock = threading.RLock()
-        """Also of the memory's own books: a thread that holds it may let go of memory by collecting garbage."""
+        """`DeviceMemory` uses it, too. Re-entrant: a thread that holds it may free memory by collecting garbage."""
         self._late: list[str] = []
 
     def allocated(self, storage: int, num_bytes: int) -> None:
@@ -95,8 +95,8 @@ class Accesses:
         is_written: bool,
         timeline: Timeline | None = None,
     ) -> None:
-        """`places`: all of its own, if not given. `timeline`: whose use it is, if not the current stream's. Raises
-        `Race`, also for what was let go too early since the last call."""
+        """`places`: None for all of the tensor. `timeline`: who uses it, if not the current stream. Raises `Race`, also
+        for memory that was freed too early since the last call."""
         timeline = timeline or self._timeline()
         if timeline is None:
             return
@@ -115,7 +115,7 @@ class Accesses:
             history.add(timeline, places, is_written, what)
 
     def let_go(self, storage: int) -> None:
-        """By the host. Raises nothing, as nobody would hear of it."""
+        """The host frees the storage. Raises nothing, since it is called from a finalizer."""
         with self.lock:
             history = self._histories.pop(storage, None)
             if history is None or history.owner is None:
@@ -129,7 +129,7 @@ class Accesses:
                     )
 
     def check(self) -> None:
-        """Raises `Race` if something was let go too early."""
+        """Raises `Race` if memory was freed too early."""
         with self.lock:
             if late := "; ".join(self._late):
                 self._late.clear()
@@ -137,19 +137,19 @@ class Accesses:
 
 
 class _History:
-    """Of one storage. As long as few accesses are known they are a list: most memory is soon let go."""
+    """The accesses to one storage. The first few are kept as a list, since most memory is soon freed."""
 
     def __init__(self, num_bytes: int, owner: Timeline | None) -> None:
         self.owner = owner
         self.users: set[int] = set()
         self.last: dict[int, str] = {}
-        """What it was used for, by who did."""
+        """What each user last used it for."""
         self._num_granules = -(-num_bytes // GRANULE_BYTES)
         self._listed: list[tuple[Places, bool, int, int]] | None = []
         self._writer: NDArray[np.int32]
         self._written: NDArray[np.int32]
         self._read: dict[int, NDArray[np.int32]] = {}
-        """When, last of all, by who did. 0: never."""
+        """When each user last read each granule. 0: never."""
 
     def add(self, timeline: Timeline, places: Places, is_written: bool, what: str) -> None:
         self.users.add(timeline.number)
@@ -163,7 +163,7 @@ class _History:
             self._spread()
 
     def raced_by(self, timeline: Timeline, places: Places, is_written: bool) -> int | None:
-        """Whose earlier access is not known to be done, if there is one."""
+        """The timeline with an earlier conflicting access that may not be done yet, if there is one."""
         if self.users <= {timeline.number}:
             return None
         self._spread()
@@ -200,7 +200,7 @@ class _History:
 
 
 def _said(what: str) -> Race:
-    """Also where a process takes an error for a peer's, and goes on."""
+    """A `Race`, also printed, since a process may take the error for a peer's failure and go on."""
     print(f"{Race.__name__}: {what}", file=sys.stderr, flush=True)
     return Race(what)
 
@@ -210,15 +210,15 @@ def places_of(memory: torch.Tensor) -> Places:
 
 
 def places_of_rows(memory: torch.Tensor, rows: NDArray[np.int64]) -> Places:
-    """memory: [row, …] in one piece"""
+    """`memory`: [row, …], contiguous"""
     row_len = memory[:1].numel()
     elements = memory.storage_offset() + rows[:, None] * row_len + np.arange(row_len)
     return places_of_elements(elements.reshape(-1), memory.itemsize)
 
 
 def places_of_elements(elements: NDArray[np.int64], itemsize: int) -> Places:
-    """`elements`: of a storage, counted in its items from its beginning."""
-    places = elements * itemsize // GRANULE_BYTES  # which a type's items never straddle
+    """`elements`: indices of items, from the beginning of a storage."""
+    places = elements * itemsize // GRANULE_BYTES  # no item straddles two granules
     return places[np.concatenate([places[:1] >= 0, places[1:] != places[:-1]])]  # once for neighbours
 
 

@@ -1,13 +1,13 @@
 """Order on the pretended GPU: streams, events, graphs, and where the host waits.
 
-What is launched is computed at once. What the host may see of it is as late as a GPU may make it: a copy to the host
-arrives when the host waits for it or for something launched after it on its stream, and is rubbish until then; an event
-is done when the host has waited for it, or for a later one. Host memory that is copied from must not change before.
+A launch is computed at once. The host sees its effects as late as a GPU may make them: a copy to the host arrives when
+the host waits for it or for something launched after it on its stream, and is rubbish until then; an event is done when
+the host has waited for it, or for a later one. Host memory that is being copied must not change until then.
 
-Who comes after whom is kept for `races.py`, which finds out what comes in no order.
+The order of the work is recorded for `races.py`, which finds unordered accesses.
 
-A graph is the list of what was launched while it was recorded. It has no values before its first replay; what it
-allocated is shared with all other graphs of its pool, and rubbish after any replay of theirs.
+A graph is the list of the launches during its recording. It has no values before its first replay; it shares the memory
+that it allocated with all other graphs of its pool, and any replay of theirs turns that into rubbish.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pretend_gpu.races import Seen, Timeline
 
 Action = Callable[[], object]
 _ANY = object()
-"""The default stream is there before the process has a device."""
+"""Device of the default stream, which exists before the process has a device."""
 
 
 class _Here(threading.local):
-    """Of each thread."""
+    """The state of each thread."""
 
     why_not_wait = ""
     stream: Stream | None = None
@@ -39,18 +39,18 @@ class _Here(threading.local):
 
 _here = _Here()
 host = Timeline("the host")
-"""All of its threads."""
+"""One timeline for all its threads."""
 
 
 def wait(what: str) -> None:
-    """Called wherever the host waits for the device. Raises `RuntimeError` where it must not."""
+    """Called wherever the host waits for the device. Raises `RuntimeError` if it must not wait now."""
     if _here.why_not_wait:
         raise RuntimeError(f"{what}: {_here.why_not_wait}")
 
 
 @contextmanager
 def without_waiting(why_not: str = "the host waits for the device") -> Iterator[None]:
-    """This thread."""
+    """This thread must not wait for the device."""
     before, _here.why_not_wait = _here.why_not_wait, why_not
     try:
         yield
@@ -76,14 +76,14 @@ class Stream:
         return of_process()
 
     def later(self, action: Action) -> int:
-        """For when the host waits for this, or for what is launched after it. Returns its number."""
+        """Postpones `action` until the host waits for it, or for a later launch. Returns its number."""
         with self._lock:
             self._num_launched += 1
             self._late.append((self._num_launched, action))
             return self._num_launched
 
     def finish(self, number: int | None = None) -> None:
-        """All up to `number`."""
+        """Finishes everything up to `number`; None: everything."""
         with self._lock:
             number = self._num_launched if number is None else number
             while self._late and self._late[0][0] <= number:
@@ -98,7 +98,7 @@ class Stream:
         self.wait_for_all()
 
     def wait_for_all(self) -> None:
-        """The host does."""
+        """The host waits for everything on this stream."""
         self.finish()
         host.follow(self.timeline.mark())
 
@@ -112,14 +112,14 @@ class Stream:
         self.timeline.follow(other.timeline.mark())
 
     def launching(self) -> Timeline:
-        """Something that is to come next."""
+        """The timeline for the next launch, which comes after everything the host has waited for."""
         self.timeline.follow(host.seen)
         return self.timeline
 
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 _timelines: list[Timeline] = []
-"""Also of those that nobody has any more: what was launched there goes on."""
+"""Includes those of freed streams: their launches go on."""
 _default_stream = Stream(_ANY)
 
 
@@ -153,7 +153,7 @@ class Event:
         del enable_timing, blocking, interprocess
         self._at: tuple[Stream, int] | None = None
         self.seen: Seen = {}
-        """What is done when it is."""
+        """What is done once the event is."""
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
@@ -174,7 +174,7 @@ class Event:
         host.follow(self.seen)
 
     def elapsed_time(self, other: Event) -> float:
-        """Nothing is timed here: some time, so that whoever measures does not go on and on."""
+        """Nothing is timed here: returns some time, so that measuring loops end."""
         del other
         return 10.0
 
@@ -186,12 +186,12 @@ class Graph:
         self._launches: list[Action] = []
         self._reads: list[torch.Tensor] = []
         self._own: dict[int, torch.Tensor] = {}
-        """What it allocated, by storage."""
+        """The memory that it allocated, by storage."""
         self._pool: list[Graph] = []
         self._memory: DeviceMemory | None = None
 
     def launch(self, action: Action, touched: list[torch.Tensor], allocated: list[torch.Tensor]) -> None:
-        """One more, while it is recorded."""
+        """Adds a launch while the graph is recorded."""
         self._launches.append(action)
         self._own |= {storage_of(memory): memory for memory in allocated}
         self._reads += [memory for memory in touched if storage_of(memory) not in self._own]
@@ -216,7 +216,7 @@ class Graph:
 
 
 def current_graph() -> Graph | None:
-    """That this thread records."""
+    """The graph that this thread records."""
     return _here.graph
 
 

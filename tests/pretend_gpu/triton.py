@@ -1,8 +1,8 @@
 """Launches of Triton kernels on the pretended GPU.
 
-`triton_interprets`: by Triton's interpreter, so that numbers come out (import `triton_device` before the kernels).
-`triton_compiles`: in Triton's own way, as far as the driver: what a launch asks for is compiled to machine code, with
-the types, constants and alignments that its arguments have, and is not run. Nothing is computed then.
+`triton_interprets`: by Triton's interpreter, which computes results (import `triton_device` before the kernels).
+`triton_compiles`: Triton compiles each launched kernel to machine code as usual, for the types, constants and
+alignments of the launch's arguments; the driver then does not run it, so nothing is computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def triton_interprets(gpu: PretendGpu) -> Iterator[None]:
         def touch(name: str, addresses: NDArray[np.uint64], is_stored: bool) -> None:
             for memory in {storage_of(each): each for each in given}.values():
                 storage = memory.untyped_storage()
-                offsets = addresses - np.uint64(storage.data_ptr())  # what comes before is far behind, then
+                # unsigned: addresses before it wrap to huge offsets
+                offsets = addresses - np.uint64(storage.data_ptr())
                 places = np.unique(offsets[offsets < storage.nbytes()].astype(np.int64) // GRANULE_BYTES)
                 gpu.memory.accesses.touch(memory, places, name, is_written=is_stored)
 
@@ -55,7 +56,7 @@ def triton_interprets(gpu: PretendGpu) -> Iterator[None]:
 
 @contextmanager
 def triton_compiles(gpu: PretendGpu, variants: Counter[str]) -> Iterator[None]:
-    """`variants`: told how many of each kernel were compiled."""
+    """`variants`: counts the compiled variants of each kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
@@ -91,7 +92,7 @@ def triton_compiles(gpu: PretendGpu, variants: Counter[str]) -> Iterator[None]:
 
 
 def _arguments(args: Any, kwargs: Any) -> Any:
-    """With memory in the place of tensors, all of which must be the device's."""
+    """The arguments with memory instead of tensors, all of which must be on the device."""
     on_device = {id(tensor) for tensor in device_tensors_in((args, kwargs))}
     for tensor in tensors_in((args, kwargs)):
         if id(tensor) not in on_device:

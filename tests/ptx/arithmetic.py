@@ -1,4 +1,4 @@
-"""What instructions make of numbers: arrays, one number for each thread. Bits in registers are unsigned integers."""
+"""The arithmetic of instructions, on arrays with one number per thread. Bits in registers are unsigned integers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def widened(bits: Numbers) -> Numbers:
 
 
 def to_bfloat16(x: Numbers) -> Numbers:
-    """Rounded to nearest, to even."""
+    """Rounds to nearest, ties to even."""
     return (
         torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
     )
 
 
 def cut_to_half(x: Numbers) -> Numbers:
-    """Towards zero."""
+    """float16, rounded towards zero."""
     nearest = x.astype(np.float16)
     return np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float16(0)), nearest)
 
@@ -50,7 +50,7 @@ def from_float8(bits: Numbers) -> Numbers:
 
 
 def halves(x: Numbers) -> tuple[Numbers, Numbers]:
-    """Of 32 bits: the lower, the upper."""
+    """The lower and the upper half of 32 bits."""
     return (x & 0xFFFF).astype(np.uint16), (x >> 16).astype(np.uint16)
 
 
@@ -59,7 +59,7 @@ def joined(low: Numbers, high: Numbers) -> Numbers:
 
 
 def flushed(x: Numbers) -> Numbers:
-    """Numbers too small for an exponent are zero."""
+    """Numbers too small for an exponent (subnormal) become zero."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x).astype(np.float32)
 
 
@@ -72,7 +72,7 @@ def packed(low: Numbers, high: Numbers, kind: str) -> Numbers:
 
 
 def unpacked(bits: Numbers, kind: str) -> tuple[Numbers, Numbers]:
-    """The lower, the upper."""
+    """The lower and the upper number."""
     if kind == "e4m3x2":
         return from_float8((bits & 0xFF).astype(np.uint8)), from_float8((bits >> 8).astype(np.uint8))
     low, high = halves(bits)
@@ -85,7 +85,7 @@ ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
 def converted(x: Numbers, kind: str, modifiers: tuple[str, ...]) -> Numbers:
-    """To another type, of one number in a register. Integers too large for it are cut, numbers limited."""
+    """Converts one number per register to another type. Integers too large for it are truncated, floats clamped."""
     dtype = DTYPES[kind]
     if kind == "bf16":
         return to_bfloat16(x)
@@ -101,13 +101,13 @@ def converted(x: Numbers, kind: str, modifiers: tuple[str, ...]) -> Numbers:
 
 
 def fused(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
-    """a * b + c, rounded once, but for the last bit now and then."""
+    """a * b + c, rounded once; the last bit may differ now and then."""
     wide = np.float64 if a.dtype == np.float32 else np.longdouble
     return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(a.dtype)
 
 
 def shifted(x: Numbers, by: Numbers, *, left: bool) -> Numbers:
-    """By as many bits as there are, or more: nothing is left but the sign."""
+    """Shifts; by as many bits as there are or more, nothing but the sign is left."""
     num_bits = 8 * x.dtype.itemsize
     within = np.minimum(by, num_bits - 1).astype(x.dtype)
     if left:
@@ -125,7 +125,7 @@ def high_half(a: Numbers, b: Numbers) -> Numbers:
 
 
 def bits_from(x: Numbers, position: Numbers, length: Numbers) -> Numbers:
-    """`length` bits of `x`, signed as it is."""
+    """`length` bits of `x` from `position` on, signed if `x` is."""
     wide = x.astype(np.int64) >> np.minimum(position, 63).astype(np.int64)
     num_bits = np.minimum(length, 32).astype(np.int64)
     taken = wide & ((np.int64(1) << num_bits) - 1)
@@ -136,7 +136,7 @@ def bits_from(x: Numbers, position: Numbers, length: Numbers) -> Numbers:
 
 
 def permuted(a: Numbers, b: Numbers, selector: Numbers) -> Numbers:
-    """Four bytes of eight, each chosen by four bits, the highest of which asks for its sign."""
+    """Four of eight bytes, each chosen by four bits; the highest of these asks for the byte's sign instead."""
     eight = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
     result = np.zeros(len(eight), dtype=np.uint32)
     for place in range(4):
@@ -148,7 +148,7 @@ def permuted(a: Numbers, b: Numbers, selector: Numbers) -> Numbers:
 
 
 def quotient(a: Numbers, b: Numbers) -> Numbers:
-    """Of integers: cut off."""
+    """The quotient of integers, truncated."""
     safe = np.where(b == 0, 1, b).astype(a.dtype)
     return (
         (np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe))).astype(a.dtype) if a.dtype.kind == "i" else a // safe
@@ -171,9 +171,9 @@ OPERATIONS: dict[str, Callable[..., Numbers]] = {
     "rem": lambda a, b: a - quotient(a, b) * b, "min": np.fmin, "max": np.fmax, "ex2": np.exp2, "lg2": np.log2,
     "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "tanh": np.tanh,
 }  # fmt: skip
-"""By an instruction's name; of numbers of one type. The smaller of a number and NaN is the number."""
+"""By an instruction's name; on numbers of one type. The minimum or maximum of a number and NaN is the number."""
 OF_NAN = {"min": np.minimum, "max": np.maximum}
-"""The same where it is to be NaN."""
+"""The same for instructions where it is NaN."""
 COMPARE: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: (a != b) & ~_unordered(a, b), "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
@@ -186,7 +186,8 @@ COMPARE: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
 def product_of_tiles(
     a: list[Numbers], b: list[Numbers], c: list[Numbers], widen: Callable[[Numbers], Numbers]
 ) -> list[Numbers]:
-    """mma.m16n8k16 of one warp or more: registers of each lane, a: 4 of two numbers, b: 2 of two, c: 4 of one."""
+    """mma.m16n8k16 of one or more warps. Each lane's registers: 4 of two numbers in `a`, 2 of two in `b`, 4 of one in
+    `c`."""
     num_warps = len(c[0]) // 32
     lane = np.arange(32)
     row, column = lane // 4, 2 * (lane % 4)

@@ -1,4 +1,4 @@
-"""Instructions that make numbers of numbers, each thread for itself."""
+"""Instructions that compute numbers from numbers, in each thread separately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ptx.registers import Mask, Registers, parts_of
 
 
 class Computing(Registers):
-    """`_do_NAME` does instructions of that name, `_compute` those that are one operation on numbers of one type."""
+    """`_do_NAME` runs instructions of that name; `_compute` those that are one operation on numbers of one type."""
 
     def _do_mov(self, instruction: Instruction, mask: Mask | None) -> None:
         to, source = instruction.operands
@@ -67,7 +67,7 @@ class Computing(Registers):
         self._write(to, values, mask)
 
     def _compute(self, instruction: Instruction, mask: Mask | None, operation: Any) -> None:
-        """Of numbers of one type, two of 16 bits in one register included."""
+        """Applies `operation` to numbers of one type, including two 16-bit numbers in one register."""
         to, *operands = instruction.operands
         kind = instruction.type
         given = [self._read(operand, kind) for operand in operands]

@@ -1,9 +1,9 @@
 """A block of threads that runs a program.
 
     Block   parameters, shared memory ── warps, in any order, each to the next barrier ── all there? ── on
-    Warp    32 threads, or several such together: registers, where each thread is, copies under way
+    Warp    32 threads, or several such together: registers, each thread's place in the program, copies under way
 
-Threads that go different ways go one after the other, the one furthest behind first, until they meet.
+Threads that take different branches run one after the other, those furthest behind first, until they meet again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ptx.program import Instruction, Program
 from ptx.registers import ADDRESS, WARP, Mask, Place, parts_of
 
 _Copy = tuple[NDArray[np.int64], NDArray[np.int64], int, NDArray[np.int64]]
-"""To where, from where, how many bytes, and how many of them are read."""
+"""Target addresses, source addresses, bytes of each copy, and how many of these are read."""
 
 
 class WrongProgram(Exception):  # noqa: N818
-    """What PTX leaves undefined."""
+    """The program does what PTX leaves undefined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Launch:
     shared_bytes: int
     grid: Place
     warps_together: bool
-    """All warps of a block do an instruction at the same time: faster, and shows nothing of their order."""
+    """All warps of a block run each instruction at once: faster, but hides errors of their order."""
 
     def run(self, seed: int = 0) -> None:
         order = np.random.default_rng(seed)
@@ -76,12 +76,12 @@ class Warp(Computing):
         self._launch = block.launch
         self._place = 0
         self._places: NDArray[np.int64] | None = None
-        """Of each thread, where they are not all at one."""
+        """Each thread's place; None: all are at `_place`."""
         self._copies: deque[list[_Copy]] = deque([[]])
-        """cp.async, by groups, the last one open."""
+        """Pending cp.async copies, by group; the last group is open."""
         self.has_ended = False
 
-    # -- ways through the program -------------------------------------------------------------------------------
+    # -- control flow -------------------------------------------------------------------------------------------
 
     def run_to_barrier(self) -> None:
         instructions = self._program.instructions
@@ -162,7 +162,7 @@ class Warp(Computing):
         return self._launch.memory if "global" in instruction.modifiers else self._block.shared
 
     def _do_createpolicy(self, instruction: Instruction, mask: Mask | None) -> None:
-        """How long a cache keeps what is loaded changes no number."""
+        """How long a cache keeps loaded data changes no result."""
 
     def _do_ld(self, instruction: Instruction, mask: Mask | None) -> None:
         dtype, to = DTYPES[instruction.type], parts_of(instruction.operands[0])
@@ -187,7 +187,7 @@ class Warp(Computing):
         self._memory(instruction).store(self._addresses(instruction.operands[0])[chosen], values[chosen])
 
     def _do_cp(self, instruction: Instruction, mask: Mask | None) -> None:
-        """cp.async: made when it is waited for."""
+        """cp.async: the copy is made when the program waits for it."""
         match instruction.modifiers[1]:
             case "commit_group":
                 self._copies.append([])

@@ -1,4 +1,4 @@
-"""Memory as a kernel sees it: the tensors it was given, by their addresses, and a block's own."""
+"""Memory as a kernel sees it: its tensor arguments, by their addresses, and a block's own memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUBBISH = 0xFF
 
 
 class WrongAccess(Exception):  # noqa: N818
-    """A GPU would end the kernel, or go on with anything."""
+    """An access for which a GPU would end the kernel, or go on with arbitrary data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Region:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Region:
-        """Of a tensor, no more than it spans."""
+        """The memory that a tensor spans, and no more."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         num_bytes = span * tensor.itemsize if tensor.numel() else 0
         data = np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(tensor.data_ptr()), dtype=np.uint8)
@@ -38,7 +38,7 @@ class Region:
 
 
 class Memory:
-    """What lies in `regions`, or a block's shared memory at 0."""
+    """The memory of `regions`, or a block's shared memory, which begins at 0."""
 
     def __init__(self, name: str, regions: list[Region]) -> None:
         self.name = name
@@ -56,12 +56,12 @@ class Memory:
         return loaded
 
     def store(self, addresses: Addresses, values: NDArray[Any]) -> None:
-        """values: [address, bytes] uint8. Of those that store to one place, the last one stays."""
+        """`values`: [address, bytes] uint8. If several store to one place, the last one stays."""
         for inside, data, places in self._places(addresses, values.shape[1]):
             data[places] = values[inside]
 
     def _places(self, addresses: Addresses, num_bytes: int) -> list[tuple[Any, Bytes, NDArray[np.int64]]]:
-        """Per region that is touched: which of the accesses do so, its data, and where."""
+        """For each region that is accessed: which of the accesses do so, its data, and the offsets in it."""
         if (addresses % num_bytes).any():
             wrong = int(addresses[(addresses % num_bytes) != 0][0])
             raise WrongAccess(f"{num_bytes} bytes of {self.name} memory at {wrong % num_bytes} beside what is aligned")

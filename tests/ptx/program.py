@@ -1,6 +1,6 @@
 """The text of a compiled kernel, in NVIDIA's PTX, as instructions.
 
-Of what PTX has, what Triton's compiler writes. Source: NVIDIA's "Parallel Thread Execution ISA", version 8.7.
+Knows only the part of PTX that Triton's compiler writes. Source: NVIDIA's "Parallel Thread Execution ISA", version 8.7.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 @dataclass(frozen=True, slots=True)
 class Instruction:
     name: str
-    """Of what it does: `add`, `ld`, …"""
+    """The operation: `add`, `ld`, …"""
     modifiers: tuple[str, ...]
-    """The rest of its name, a type last."""
+    """The rest of the instruction's name; its type comes last."""
     operands: tuple[str, ...]
-    """What it writes to first, if it does."""
+    """The target comes first, if there is one."""
     guard: str
-    """The predicate under which a thread does it; empty: any."""
+    """The predicate under which a thread runs the instruction; empty: always."""
     is_negated: bool
     text: str
 
@@ -43,9 +43,9 @@ class Program:
     num_threads: int
     instructions: tuple[Instruction, ...]
     places: dict[str, int]
-    """Of labels."""
+    """By label, the index of the instruction that follows it."""
     widths: dict[str, int]
-    """Of registers, in bits, by their names; of numbered ones `%r<`."""
+    """Registers' widths in bits, by name; numbered registers by their common prefix, such as `%r<`."""
 
 
 @lru_cache(maxsize=64)
@@ -74,7 +74,7 @@ def parse(text: str) -> Program:
 
 
 def _statements(body: str) -> list[str]:
-    """Directives that end with their line, labels, and what ends with a semicolon; without the braces around some."""
+    """The statements, each after its labels, without the directives that end with their line, and without braces."""
     body = re.sub(r"^\s*\.(?:loc|file|section)\b[^\n]*$", "", body, flags=re.M)
     statements = []
     for each in body.split(";"):

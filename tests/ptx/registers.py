@@ -1,4 +1,4 @@
-"""What some threads of a block have in registers, and how instructions name it."""
+"""The registers of some threads of a block, and how instructions name them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?$")
 EXACT = re.compile(r"0([fd])([0-9a-fA-F]+)$")
 ADDRESS = re.compile(r"\[\s*([%\w$.]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
 Mask = NDArray[np.bool_]
-"""Which of the threads do an instruction; None: all."""
+"""Which of the threads run an instruction; None: all."""
 Place = tuple[int, int, int]
 
 
 class Registers:
-    """Of `size` threads, from `first` on, of the block at `place` in a grid. What nobody wrote is all ones."""
+    """The registers of `size` threads, from `first` on, of the block at `place` in a grid. Unwritten registers have all
+    bits set."""
 
     def __init__(self, program: Program, first: int, size: int, place: Place, grid: Place) -> None:
         self._program = program
@@ -91,13 +92,13 @@ class Registers:
 
 @cache
 def parts_of(operand: str) -> tuple[str, ...]:
-    """Of a vector, or the one operand."""
+    """The parts of a vector operand, or the single operand."""
     return tuple(each.strip() for each in operand.strip("{} ").split(","))
 
 
 @cache
 def _constant(operand: str, kind: str) -> Any:
-    """None: it is none."""
+    """The constant's value; None: `operand` is no constant."""
     dtype = np.dtype(DTYPES[kind])
     if exact := EXACT.match(operand):
         bits = int(exact[2], 16)

@@ -2,8 +2,8 @@
 
     kernel[grid](tensors, …) ── Triton: specialise, compile ── PTX ── Launch: on the memory of the tensors
 
-Compiled for 8.9: of the kinds whose tensor cores are given what they multiply in registers (`mma.sync`), the one with
-8-bit floats.
+Compiles for compute capability 8.9: of those whose tensor cores take their operands from registers (`mma.sync`), it is
+the one with 8-bit floats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_SCRATCH = struct.pack("Q", 0)
 
 @dataclass
 class Settings:
-    """Of the process."""
+    """The settings of the process."""
 
     warps_together: bool = False
     num_launches: int = 0
@@ -40,7 +40,7 @@ settings = Settings()
 
 
 class Launcher:
-    """In the place of what puts a kernel and its arguments on a device."""
+    """Replaces Triton's launcher, which puts a kernel and its arguments on a device."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._types = list(source.signature.values())
@@ -49,9 +49,9 @@ class Launcher:
     def __call__(self, x: int, y: int, z: int, stream: int, text: bytes, *rest: Any) -> None:
         del stream
         program = parse(text.decode())
-        arguments = rest[4:]  # behind hooks, and what they are told
+        arguments = rest[4:]  # after the hooks and their arguments
         given = [each for each in zip(self._types, arguments, strict=True) if each[0] != "constexpr"]
-        packed = [*(_packed(*each) for each in given), NO_SCRATCH, NO_SCRATCH]  # of either kind
+        packed = [*(_packed(*each) for each in given), NO_SCRATCH, NO_SCRATCH]  # the two kinds of scratch memory
         parameters = {f"{program.name}_param_{index}": value for index, value in enumerate(packed)}
         tensors = [value for _, value in given if isinstance(value, torch.Tensor)] + known_tensors()
         memory = Memory("global", [Region.of(tensor) for tensor in tensors])
@@ -61,7 +61,7 @@ class Launcher:
 
 
 def run_ptx(*, warps_together: bool) -> None:
-    """In this process, of all kernels that are compiled from now on. `warps_together`: see `machine.Launch`."""
+    """Runs the PTX of all kernels that this process compiles from now on. `warps_together`: see `machine.Launch`."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -88,8 +88,8 @@ def _packed(kind: str, value: Any) -> bytes:
 
 
 def _without_machine_code(*compilation: Any) -> tuple[str, str] | None:
-    """Of a compilation's stages, the last makes machine code of PTX: that is kept instead. Asked without any, what
-    else than the source tells these kernels from others in Triton's cache."""
+    """Replaces a compilation's last stage, which makes machine code from PTX, by one that keeps the PTX. Called without
+    a compilation, returns the key that, besides the source, tells these kernels from others in Triton's cache."""
     if not compilation:
         return "PTX alone", "PTX alone"
     _, stages, *_ = compilation

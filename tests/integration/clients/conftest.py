@@ -1,5 +1,5 @@
-"""What clients see of a cluster that is well. Two clusters, each for all files of this folder: nothing here kills or
-stops one of their processes, which is for test_migration.py and test_cli.py."""
+"""What clients see of a healthy cluster. All files of this folder share two clusters, so no test here kills or stops
+one of their processes: test_migration.py and test_cli.py do that."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from openai_cases import TEMPLATE, client_of
 THINKING = "{{ {true: '<think>\n', false: '<think>\n\n</think>\n\n'}[enable_thinking] if enable_thinking is defined }}"
 FLAGS = ("--num-threads", "1", "--max-model-len", "2048", "--http-port", "0", "--reasoning-parser", "deepseek_r1")
 LITTLE_ROOM = ("--num-kv-blocks", "145", "--max-queue-tokens", "1600")
-"""For one prompt of that length, and little beside: what asks for more is refused (test_bench.py)."""
+"""Room for one prompt of the maximum length and little more: further requests are refused (test_bench.py)."""
 
 
 @pytest.fixture(scope="package")
 def collector() -> Iterator[Collector]:
-    """Of the traces of `cluster`, with what happened before the last tenth of a second."""
+    """Collects the traces of `cluster`, which arrive within a tenth of a second."""
     with running_collector() as collector:
         yield collector
 
@@ -31,8 +31,8 @@ def collector() -> Iterator[Collector]:
 def cluster(
     tmp_path_factory: pytest.TempPathFactory, few_layers: Path, collector: Collector
 ) -> Iterator[RunningCluster]:
-    """For forms, counts and errors, and for what is said twice: whatever the tokens are. The words around a thought are
-    tokens, as of models that think: two that nobody else needs."""
+    """For tests of grammars, counts and errors, and for tests that compare two answers, whatever the tokens are. Two
+    otherwise unused tokens become <think> and </think>, as in models that think."""
     folder = tmp_path_factory.mktemp("few-layers-cluster")
     model = folder / few_layers.name
     shutil.copytree(few_layers, model, copy_function=os.link)
@@ -50,8 +50,8 @@ def cluster(
 
 @pytest.fixture(scope="package")
 def real_cluster(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[RunningCluster]:
-    """The default model, for what it is known to say, and for answers that take a while. Its template is its own, where
-    no tools are offered. A file whose `cluster` is to be this one says so."""
+    """The default model, for tests of known answers and of answers that take a while. Without tools it uses its own
+    template. A file that wants this cluster redefines `cluster`."""
     folder = tmp_path_factory.mktemp("real-cluster")
     own = (model_folder / "chat_template.jinja").read_text()
     (folder / "template").write_text(f"{{% if tools %}}{TEMPLATE.read_text()}{{% else %}}{own}{{% endif %}}{THINKING}")

@@ -1,4 +1,4 @@
-"""Anthropic's own client, unmodified, against `tandem up`: what a chat says, in its words."""
+"""Anthropic's own client, unmodified, against `tandem up`: the answers of chats, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from openai_cases import ASKING, MESSAGES, TOOLS
 
 @pytest.fixture(scope="module", autouse=True)
 def _import() -> None:
-    """Now: it takes seconds, which who only collects tests need not wait for."""
+    """Import only when the tests run: it takes seconds, which test collection need not wait for."""
     global anthropic
     import anthropic
 
 
 @pytest.fixture
 def messages(cluster: RunningCluster) -> Iterator[Any]:
-    """`client.messages`. To read the certificates of the world would take longer than most tests."""
+    """`client.messages`. Without certificates, because loading them would take longer than most tests."""
     http = httpx.Client(trust_env=False, verify=False, timeout=60)
     url = f"http://{cluster.http_address}"
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, http_client=http) as client:
@@ -30,7 +30,7 @@ def messages(cluster: RunningCluster) -> Iterator[Any]:
 
 
 def test_a_message_says_what_a_chat_says(messages: Any, client: openai.OpenAI, model: str) -> None:
-    """Whole, and added up of its events; it is counted as it was counted before."""
+    """Both whole and streamed; count_tokens agrees with the usage."""
     chat = client.chat.completions.create(
         model=model, messages=[{"role": "system", "content": "Be brief."}, *MESSAGES], max_tokens=24, temperature=0.8,
         seed=5,
@@ -126,7 +126,7 @@ def test_an_answer_that_is_begun_is_gone_on_with(messages: Any, client: openai.O
 
 
 def test_thinking_is_the_templates_switch(messages: Any, model: str) -> None:
-    """An answer that ends in its thought is all thought; it is sent back as it came."""
+    """An answer that ends within its thought has only a thinking block, which the client can send back unchanged."""
     asked: dict[str, Any] = {"model": model, "messages": ASKING, "max_tokens": 4, "extra_body": {"temperature": 0}}
     enabled = messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
     with messages.stream(**asked, thinking={"type": "enabled", "budget_tokens": 1024}) as stream:
@@ -141,7 +141,7 @@ def test_thinking_is_the_templates_switch(messages: Any, model: str) -> None:
 
 
 def test_a_thought_ends_with_its_budget(client: openai.OpenAI, messages: Any, model: str) -> None:
-    """And the answer begins: the same in both APIs, whole and streamed, whichever worker computes it."""
+    """Then the answer begins: the same in both APIs, whole and streamed, whichever worker computes it."""
     asked: dict[str, Any] = {"model": model, "messages": ASKING, "max_tokens": 12, "extra_body": {"temperature": 0}}
     budget: Any = {"type": "enabled", "budget_tokens": 5}
     whole = messages.create(**asked, thinking=budget)

@@ -1,4 +1,5 @@
-"""`tandem bench` against a real cluster, over gRPC and over HTTP: every answer exact, and the same number of tokens."""
+"""`tandem bench` against a real cluster, over gRPC and over HTTP: all requests succeed, and both count the same
+tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_both_backends_report_the_same_tokens_and_no_errors(cluster: RunningClus
     )
     assert grpc == http
     assert len(set(grpc)) == 2  # each rate has lengths of its own
-    # The same seed: HTTP asked what gRPC had asked before, and the caches knew.
+    # With the same seed, HTTP sends the prompts that gRPC has sent before, so caches have them.
     assert reports["grpc"]["results"][0]["prefix_hit_rate"] == 0.0
     assert reports["openai"]["results"][0]["prefix_hit_rate"] > 0.3
     rows = list(csv.DictReader((tmp_path / "openai-requests.csv").open()))
@@ -61,12 +62,13 @@ def test_chats_are_driven_too(cluster: RunningCluster) -> None:
     flags = ("--num-prompts", "3", "--num-warmups", "0", "--random-input-len", "30", "--random-output-len", "8")
     (result,) = bench(cluster, "openai-chat", 6, *flags)["results"]
     assert (result["completed"], result["errors"], result["total_output_tokens"]) == (3, {}, 24)
-    # A word is a token, and the template says something beside.
+    # A word is a token, and the template adds some.
     assert 3 * 30 <= result["total_input_tokens"] <= 3 * 80
 
 
 def test_a_traces_shared_prefixes_are_found_by_the_cache(cluster: RunningCluster, tmp_path: Path) -> None:
-    """Two prompts of four blocks that share three: 3 of the 8 blocks are cached, but for the cache's own grain."""
+    """Two prompts of four trace blocks share three: 3 of 8 blocks are cached, up to the size of the cache's own
+    blocks."""
     path = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 8000 * n, "input_length": 2048, "output_length": 40, "hash_ids": [0, 1, 2, 9 + n]}
@@ -82,7 +84,7 @@ def test_a_traces_shared_prefixes_are_found_by_the_cache(cluster: RunningCluster
 
 
 def test_refusals_are_counted_apart(cluster: RunningCluster) -> None:
-    """More at once than memory has room for and than may wait: the router refuses what is beyond."""
+    """More requests at once than memory and queue have room for: the router refuses the rest."""
     flags = ("--num-prompts", "14", "--num-warmups", "0", "--random-input-len", "500", "--random-output-len", "80",
              "--goodput", "e2el:60000")  # fmt: skip
     (result,) = bench(cluster, "openai", 8, *flags)["results"]
@@ -93,7 +95,7 @@ def test_refusals_are_counted_apart(cluster: RunningCluster) -> None:
 
 
 def test_failures_are_counted_by_status(cluster: RunningCluster) -> None:
-    """Prompts beyond the model's context: every answer is an error that names itself, and the command says so."""
+    """Prompts beyond the model's context: every request fails with a named error, and the command reports it."""
     command = [
         sys.executable, "-m", "tandem", "bench", "--address", cluster.address, "--num-prompts", "2", "--num-warmups",
         "0", "--random-input-len", "3000", "--json",

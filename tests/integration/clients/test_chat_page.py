@@ -1,6 +1,6 @@
-"""The chat page in a real browser: it streams, says who served the answer, and can be read on a phone.
+"""The chat page in a real browser: it streams, shows which worker served the answer, and is readable on a phone.
 
-Skipped where there is no Chromium. With TANDEM_SCREENSHOTS=FOLDER it leaves pictures there, as docs/ has them.
+Skipped without Chromium. With TANDEM_SCREENSHOTS=FOLDER the tests save the screenshots that docs/ uses.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Page:
         return result["result"].get("value")
 
     async def wait_for(self, condition: str) -> None:
-        """Until `condition` holds in the page."""
-        while not await self.evaluate(f"Boolean({condition})"):  # noqa: ASYNC110 - a page sends no news of its own
+        """Wait until `condition` holds in the page."""
+        while not await self.evaluate(f"Boolean({condition})"):  # noqa: ASYNC110 - a page sends no events
             await asyncio.sleep(0.02)
 
     async def resize(self, width: int, height: int, *, is_mobile: bool) -> None:
@@ -73,7 +73,7 @@ class Page:
 
 @asynccontextmanager
 async def browser(profile: Path, url: str) -> AsyncIterator[Page]:
-    """A browser of its own that shows `url`."""
+    """A fresh browser that shows `url`."""
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, *BROWSER_FLAGS, f"--user-data-dir={profile}", "about:blank",
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The examples, and the first of README.md, run as they are, against a real cluster. The one in Go is not compiled."""
+"""The examples, and README.md's first client, run unchanged against a real cluster; except the one in Go."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_python_over_grpc(cluster: RunningCluster) -> None:
 
 @pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="no Node.js here")
 def test_node_over_grpc(cluster: RunningCluster, tmp_path: Path) -> None:
-    """In a copy, with the packages that it asks for, from the registry that npm is set up for."""
+    """In a copy of the folder, with the packages that it needs, from the registry that npm is configured for."""
     shutil.copytree(EXAMPLES / "node", tmp_path / "examples" / "node", ignore=shutil.ignore_patterns("node_modules"))
     (tmp_path / "protos").mkdir()
     for proto in (EXAMPLES.parent / "protos").glob("*.proto"):

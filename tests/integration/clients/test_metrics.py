@@ -1,5 +1,5 @@
-"""What Prometheus sees of a running cluster: numbers that agree with what clients got, and every name that dashboards
-and alerts ask for."""
+"""What Prometheus sees of a running cluster: numbers that agree with what clients got, and every metric that dashboards
+and alerts query."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ACCEPT = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 )
-"""What Prometheus 2 sends."""
+"""The Accept header of Prometheus 2."""
 NUM_REQUESTS, NUM_TOKENS, PROMPT_TOKENS = 5, 12, 100
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
-"""By name: labels and value."""
+"""By metric name: (labels, value)."""
 
 
 def scrape(url: str) -> Samples:
@@ -54,7 +54,7 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 
 
 def counted_since(before: dict[str, Samples], after: dict[str, Samples]) -> dict[str, Samples]:
-    """What was counted between the two; of gauges, which count nothing, what they are after."""
+    """Return the difference of all counters between the two scrapes, and the later value of gauges."""
 
     def since(samples: Samples, name: str, labels: dict[str, str], value: float) -> float:
         is_counter = name.endswith(("_total", "_count", "_sum", "_bucket"))
@@ -71,7 +71,7 @@ def counted_since(before: dict[str, Samples], after: dict[str, Samples]) -> dict
 
 @pytest.fixture(scope="module")
 def scraped(cluster: RunningCluster) -> dict[str, Samples]:
-    """Of some requests, of which one was refused. Other tests have asked the cluster before."""
+    """The metrics of some requests, one of which was refused, without what other tests have added before."""
     cluster.wait_until_at_rest()
     before = scrape_all(cluster)
     with Client(cluster.address) as client:
@@ -98,7 +98,7 @@ def test_the_router_counts_what_clients_got(scraped: dict[str, Samples]) -> None
     assert total(router, "tandem:requests_by_mode_total", mode="disaggregated") == NUM_REQUESTS
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_transfer_time"):
         assert total(router, f"tandem:{name}_seconds_count") == NUM_REQUESTS, name
-    # Tokens may come two at a time, as after a transfer: then there is one gap for both.
+    # Two tokens may come at a time, for example after a transfer: then there is one gap for both.
     num_gaps = total(router, "tandem:inter_token_latency_seconds_count")
     assert NUM_REQUESTS * (NUM_TOKENS - 3) <= num_gaps <= NUM_REQUESTS * (NUM_TOKENS - 1)
     assert (
@@ -135,7 +135,7 @@ def test_workers_count_what_they_computed(scraped: dict[str, Samples]) -> None:
 
 
 def test_a_workers_steps_are_profiled_through_the_router(cluster: RunningCluster, tmp_path: Path) -> None:
-    """By the command, while somebody asks."""
+    """`tandem profile` profiles while a request runs."""
     trace = tmp_path / "trace.json.gz"
     command = [sys.executable, "-m", "tandem", "profile", "--router", cluster.address]
     with Client(cluster.address) as client:
@@ -172,7 +172,7 @@ def test_the_gateway_counts_requests(scraped: dict[str, Samples]) -> None:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """(where, PromQL) of everything that is deployed."""
+    """Yield (where, PromQL) for every query in deploy/."""
     for panel in json.loads((DEPLOY / "grafana" / "tandem.json").read_text())["panels"]:
         for target in panel.get("targets", []):
             yield f"panel {panel['title']}", target["expr"]
@@ -200,7 +200,8 @@ def test_dashboards_and_alerts_ask_for_what_is_exported(scraped: dict[str, Sampl
 
 
 def test_labels_that_are_asked_for_exist(scraped: dict[str, Samples]) -> None:
-    """`{role="decode"}`, `by (worker_id)`: of each metric that a query names, in its own label set."""
+    """Labels in selectors (`{role="decode"}`) and groupings (`by (worker_id)`) exist on the metrics that a query
+    names."""
     labels_of: dict[str, set[str]] = {}
     for samples in scraped.values():
         for name, rows in samples.items():

@@ -1,4 +1,4 @@
-"""OpenAI's own client, unmodified, against `tandem up`: the tokens of the gRPC client, in its words."""
+"""OpenAI's own client, unmodified, against `tandem up`: the tokens of the gRPC client, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.client import AsyncClient, Client
 
 
 async def test_streams_add_up_to_the_whole_answer(cluster: RunningCluster, model: str) -> None:
-    """Eight at once, chats and completions, seeded and with everything that a request may carry."""
+    """Eight requests at once, chats and completions, seeded and with all kinds of sampling parameters."""
     sampling: dict[str, Any] = {
         "temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.2, "frequency_penalty": 0.3,
         "max_tokens": 20, "stop": ["\n\n"], "logit_bias": {"11": -5},
@@ -53,7 +53,7 @@ async def test_streams_add_up_to_the_whole_answer(cluster: RunningCluster, model
 
 
 def test_logprobs_are_those_of_grpc(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
-    """Their tokens, too: together they are the answer."""
+    """The tokens that come with the logprobs add up to the answer."""
     asked: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "seed": 5}
     with Client(cluster.address) as grpc_client:
         expected = grpc_client.generate(MESSAGES, logprobs=4, **asked)
@@ -84,7 +84,7 @@ def test_logprobs_are_those_of_grpc(cluster: RunningCluster, client: openai.Open
 async def test_tokens_are_those_that_an_answer_counts(
     cluster: RunningCluster, client: openai.OpenAI, model: str
 ) -> None:
-    """Said over gRPC and over HTTP, of a text and of messages with tools."""
+    """Tokenization over gRPC and over HTTP, of a text and of messages with tools, agrees with the usage of answers."""
     of_messages = {"messages": MESSAGES, "tools": TOOLS}
     with Client(cluster.address) as grpc_client:
         text, chat = grpc_client.tokenize("Once upon"), grpc_client.tokenize(MESSAGES, tools=TOOLS, with_tokens=True)
@@ -183,7 +183,7 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI, model: st
 
 
 def test_a_prompt_of_megabytes_is_refused_by_its_beginning(client: openai.OpenAI, model: str) -> None:
-    """All of it would take seconds to be cut into tokens."""
+    """Tokenizing the whole prompt would take seconds."""
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=model, prompt="The quick brown fox. " * 180_000)
     assert caught.value.param == "prompt"
@@ -191,7 +191,7 @@ def test_a_prompt_of_megabytes_is_refused_by_its_beginning(client: openai.OpenAI
 
 
 def test_answers_in_the_form_that_was_asked_for(cluster: RunningCluster, client: openai.OpenAI, model: str) -> None:
-    """OpenAI's response_format, vLLM's structured_outputs; prefilled by one worker and decoded by another, or not."""
+    """Uses OpenAI's response_format and vLLM's structured_outputs; prefilled and decoded by one worker or by two."""
     schema = {
         "type": "object",
         "properties": {

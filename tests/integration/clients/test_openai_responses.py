@@ -1,4 +1,4 @@
-"""The Responses API, as OpenAI's client asks it: what a chat says, under its own names."""
+"""The Responses API with OpenAI's client: the answers of chats, in its own format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from openai_cases import ASKING, MESSAGES, TOOLS
 
 
 def test_a_response_says_what_a_chat_says(client: openai.OpenAI, model: str) -> None:
-    """Whole, in events, and added up by OpenAI's helper."""
+    """Whole, as events, and accumulated by OpenAI's helper."""
     asked: dict[str, Any] = {"model": model, "temperature": 0.8, "extra_body": {"seed": 5}}
     chat = client.chat.completions.create(
         **asked, messages=[{"role": "system", "content": "Be brief."}, *MESSAGES], max_tokens=24

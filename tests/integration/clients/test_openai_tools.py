@@ -1,4 +1,4 @@
-"""Tools that OpenAI's client offers: calls as their schemas say, over HTTP and over gRPC."""
+"""Tools offered by OpenAI's client: calls follow the tools' schemas, over HTTP and over gRPC."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plain(calls: Any) -> list[dict[str, str]]:
 
 
 def test_tools_are_called_as_their_schemas_say(client: openai.OpenAI, model: str, model_folder: Path) -> None:
-    """Then it is told what came of it."""
+    """Then the model gets the tool's result."""
     asked: dict[str, Any] = {"model": model, "messages": ASKING, "tools": TOOLS, "temperature": 0.9, "seed": 4}
     required = {**asked, "tool_choice": "required", "parallel_tool_calls": False}
     whole = client.chat.completions.create(**required).choices[0]

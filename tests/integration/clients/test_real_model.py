@@ -1,5 +1,5 @@
-"""What takes the real model: what it is known to say, what one with few layers would seldom choose, as the end of a
-thought, and an answer that takes a while, for whoever does not wait for it."""
+"""Tests that need the real model: known answers, tokens that a model of few layers seldom chooses (such as the end of a
+thought), and answers that take long enough for a client to leave."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_chat_is_the_same_as_over_grpc(cluster: RunningCluster, client: openai
 
 
 def generate(cluster: RunningCluster, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`tandem generate`."""
+    """Run `tandem generate`."""
     command = [sys.executable, "-m", "tandem", "generate", *arguments, "--router", cluster.address]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
 
@@ -52,7 +52,8 @@ def test_generate_prints_the_answer_and_nothing_else(cluster: RunningCluster) ->
 
 
 def test_generate_json_holds_the_whole_answer(cluster: RunningCluster) -> None:
-    # A salt of its own: other tests ask the same, and what is in the decode worker's cache is not sent there.
+    # A salt of its own, since other tests send the same prompt, and blocks that the decode worker has cached would not
+    # be transferred.
     asked = ("-", "--chat", "--json", "--temperature", "0", "--cache-salt", "json")
     done = generate(cluster, *asked, stdin="What is the capital of France?")
     assert done.returncode == 0, done.stderr
@@ -69,8 +70,8 @@ def test_generate_json_holds_the_whole_answer(cluster: RunningCluster) -> None:
 
 
 def test_texts_are_scored_as_evaluations_do(client: openai.OpenAI, model: str) -> None:
-    """Of each continuation of a context: its probability, and whether it is what the model itself would have said. By
-    `echo`, as lm-evaluation-harness asks; what is cached of the context is computed again."""
+    """For each continuation of a context: its probability, and whether it is the greedy one. With `echo`, as
+    lm-evaluation-harness asks; cached parts of the context are computed again."""
     context, texts = "The capital of France is", [" Paris", " Rome", " the city of lights"]
     asked: dict[str, Any] = {"model": model, "logprobs": 1, "echo": True, "temperature": 0}
     whole = client.completions.create(prompt=[context + text for text in texts], max_tokens=1, **asked)
@@ -121,7 +122,7 @@ async def test_a_client_that_leaves_frees_every_worker(cluster: RunningCluster, 
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.5):
                     await client.completions.create(**body)
-    # Long before the 1,900 tokens would be there.
+    # Long before all 1,900 tokens could be generated.
     await asyncio.to_thread(
         wait_until, lambda: all(w.record.load.num_running == 0 for w in cluster.workers()), 5, "nothing runs"
     )
@@ -131,7 +132,7 @@ async def test_a_client_that_leaves_frees_every_worker(cluster: RunningCluster, 
 def test_a_model_thinks_before_it_answers_in_a_form(
     cluster: RunningCluster, client: openai.OpenAI, model: str, model_folder: Path
 ) -> None:
-    """One that was never taught to: it is pushed to say some words, and then the one that ends a thought."""
+    """The model was not trained to think: a logit bias makes it say some words, and then the end of a thought."""
     tokenizer = Tokenizer.from_folder(model_folder)
     bias = dict.fromkeys(tokenizer.encode("Well so let us see"), 34) | dict.fromkeys(tokenizer.encode("</think>"), 30)
     asked: dict[str, Any] = {
@@ -179,12 +180,12 @@ def test_a_model_thinks_before_it_answers_in_a_form(
         )
         assert (answer.reasoning, answer.text) == (message.model_extra["reasoning"], message.content)
         assert answer.to_dict()["reasoning"] == answer.reasoning
-        # What was thought is no part of a completion, which is as it is.
+        # A completion has no reasoning part: its text stays as it is.
         assert not grpc_client.generate("<think>", max_tokens=3, temperature=0).reasoning
 
 
 def test_a_response_has_what_was_thought_apart(client: openai.OpenAI, model: str, model_folder: Path) -> None:
-    """And is told of it, where it is sent back."""
+    """The client can send the reasoning back as input."""
     tokenizer = Tokenizer.from_folder(model_folder)
     bias = dict.fromkeys(tokenizer.encode("Well so let us see"), 34) | dict.fromkeys(tokenizer.encode("</think>"), 30)
     further = {
@@ -212,7 +213,7 @@ def test_a_response_has_what_was_thought_apart(client: openai.OpenAI, model: str
 
 
 def test_calls_or_an_object(client: openai.OpenAI, model: str) -> None:
-    """As OpenAI's own helper asks, and what it makes of the answer is sent back."""
+    """Uses OpenAI's own parsing helper, and sends its parsed message back."""
 
     class Done(pydantic.BaseModel):
         is_right: bool

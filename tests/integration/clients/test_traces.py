@@ -1,4 +1,4 @@
-"""What an OTLP collector hears of requests: one trace, from the client's own span down to each worker's work."""
+"""What an OTLP collector receives: one trace per request, from the client's own span down to each worker's work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTEMPT = ("attempt", ["reserve", "prefill", "kv_transfer", "decode"])
 
 
 def new_parent(*, is_sampled: bool = True) -> tuple[str, str, dict[str, str]]:
-    """A trace, a span of it, and the headers that name them."""
+    """Return new IDs of a trace and of a span in it, and the headers that name them."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     return trace_id, span_id, {"traceparent": f"00-{trace_id}-{span_id}-{int(is_sampled):02x}"}
 
@@ -77,7 +77,7 @@ def test_a_streamed_chat_is_one_trace(cluster: RunningCluster, collector: Collec
     workers = {name: spans[name].attributes.get("tandem.worker") for name in ATTEMPT[1]}
     assert workers == {"reserve": "decode-1", "prefill": "prefill-1", "kv_transfer": None, "decode": "decode-1"}
     assert spans["kv_transfer"].attributes["tandem.num_bytes"] == timings["kv_transfer"]["num_bytes"] > 0
-    # They lie within each other, and are as long as the answer's own account has it.
+    # The spans are nested, and as long as the answer's own timings.
     for span in spans.values():
         for child in span.children:
             assert span.start_ns - 1e6 <= child.start_ns <= child.end_ns <= span.end_ns + 1e6, (span.name, child.name)

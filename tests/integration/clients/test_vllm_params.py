@@ -1,4 +1,4 @@
-"""What vLLM's clients may ask beside OpenAI's words: the same over gRPC, over HTTP, and as its parts are."""
+"""Parameters that vLLM has beyond OpenAI's: the same result over gRPC and over HTTP."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_answer_may_have_more_than_there_is_room_for(cluster: RunningCluster,
 
 
 def test_no_token_but_those_allowed(cluster: RunningCluster, http: httpx.Client) -> None:
-    """Over HTTP with a list of classes, as classifiers ask; prefilled by one worker and decoded by another, too."""
+    """Classification uses such a list of classes. On one worker and on two, over gRPC and over HTTP."""
     allowed = [504, 3575, 282]
     sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 4, "allowed_token_ids": allowed}
     with Client(cluster.address) as client:
@@ -74,14 +74,14 @@ def test_no_token_but_those_allowed(cluster: RunningCluster, http: httpx.Client)
 
 @pytest.mark.parametrize("beginning", ["Once", "Once upon a time " * 40], ids=["one worker", "two"])
 def test_no_bad_word(cluster: RunningCluster, http: httpx.Client, beginning: str) -> None:
-    """Words of the answer that would have been, one after the other, until it has none of them."""
+    """Each round bans the longest word of the previous answer, and the new answer has none of the banned words."""
     sampling: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     bad_words: list[str] = []
     with Client(cluster.address) as client:
         text = client.generate(beginning, **sampling).text
         for number in range(3):
             bad_words += [max(text.split(), key=len)]
-            # Each with a prefix of its own: else the worker that has it would do all of it.
+            # Each with a salt of its own: else the worker that has the prefix would compute the whole request.
             answer = client.generate(beginning, bad_words=bad_words, cache_salt=f"bad {number}", **sampling)
             assert not any(word in answer.text for word in bad_words), (bad_words, answer.text)
             text = answer.text
@@ -114,18 +114,18 @@ CALL = re.compile(r"<function=weather>(\{.*\})</function>")
 
 @pytest.mark.parametrize("beginning", ["Oslo", "Once upon a time " * 40], ids=["one worker", "two"])
 def test_a_tag_in_a_text(cluster: RunningCluster, http: httpx.Client, beginning: str) -> None:
-    """In vLLM's words and in OpenAI's, of a completion and of a chat: the same answer."""
+    """In vLLM's and in OpenAI's parameter, for a completion and for a chat: the same answer."""
     sampling: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 3}
     with Client(cluster.address) as client:
-        # With a prefix of its own: else the worker that has it from others would do all of it.
+        # With a salt of its own: else the worker that has the prefix would compute the whole request.
         expected = client.generate(
             beginning, cache_salt="tag", structured_outputs={"structural_tag": TAGGED}, **sampling
         )
         of_chat = client.generate(MESSAGES, structured_outputs={"structural_tag": TAGGED}, **sampling)
         in_text = {}
-        for word in ("<", "<gh_stars>"):  # the latter is a token by itself, which is left out of other texts
+        for word in ("<", "<gh_stars>"):  # "<gh_stars>" is a special token, normally left out of texts
             old = {"structures": [{"begin": word, "schema": PLACE, "end": ">"}], "triggers": [word]}
-            # Free text, which would go on: made to begin the tag by a bias.
+            # The bias makes the free text begin the tag; else it would go on.
             bias = {client.tokenize(word).token_ids[0]: 100.0}
             in_text[word] = client.generate(
                 "It is", structured_outputs={"structural_tag": old}, logit_bias=bias, stop=["}>"], max_tokens=60
@@ -159,7 +159,7 @@ def test_a_tag_that_is_wrong(http: httpx.Client) -> None:
 
 
 def test_a_prompt_and_its_tokens(cluster: RunningCluster, http: httpx.Client) -> None:
-    """The prompt cut to its end, told by its tokens; the answer is the one to these."""
+    """A truncated prompt: the response reports the kept tokens, and the answer is the one to these tokens."""
     text = "Once upon a time there was a fox, who " * 9
     asked = {"prompt": text, "return_token_ids": True, **GREEDY}
     with Client(cluster.address) as client:

@@ -1,8 +1,8 @@
-"""Wrong messages on every RPC between processes: an error that says what is wrong, and all goes on as before.
+"""Wrong messages on every RPC between processes: each gets an error that says what is wrong, and everything goes on.
 
-One real cluster for all files of this folder; everything is sent straight to its workers. After each test the same
-processes run, every block is at rest, and no log holds a traceback. After all of them a request gets the same answer
-as before.
+All files of this folder share one real cluster; tests send messages directly to its workers. After each test the same
+processes run, every block is free or cached, and no log holds a traceback. After all tests a request gets the same
+answer as before.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def is_at_rest(peers: Peers) -> bool:
 
 @pytest.fixture
 def granted(peers: Peers) -> Iterator[tuple[Session, kv_pb.Grant]]:
-    """A session in which the decode worker has made a grant for a prompt of 40 tokens, of which it has none."""
+    """A session in which the decode worker has made a grant for a prompt of 40 tokens, none of which it has cached."""
     with Session(peers, "Decode") as session:
         session.hello().say(reserve=engine_request(prompt_token_ids=[next(_fresh_ids), *PROMPT[1:]]))
         yield session, session.event().granted

@@ -1,4 +1,4 @@
-"""Peers that say anything: raw calls and sessions, and right messages, to be made wrong."""
+"""Peers that can send anything: raw calls and sessions, and correct messages that tests make wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_BLOCKS = 40
 BLOCK_SIZE = 16
 PROMPT = [(13 * i) % 40_000 + 100 for i in range(40)]
 FUZZ_S = 1.2
-"""How long each kind of RPC is sent mutated messages."""
+"""How long each kind of RPC gets mutated messages."""
 
 StatusCode = grpc.StatusCode
 BAD, FAILED, GONE = StatusCode.INVALID_ARGUMENT, StatusCode.FAILED_PRECONDITION, StatusCode.ABORTED
@@ -53,7 +53,7 @@ class Peers:
         return self.prefill if service == "Prefill" else self.decode
 
     def call(self, method: str, *messages: bytes | Message, worker: pb.WorkerRecord | None = None) -> bytes:
-        """`messages` to a method that answers once, as they are. Raises `grpc.RpcError`."""
+        """Send `messages` unchanged to a method that answers once. Raises `grpc.RpcError`."""
         service = method.partition("/")[0]
         channel = self.router if service == "Cluster" else self.channels[(worker or self.decode).worker_id]
         path, data = f"/tandem.v1.{method}", [as_bytes(message) for message in messages]
@@ -63,7 +63,7 @@ class Peers:
 
 
 class Session:
-    """A raw Session stream that says only what it is told to."""
+    """A raw Session stream that sends only what a test tells it to."""
 
     def __init__(self, peers: Peers, service: str) -> None:
         self.record = peers.record_of(service)
@@ -93,7 +93,7 @@ class Session:
         return self.say(hello=pb.Hello(**{**known, **changes}))
 
     def event(self) -> pb.WorkerEvent:
-        """The next one. Raises `grpc.RpcError` where the session ends with an error."""
+        """Return the next event. Raises `grpc.RpcError` if the session ends with an error."""
         while not self._events:
             self._events += pb.WorkerEvents.FromString(next(self._call)).events
         return self._events.pop(0)
@@ -105,7 +105,7 @@ class Session:
         return events
 
     def error(self) -> tuple[StatusCode, str]:
-        """What the session ends with, whatever comes before."""
+        """Return the error that ends the session, whatever comes before."""
         return refusal(lambda: list(self._call))
 
 
@@ -202,7 +202,7 @@ def say_work(session: Session, peers: Peers, command: str, request: pb.EngineReq
     session.say(prefill=pb.PrefillRequest(request=request, grant=grant_of(peers, block_ids=range(num_blocks))))
 
 
-# -- of a grant
+# -- messages under a grant
 
 
 BLOCK_BYTES = 2 * 3 * BLOCK_SIZE * 64 * 2
@@ -221,7 +221,7 @@ def chunk_of(grant: kv_pb.Grant, **changes: Any) -> kv_pb.PushChunk:
 
 
 def commit_of(peers: Peers, grant: kv_pb.Grant, **changes: Any) -> kv_pb.CommitRequest:
-    """Of what the blocks hold, whatever it is: the decode worker itself is asked which digests are right."""
+    """Return a commit with the digests of blocks of zeros (see `push_zeros`)."""
     right = {
         "grant_id": grant.grant_id,
         "epoch": grant.epoch,

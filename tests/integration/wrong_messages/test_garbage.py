@@ -1,4 +1,4 @@
-"""Bytes that are no message, messages beyond all bounds, and right ones with a few bits changed."""
+"""Bytes that are no message, oversized messages, and correct messages with a few bits changed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_chunks_that_stop_in_the_middle(peers: Peers, granted: tuple[Session, kv
 
 @pytest.mark.parametrize("method", ["KVTransfer/Push", "KVTransfer/Commit", "Worker/Audit", "Cluster/Audit"])
 def test_messages_beyond_all_bounds(peers: Peers, method: str) -> None:
-    """Cut off by gRPC, which is one for all methods of a process, before anything reads them."""
+    """gRPC itself refuses them before anything reads them; its limit holds for all methods of a process."""
     size = (4 if method.startswith("Cluster") else 1) * DEFAULT_MAX_MESSAGE_BYTES + (1 << 20)
     code, details = refusal(lambda: peers.call(method, b"\xfa\x01" + varint(size) + bytes(size)))
     assert (code, "larger than max" in details) == (StatusCode.RESOURCE_EXHAUSTED, True), details
@@ -72,7 +72,7 @@ def varint(number: int) -> bytes:
 
 
 def mutated(dice: random.Random, data: bytes) -> bytes:
-    """`data` with one to four bits flipped, pieces cut, repeated, or replaced."""
+    """Apply one to four random changes to `data`: flip a bit, or cut, repeat or replace a piece."""
     changed = bytearray(data)
     for _ in range(dice.randint(1, 4)):
         start, end = sorted(dice.choices(range(len(changed) + 1), k=2))
@@ -99,13 +99,13 @@ def test_mutated_messages(peers: Peers, granted: tuple[Session, kv_pb.Grant], me
         "KVTransfer/Abandon": kv_pb.AbandonRequest(**named),
     }
     seed = as_bytes(right.get(method, b"\x0a\x03abc"))
-    head = min(len(seed), 100)  # where the fields are: most of a chunk is data
+    head = min(len(seed), 100)  # the head holds the fields; most of a chunk is data
     may = {StatusCode.OK, BAD, FAILED, GONE, *([StatusCode.NOT_FOUND] if method == "Cluster/Profile" else [])}
     num_sent, until_s = 0, time.monotonic() + FUZZ_S / 2
     while time.monotonic() < until_s or num_sent < 20:
         data = mutated(dice, seed[:head]) + seed[head:]
         if method == "Worker/Drain" and parses(pb.DrainRequest(), data):
-            continue  # that would be right
+            continue  # a valid Drain would be obeyed
         num_sent += 1
         code, details = outcome(lambda data=data: peers.call(method, data))  # type: ignore[misc]
         assert code in may, (code, details, data)

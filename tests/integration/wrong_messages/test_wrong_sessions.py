@@ -1,4 +1,4 @@
-"""What a session begins with, and what comes later."""
+"""Wrong commands at the start of a session, and later."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_cancels_of_what_is_not_there_and_cancels_again_change_nothing(peers: Pe
 
 @SESSIONS
 def test_an_attempt_that_is_open_is_not_opened_again(peers: Peers, service: str) -> None:
-    """The first may have ended, by its grant that is none, when the second comes: then it is tried again."""
+    """The first command may have ended, because its grant is invalid, before the second arrives: then try again."""
     with Session(peers, service) as session:
         session.hello()
         for number in range(1, 51):
@@ -126,7 +126,7 @@ def test_an_attempt_that_is_open_is_not_opened_again(peers: Peers, service: str)
 
 
 def failures_of(session: Session, attempt: int, service: str) -> list[pb.Failed]:
-    """What is said to have failed of two commands: both of a prefill worker, the second alone of a decode worker."""
+    """Wait for the failures of the two commands: of both at a prefill worker, only of the second at a decode worker."""
     failures: list[pb.Failed] = []
     while len(failures) < (2 if service == "Prefill" else 1):
         event = session.event()

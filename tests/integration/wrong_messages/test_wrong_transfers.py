@@ -1,4 +1,4 @@
-"""KV that nobody asked for, commits of something else, peers that differ."""
+"""KV that no grant covers, wrong commits, incompatible peers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_wrong_chunks(peers: Peers, granted: tuple[Session, kv_pb.Grant], name: 
     code, details = refusal(lambda: peers.call("KVTransfer/Push", chunk_of(grant), chunk_of(grant, **changes)))
     assert code == BAD
     assert says in details
-    # The grant lives on, and what a block is repeated or overwritten with counts until it is committed.
+    # The grant stays valid, and until the commit a block may be pushed again: the last push counts.
     push_zeros(peers, grant)
     push_zeros(peers, grant)
     answer = kv_pb.CommitResponse.FromString(peers.call("KVTransfer/Commit", commit_of(peers, grant)))
@@ -115,7 +115,7 @@ def test_wrong_commits(peers: Peers, granted: tuple[Session, kv_pb.Grant], name:
 def test_a_commit_of_something_else_ends_the_attempt(
     peers: Peers, granted: tuple[Session, kv_pb.Grant], changes: dict[str, Any], says: str
 ) -> None:
-    """Nothing runs on it: both sides are told what is wrong, and the blocks are free at once."""
+    """The request does not run: both sides get the error, and the blocks are freed at once."""
     session, grant = granted
     push_zeros(peers, grant)
     code, details = refusal(lambda: peers.call("KVTransfer/Commit", commit_of(peers, grant, **changes)))

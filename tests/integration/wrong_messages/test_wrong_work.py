@@ -1,4 +1,4 @@
-"""Work that cannot be done, and grants that nobody made."""
+"""Requests that cannot be served, and grants that were never made."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ WORK: dict[str, dict[str, Any]] = {
 
 @COMMANDS
 def test_work_that_cannot_be_done_names_its_field(peers: Peers, command: str) -> None:
-    """All in one session, which goes on."""
+    """All are sent in one session, which stays open."""
     with Session(peers, "Prefill" if command == "prefill" else "Decode") as session:
         session.hello()
         for attempt, (name, changes) in enumerate(WORK.items()):
             request = engine_request(attempt=attempt, **changes)
             if command == "prefill" and len(request.prompt_token_ids) > NUM_BLOCKS * BLOCK_SIZE:
-                continue  # no grant can have so many blocks: see there
+                continue  # no grant can have so many blocks: see GRANTS
             say_work(session, peers, command, request)
             event = session.event()
             assert event.attempt == attempt
@@ -180,8 +180,8 @@ def test_prefill_under_a_wrong_grant(peers: Peers, name: str) -> None:
 
 
 def test_prefill_of_another_prompt_than_the_grant_is_for(peers: Peers) -> None:
-    """As long, so that its KV would fit. Nothing of it is computed, so no token of it can have been sent before. The
-    grant lives on: the next one may be right."""
+    """The wrong prompt has the same length, so that its KV would fit. Nothing of it is computed, so no token can have
+    been sent. The grant stays valid: the next prompt may be right."""
     wrong, right = (
         engine_request(prompt_token_ids=[first, *PROMPT[1:]], attempt=attempt)
         for attempt, first in enumerate((44_998, 44_999), start=1)
