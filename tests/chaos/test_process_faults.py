@@ -120,7 +120,7 @@ def test_streams_leave_an_engine_that_hangs_until_it_goes_on(cluster: FragileClu
             assert time.monotonic() - before_s > 0.8 * LEASE_MS / 1000
             assert load().is_stalled
             answers += ask(cluster, others)  # these do not wait for decode-1
-            assert any("decode-1" in problem and "stands still" in problem for problem in cluster.problems())
+            assert any("decode-1" in problem and "stuck in a step" in problem for problem in cluster.problems())
             assert load().is_stalled
         finally:
             hangs.unlink()  # else the client threads would wait on
