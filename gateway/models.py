@@ -12,9 +12,9 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from gateway.errors import KINDS, MODEL_NOT_FOUND, Refusal
+from gateway.errors import KINDS, MODEL_NOT_FOUND, RETRY_AFTER_S, UNAVAILABLE, Refusal
 from protos.tandem_inference_pb2 import GetModelInfoResponse
-from rpc.errors import InvalidRequest, NotFound, TandemError
+from rpc.errors import InvalidRequest, NotFound, TandemError, Unreachable
 from tandem.client import AsyncClient
 
 _log = logging.getLogger(__name__)
@@ -113,6 +113,13 @@ class Models:
         if found is not None:
             return found
         for served in self._all:
+            if isinstance(served.error, Unreachable):
+                raise Refusal(
+                    UNAVAILABLE,
+                    f"model: no router that answers has {name[:MAX_NAME_CHARS]!r}, and some do not answer; retry later",
+                    param="model",
+                    retry_after_s=RETRY_AFTER_S,
+                )
             if served.error is not None:
                 raise served.error.with_traceback(None)
         raise no_such_model(name, [each for each in self._names if each != name])

@@ -52,6 +52,8 @@ def _prompts(value: Any) -> list[Prompt]:
     many = value if isinstance(value, list) and not _is_token_ids(value) else [value]
     if not 1 <= len(many) <= MAX_PROMPTS:
         raise ValueError(f"must be 1 to {MAX_PROMPTS} prompts, has {len(many)}")
+    if any(type(each) is int for each in many):
+        raise ValueError(f"{wanted}; token ids are whole numbers from 0 on, and cannot be mixed with anything else")
     for position, prompt in enumerate(many):
         if not (isinstance(prompt, str) or (isinstance(prompt, list) and _is_token_ids(prompt))):
             raise ValueError(f"{wanted}; entry {position} is neither: {json.dumps(prompt):.40}")

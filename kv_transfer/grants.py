@@ -40,7 +40,7 @@ class GrantState(Enum):
 class Verdict(Enum):
     ACCEPTED = auto()
     LATE = auto()
-    """The grant is gone: the write is dropped and counted."""
+    """Not now: the grant is gone (its write is dropped and counted), or another sender is attached."""
     MALFORMED = auto()
     """A correct sender never makes this write: an error."""
 

@@ -7,7 +7,7 @@ has room, answers the request alone.
        └── cancelled or failed: HELD ──no transfer reads the blocks any more──> released
 
     generate ──no room──> Busy, else prefilling and decoding here ──tokens──> finished
-       (half of the pool, and of the sequences that may run, are reserved for prompts of other workers)
+       (half of the pool, and of the sequences that may run, are reserved for prompts that decode workers decode)
 
 The blocks of a prompt that moves stay in the engine, owned by the sequence or held, until no transfer can read them.
 They are released in one place, `_let_go`.
@@ -74,7 +74,7 @@ class PrefillRole:
         task.add_done_callback(lambda _: self._tasks.pop(stream))
 
     def on_beat(self, session: RouterSession) -> None:
-        """Nothing to do: nothing here outlives its session, so that there is no lease to renew."""
+        """Nothing to do: nothing here outlives its session, so there is no lease to renew."""
 
     def cancel(self, stream: Stream) -> None:
         if (task := self._tasks.get(stream)) is not None:

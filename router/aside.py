@@ -29,15 +29,15 @@ class Place(NamedTuple):
     """The place of a request among all that wait, in line or aside. The smaller goes first."""
 
     priority: int
-    is_first: int
-    """0: it has waited its turn before. 1: it has not."""
+    is_new: bool
+    """Whether it has not waited its turn before."""
     counter: int
     """The counter of its client's share; 0 if it has waited its turn before."""
 
     @staticmethod
     def of(share: Share[Any], *, is_return: bool) -> Place:
         priority = share.owner.priority
-        return Place(priority, 0, 0) if is_return else Place(priority, 1, share.counter)
+        return Place(priority, False, 0) if is_return else Place(priority, True, share.counter)
 
 
 class Turn(NamedTuple):

@@ -234,8 +234,8 @@ class Scheduler:
     def _schedule_decodes(self, seqs: list[Sequence]) -> list[ScheduledSequence]:
         """Make room for one more token of each of `seqs`, oldest first. If there is no room, preempt the youngest
         running sequence, except those prefilled for another engine, whose blocks are being read. While blocks are being
-        copied, preempt nothing: a sequence without room skips this step, since the copies soon free blocks or bring
-        younger sequences."""
+        copied, preempt nothing: a sequence without room skips this step, since the copies soon free blocks, or let
+        loading sequences run, which are younger and can be preempted."""
         decodes: list[ScheduledSequence] = []
         for seq in seqs:
             has_room = self.block_manager.can_append(seq)

@@ -46,6 +46,13 @@ TOKENS_OF_A_WORD = 5
 """Tokens per word of a chat. The words are numbers, and a vocabulary may have one token for each digit."""
 
 
+async def again(client: AsyncClient, asked: Asked, model: str) -> list[Heard]:
+    """Send the same request to `model` again, and return its answers; over gRPC, so that the gateway does not judge
+    itself. Raises what the client raises."""
+    answers = await client.generate_n(asked.prompt, asked.n, model=model, **asked.sampling, timeout_s=DEADLINE_S)
+    return [Heard.of_answer(answer) for answer in answers]
+
+
 class Load:
     """Clients of one or several routers and gateways."""
 
@@ -78,14 +85,6 @@ class Load:
     def end(self) -> None:
         """Send no new requests."""
         self._is_over.set()
-
-    async def again(self, asked: Asked, model: str) -> list[Heard]:
-        """Send the same request to `model` again, and return its answers; over gRPC, so that the gateway does not judge
-        itself. Raises what the client raises."""
-        answers = await self._client.generate_n(
-            asked.prompt, asked.n, model=model, **asked.sampling, timeout_s=DEADLINE_S
-        )
-        return [Heard.of_answer(answer) for answer in answers]
 
     async def close(self) -> None:
         await self._client.close()

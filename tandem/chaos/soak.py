@@ -29,7 +29,7 @@ from tandem.chaos.args import SoakArgs
 from tandem.chaos.asked import DEADLINE_S, Asked, Heard
 from tandem.chaos.exchanged import KNOWN_S, ExchangedAdapters
 from tandem.chaos.faults import GRACE_S, Fault, FaultKind, plan_faults
-from tandem.chaos.load import Load
+from tandem.chaos.load import Load, again
 from tandem.chaos.proxy import Direction, FaultyProxy
 from tandem.chaos.verdict import Absence, Absences, Verdict, judge, needs_check
 from tandem.client import AsyncClient
@@ -374,12 +374,14 @@ class _Soak:
     async def _run_again(self, requests: Iterable[tuple[Asked, str]]) -> dict[int, list[Heard]]:
         """By request number: the answers of the given model or adapter now."""
         turns = asyncio.Semaphore(CHECKS_AT_ONCE)
+        # A new client: the channel of one whose router has just been restarted may wait before it connects again.
+        async with AsyncClient(self._cluster.router_address) as client:
 
-        async def again(asked: Asked, model: str) -> tuple[int, list[Heard]]:
-            async with turns:
-                return asked.number, await self._load.again(asked, model)
+            async def ask(asked: Asked, model: str) -> tuple[int, list[Heard]]:
+                async with turns:
+                    return asked.number, await again(client, asked, model)
 
-        return dict(await asyncio.gather(*(again(asked, model) for asked, model in requests)))
+            return dict(await asyncio.gather(*(ask(asked, model) for asked, model in requests)))
 
     def _told_apart(self) -> list[Asked]:
         """Some requests with answers for each adapter."""

@@ -58,12 +58,12 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 def run_batch(is_json: bool, **options: Any) -> None:
     """Send the requests of a file to a server, and write each answer to the output file as soon as it is complete.
 
-    All lines are checked before any request is sent. Requests that are refused for the moment (429, 503) or whose
+    All lines are checked before any request is sent. Requests that are refused for the moment (429, 502, 503) or whose
     connection breaks are retried; those that are refused for good get a line with the error. Running the same command
     again, whatever ended it, sends only the requests without a line; no request gets two lines.
 
-    Exits with 0 if all requests are answered, with 1 if some were refused for good or the server was gone, and with 130
-    after Ctrl-C.
+    Exits with 0 if all requests that it sent are answered, with 1 if some were refused for good or the server was gone,
+    and with 130 after Ctrl-C.
     """
     progress = BatchProgress()
     try:

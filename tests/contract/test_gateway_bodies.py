@@ -31,7 +31,7 @@ from rpc.errors import InvalidRequest
         ({"prompt": 5}, "prompt", "must be a text, token ids, or a list of either, is 5"),
         ({"prompt": None}, "prompt", "must be a text, token ids, or a list of either, is null"),
         ({"prompt": []}, "prompt", "must be 1 to 256 prompts, has 0"),
-        ({"prompt": [1, "a"]}, "prompt", "entry 0 is neither: 1"),
+        ({"prompt": [1, "a"]}, "prompt", "cannot be mixed with anything else"),
         ({"prompt": [True]}, "prompt", "entry 0 is neither: true"),
         ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
         ({"prompt": "a", "n": 129}, "n", "less than or equal to 128"),

@@ -219,7 +219,9 @@ def test_a_block_that_fits_nowhere_is_the_reason(tmp_path: Path, monkeypatch: py
     folder = folder_with(tmp_path / "m")
     # 2 layers x (2 x 2 heads x 4 slots x 4 dims x 4 bytes)
     monkeypatch.setattr(model_config, "memory_bytes", lambda device: 511)
-    with pytest.raises(ValueError, match=r"one block of 4 tokens would take .* has 2 layers with 2 key heads of size 4"):
+    with pytest.raises(
+        ValueError, match=r"one block of 4 tokens would take .* has 2 layers with 2 key heads of size 4"
+    ):
         config_of(folder)
 
 

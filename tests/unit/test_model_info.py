@@ -117,7 +117,10 @@ def test_defaults_come_from_where_they_are_to(tmp_path: Path) -> None:
     override = '{"temperature": 1, "max_new_tokens": 8, "top_k": null}'
     assert of(own, override=override) == GenerationDefaults(temperature=1, top_k=50, max_new_tokens=8)
     assert of(own, "vllm", override) == GenerationDefaults(temperature=1, max_new_tokens=8)
-    with pytest.raises(ValueError, match=r"generation_config must be auto, vllm or a folder .*: .*/x/generation_config.json does not exist"):
+    with pytest.raises(
+        ValueError,
+        match=r"generation_config must be auto, vllm or a folder .*: .*/x/generation_config.json does not exist",
+    ):
         of(own, str(tmp_path / "x"))
 
 
