@@ -6,8 +6,7 @@ python many_over_grpc.py [ADDRESS]
 import asyncio
 import sys
 
-from rpc.errors import Overloaded
-from tandem import AsyncClient
+from tandem import AsyncClient, Overloaded
 
 address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 
