@@ -239,7 +239,7 @@ def profile_line(profile: WorkerProfile) -> str:
     each_ms = profile.step_ms / profile.num_steps
     share = sum(op.host_ms for op in profile.ops) / profile.step_ms
     steps = "1 step" if profile.num_steps == 1 else f"{profile.num_steps} steps"
-    return f"{profile.worker_id}: {steps} of {each_ms:.2f} ms, {share:.0%} of them in the host part of operations"
+    return f"{profile.worker_id}: {steps} of {each_ms:.2f} ms, of which the operations below take {share:.0%}"
 
 
 def profile_table(profile: WorkerProfile, num_rows: int) -> Table:
