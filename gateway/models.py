@@ -98,8 +98,8 @@ class Models:
         """As `known`, but asks the routers if necessary. `but`: a client to leave out, whose routers say that they do
         not have the model, whatever their last answer was.
 
-        Raises `Refusal` for an unknown or empty name; and, if some routers did not answer, their error, since they
-        might serve it.
+        Raises `Refusal` for an unknown or empty name (503 while routers that might serve it cannot be reached); and
+        what routers raise that answer, but do not say what they serve, such as `Unauthenticated`.
         """
         asking = self._ask_again(at_once=but is not None)
         if not name:

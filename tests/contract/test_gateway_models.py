@@ -203,6 +203,8 @@ async def test_whether_a_name_is_there_cannot_be_said_while_somebody_may_have_it
         await small.server.drain(0)
         refused = await ask(http, "poems")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert "no router that answers has 'poems', and some do not answer" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"] == "1"
         assert (await ask(http, "big")).status_code == 200
 
 

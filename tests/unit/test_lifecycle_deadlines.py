@@ -9,11 +9,17 @@ import pytest
 from lifecycle_bench import BLOCK, PROMPT, Asked, Bench, load, settle
 
 from router.deadline import MIN_ANSWER_S
-from router.forecast import PROMPT_OVERHEAD_TOKENS
+from router.forecast import PROMPT_OVERHEAD_TOKENS, Forecast
 from router.request_events import WorkerKey
 from router.served_kind import Kind
 from router.validation.resumption import Resumption
 from rpc.errors import DeadlinePassed, Overloaded
+
+
+def learn_slow_prompts(forecast: Forecast) -> None:
+    """Make the router expect two seconds for computing PROMPT."""
+    for _ in range(20):
+        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
 
 
 async def test_who_sends_many_is_refused_for_its_deadline_and_others_are_not() -> None:
@@ -39,8 +45,7 @@ async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once() -> N
     bench = Bench()
     bench.decode.set_load(load(300))  # room for all: requests wait for the prompts ahead to be computed, not for room
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
-    for _ in range(20):
-        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    learn_slow_prompts(forecast)
     asked = []
     for name in ("first", "second", "third"):
         asked.append(bench.request(name, deadline_s=now_s + 6))
@@ -69,8 +74,7 @@ async def test_a_stream_of_another_router_goes_on_as_long_as_there_is_time() -> 
     bench.tell(bench.decode, compat_digest="a kind")
     bench.decode.set_load(load(300))
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
-    for _ in range(20):
-        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    learn_slow_prompts(forecast)
     first = bench.request("first")
     await settle()
     new = bench.request("new", deadline_s=now_s + 2)
@@ -134,8 +138,7 @@ async def test_what_is_cached_of_a_prompt_is_not_computed(num_blocks: int, is_re
     bench = Bench(prefixes=Cached(d=num_blocks, elsewhere=60))
     bench.decode.set_load(load(300))
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
-    for _ in range(20):
-        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    learn_slow_prompts(forecast)
     forecast.num_running = 1
     asked = bench.request("r", deadline_s=now_s + 1.5)
     await settle()
@@ -168,8 +171,7 @@ async def test_nobody_asks_what_is_cached_where_it_decides_nothing() -> None:
     busy.num_waiting_tokens = 10_000
     bench.decode.set_load(busy)
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
-    for _ in range(20):
-        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    learn_slow_prompts(forecast)
     forecast.num_running = 1
     late = bench.request("r", deadline_s=now_s + 1.5)
     await settle()
@@ -193,8 +195,7 @@ async def test_who_came_while_it_was_asked_what_is_cached_goes_before() -> None:
     bench.decode.set_load(load(0))
     forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
     bench.queue.pace._seconds_per_token.add(1.0, len(PROMPT), 1.0)  # each prompt ahead takes a second
-    for _ in range(20):
-        forecast.computed(len(PROMPT) - PROMPT_OVERHEAD_TOKENS, 2.0)
+    learn_slow_prompts(forecast)
     forecast.num_running = 1
     late = bench.request("late", deadline_s=now_s + 2)
     await asking.wait()
