@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from gateway.echo import Echo
 from gateway.logprobs import OfContent, of_chat, of_completion, of_prompt
 from gateway.requests import AskedForChoices, ChatRequest, CompletionRequest
-from gateway.spoken import ThoughtTokens
 from protos.tandem_inference_pb2 import (
     FinishReason,
     GenerateResponse,
@@ -39,30 +38,19 @@ class Style(ABC):
         self._num_prompt_top = body.prompt_logprobs
         self._tells_token_ids = bool(body.return_token_ids)
         self._names_by_id = bool(body.return_tokens_as_token_ids)
-        self._thought_tokens: dict[int, ThoughtTokens] = {}
-        """By choice, once it has messages."""
         self._prompt_token_ids: dict[int, Sequence[int]] = {}
         """By prompt number, if a stream reports them."""
         self._head = head
-
-    def note(self, choice: int, message: GenerateResponse) -> None:
-        """The next message of `choice` has come. Call this before the message is formatted."""
-        self._thought_tokens.setdefault(choice, ThoughtTokens()).accept(message)
 
     def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
         """The logprobs to report with `message`, the next one of `choice`."""
         return message.logprobs
 
-    def usage_of(self, usages: list[Usage], choices: Sequence[int], n: int = 1) -> dict[str, Any]:
-        """The usage of these choices together, `n` per prompt. Each prompt counts once, by its first choice."""
-        num_prompt = sum(usage.prompt_tokens for usage in usages[::n])
-        num_completion = sum(usage.completion_tokens for usage in usages)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
-        }
+    def _usage_of(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """The usage of all choices together. Each prompt counts once, by the first choice that answers it."""
+        prompts = usages[:: self._n]
+        told = _counts_of(sum(each.prompt_tokens for each in prompts), sum(each.completion_tokens for each in usages))
+        return told | {"prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)}}
 
     # -- a whole answer -----------------------------------------------------------------------------------------
 
@@ -76,7 +64,7 @@ class Style(ABC):
             **self._head,
             "object": self.whole_name,
             "choices": choices,
-            "usage": self.usage_of([answer.usage for answer in answers], range(len(answers)), self._n),
+            "usage": self._usage_of([answer.usage for answer in answers]),
             "timings": timings_of([answer.timings for answer in answers]),
         }
         self._tell_prompts(whole, [self._prompt_of(first) for first in answers[:: self._n]])
@@ -133,7 +121,12 @@ class Style(ABC):
 
     def usage(self, usages: list[Usage]) -> dict[str, Any]:
         """The last event, if usage was requested."""
-        return {**self._event([]), "usage": self.usage_of(usages, range(len(usages)), self._n)}
+        return {**self._event([]), "usage": self._usage_of(usages)}
+
+    @staticmethod
+    def usage_so_far(usage: Usage) -> dict[str, Any]:
+        """The usage of one choice, as far as it has come. As in vLLM, without details, which only the end knows."""
+        return _counts_of(usage.prompt_tokens, usage.completion_tokens)
 
     @abstractmethod
     def _newly_said(self, choice: int, message: GenerateResponse, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -204,10 +197,9 @@ class ChatStyle(Style):
         self._contents: dict[int, OfContent] = {}
         self._tells_reasoning = body.include_reasoning is not False
 
-    def usage_of(self, usages: list[Usage], choices: Sequence[int], n: int = 1) -> dict[str, Any]:
-        thoughts = (self._thought_tokens[choice] for choice in choices if choice in self._thought_tokens)
-        num_thought = sum(thought.num_tokens for thought in thoughts)
-        return super().usage_of(usages, choices, n) | {"completion_tokens_details": {"reasoning_tokens": num_thought}}
+    def _usage_of(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        num_thought = sum(usage.reasoning_tokens for usage in usages)
+        return super()._usage_of(usages) | {"completion_tokens_details": {"reasoning_tokens": num_thought}}
 
     def told_logprobs(self, choice: int, message: GenerateResponse) -> Sequence[TokenLogprobs]:
         return self._contents.setdefault(choice, OfContent()).accept(message) if self._has_logprobs else ()
@@ -258,6 +250,11 @@ def _piece_of_call(piece: ToolCallDelta) -> dict[str, Any]:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+def _counts_of(num_prompt: int, num_completion: int) -> dict[str, Any]:
+    total = num_prompt + num_completion
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_completion, "total_tokens": total}
 
 
 def timings_of(timings: list[Timings]) -> dict[str, Any] | list[dict[str, Any]]:

@@ -38,7 +38,6 @@ class Choices:
         async with aclosing(self._run.messages()) as messages:
             async for choice, message in messages:
                 streams[choice // self._run.n].accept(message)
-                self._style.note(choice, message)
                 logprobs[choice] += self._style.told_logprobs(choice, message)
         answers = [answer for stream in streams for answer in stream.answers()]
 
@@ -79,8 +78,7 @@ class Choices:
             usage.prompt_tokens = message.prompt_tokens or message.usage.prompt_tokens
             self._style.note_prompt(choice, message)
             if (opening := self._style.opening(choice)) is not None:
-                told = self._event(opening, choice, usage)
-        self._style.note(choice, message)
+                told = self._event(opening, usage)
         usage.completion_tokens += len(message.token_ids)
         if message.HasField("usage"):
             usage.CopyFrom(message.usage)
@@ -96,12 +94,12 @@ class Choices:
         )
         if is_news or self._body.includes_usage_always:
             piece = self._style.first_piece if is_first else self._style.piece
-            told += self._event(piece(choice, message, logprobs), choice, usage)
+            told += self._event(piece(choice, message, logprobs), usage)
         return told
 
-    def _event(self, told: dict[str, Any], choice: int, usage: Usage) -> bytes:
+    def _event(self, told: dict[str, Any], usage: Usage) -> bytes:
         if self._body.includes_usage_always:
-            told["usage"] = self._style.usage_of([usage], [choice])
+            told["usage"] = self._style.usage_so_far(usage)
         return event(told)
 
 

@@ -27,22 +27,6 @@ class Piece(NamedTuple):
     """Set with the first piece of a call."""
 
 
-class ThoughtTokens:
-    """Counts the tokens of one answer's thoughts: those of messages with a thought, and of messages without any text
-    before them."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._num_untold = 0
-
-    def accept(self, message: GenerateResponse) -> None:
-        self._num_untold += len(message.token_ids)
-        if message.reasoning:
-            self.num_tokens += self._num_untold
-        if message.reasoning or message.text or message.tool_calls:
-            self._num_untold = 0
-
-
 class Spoken:
     """The pieces of one answer."""
 
@@ -50,15 +34,9 @@ class Spoken:
         self._request_id = request_id
         self._open: tuple[Kind, int] | None = None
         """Kind of the open part, and the index of a call (else 0)."""
-        self._thought_tokens = ThoughtTokens()
-
-    @property
-    def num_thought_tokens(self) -> int:
-        return self._thought_tokens.num_tokens
 
     def accept(self, message: GenerateResponse) -> list[Piece]:
         """The new pieces in `message`. Raises `StreamBroken` if it continues a call that is over."""
-        self._thought_tokens.accept(message)
         calls = list(message.tool_calls)
         pieces: list[Piece] = []
         while calls and not calls[0].id:

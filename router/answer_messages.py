@@ -6,12 +6,12 @@ delta ── delta ── … ──> last
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from protos import tandem_inference_pb2 as pb
 from router.asked_answer import AskedAnswer
 from router.request_events import Emit
-from router.text.tool_calls import Told
+from router.text.tool_calls import Span, Told
 
 
 class AnswerMessages:
@@ -81,14 +81,17 @@ class AnswerMessages:
         self, finish_reason: pb.FinishReason, *, num_cached_tokens: int, timings: pb.Timings
     ) -> pb.GenerateResponse:
         """The message that ends the answer. `num_cached_tokens`: tokens of the prompt that were cached."""
+        told = self._told(self._detokenizer.finish())
+        thoughts: Sequence[Span] = ()
+        if self._reader is not None:
+            told.add(self._reader.finish())
+            thoughts = self._reader.thoughts
         usage = pb.Usage(
             prompt_tokens=len(self._prompt_token_ids),
             cached_tokens=num_cached_tokens,
             completion_tokens=self.num_tokens,
+            reasoning_tokens=sum(self._detokenizer.num_tokens_in(*thought) for thought in thoughts),
         )
-        told = self._told(self._detokenizer.finish())
-        if self._reader is not None:
-            told.add(self._reader.finish())
         return pb.GenerateResponse(
             request_id=self._request_id,
             sequence=self._sequence,

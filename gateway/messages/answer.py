@@ -69,7 +69,7 @@ class MessageAnswer:
 
     def _start(self, first: GenerateResponse) -> Event:
         """The event that begins the answer. Only the last events report how many tokens of the prompt were cached."""
-        usage = _usage(Usage(prompt_tokens=first.prompt_tokens), 0)
+        usage = _usage(Usage(prompt_tokens=first.prompt_tokens))
         why = {"stop_reason": None, "stop_sequence": None}
         return {"type": "message_start", "message": {**self._told, "content": [], **why, "usage": usage}}
 
@@ -102,7 +102,7 @@ class MessageAnswer:
     def _ends(self, message: GenerateResponse) -> list[Event]:
         calls = any(block["type"] == "tool_use" for block in self._blocks)
         why = {"stop_reason": _why(message, calls), "stop_sequence": message.stop_reason or None}
-        usage = _usage(message.usage, self._spoken.num_thought_tokens)
+        usage = _usage(message.usage)
         timings = timings_of([message.timings])
         self._end = {**why, "usage": usage, "timings": timings}
         return [
@@ -135,7 +135,7 @@ def _why(message: GenerateResponse, has_calls: bool) -> str | None:
     return "tool_use" if has_calls else "end_turn"
 
 
-def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, Any]:
     """The usage. Cached tokens are counted separately. `cache_creation_input_tokens` counts tokens that clients pay to
     have cached, which do not exist here."""
     return {
@@ -143,5 +143,5 @@ def _usage(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
         "cache_read_input_tokens": usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": num_thought_tokens},
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }

@@ -65,7 +65,7 @@ class ResponseAnswer:
         self._whole = {
             **self._response(status),
             "incomplete_details": None if is_whole else _why(message.finish_reason),
-            "usage": _usage_of(message.usage, self._output.num_thought_tokens),
+            "usage": _usage_of(message.usage),
             "timings": timings_of([message.timings]),
         }
         return [*events, {"type": f"response.{status}", "response": self._whole}]
@@ -116,13 +116,13 @@ def _why(finish_reason: int) -> dict[str, Any]:
     return {"reason": "max_output_tokens" if is_length else None}
 
 
-def _usage_of(usage: Usage, num_thought_tokens: int) -> dict[str, Any]:
+def _usage_of(usage: Usage) -> dict[str, Any]:
     """The usage. `cache_write_tokens` counts tokens that clients pay to have cached, which do not exist here."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

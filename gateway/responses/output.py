@@ -158,10 +158,6 @@ class Output:
         self._last_logprobs: list[dict[str, Any]] = []
         """Logprobs of the last message without text: those of the tokens that end the answer."""
 
-    @property
-    def num_thought_tokens(self) -> int:
-        return self._spoken.num_thought_tokens
-
     def accept(self, message: GenerateResponse) -> list[Event]:
         """The events for `message`. Raises `StreamBroken` if it continues a call that is over."""
         events: list[Event] = []

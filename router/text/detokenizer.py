@@ -12,6 +12,8 @@ the model writes.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -86,6 +88,8 @@ class IncrementalDetokenizer:
         self._includes_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self._offsets = array("I")
+        """Where the text of each token begins, in characters."""
         self._num_chars = 0
         """Characters of all text so far, emitted or held."""
         self._state = 0
@@ -103,6 +107,7 @@ class IncrementalDetokenizer:
         for num_pushed, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
             offsets.append(self._num_chars)
+            self._offsets.append(self._num_chars)
             text = self._window.append(token_id)
             self._num_chars += len(text)
             if text and self._stops is not None:
@@ -112,6 +117,12 @@ class IncrementalDetokenizer:
                     return TextDelta("".join([*texts, text]), stop, num_pushed, offsets)
             texts.append(text)
         return TextDelta("".join(texts), None, len(token_ids), offsets)
+
+    def num_tokens_in(self, begin: int, end: int | None) -> int:
+        """How many of the answer's tokens begin between the characters `begin` and `end` of its text. None: its
+        end."""
+        num_before = bisect_left(self._offsets, begin)
+        return (len(self._offsets) if end is None else bisect_left(self._offsets, end)) - num_before
 
     def finish(self) -> str:
         """The rest of the text: what looked like the beginning of a stop string, and invalid bytes, as U+FFFD each. The

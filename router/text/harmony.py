@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -40,7 +40,7 @@ from router.text.calls.harmony import (
 from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.said import Said
 from router.text.thoughts import Thoughts
-from router.text.tool_calls import Told, ToolCallParser
+from router.text.tool_calls import Span, Told, ToolCallParser
 from router.text.words import first_of, num_held
 
 MIN_PART_CHARS = 3
@@ -136,13 +136,22 @@ class HarmonyParser:
         """Kinds of messages of which text has been emitted."""
         self._text = opened
         """Text that has not been emitted yet."""
+        self._num_chars = 0
+        """Length of the answer's text so far, without `opened`."""
         self._said = Said(calls)
+
+    @property
+    def thoughts(self) -> Sequence[Span]:
+        """Where the thoughts are in the answer's text, as far as it was read."""
+        return self._said.thoughts
 
     def push(self, text: str) -> Told:
         """What is new with `text`."""
         told = Told()
         for begin in range(0, len(text), MAX_PIECE_CHARS):
-            self._text += text[begin : begin + MAX_PIECE_CHARS]
+            piece = text[begin : begin + MAX_PIECE_CHARS]
+            self._text += piece
+            self._num_chars += len(piece)
             while self._step():
                 pass
             told.add(self._said.take())
@@ -198,6 +207,8 @@ class HarmonyParser:
 
     def _begin(self, kind: _Kind) -> None:
         self._state, self._kind, self._is_first, self._is_new = _State.BODY, kind, False, True
+        if kind is _Kind.THOUGHT:
+            self._said.begin_thought(self._num_chars - len(self._text))
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -210,9 +221,12 @@ class HarmonyParser:
             return False
         position, word = found
         self._tell(self._text[:position])
+        end = self._num_chars - len(self._text) + position
         self._text = self._text[position + len(word) :]
         if word in (MESSAGE, CONSTRAIN):  # of no meaning here
             return True
+        if self._kind is _Kind.THOUGHT:
+            self._said.end_thought(end)
         if self._kind is _Kind.CALL:
             self._said.answer.append(CALL)
         self._begin(_Kind.CONTENT)

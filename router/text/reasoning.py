@@ -12,7 +12,7 @@ ends within it consists of thought only.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,7 +22,7 @@ from router.text.calls.harmony import CHANNEL
 from router.text.harmony import Harmony, HarmonyParser, header_at_end_of
 from router.text.said import Said
 from router.text.thoughts import Thoughts
-from router.text.tool_calls import Told, ToolCallParser
+from router.text.tool_calls import Span, Told, ToolCallParser
 from router.text.tool_formats import without_comments
 from router.text.words import first_of, num_held
 
@@ -162,11 +162,21 @@ class ReasoningParser:
         self._text = ""
         """Text that has not been emitted yet."""
         self._has_thought = is_within
+        self._num_chars = 0
+        """Length of the answer's text so far."""
         self._said = Said(calls)
+        if is_open:
+            self._said.begin_thought(0)
+
+    @property
+    def thoughts(self) -> Sequence[Span]:
+        """Where the thought is in the answer's text, as far as it was read."""
+        return self._said.thoughts
 
     def push(self, text: str) -> Told:
         """What is new with `text`."""
         self._text += text
+        self._num_chars += len(text)
         while self._step():
             pass
         return self._said.take()
@@ -203,6 +213,7 @@ class ReasoningParser:
         begun = next((word for word in self._marks.begins if stripped.startswith(word)), None)
         if begun is not None:
             self._text = stripped[len(begun) :]
+            self._said.begin_thought(self._num_chars - len(self._text))
             self._state = _State.THOUGHT
         elif any(word.startswith(stripped) for word in self._marks.begins):
             return False
@@ -221,6 +232,7 @@ class ReasoningParser:
             return False
         position, end = found
         self._think(self._text[:position])
+        self._said.end_thought(self._num_chars - len(self._text) + position)
         self._space = []
         self._text = self._text[position + len(end) :]
         self._state = _State.GAP

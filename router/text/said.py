@@ -1,8 +1,9 @@
-"""The thoughts and other text that a parser has found in an answer and not emitted yet. Pure."""
+"""The thoughts and other text that a parser has found in an answer and not emitted yet, and where its thoughts are.
+Pure."""
 
 from __future__ import annotations
 
-from router.text.tool_calls import Told, ToolCallParser
+from router.text.tool_calls import Span, Told, ToolCallParser
 
 
 class Said:
@@ -13,6 +14,17 @@ class Said:
         self._calls = calls
         self.reasoning: list[str] = []
         self.answer: list[str] = []
+        self.thoughts: list[Span] = []
+        """Where the thoughts are in the answer's text, words around them excluded. An open one has no end."""
+
+    def begin_thought(self, position: int) -> None:
+        """A thought begins at `position` of the answer's text."""
+        self.thoughts.append((position, None))
+
+    def end_thought(self, position: int) -> None:
+        """The open thought ends at `position` of the answer's text."""
+        begin, _ = self.thoughts[-1]
+        self.thoughts[-1] = begin, position
 
     def take(self) -> Told:
         """Take everything found since the last time, as it is emitted."""

@@ -52,6 +52,10 @@ class CallIds:
         return "".join(_ALPHANUMERIC[number // 62**place % 62] for place in range(9))
 
 
+Span = tuple[int, int | None]
+"""Begin and end of a part of an answer's text, in characters. None: it goes on."""
+
+
 @dataclass(slots=True)
 class Told:
     """New parts of an answer."""
@@ -108,6 +112,11 @@ class ToolCallParser:
         """How many of the words behind the call are done: read, or left out by the model."""
         self._num_calls = 0
         self._told = Told()
+
+    @property
+    def thoughts(self) -> Sequence[Span]:
+        """Where the thoughts are in the answer's text: this parser knows none."""
+        return ()
 
     def may_call(self, name: str) -> bool:
         """Whether the answer may call a tool of that name."""

@@ -43,13 +43,15 @@ def failing(error: Exception, after: int = 0) -> Script:
 
 
 def last(
-    offset: int, num_prompt: int = 3, finish_reason: pb.FinishReason = pb.FINISH_REASON_STOP
+    offset: int, num_prompt: int = 3, finish_reason: pb.FinishReason = pb.FINISH_REASON_STOP, num_thought: int = 0
 ) -> pb.GenerateResponse:
     return pb.GenerateResponse(
         request_id="r",
         offset=offset,
         finish_reason=finish_reason,
-        usage=pb.Usage(prompt_tokens=num_prompt, cached_tokens=1, completion_tokens=offset),
+        usage=pb.Usage(
+            prompt_tokens=num_prompt, cached_tokens=1, completion_tokens=offset, reasoning_tokens=num_thought
+        ),
         timings=pb.Timings(total_ms=5, decode_worker="d"),
     )
 

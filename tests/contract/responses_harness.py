@@ -98,7 +98,9 @@ def piece(offset: int, token_id: int, **said: Any) -> pb.GenerateResponse:
     return pb.GenerateResponse(request_id="r", offset=offset, token_ids=[token_id], **said)
 
 
-def saying(*messages: pb.GenerateResponse, finish_reason: pb.FinishReason = pb.FINISH_REASON_STOP) -> Script:
+def saying(
+    *messages: pb.GenerateResponse, finish_reason: pb.FinishReason = pb.FINISH_REASON_STOP, num_thought: int = 0
+) -> Script:
     """Return a script that sends these messages and then the end."""
 
     async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
@@ -106,7 +108,7 @@ def saying(*messages: pb.GenerateResponse, finish_reason: pb.FinishReason = pb.F
         for message in messages:
             num_tokens += len(message.token_ids)
             yield message
-        yield last(num_tokens, finish_reason=finish_reason)
+        yield last(num_tokens, finish_reason=finish_reason, num_thought=num_thought)
 
     return script
 

@@ -89,6 +89,7 @@ async def test_blocks_stand_in_the_order_in_which_they_were_said() -> None:
             piece(0, 1, reasoning="Hm"), piece(1, 2, reasoning="m."), piece(2, 3, text="Well"),
             piece(3, 4, tool_calls=[*begins(0), *goes_on(0, '{"city":')]),
             piece(4, 5, tool_calls=[*goes_on(0, ' "Oslo"}'), *begins(1)]), piece(5, 6, tool_calls=goes_on(1, "{}")),
+            num_thought=2,
         )  # fmt: skip
         whole, events = await ask(http, tools=[WEATHER])
     assert whole["content"] == [

@@ -20,7 +20,7 @@ async def thinking(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResp
     yield pb.GenerateResponse(request_id="r", offset=1, token_ids=[2])
     yield pb.GenerateResponse(request_id="r", offset=2, token_ids=[3], reasoning=" then.", text="Two")
     yield tokens(3, 4, text=".")
-    yield last(4)
+    yield last(4, num_thought=2)
 
 
 async def test_a_thought_streamed_and_whole() -> None:
@@ -50,7 +50,7 @@ async def test_a_thought_is_not_told_to_who_does_not_want_it() -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "Two."
     assert not any("reasoning" in delta for delta in deltas)
     for usage in (whole["usage"], streamed[-2]["usage"]):
-        assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}, "it was thought all the same"
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 2}, "it was thought all the same"
 
 
 async def test_an_answer_that_ends_within_its_thought_has_no_content() -> None:

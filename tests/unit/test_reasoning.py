@@ -180,6 +180,7 @@ def test_an_answer_is_taken_up_at_any_token() -> None:
         last = messages.last(pb.FINISH_REASON_STOP, num_cached_tokens=0, timings=pb.Timings())
         parts = [has, rest, last]
         assert "".join(each.reasoning for each in parts) == whole[0]
+        assert last.usage.reasoning_tokens == len("\nSo é.\n"), "a character is a token here"
         assert "".join(each.text for each in parts) == whole[1]
         pieces = [piece for each in parts for piece in each.tool_calls]
         assert "".join(piece.arguments for piece in pieces) == whole[2][0]
