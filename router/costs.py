@@ -4,12 +4,12 @@ how fast each worker decodes. Plans are chosen by these costs (`policy`). Pure: 
     the first token came          computed ─────> prompt_s     at that worker, behind what waits there
     the decode worker went on     handed_over ──> handover_s   asking for room, and the gap before the second token:
                                                                costs that a locally computed prompt does not have
-    the answer has ended          paces.answered ──> paces.slowness
+    the answer has ended          paces.answered ──> paces.slowness, paces.token_s
 
-Seconds are a straight line over tokens. Newer requests count more than older ones, and a line to which nothing was
-added for minutes counts less: a worker that has computed nothing for long is assumed to be as fast as the others, so
-that it is tried again however slow it once was; and moving KV, if none has moved for as long, to cost nothing.
-(`forecast` learns which requests to refuse.)
+Seconds are a straight line over tokens; those of prompts, beyond the longest seen, are in proportion to tokens. Newer
+requests count more than older ones, and a line to which nothing was added for minutes counts less: a worker that has
+computed nothing for long is assumed to be as fast as the others, so that it is tried again however slow it once was;
+and moving KV, if none has moved for as long, to cost nothing. (`forecast` learns which requests to refuse.)
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 FADE = 0.5 ** (1 / 8)
@@ -39,8 +40,9 @@ class FadingLine:
     """A line of seconds over tokens, fitted by least squares in which older requests count less."""
 
     overhead_tokens: float | None = None
-    """The slope to assume while the lengths are too similar to show one: that of a line through 0 s at minus
-    `overhead_tokens` tokens. None: flat."""
+    """The slope to assume where requests show none, because their lengths are too similar, or because all of them were
+    far shorter: that of a line through 0 s at minus `overhead_tokens` tokens. None: flat where lengths are similar, and
+    the fitted line beyond the longest."""
     _num: float = 0.0
     _x: float = 0.0
     _y: float = 0.0
@@ -69,6 +71,20 @@ class FadingLine:
 
     def at(self, num_tokens: float) -> float:
         """The seconds for `num_tokens` tokens: never negative, never less for more tokens. 0 if nothing was added."""
+        if self.overhead_tokens is None or (longest := self._longest()) >= num_tokens:
+            return self._fitted(num_tokens)
+        # The fitted slope does not hold far beyond what it was fitted to: prompts that were computed in one step took
+        # equally long, as if further tokens took no time.
+        return self._fitted(longest) * (num_tokens + self.overhead_tokens) / (longest + self.overhead_tokens)
+
+    def _longest(self) -> float:
+        """About as many tokens as the longest requests had: two standard deviations above the mean."""
+        if not self._num:
+            return 0.0
+        mean = self._x / self._num
+        return mean + 2 * math.sqrt(max(0.0, self._xx / self._num - mean * mean))
+
+    def _fitted(self, num_tokens: float) -> float:
         if not self._num:
             return 0.0
         mean_x, mean_y = self._x / self._num, self._y / self._num

@@ -121,3 +121,13 @@ def test_what_took_no_time_once_may_take_some_later() -> None:
     for seconds in [0.0] * 5 + [1.0] * 60:
         line.add(100, seconds, 0.0)
     assert line.at(100) > 0.5
+
+
+def test_what_waits_in_a_burst_is_not_expected_to_take_no_time() -> None:
+    """A worker that computes its first four prompts in one step has shown no cost of a token, and is no faster than
+    others for that."""
+    costs = Costs()
+    for num_before in range(4):
+        costs.computed(SLOW, 256 * (num_before + 1), 0.1, 0.0)
+    assert costs.prompt_s(SLOW, 1024, 0.0) == pytest.approx(0.1, rel=0.1)
+    assert costs.prompt_s(SLOW, 100 * 1024, 0.0) > 5
