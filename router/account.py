@@ -100,7 +100,8 @@ class Account:
     def planned(self, room: TakenRoom) -> None:
         """The queue has found workers for the attempt."""
         self.attempts[-1].planned_s, self.attempts[-1].plan = time.monotonic(), room.plan
-        self._decoding = _Decoding(room.decode)
+        # A prefill worker's pace shows how many prompts it computes meanwhile.
+        self._decoding = None if room.plan.is_stay else _Decoding(room.decode)
 
     def room_asked(self) -> None:
         """The decode worker was asked for room."""

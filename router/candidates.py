@@ -17,6 +17,7 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
         num_blocks=handle.load.num_blocks,
         num_available_blocks=handle.num_available_blocks,
         is_full=handle.is_full or not handle.facts.can_generate,
+        num_used_blocks=handle.load.num_used_blocks + handle.num_planned_blocks,
         transport=handle.facts.transport,
     )
 

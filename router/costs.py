@@ -65,7 +65,7 @@ class Costs:
 
     # -- expectations -------------------------------------------------------------------------------------------
 
-    def prompt_s(self, worker: WorkerKey, num_tokens: int, now_s: float) -> float:
+    def prompt_s(self, worker: WorkerKey, num_tokens: float, now_s: float) -> float:
         """Expected seconds from sending a prompt to `worker` until its first token, if the worker has to compute
         `num_tokens` tokens for that."""
         others_s = self._others_s(num_tokens)
@@ -76,7 +76,7 @@ class Costs:
         mean: float = own.at(num_tokens) ** share * others_s ** (1 - share)
         return mean
 
-    def _others_s(self, num_tokens: int) -> float:
+    def _others_s(self, num_tokens: float) -> float:
         """The expectation for a worker about which nothing is known: the mean of all."""
         rate = math.exp(self._log_rates / self._num) if self._num else UNSEEN_S_PER_TOKEN
         return rate * (num_tokens + PROMPT_OVERHEAD_TOKENS)

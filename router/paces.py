@@ -1,6 +1,7 @@
 """Compares how fast decode workers step, learned from the answers that they have given. Pure: times are passed in.
 
-    answered ──> a line for each worker: seconds per token over KV in use ──> all at the same load ──> slowness:
+    answered ──> a line for each worker: seconds per token over KV in use ──> token_s
+                                                                          └─> all at the same load ──> slowness:
                                                                               over the median worker's
 
 A step takes longer the more KV its streams have, hence a line over the KV in use. This tells a GPU that is throttled,
@@ -52,6 +53,12 @@ class Paces:
     def forget(self, worker: WorkerKey) -> None:
         """The worker is gone."""
         self._lines.pop(worker, None)
+
+    def token_s(self, worker: WorkerKey, num_blocks: float) -> float:
+        """Expected seconds per token of the worker's answers with `num_blocks` KV blocks in use. 0 if it has given
+        none."""
+        line = self._lines.get(worker)
+        return line.at(num_blocks) if line is not None else 0.0
 
     def slowness(self, worker: WorkerKey, now_s: float) -> float:
         """How many times as long the worker's steps take as others' under the same load: 1 as long, 2 twice as long."""

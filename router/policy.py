@@ -15,9 +15,12 @@ The decode worker prefills the prompt itself where that costs less, in seconds l
 So short prompts are prefilled where they are decoded, and long ones beside running streams are not. An idle decode
 worker takes part in a burst of prompts, a busy one does not, and a slow one stops sooner. The decode worker prefills in
 any case if no prefill worker can be paired with it, or if it lacks at most `local_max_uncached_tokens` of the prompt.
+If the cheaper one has `MAX_BACKLOG_S` of prompts waiting, the request waits here in the router, where the choice stays
+open: how busy the decode worker will be with streams shows only while a burst is computed.
 
-If no decode worker has room, a request waits for one, but no longer than its decoding would hold up the prompts of a
-prefill worker that is idle now: then that prefill worker keeps the request and decodes it too.
+A prefill worker that is idle now keeps a request and decodes it too, in two cases. Where decoding is what takes long:
+the decode worker has so much KV in use that a token takes `KEEP_RATIO` times as long as it would here. And where no
+decode worker has room: then the request waits for one first, for as long as its decoding would hold up prompts here.
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ STALL_WEIGHT = 0.1
 """The cost of a second of delay within a stream, relative to a second before the first token. Clients hardly feel it: a
 decode worker cuts prompts so that its streams go on, only slower (engine/scheduling/pace.py)."""
 
+MAX_BACKLOG_S = 4.0
+"""A worker with prompts for longer than this gets no further ones, unless nothing else could compute them. It is enough
+that a worker never runs out of prompts while the router still has some."""
+KEEP_RATIO = 2.0
+"""An idle prefill worker keeps a request if the decode worker would take this many times as long for a token. Since
+streams and prompts slow each other down where they share a worker, a smaller difference is not worth it."""
 STAY_SHARE = 0.25
 """A request waits for a decode worker's room for this fraction of the time that its answer takes before a prefill
 worker keeps it: its decode steps would hold up that worker's prompts for about as long."""
@@ -83,6 +92,7 @@ class PrefillCandidate(NamedTuple):
     num_available_blocks: int
     is_full: bool
     """It cannot decode this request now: as in `DecodeCandidate`, or it cannot decode at all."""
+    num_used_blocks: int = 0
     transport: str = ""
 
 
@@ -116,6 +126,12 @@ class DecodeCandidate(NamedTuple):
         return num_tokens - self.num_cached_blocks * self.block_size
 
 
+def those_with_room(decode: Sequence[DecodeCandidate], num_tokens: int) -> list[DecodeCandidate]:
+    """Those that can take a prompt of `num_tokens` now. If there are some, and yet no plan, the request waits until
+    prompts before it are computed."""
+    return [d for d in decode if not d.is_full and d.num_available_blocks >= d.num_blocks(num_tokens)]
+
+
 def choose_plan(
     config: PolicyConfig,
     learned: Costs,
@@ -127,17 +143,19 @@ def choose_plan(
     avoid: frozenset[WorkerKey],
     are_apart: Callable[[WorkerPair], bool] = lambda _: False,
     may_stay: bool,
+    num_waiting_tokens: int = 0,
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens; None: wait until something changes.
 
     Workers in `avoid` decode only if no other worker can. They never prefill, since the decode worker can do that.
     `are_apart`: whether transfers between two workers fail, so that they must not be paired.
     `may_stay`: whether the request has waited long enough for a decode worker's room (`STAY_SHARE`).
+    `num_waiting_tokens`: tokens of the prompts that wait in the router behind this one.
     """
     costs = learned if config.learn_costs else Costs()
-    with_room = [d for d in decode if not d.is_full and d.num_available_blocks >= d.num_blocks(num_tokens)]
+    with_room = those_with_room(decode, num_tokens)
     if not with_room:
-        return _stay(costs, now_s, num_tokens, prefill, decode, avoid) if may_stay else None
+        return _stay(costs, now_s, num_tokens, prefill, decode, avoid) if may_stay and decode else None
     best = min(with_room, key=lambda d: (d.key in avoid, d.cost_blocks(num_tokens), d.slowness))
     compatible = [
         p
@@ -149,34 +167,65 @@ def choose_plan(
     if best.num_uncached_tokens(num_tokens) <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
 
-    return _here_or_there(config, costs, now_s, num_tokens, best, compatible)
+    return _with_prefill_workers(config, costs, now_s, num_tokens, best, compatible, num_waiting_tokens)
 
 
-def _here_or_there(
+def _with_prefill_workers(
     config: PolicyConfig,
     costs: Costs,
     now_s: float,
     num_tokens: int,
     decode: DecodeCandidate,
     prefill: Sequence[PrefillCandidate],
+    num_waiting_tokens: int,
 ) -> Plan | None:
-    """The cheaper place to prefill the prompt: its decode worker, or the best of the `prefill` workers. None: a prefill
-    worker is cheaper, but all of them have too much queued."""
+    """The cheaper place to prefill the prompt: its decode worker, or the best of the `prefill` workers, which may keep
+    the request. None: the cheaper one has too much queued."""
     num_uncached_tokens = decode.num_uncached_tokens(num_tokens)
 
-    def there_s(p: PrefillCandidate) -> float:
-        return costs.prompt_s(p.key, p.num_queued_tokens + max(1, num_tokens - p.num_cached_tokens), now_s)
+    def there_s(p: PrefillCandidate, num_behind: float = 0) -> float:
+        own = max(1, num_tokens - p.num_cached_tokens)
+        return costs.prompt_s(p.key, p.num_queued_tokens + own + num_behind, now_s)
 
-    free = [p for p in prefill if p.num_queued_tokens <= config.max_prefill_backlog_tokens]
+    def has_backlog(worker: PrefillCandidate | DecodeCandidate) -> bool:
+        queued = worker.num_queued_tokens
+        if not queued or queued > config.max_prefill_backlog_tokens:
+            return bool(queued)
+        return config.learn_costs and costs.prompt_s(worker.key, queued, now_s) > MAX_BACKLOG_S
+
+    free = [p for p in prefill if not has_backlog(p)]
     soonest = min(free or prefill, key=there_s)
     # Streams on this worker stretch the time that it takes for a prompt, yet only the computing itself holds them up.
     # So the stall counts the time of whichever worker is expected to be faster.
     alone_s = min(costs.prompt_s(key, num_uncached_tokens, now_s) for key in (decode.key, soonest.key))
     stall_s = STALL_WEIGHT * (decode.num_running + 1) * alone_s
     here_s = costs.prompt_s(decode.key, decode.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
-    if there_s(soonest) + costs.handover_s(num_uncached_tokens, now_s) > here_s:
-        return Plan(decode.key, None)
-    return Plan(decode.key, soonest.key) if free else None
+    # If prompts wait in the router, each that is prefilled here lets all behind it come sooner.
+    num_behind = 0 if free else num_waiting_tokens / len(prefill)
+    if there_s(soonest, num_behind) + costs.handover_s(num_uncached_tokens, now_s) > here_s:
+        return None if has_backlog(decode) else Plan(decode.key, None)
+    if not free:
+        return None
+    if _should_keep(soonest, decode, costs, decode.num_blocks(num_tokens)):
+        return Plan(soonest.key, None, is_stay=True)
+    return Plan(decode.key, soonest.key)
+
+
+def _should_keep(prefill: PrefillCandidate, decode: DecodeCandidate, costs: Costs, num_blocks: int) -> bool:
+    """Whether the prefill worker should decode a request with `num_blocks` blocks, too, rather than `decode`."""
+    moved_s, kept_s = (
+        costs.paces.token_s(decode.key, worker.num_used_blocks + num_blocks) for worker in (decode, prefill)
+    )
+    return moved_s > KEEP_RATIO * kept_s and _can_keep(prefill, num_blocks)
+
+
+def _can_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
+    """Whether a prefill worker is idle now, and has room to decode a request with `num_blocks` blocks.
+
+    Half of its block pool stays reserved for prompts. The worker itself says Busy if this answer could need more than
+    the other half, since it knows how long answers may grow."""
+    has_room = worker.num_available_blocks - num_blocks >= worker.num_blocks // 2
+    return not worker.num_queued_tokens and not worker.is_full and has_room
 
 
 def _stay(
@@ -187,24 +236,10 @@ def _stay(
     decode: Sequence[DecodeCandidate],
     avoid: frozenset[WorkerKey],
 ) -> Plan | None:
-    """The prefill worker, one that is idle now, that keeps the request and decodes it too.
-
-    Half of its block pool stays reserved for prompts. The worker itself says Busy if this answer could need more than
-    the other half, since it knows how long answers may grow.
-    """
-    if not decode:
-        return None
+    """The prefill worker, one that is idle now, that keeps the request and decodes it too."""
     num_needed = decode[0].num_blocks(num_tokens)
     kinds = {d.kind for d in decode}
-    idle = [
-        p
-        for p in prefill
-        if not p.num_queued_tokens
-        and not p.is_full
-        and p.num_available_blocks - num_needed >= p.num_blocks // 2
-        and p.kind in kinds
-        and p.key not in avoid
-    ]
+    idle = [p for p in prefill if _can_keep(p, num_needed) and p.kind in kinds and p.key not in avoid]
     if not idle:
         return None
     soonest = min(idle, key=lambda p: costs.prompt_s(p.key, max(1, num_tokens - p.num_cached_tokens), now_s))

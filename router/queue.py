@@ -3,7 +3,9 @@ then first come, first served; bounded in tokens.
 
 The queue owns the waiting requests, not the workers. `dispatch` runs whenever something changed (a request arrived, a
 worker freed memory, joined or left: `dispatch_soon`). It plans requests from the head of the line and stops at the
-first one that no worker has room for, so that a long prompt is not overtaken forever.
+first one that no worker has room for, so that a long prompt is not overtaken forever. One that waits only because too
+many prompts are before it may be overtaken by those that need not wait for these, such as a chat's next turn whose
+decode worker has the others cached.
 
 Some requests cannot use every worker that takes new requests: their answer began on workers of another kind, or only
 some workers have their adapter. When such a request finds no room it steps aside (`aside`), because it would block
@@ -60,7 +62,7 @@ class RequestQueue:
         self,
         *,
         max_tokens: int,
-        choose: Callable[[QueuedRequest], TakenRoom | None],
+        choose: Callable[[QueuedRequest, int], TakenRoom | None],
         has_workers: Callable[[QueuedRequest], bool],
         is_apart: Callable[[QueuedRequest], bool] = lambda _: False,
         workers_for: Callable[[QueuedRequest], Collection[WorkerKey]] = lambda _: (),
@@ -68,7 +70,8 @@ class RequestQueue:
     ) -> None:
         """
         max_tokens: the bound.
-        choose: plans one request on the workers as they are now and takes the room for it; None: no worker has room.
+        choose: plans one request on the workers as they are now and takes the room for it, given how many tokens of
+            other requests wait; None: no worker has room, or (`waits_for_prompts`) too many prompts are before it.
         has_workers: whether some worker can serve the request, now or in a moment, so that waiting makes sense.
         is_apart: whether the request cannot use all of the workers that new requests go to.
         workers_for: the workers that may decode the request, full or not.
@@ -176,6 +179,7 @@ class RequestQueue:
         self._wait(request)
         try:
             self.dispatch()
+            self._let_overtake(request)
             async with asyncio.timeout_at(give_up_s):
                 return await future
         except TimeoutError:
@@ -240,6 +244,14 @@ class RequestQueue:
             else:
                 is_line_full = True
 
+    def _let_overtake(self, request: QueuedRequest) -> None:
+        """Plan a request that just arrived, if the head of the line waits only for prompts and this one need not."""
+        first = self._first()
+        is_in_line = request.is_waiting and request not in self._aside and request.patience is None
+        if is_in_line and first is not None and first is not request and first.waits_for_prompts:
+            request.barred = first.barred
+            self._settle(request)
+
     def _step_aside(self, request: QueuedRequest) -> None:
         self._aside.push(
             request.needs.group,
@@ -275,7 +287,7 @@ class RequestQueue:
                 if not self._has_workers(request):
                     self._be_patient(request)
                     return True
-                room = self._choose(request)
+                room = self._choose(request, self.num_tokens - self._num_patient_tokens - request.num_own_tokens)
                 if room is None:
                     return False
                 request.planned.set_result(room)

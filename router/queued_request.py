@@ -27,7 +27,7 @@ class SharedPrefix:
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
     """What planning needs to know about a request. The caller creates it; the queue owns the fields that the
-    constructor does not take."""
+    constructor does not take, and those that planning leaves."""
 
     num_tokens: int
     """Tokens to prefill: the prompt, and the part of the answer that exists already."""
@@ -50,6 +50,8 @@ class QueuedRequest:
     """It has waited its turn and was charged for its prompt before: it goes to the front of its priority."""
     barred: Set[WorkerKey] = frozenset()
     """Workers that a request before this one waits for."""
+    waits_for_prompts: bool = False
+    """When workers were last sought for it, they had room, but too many prompts before it."""
     planned: asyncio.Future[TakenRoom] = field(init=False)
     share: ClientShare = field(init=False)
     """The share of its client."""

@@ -25,7 +25,7 @@ from router.candidates import decode_candidate, num_cached_tokens, prefill_candi
 from router.costs import Costs
 from router.known_workers import KnownWorkers
 from router.needs import Needs
-from router.policy import STALL_WEIGHT, STAY_SHARE, UNKNOWN_ANSWER_S, PolicyConfig, choose_plan
+from router.policy import STALL_WEIGHT, STAY_SHARE, UNKNOWN_ANSWER_S, PolicyConfig, choose_plan, those_with_room
 from router.queued_request import QueuedRequest
 from router.request_events import Plan, WorkerKey, WorkerPair
 from router.roster import Roster
@@ -166,8 +166,11 @@ class WorkerPool:
         to_compute += [h.num_queued_tokens + own(h) * (1 + STALL_WEIGHT * h.load.num_running) for h in decode]
         return min(to_compute, default=float(num_tokens))
 
-    def choose(self, request: QueuedRequest) -> TakenRoom | None:
-        """Plan `request` on the workers as they are now, and take the room for it. None: no worker has room now."""
+    def choose(self, request: QueuedRequest, num_waiting_tokens: int = 0) -> TakenRoom | None:
+        """Plan `request` on the workers as they are now, and take the room for it. None: no worker has room now, or
+        (`request.waits_for_prompts`) so many prompts wait at the workers that the choice is better left open.
+        `num_waiting_tokens`: tokens of other requests that wait for workers."""
+        request.waits_for_prompts = False
         now_s = self._now_s()
         decode = self._usable_decode_workers(request.needs)
         # The limit by which requests were admitted. A prefill worker with a shorter context would end some early.
@@ -183,18 +186,23 @@ class WorkerPool:
             and not self._faults.is_set_aside(h.key, now_s)
             and request.needs.are_met_by(h.record)
         ]
+        candidates = [decode_candidate(h, request, self._slowness(h, now_s)) for h in decode]
         plan = choose_plan(
             self._policy,
             self.costs,
             now_s=now_s,
             num_tokens=request.num_tokens,
             prefill=[prefill_candidate(h, request) for h in prefill],
-            decode=[decode_candidate(h, request, self._slowness(h, now_s)) for h in decode],
+            decode=candidates,
             avoid=request.avoid,
             are_apart=lambda pair: self._faults.is_set_aside(pair, now_s),
             may_stay=request.waited_s >= STAY_SHARE * (request.answer_s or UNKNOWN_ANSWER_S),
+            num_waiting_tokens=num_waiting_tokens,
         )
-        return None if plan is None else self._take_room(plan, request, now_s)
+        if plan is None:
+            request.waits_for_prompts = bool(those_with_room(candidates, request.num_tokens))
+            return None
+        return self._take_room(plan, request, now_s)
 
     def _slowness(self, handle: WorkerHandle, now_s: float) -> float:
         return self.costs.paces.slowness(handle.key, now_s) if self._policy.learn_costs else 1.0

@@ -54,6 +54,7 @@ def choose(
     costs: Costs | None = None,
     config: PolicyConfig | None = None,
     may_stay: bool = True,
+    num_waiting_tokens: int = 0,
 ) -> Plan | None:
     return choose_plan(
         config or PolicyConfig(),
@@ -64,6 +65,7 @@ def choose(
         decode=decodes,
         avoid=frozenset(key(name) for name in avoid),
         may_stay=may_stay,
+        num_waiting_tokens=num_waiting_tokens,
     )
 
 
@@ -109,10 +111,39 @@ def test_without_room_a_request_waits(candidates: list[DecodeCandidate]) -> None
 
 
 def test_behind_too_long_a_backlog_a_request_waits() -> None:
-    backlog = PolicyConfig().max_prefill_backlog_tokens
+    backlog, by_tokens = PolicyConfig().max_prefill_backlog_tokens, PolicyConfig(learn_costs=False)
     busy = decode("d", running=500)
-    assert choose(800, [prefill("p", queued=backlog + 1)], [busy]) is None
-    assert choose(800, [prefill("p", queued=backlog)], [busy]) == Plan(key("d"), key("p"))
+    assert choose(800, [prefill("p", queued=backlog + 1)], [busy], config=by_tokens) is None
+    assert choose(800, [prefill("p", queued=backlog)], [busy], config=by_tokens) == THERE
+
+
+def test_behind_prompts_of_four_seconds_a_request_waits_in_the_router() -> None:
+    costs = learned(p_s=1.0, d_s=1.0)
+    assert choose(800, [prefill("p", queued=3900)], [decode("d", running=500)], costs=costs) == THERE
+    assert choose(800, [prefill("p", queued=4100)], [decode("d", running=500)], costs=costs) is None
+    assert choose(800, [prefill("p", queued=9000)], [decode("d", queued=3900)], costs=costs) == HERE
+    assert choose(800, [prefill("p", queued=9000)], [decode("d", queued=4100)], costs=costs) is None
+    # A prompt that takes longer than that waits for nothing.
+    assert choose(8000, [prefill("p")], [decode("d", running=500)], costs=costs) == THERE
+
+
+def test_the_more_prompts_wait_in_the_router_the_sooner_the_decode_worker_takes_one() -> None:
+    """The prefill worker has prompts for 4.1 s, and this one takes 0.8 s. Here it would take 8.8 s, mostly for the 100
+    streams that it would hold up."""
+    costs, busy = learned(), decode("d", running=99)
+
+    def plan(*prefills: PrefillCandidate, waiting: int) -> Plan | None:
+        return choose(800, list(prefills), [busy], costs=costs, num_waiting_tokens=waiting)
+
+    assert (plan(prefill("p", queued=4100), waiting=3000), plan(prefill("p", queued=4100), waiting=5000)) == (
+        None,
+        HERE,
+    )
+    assert plan(prefill("p", queued=3900), waiting=5000) == THERE, "what waits does not wait for this one"
+    for num_tokens in (1000, 2000) * 10:
+        costs.computed(key("q"), num_tokens, num_tokens / 1000, NOW_S)
+    both = prefill("p", queued=4100), prefill("q", queued=4100)
+    assert (plan(*both, waiting=7000), plan(*both, waiting=9000)) == (None, HERE)
 
 
 def test_an_idle_decode_worker_takes_part_in_a_burst() -> None:
@@ -199,6 +230,26 @@ def test_where_every_prefill_worker_has_failed_the_decode_worker_does_it_all() -
 def test_load_decides_between_equals() -> None:
     plan = choose(800, [prefill("a", queued=5), prefill("b")], [decode("c", used=90), decode("d", used=10)])
     assert plan == Plan(key("d"), key("b"))
+
+
+def test_where_decoding_takes_twice_as_long_an_idle_prefill_worker_keeps_the_request() -> None:
+    """A token takes 10 ms, and 0.1 ms more for each block in use; the prompt has 50."""
+    costs = learned()
+    for num_blocks in (0, 500) * 10:
+        costs.paces.answered(key("d"), 100, 0.01 * (100 + num_blocks), num_blocks, NOW_S)
+    keeps = prefill("p", available=150)
+    stay = Plan(key("p"), None, is_stay=True)
+
+    def of(worker: PrefillCandidate, used: int) -> Plan | None:
+        return choose(800, [worker], [decode("d", used=used, running=30)], costs=costs)
+
+    assert (of(keeps, 140), of(keeps, 160)) == (THERE, stay)
+    busier = keeps._replace(num_used_blocks=40)
+    assert (of(busier, 220), of(busier, 240)) == (THERE, stay)
+    assert of(prefill("p", available=149), 900) == THERE, "half of its pool stays free"
+    assert of(prefill("p", available=150, queued=1), 900) == THERE, "it has prompts to compute"
+    assert of(prefill("p", available=150, full=True), 900) == THERE
+    assert choose(800, [keeps], [decode("d", used=900, running=30)], costs=learned()) == THERE, "nothing is known"
 
 
 @pytest.mark.parametrize("candidates", [[decode("d", available=49)], [decode("d", full=True)]])

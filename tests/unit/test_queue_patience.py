@@ -50,7 +50,7 @@ class Workers:
         self.num_asked += 1
         return self.kind_of(request) in self.room
 
-    def _choose(self, request: QueuedRequest) -> TakenRoom | None:
+    def _choose(self, request: QueuedRequest, num_waiting_tokens: int) -> TakenRoom | None:
         kind = self.kind_of(request)
         if not self.room[kind]:
             return None

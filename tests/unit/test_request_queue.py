@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -23,14 +24,20 @@ class Room:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
+        self.longest = math.inf
+        """Longer prompts wait until those before them are computed."""
+        self.num_waiting_tokens = 0
         self.is_there = True
         self.order: list[int] = []
         model = inference_pb.GetModelInfoResponse(block_size=1)
         self.worker = WorkerHandle(pb.WorkerRecord(worker_id="d", incarnation="1", model=model), channel=None)
         self.queue = RequestQueue(max_tokens=100, choose=self.choose, has_workers=lambda _: self.is_there)
 
-    def choose(self, request: QueuedRequest) -> TakenRoom | None:
-        if request.num_tokens > self.num_tokens:
+    def choose(self, request: QueuedRequest, num_waiting_tokens: int) -> TakenRoom | None:
+        self.num_waiting_tokens = num_waiting_tokens
+        is_too_long = request.num_tokens > self.longest
+        request.waits_for_prompts = is_too_long and request.num_tokens <= self.num_tokens
+        if request.num_tokens > self.num_tokens or is_too_long:
             return None
         self.num_tokens -= request.num_tokens
         self.order.append(request.num_tokens)
@@ -75,6 +82,26 @@ async def test_who_came_first_goes_first_even_if_others_would_fit() -> None:
     room.add(45)
     await asyncio.gather(large, small)
     assert room.order == [50, 5]
+    assert (len(room.queue), room.queue.num_tokens) == (0, 0)
+
+
+async def test_who_need_not_wait_for_prompts_overtakes_those_that_do() -> None:
+    room = Room(100)
+    room.longest = 20
+    tasks = [asyncio.create_task(room.wait(num_tokens)) for num_tokens in (50, 30)]
+    await settle()
+    assert room.num_waiting_tokens == 50, "of the others"
+    assert (await room.wait(15)).num_tokens == 15
+    assert not any(task.done() for task in tasks)
+    room.num_tokens = 40  # the first one waits for room now, so that nobody may take what comes free
+    room.queue.dispatch()
+    tasks.append(asyncio.create_task(room.wait(10)))
+    await settle()
+    assert not tasks[-1].done()
+    room.longest = math.inf
+    room.add(100)
+    await asyncio.gather(*tasks)
+    assert room.order == [15, 50, 30, 10]
     assert (len(room.queue), room.queue.num_tokens) == (0, 0)
 
 
@@ -342,7 +369,7 @@ async def test_what_goes_wrong_in_planning_ends_the_request_that_is_planned() ->
     first, second = asyncio.create_task(room.wait(5)), asyncio.create_task(room.wait(6))
     await settle()
 
-    def choose(request: QueuedRequest) -> TakenRoom | None:
+    def choose(request: QueuedRequest, num_waiting_tokens: int) -> TakenRoom | None:
         if request.num_tokens == 5:
             raise TypeError("a bug")
         return TakenRoom(room.worker, None, request.num_tokens, kind=Kind("a kind"))

@@ -83,10 +83,10 @@ async def test_who_waits_is_looked_at_once_for_all_loads_of_a_turn(monkeypatch: 
     await settle()
     num_tried = 0
 
-    def choose(request: QueuedRequest) -> TakenRoom | None:
+    def choose(request: QueuedRequest, num_waiting_tokens: int) -> TakenRoom | None:
         nonlocal num_tried
         num_tried += 1
-        return bench.pool.choose(request)
+        return bench.pool.choose(request, num_waiting_tokens)
 
     monkeypatch.setattr(bench.queue, "_choose", choose)
     for turn in (1, 2):

@@ -1,0 +1,75 @@
+"""A split cluster is used as well as one whose workers do both (P9), simulated: the router's choices are the real ones,
+the workers' steps are formulas. In each case, something made the split cluster much worse once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.arrangements import main
+from benchmarks.simulated_cluster import HARDWARE, SimulatedCluster
+from tandem.bench.summary import Summary, summarise
+from tandem.bench.workload import RandomShape, TokenSource, random_workload
+
+GOOD = {"ttft": 1000.0, "tpot": 50.0}
+
+
+def of(
+    num_prefill: int, num_decode: int, num_in: int, num_out: int, rate: float, *, count: int, on: str = "zen4-core"
+) -> tuple[Summary, SimulatedCluster]:
+    workload = random_workload(
+        RandomShape(input_len=num_in, output_len=num_out), TokenSource(seed=7), rate=rate, count=count
+    )
+    cluster = SimulatedCluster(num_prefill, num_decode, HARDWARE[on])
+    return summarise(rate, cluster.run(workload), objectives=GOOD, percentiles=(50, 99)), cluster
+
+
+def test_below_the_limit_first_tokens_come_sooner_than_aggregated() -> None:
+    for num_in, rate in ((256, 4.0), (1024, 1.0)):
+        (split, _), (both, _) = of(1, 1, num_in, 64, rate, count=150), of(0, 2, num_in, 64, rate, count=150)
+        for metric in ("ttft", "e2el"):
+            assert split.spreads[metric].mean < 1.02 * both.spreads[metric].mean
+        assert split.spreads["ttft"].percentiles[99] < both.spreads["ttft"].percentiles[99]
+        assert split.good_share >= both.good_share  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "on", "num_in", "num_out", "count"),
+    [(1, 1, "zen4-core", 256, 64, 200), (2, 2, "zen4-core", 256, 64, 400), (1, 1, "h200", 256, 256, 800)],
+    ids=["1p1d", "2p2d", "gpus"],
+)
+def test_a_burst_is_computed_by_all_workers(
+    num_prefill: int, num_decode: int, on: str, num_in: int, num_out: int, count: int
+) -> None:
+    """Once, half of the prompts went to the decode worker before it had any streams, which then took all its time."""
+    split, _ = of(num_prefill, num_decode, num_in, num_out, math.inf, count=count, on=on)
+    both, _ = of(0, num_prefill + num_decode, num_in, num_out, math.inf, count=count, on=on)
+    assert split.request_throughput > 0.92 * both.request_throughput
+    assert split.spreads["e2el"].mean < 1.05 * both.spreads["e2el"].mean
+
+
+def test_prefill_workers_without_prompts_decode() -> None:
+    """Once, long answers to short prompts left the prefill worker idle, whatever the decode worker had to do."""
+    split, cluster = of(1, 1, 128, 400, 3.0, count=200)
+    both, _ = of(0, 2, 128, 400, 3.0, count=200)
+    assert cluster.modes["stay"] > 20
+    assert split.good_share == both.good_share == 1
+    assert split.request_throughput > 0.9 * both.request_throughput
+    assert split.spreads["e2el"].mean < 1.4 * both.spreads["e2el"].mean
+
+
+def test_prefill_workers_with_prompts_keep_no_streams() -> None:
+    _, cluster = of(1, 1, 256, 64, 4.0, count=200)
+    assert cluster.modes.get("stay", 0) <= 2
+
+
+def test_one_command_compares_arrangements() -> None:
+    asked = ["--arrangements", "1p1d,2d", "--rates", "4", "--requests", "20", "--hardware", "h200", "--step-ms", "5"]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 0, done.output
+    assert [line.split()[0] for line in done.output.splitlines()[1:3]] == ["1p1d", "2d"]
+    assert '"goodput": {"1p1d": 4.0, "2d": 4.0}' in done.output
+    wrong = CliRunner().invoke(main, ["--arrangements", "1p"])
+    assert (wrong.exit_code, "must be like 1p1d or 2d, is '1p'" in wrong.output) == (2, True)
