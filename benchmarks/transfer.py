@@ -40,7 +40,8 @@ if __name__ == "__main__":
 
 import kv_transfer
 from benchmarks.local_transport import LocalTransport, create_endpoint
-from engine.kv_cache import KV_ORDER, KVCacheShape
+from engine.kv_cache import KV_ORDER
+from engine.kv_shape import KVCacheShape
 from kv_transfer import Identity, KVPool, KVReceiver, KVSender, KVTransferServicer, Push
 from kv_transfer.pool import Digests
 from protos import tandem_kv_transfer_pb2 as pb

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import KVCacheShape
+from engine.kv_shape import KVCacheShape
 from engine.llm_engine import EngineLoad, LLMEngine
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule

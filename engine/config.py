@@ -98,11 +98,6 @@ class ModelConfig:
     weights_digest: str
     """Digest of the weights' bytes (or of the dummy seed): weights with equal digests compute equal KV."""
 
-    @property
-    def num_kv_parts(self) -> int:
-        """Parts of a token in a layer of the pool: 2, keys and values; or 1, latents."""
-        return 2 if self.mla is None else 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
@@ -204,7 +199,10 @@ class EngineArgs:
     )
     served_model_name: str = field(
         default="",
-        metadata={"help": "Name of the model in requests (`model`), or several: NAME,NAME. Default: the model's own."},
+        metadata={
+            "help": "Name of the model in requests (`model`), or several: NAME,NAME. Default: the model's own.",
+            "if_empty": "a name must not be empty; for the model's own name, leave it out",
+        },
     )
     dtype: str = field(
         default="auto",
@@ -383,6 +381,11 @@ class EngineArgs:
         for each in fields(self):
             _check_type(each.name, str(each.type), getattr(self, each.name))
         _check(bool(self.model), "model must not be empty")
+        names = [name.strip() for name in self.served_model_name.split(",")]
+        _check(
+            self.served_model_name == "" or all(names),
+            f"served_model_name must be NAME or NAME,NAME, is {self.served_model_name!r:.200}",
+        )
         for name, choices in CHOICES.items():
             chosen = getattr(self, name)
             _check(chosen in choices, f"{name} must be one of {', '.join(choices)}, is {chosen!r}")
@@ -400,6 +403,10 @@ class EngineArgs:
         _check(
             self.load_format != "gguf" or self.model.endswith(".gguf"),
             f"load_format gguf needs a .gguf file as model, is {self.model!r}",
+        )
+        _check(
+            self.load_format != "safetensors" or not self.model.endswith(".gguf"),
+            f"load_format safetensors cannot read {self.model!r}; give auto or gguf",
         )
         _check(
             1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,

@@ -6,7 +6,10 @@ One bit of sign, 4 of exponent, 3 of fraction, no infinity (P. Micikevicius et a
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 FLOAT8 = "float8_e4m3fn"
 """torch's name; Triton's is float8e4nv."""
@@ -26,4 +29,6 @@ def why_no_float8(capability: tuple[int, int] | None) -> str:
 def saturated_float8(x: torch.Tensor) -> torch.Tensor:
     """Round `x` to 8 bits, and numbers that are too large to the largest. Plain conversions of those differ by version
     and device: some give NaN. NaN stays NaN."""
+    import torch  # only here: settings that name these floats are checked without it
+
     return x.clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn)

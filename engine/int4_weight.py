@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from engine.narrow_weight import NarrowWeight, joined_narrow
+from engine.quantization_choice import INT4_GROUP_SIZE
 
 LEVELS = 16
 INT4_GRAIN = 32
 """Group sizes must be a multiple of this for our kernels, which take this many inputs at once."""
-INT4_GROUP_SIZE = 32
-"""Group size of weights that are quantised here: as in GGUF's formats; its errors are half of those of 128 inputs."""
 MAX_NUMBERS = 1 << 20
 """Numbers that are dequantised at once: 8 MiB of scratch in float64."""
 

@@ -19,14 +19,13 @@ from __future__ import annotations
 import mmap
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.config import ModelConfig
 from engine.float8 import FLOAT8, saturated_float8
+from engine.kv_shape import KVCacheShape
 from engine.to_device import to_device
 
 KV_ORDER = "layer block kv head slot dim"
@@ -52,54 +51,6 @@ PIECE_BYTES = 16 << 20
 """A pool on a CPU is zeroed in pieces of this size, a multiple of huge pages."""
 SLOWEST_BYTES_PER_S = 5e8
 """If huge pages are slower than this, the rest of the pool does not use them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVCacheShape:
-    """The shape of a pool and the meaning of its bytes."""
-
-    num_layers: int
-    num_blocks: int
-    block_size: int
-    """Slots, that is tokens, per block."""
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    """One of KV_DTYPES."""
-    num_parts: int = 2
-    """Parts of a token in a layer: 2, keys and values; 1, latents."""
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """[layer, block, part, kv_head, slot, head_dim]"""
-        return (self.num_layers, self.num_blocks, self.num_parts, self.num_kv_heads, self.block_size, self.head_dim)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one layer."""
-        return self.num_parts * self.num_kv_heads * self.block_size * self.head_dim * KV_DTYPES[self.dtype].itemsize
-
-    @property
-    def all_layers_bytes(self) -> int:
-        """Bytes of one block in all layers."""
-        return self.num_layers * self.block_bytes
-
-    @property
-    def pool_bytes(self) -> int:
-        return self.num_blocks * self.all_layers_bytes
-
-
-def kv_cache_shape(model: ModelConfig, *, num_blocks: int, block_size: int, kv_dtype: str) -> KVCacheShape:
-    """The shape of an engine's pool."""
-    return KVCacheShape(
-        num_layers=model.num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=kv_dtype,
-        num_parts=model.num_kv_parts,
-    )
 
 
 def allocate_kv_pool(shape: KVCacheShape, device: str) -> torch.Tensor:
@@ -135,11 +86,6 @@ def _ask_for_huge_pages(memory: mmap.mmap, first: int, num_bytes: int) -> None:
     a virtual machine whose host must first find each huge page, 2 MB take 10 ms, and 1 GB 5 s."""
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE, first, num_bytes)
-
-
-def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:
-    """The pool's dtype, from `EngineArgs.kv_cache_dtype` and the model's dtype."""
-    return dtype if kv_cache_dtype == "auto" else FLOAT8
 
 
 def rounded_for_pool(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

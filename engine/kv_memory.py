@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_pool_in
+from engine.kv_cache import allocate_kv_pool, kv_pool_in
+from engine.kv_shape import KVCacheShape
 
 
 @dataclass(frozen=True, kw_only=True)

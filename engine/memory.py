@@ -7,8 +7,6 @@ import os
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from pathlib import Path
 
-import torch
-
 from engine.config import GIB
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -17,6 +15,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 def memory_bytes(device: str) -> int:
     """The total memory of `device` ("cpu" or "cuda"), including what other processes use."""
     if device == "cuda":
+        import torch  # only here: the settings of an engine on a CPU are checked without it
+
         return int(torch.cuda.mem_get_info()[1])
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_container_limits()])

@@ -1,4 +1,5 @@
-"""Weights in 8 and 4 bits: the formats, where each can be used, and the layers that multiply with them.
+"""Weights in 8 and 4 bits: the formats, and the layers that multiply with them. `engine.quantization_choice` says where
+each can be used.
 
 Weights are quantised when loaded, with one scale per output channel (in 4 bits: per group of inputs), or kept as the
 checkpoint has them (`ScaledWeight`, `Int4Weight`).
@@ -26,20 +27,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.cache_dir import report
-from engine.float8 import MAX_FLOAT8, saturated_float8, why_no_float8
-from engine.int4_weight import INT4_GROUP_SIZE, Int4Weight
+from engine.float8 import MAX_FLOAT8, saturated_float8
+from engine.int4_weight import Int4Weight
 from engine.layers import Linear, MakeLinear
-from engine.models.model_shape import ModelShape
-from engine.models.stored_weights import AS_STORED, StoredWeights
+from engine.models.stored_weights import AS_STORED
 from engine.scaled_weight import ScaledWeight
 from engine.weight import Weight, as_int4, dequantized
 
 MAX_INT8 = 127
-FLOAT8_GRAIN = 16
-"""Both sizes of a weight in 8 bits must be multiples of this for `torch._scaled_mm`."""
-GROUP_GRAIN = 16
-"""Groups of inputs must be a multiple of this, the least that tensor cores multiply at once."""
 MAX_PACKED_ROWS = 16
 """Up to this many rows a CPU uses `torch._weight_int8pack_mm`; with more, dequantising the whole weight first is
 faster. A GPU never uses it, since there it computes one output per thread or warp."""
@@ -48,119 +43,6 @@ PACKED_GRAIN, PACKED_ALIGNMENT = 16, 32
 beyond a row's end, and unaligned rows crash the process (torch 2.13, AVX-512)."""
 SMALLEST_AMAX = 1e-12
 """Avoids a division by zero for a row of zeros."""
-
-
-def resolve_quantization(
-    asked: str,
-    stored: StoredWeights,
-    *,
-    device: str,
-    capability: tuple[int, int] | None,
-    dtype: str,
-    model: ModelShape,
-    has_kernels: bool,
-) -> str:
-    """Resolve the quantization of layers' products: "none", "int8", "fp8", "int4" or "stored". "auto" becomes "stored"
-    if the checkpoint has quantised weights and they can be kept. If they cannot, all are dequantised, and that is
-    reported.
-
-    `capability`: the GPU's; None without a GPU. `has_kernels`: whether our kernels for the device can serve. Raises
-    `ValueError` if a quantization given by name cannot work.
-    """
-    if asked != "auto":
-        _check_asked(asked, capability, dtype, model)
-        return asked
-    if not stored.quantizations:
-        return "none"
-    why = _why_widened(stored, device=device, capability=capability, dtype=dtype, model=model, has_kernels=has_kernels)
-    if why:
-        report(f"weights in {stored.name} are widened to {dtype}: {why}")
-    return "none" if why else AS_STORED
-
-
-def _check_asked(asked: str, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> None:
-    """Raise `ValueError` if a quantization given by name cannot work."""
-    why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
-    if asked == "int4" and not why_not:
-        why_not = _why_no_groups(model)
-    advice = "none" if model.model_impl == "transformers" else "int8 or none"
-    if (model.mla is not None or model.moe is not None) and asked != "none":
-        advice = "auto or none"
-        why_not = (
-            "models with latent attention or experts can only have quantised weights as their checkpoint stores them, "
-            "which is what auto does"
-        )
-    if why_not:
-        raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
-
-
-def _why_widened(
-    stored: StoredWeights,
-    *,
-    device: str,
-    capability: tuple[int, int] | None,
-    dtype: str,
-    model: ModelShape,
-    has_kernels: bool,
-) -> str:
-    """Why a checkpoint's quantised weights cannot be kept, as a clause; empty if they can."""
-    if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
-        is_for_dtype = dtype != "bfloat16" and _fits_cpu_kernels(stored, model)
-        return "the CPU kernels for them need dtype bfloat16" if is_for_dtype else "that is faster on a CPU"
-    for own in stored.quantizations:
-        if why_not := why_no_quantization(own, capability=capability, dtype=dtype, model=model):
-            return why_not
-    needs_kernels = stored.block is not None or {"int8", "int4"} & {*stored.quantizations} or model.has_experts
-    if needs_kernels and not has_kernels:
-        return "without Triton kernels they would be widened in each step"
-    if stored.block is not None and stored.block[1] % GROUP_GRAIN:
-        return f"inputs that share a scale must be a multiple of {GROUP_GRAIN}, are {stored.block[1]}"
-    return ""
-
-
-def _fits_cpu_kernels(stored: StoredWeights, model: ModelShape) -> bool:
-    """Whether the CPU kernels support these weights: int8 with a scale per output, or int4 with a scale per group."""
-    if stored.quantizations == ("int4",):
-        return True
-    return stored.quantizations == ("int8",) and stored.block is None and model.mla is None
-
-
-def _why_no_groups(model: ModelShape) -> str:
-    """Why weights cannot be quantised in groups, as a clause; empty if they can."""
-    hidden_size, intermediate_size = model.product_inputs
-    inputs = hidden_size, model.num_heads * model.head_dim, intermediate_size
-    if any(size % INT4_GROUP_SIZE for size in inputs):
-        return f"inputs of products must be multiples of {INT4_GROUP_SIZE}, are {inputs}"
-    return ""
-
-
-def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> str:
-    """Why products cannot use this quantization, as a clause; empty if they can."""
-    if quantization == "none":
-        return ""
-    if model.model_impl == "transformers":
-        return "the model is computed by transformers' code"
-    if quantization != "fp8":
-        return ""
-    if why_not := why_no_float8(capability):
-        return why_not
-    if dtype != "bfloat16":
-        return f"it computes bfloat16, and dtype is {dtype}"
-    sizes = _sizes_of_products(model)
-    if any(size % FLOAT8_GRAIN for size in sizes):
-        return f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
-    return ""
-
-
-def _sizes_of_products(model: ModelShape) -> tuple[int, ...]:
-    """Input and output sizes of products that `MakeLinear` makes: without those of latents, which are plain, and those
-    of routed experts, whose kernel takes any size."""
-    hidden_size, intermediate_size = model.product_inputs
-    if model.mla is None:
-        q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        return hidden_size, q_size, q_size + 2 * kv_size, intermediate_size
-    sizes = hidden_size, model.num_heads * model.mla.v_head_dim, intermediate_size
-    return sizes if model.moe is None else (*sizes, model.moe.num_shared_experts * model.moe.intermediate_size)
 
 
 def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

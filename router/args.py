@@ -49,7 +49,8 @@ class RouterArgs(ServiceArgs):
         default="",
         metadata={
             "help": "Name of the model in requests (`model`), or several names: NAME,NAME. Metrics use the first. "
-            "Default: the folder's name."
+            "Default: the folder's name.",
+            "if_empty": "a name must not be empty; for the folder's name, leave it out",
         },
     )
     api_key: tuple[str, ...] = field(default=(), repr=False, metadata={"help": API_KEY_HELP})

@@ -149,8 +149,20 @@ def _option_of(
         envvar=field.metadata.get("env", f"{env_prefix}_{field.name.upper()}"),
         show_envvar=True,
         help=field.metadata.get("help"),
+        callback=_not_empty(field.metadata["if_empty"]) if "if_empty" in field.metadata else None,
         **presence,
     )
+
+
+def _not_empty(why: str) -> Callable[[click.Context, click.Parameter, str], str]:
+    """A callback for an option whose default is an empty text, which nobody may give."""
+
+    def callback(context: click.Context, parameter: click.Parameter, value: str) -> str:
+        if not value and context.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE:
+            raise click.BadParameter(why)
+        return value
+
+    return callback
 
 
 def _flag(field_name: str) -> str:
@@ -166,15 +178,20 @@ def build(dataclass_type: type[T], options: Mapping[str, Any]) -> T:
     try:
         return dataclass_type(**{name: options[name] for name in names if name in options})
     except ValueError as error:
-        raise click.UsageError(_with_flags(str(error), names)) from error
+        raise click.UsageError(with_flags(str(error), names)) from error
 
 
-def _with_flags(sentence: str, field_names: list[str]) -> str:
-    """Replace the field's name at the begin of a sentence by its flag, as the user has typed it."""
+def with_flags(sentence: str, field_names: Collection[str]) -> str:
+    """Replace the names of fields by their flags, as the user has typed them: at the begin of a sentence and, if the
+    name is of several words and so stands for nothing else, anywhere but within quotes, paths and other names."""
     match = re.match(r"\w+", sentence)
     if match and match[0] in field_names:
-        return _flag(match[0]) + sentence[match.end() :]
-    return sentence
+        sentence = _flag(match[0]) + sentence[match.end() :]
+
+    def flag_or_word(match: re.Match[str]) -> str:
+        return _flag(match[0]) if match[0] in field_names else match[0]
+
+    return re.sub(r"(?<![\w'\"/.-])\w+_\w+(?![\w'\"/-])", flag_or_word, sentence)
 
 
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

@@ -3,7 +3,7 @@
 Owns the processes (through `tandem.supervision`), and knows when requests can be served. Does not own their settings
 (`tandem.cluster_args`), nor requests: `tandem.client` talks to `router_address`.
 
-    Cluster(args) ── start() ──> model resolved ─> Redis answers ─> routers and workers start together
+    Cluster(args) ── start() ──> model resolved, settings checked ─> Redis answers ─> routers and workers start together
                                   ─> each router is SERVING and has every worker, gateways listen ─> ready
                   ── stop() ───> gateways and routers drain (streams finish) ─> workers drain ─> Redis ends
 
@@ -27,9 +27,11 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from engine.model_loader.settings import check_settings
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
 from rpc.channel import open_channel
+from rpc.entrypoint import with_flags
 from rpc.keys import keyed
 from rpc.listener import hold_port
 from rpc.server import CannotListen, is_any_host, split_address
@@ -47,6 +49,7 @@ from tandem.local_redis import LocalRedis, LocalRedisError
 from tandem.process_run import ProcessSpec, dying_with_us
 from tandem.stderr import tell
 from tandem.supervision import ProcessError, ProcessEvent, RestartPolicy, SupervisedProcess
+from worker_service.args import check_lora_dir
 
 T = TypeVar("T")
 
@@ -157,6 +160,7 @@ class Cluster:
         if self.args.redis_url:
             await _check_redis(self.args.redis_url)
         folder = await self._resolve_model()
+        await asyncio.to_thread(self._check_settings, folder)
         if not self.args.redis_url:
             try:
                 self._redis = LocalRedis()
@@ -271,6 +275,15 @@ class Cluster:
             # The router offers a list of workers, but no stream of its changes.
             while wanted - await _connected_workers(stub):  # noqa: ASYNC110
                 await asyncio.sleep(STATUS_INTERVAL_S)
+
+    def _check_settings(self, folder: Path) -> None:
+        """Raise `ClusterError`, naming the flag, if every worker would refuse its settings for the model in
+        `folder`."""
+        try:
+            check_lora_dir(self.args.lora_dir, self.args.engine.max_loras)
+            check_settings(self.args.engine, folder)
+        except ValueError as error:
+            raise ClusterError(with_flags(str(error), self.args.field_names)) from error
 
     async def _resolve_model(self) -> Path:
         """The local folder of `args.engine.model`. Downloads and conversions run in a separate process, so that signals

@@ -8,7 +8,6 @@ passes them on, except for those that it decides for each process itself (`OWN`)
 from __future__ import annotations
 
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from engine.config import EngineArgs
 from gateway.args import GatewayArgs
 from router.args import RouterArgs
 from router.policy import PolicyConfig
-from rpc.entrypoint import ServiceArgs
+from rpc.entrypoint import ServiceArgs, with_flags
 from rpc.server import split_address
 from rpc.targets import target_of
 from rpc.tls import SSL_FIELDS, SslArgs
@@ -139,8 +138,7 @@ class ClusterArgs:
             WorkerArgs(**own, **self.settings_of(WorkerArgs))
             GatewayArgs(api_key=self.api_key, **self.settings_of(GatewayArgs))
         except ValueError as error:
-            field_name, rest = re.split(r"(?=\W)", str(error), maxsplit=1)
-            raise ValueError(f"--{field_name.replace('_', '-')}{rest}") from error
+            raise ValueError(with_flags(str(error), self.field_names)) from error
         self._check_routers()
         if self.num_gateways > 1 and sys.platform != "linux":
             raise ValueError("--gateways must be 1 here: only Linux spreads connections over processes with one port")
@@ -153,6 +151,11 @@ class ClusterArgs:
             target_of([self.router_listen(name) for name in self.router_names])
         except ValueError as error:
             raise ValueError(f"--listen must have an IP address with several routers, is {self.listen!r}") from error
+
+    @property
+    def field_names(self) -> list[str]:
+        """The names that errors may give to settings: those of flags."""
+        return [entry.name for of in (EngineArgs, PolicyConfig, *SERVICES) for entry in fields(of)]
 
     def settings_of(self, service: type[SslArgs]) -> dict[str, Any]:
         """The fields of `service`, one of `SERVICES`, that are passed on."""
@@ -194,7 +197,7 @@ class ClusterArgs:
     @property
     def served_model_name(self) -> str:
         """The given name, or that of the given model, not of the cache folder that contains it."""
-        return self.engine.served_model_name or Path(self.engine.model).name
+        return self.engine.served_model_name or Path(self.engine.model).name or Path(self.engine.model).resolve().name
 
     @property
     def a_key(self) -> str:

@@ -11,7 +11,6 @@ import torch
 from triton_compiler import name_of, now
 
 from engine.float8 import why_no_float8
-from engine.int4_weight import INT4_GROUP_SIZE
 from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.copy_rows import copy_rows
 from engine.kernels.gpu.digest import block_digests
@@ -34,6 +33,7 @@ from engine.kernels.gpu.product import (
 from engine.lora.adapters import AddedPart
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
+from engine.quantization_choice import INT4_GROUP_SIZE
 from engine.sampling_params import SamplingParams
 from engine.scaled_weight import ScaledWeight
 from engine.scheduling.sequence import Sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kv_transfer import TRANSPORTS
 from registry.keys import check_name
@@ -90,3 +91,11 @@ class WorkerArgs(ServiceArgs):
             )
         if self.advertise and not port:
             raise ValueError(f"advertise must name the port at which others reach this worker, is {where!r}")
+
+
+def check_lora_dir(lora_dir: str, max_loras: int) -> None:
+    """Raise `ValueError` if the folder does not exist, or the engine has no room for its adapters."""
+    if lora_dir and not max_loras:
+        raise ValueError("lora_dir needs room for adapters: also give max_loras, the maximum number of them at once")
+    if lora_dir and not Path(lora_dir).expanduser().is_dir():
+        raise ValueError(f"lora_dir: there is no folder {lora_dir}")

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 
 from engine.kernels.gpu import why_no_triton
-from engine.kv_cache import KVCacheShape, kv_pool_in
+from engine.kv_cache import kv_pool_in
 from engine.kv_memory import KVMemory, RankProgram
+from engine.kv_shape import KVCacheShape
 from engine.running.executor import RankLost
 from kv_transfer import HostPool, KVLayout, KVPool, SharedMemory
 from worker_service.cuda_ipc import cuda_peers

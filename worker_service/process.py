@@ -40,11 +40,11 @@ from registry.model_traits import read_model_traits
 from registry.prefix_index import PrefixReporter
 from registry.workers import WorkerRegistration
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KV_PING_TIMEOUT_MS
-from rpc.entrypoint import announce
+from rpc.entrypoint import announce, with_flags
 from rpc.http import HttpServer, show_metrics, tell_of_process
 from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
-from worker_service.args import WorkerArgs
+from worker_service.args import WorkerArgs, check_lora_dir
 from worker_service.device_pool import DeviceWatch
 from worker_service.lora_folder import LoRAFolder
 from worker_service.messages import load_message, model_message
@@ -80,16 +80,20 @@ async def run_worker(
     """Serve until `stop` is set or the engine fails. Returns the exit code."""
     if role == pb.Role.ROLE_PREFILL:  # decodes little: recording steps would only cost start time and memory
         engine_args = replace(engine_args, enforce_eager=True)
+
+    def refuse(error: Exception) -> int:
+        click.echo(f"Error: {with_flags(str(error), [*vars(args), *vars(engine_args)])}", err=True)
+        return 2
+
     try:
+        await asyncio.to_thread(check_lora_dir, args.lora_dir, engine_args.max_loras)
         config = await asyncio.to_thread(create_engine_config, engine_args)
     except ValueError as error:
-        click.echo(f"Error: {error}", err=True)
-        return 2
+        return refuse(error)
     try:
         process = await WorkerProcess.start(role, args, config, make_service)
     except (CannotLoad, CannotListen, TransportMissing) as error:
-        click.echo(f"Error: {error}", err=True)
-        return 2
+        return refuse(error)
     await _first_of(process.failed.wait(), stop.wait(), process.drain_asked.wait())
     if not process.failed.is_set():
         await process.drain(args.drain_grace_s)
@@ -159,7 +163,6 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Load the model, listen, register. Raises `CannotLoad`, `CannotListen`, `TransportMissing`."""
         self = cls(role, args, config)
-        await self._check_lora_dir()
         pool = await self._load_model()
         self._make_services(pool, make_service)
         await self._read_lora_dir()
@@ -196,17 +199,6 @@ class WorkerProcess:
         self._ranks.watch(self.engine.rank_pids)
         self._load = load_message(self.engine.first_load)
         return memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
-
-    async def _check_lora_dir(self) -> None:
-        """Raise `CannotLoad` if the folder does not exist, or there is no room for adapters."""
-        if self._lora_dir is None:
-            return
-        if not self._config.lora_room.num:
-            raise CannotLoad(
-                "lora_dir needs room for adapters: also give --max-loras, the maximum number of them at once"
-            )
-        if not await asyncio.to_thread(self._lora_dir.is_dir):
-            raise CannotLoad(f"lora_dir: there is no folder {self._lora_dir}")
 
     async def _read_lora_dir(self) -> None:
         """Load the folder's adapters before others learn of this worker, and follow the folder from then on."""

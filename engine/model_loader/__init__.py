@@ -40,11 +40,6 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     """
     from engine.model_loader.model_config import make_engine_config
 
-    is_gguf = args.model.endswith(".gguf")
-    if args.load_format == "gguf" and not is_gguf:
-        raise ValueError(f"load_format gguf needs a .gguf file as model, is {args.model!r}")
-    if args.load_format == "safetensors" and is_gguf:
-        raise ValueError(f"load_format safetensors cannot read {args.model!r}; give auto or gguf")
     return make_engine_config(args, resolve_model(args.model))
 
 

@@ -25,8 +25,6 @@ from engine.attention import (
 )
 from engine.cache_dir import report
 from engine.config import (
-    GIB,
-    OTHER_NAMES_OF_DTYPES,
     CacheConfig,
     DeviceConfig,
     EngineArgs,
@@ -37,21 +35,31 @@ from engine.config import (
     SchedulerConfig,
 )
 from engine.kernels.build import cpu_arithmetic
-from engine.kv_cache import KV_FORMAT_VERSION, TORCH_DTYPES, kv_cache_shape, kv_dtype_of
+from engine.kv_cache import KV_FORMAT_VERSION
+from engine.kv_shape import kv_dtype_of
 from engine.lora.modules import (
     WEIGHTS_FILE,
     LoRAModule,
     LoRARoom,
     check_lora_folder,
-    parse_lora_modules,
     read_lora_module,
 )
-from engine.memory import least_gib, memory_bytes, most_gib
+from engine.model_loader.settings import (
+    aliases_of,
+    check_adapter,
+    dtype_of,
+    lora_folders,
+    max_model_len_of,
+    num_blocks_of,
+    offloading_bytes_of,
+    read_json,
+    served_model_name_of,
+)
 from engine.model_loader.weights import check_size, digest_by_reading, digest_files, dummy_digest, safetensors_files
 from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import AS_STORED, StoredWeights
-from engine.quantization import resolve_quantization
+from engine.quantization_choice import resolve_quantization
 from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import share_of
 from prefix_hash.compat import join_parts
@@ -59,7 +67,6 @@ from prefix_hash.compat import join_parts
 GPU_ARITHMETIC_VERSION = 1
 """Version of the order in which `batch_invariant` adds up: tile sizes of inputs and keys, and piece sizes of contexts.
 """
-CPU_KV_CACHE_GIB = 1.0
 CPU_PREFILL_BATCH_TOKENS = 256
 """With this many rows, products reach a core's limit: twice as many rows take twice as long."""
 CPU_DRAFT_BATCH_TOKENS = 16
@@ -71,12 +78,12 @@ GPU_DRAFT_BATCH_TOKENS = 256
 
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
-    hf_config = _read_json(folder / "config.json")
+    hf_config = read_json(folder / "config.json")
     num_ranks = args.tensor_parallel_size
     shape = share_of(load_model_shape(hf_config, args.model_impl), num_ranks)
     # For models by transformers' code, `load_model_shape` has checked this: their weights are plain in use.
     stored = StoredWeights.from_hf(hf_config) if shape.model_impl == "tandem" else StoredWeights()
-    device, dtype = _device(args), _dtype(args, hf_config)
+    device, dtype = _device(args), dtype_of(args, hf_config)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)
     _check_devices(device, num_ranks)
@@ -96,7 +103,8 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         has_kernels=bool(stored.quantizations) and not why_no_kernels(args.attention_backend, needs),
     )
     model = _model_config(args, folder, hf_config, shape, device, dtype=dtype, quantization=quantization)
-    num_blocks = _num_blocks(args, model, device, kv_dtype)
+    max_model_len = max_model_len_of(args, shape)
+    num_blocks = num_blocks_of(args, shape, max_model_len=max_model_len, kv_dtype=kv_dtype, device=device)
     has_float8_products = quantization == "fp8" or (quantization == AS_STORED and "fp8" in stored.quantizations)
     needs = replace(needs, quantization=quantization, has_float8_products=has_float8_products)
     backend = choose_attention_backend(args.attention_backend, needs)
@@ -108,7 +116,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         num_blocks=num_blocks,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enable_prefix_caching=args.enable_prefix_caching,
-        kv_offloading_bytes=_offloading_bytes(args),
+        kv_offloading_bytes=offloading_bytes_of(args),
         kv_order=kv_order_of(backend, shape),
     )
     return EngineConfig(
@@ -236,24 +244,18 @@ def _model_config(
     dtype: str,
     quantization: str,
 ) -> ModelConfig:
-    max_model_len = args.max_model_len or shape.max_positions
-    if max_model_len > shape.max_positions:
-        bound = f"the model's max_position_embeddings={shape.max_positions}"
-        if shape.why_no_more_positions:
-            bound = f"{shape.max_positions}, {shape.why_no_more_positions}"
-        raise ValueError(f"max_model_len must be at most {bound}, is {max_model_len}")
     is_dummy = args.load_format == "dummy"
     weights_digest = dummy_digest(args.seed, device) if is_dummy else digest_files(safetensors_files(folder))
     return ModelConfig(
         model=args.model,
-        served_model_name=_served_model_name(args),
-        aliases=_aliases(args),
+        served_model_name=served_model_name_of(args),
+        aliases=aliases_of(args),
         path=folder,
         hf_config=hf_config,
         dtype=dtype,
         quantization=quantization,
         model_impl=shape.model_impl,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len_of(args, shape),
         vocab_size=shape.vocab_size,
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
@@ -266,25 +268,11 @@ def _model_config(
     )
 
 
-def _served_model_name(args: EngineArgs) -> str:
-    """The first of several names; the others are aliases, which the router handles."""
-    return args.served_model_name.partition(",")[0].strip() or Path(args.model).name
-
-
-def _aliases(args: EngineArgs) -> tuple[str, ...]:
-    return tuple(map(str.strip, args.served_model_name.split(",")[1:]))
-
-
 def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]:
-    served_model_name = _served_model_name(args)
-    folders = parse_lora_modules(args.lora_modules)
-    if (folders or args.max_loras) and not isinstance(shape, DecoderConfig):
-        field, must = ("lora_modules", "empty") if folders else ("max_loras", "0")
-        raise ValueError(f"{field} must be {must} for models that transformers' code computes")
-    own_names = [served_model_name, *_aliases(args)]
-    if taken := [name for name in own_names if name in folders]:
-        raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another name")
-    return tuple(lora_module_of(name, path) for name, path in sorted(folders.items()))
+    folders = lora_folders(args, can_adapt=isinstance(shape, DecoderConfig))
+    for name, path in folders.items():
+        check_adapter(name, path)
+    return tuple(lora_module_of(name, path) for name, path in folders.items())
 
 
 def lora_module_of(name: str, path: Path, max_bytes: Callable[[str, int], int] | None = None) -> LoRAModule:
@@ -300,17 +288,6 @@ def lora_module_of(name: str, path: Path, max_bytes: Callable[[str, int], int] |
         return digest_by_reading(weights)
 
     return read_lora_module(name, path.resolve(), digest_of_weights)
-
-
-def _dtype(args: EngineArgs, hf_config: dict[str, Any]) -> str:
-    if args.dtype != "auto":
-        return OTHER_NAMES_OF_DTYPES.get(args.dtype, args.dtype)
-    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
-    if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
-        raise ValueError(
-            f"config.json: dtype {dtype!r} is not supported; give dtype as one of {', '.join(TORCH_DTYPES)}"
-        )
-    return str(dtype)
 
 
 def _device(args: EngineArgs) -> str:
@@ -332,56 +309,11 @@ def _num_threads(num_ranks: int) -> int:
     return 0 if num_ranks == 1 else max(1, torch.get_num_threads() // num_ranks)
 
 
-def _num_blocks(args: EngineArgs, model: ModelConfig, device: str, kv_dtype: str) -> int:
-    """The number of KV blocks; 0: to be measured."""
-    if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
-        return 0
-    shape = kv_cache_shape(model, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
-    needed = -(-model.max_model_len // args.block_size)
-    # On a CPU the pools of all ranks share the same memory.
-    block_bytes = shape.pool_bytes * (args.tensor_parallel_size if device == "cpu" else 1)
-    most = memory_bytes(device) // block_bytes
-    if most < 1:
-        raise ValueError(
-            f"block_size: one block of {args.block_size} tokens would take {block_bytes / GIB:.1f} GiB, more than the "
-            f"memory of this process: the model has {model.num_layers} layers with {model.num_kv_heads} key heads of "
-            f"size {model.head_dim}"
-        )
-    if args.num_kv_blocks:
-        num_blocks, setting = args.num_kv_blocks, f"is {args.num_kv_blocks}"
-        bounds = f"num_kv_blocks must be at least {needed}", f"num_kv_blocks must be at most {most}"
-    else:
-        gib = args.kv_cache_gib or CPU_KV_CACHE_GIB
-        num_blocks, setting = int(gib * GIB) // block_bytes, f"is {gib:g}"
-        bounds = (
-            f"kv_cache_gib must be at least {least_gib(needed * block_bytes)}",
-            f"kv_cache_gib must be at most {most_gib(most * block_bytes)}",
-        )
-    if num_blocks < needed:
-        why = f"what max_model_len={model.max_model_len} needs"
-        raise ValueError(f"{bounds[0]}, {why}, {setting}; or lower max_model_len")
-    if num_blocks > most:
-        raise ValueError(f"{bounds[1]}, all the memory of this process, {setting}")
-    return num_blocks
-
-
-def _offloading_bytes(args: EngineArgs) -> int:
-    if args.kv_offloading_size and not args.enable_prefix_caching:
-        raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching, which looks blocks up")
-    most_bytes = memory_bytes("cpu")
-    if args.kv_offloading_size * GIB > most_bytes:
-        raise ValueError(
-            f"kv_offloading_size must be at most {most_gib(most_bytes)}, all the memory of this process, is "
-            f"{args.kv_offloading_size:g}"
-        )
-    return int(args.kv_offloading_size * GIB)
-
-
 def _eos_token_ids(folder: Path, hf_config: dict[str, Any], vocab_size: int) -> frozenset[int]:
     generation = folder / "generation_config.json"
     values = [hf_config.get("eos_token_id")]
     if generation.is_file():
-        values.append(_read_json(generation).get("eos_token_id"))
+        values.append(read_json(generation).get("eos_token_id"))
     ids = [i for value in values if value is not None for i in (value if isinstance(value, list) else [value])]
     others = [i for i in ids if type(i) is not int]
     if others:
@@ -390,15 +322,3 @@ def _eos_token_ids(folder: Path, hf_config: dict[str, Any], vocab_size: int) -> 
     if outside:
         raise ValueError(f"{folder}: eos_token_id {outside} is outside the vocabulary of {vocab_size}")
     return frozenset(ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return content

@@ -7,7 +7,14 @@ from typing import Any
 from engine.models.decoder_config import ARCHITECTURES, DecoderConfig
 from engine.models.model_shape import ModelShape
 
-__all__ = ["ARCHITECTURES", "DecoderConfig", "ModelShape", "load_decoder_config", "load_model_shape"]
+__all__ = [
+    "ARCHITECTURES",
+    "DecoderConfig",
+    "ModelShape",
+    "is_for_our_decoder",
+    "load_decoder_config",
+    "load_model_shape",
+]
 
 
 def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
@@ -15,22 +22,32 @@ def load_model_shape(hf_config: dict[str, Any], model_impl: str) -> ModelShape:
 
     Raises `ValueError` that says what cannot be served.
     """
-    names = hf_config.get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"config.json: architectures must be a list of names, is {names!r}")
+    names = _architectures(hf_config)
     if not names:
         _check_architecture_of(hf_config.get("model_type"))
-    is_known = any(name in ARCHITECTURES for name in names)
-    if model_impl == "tandem" or (model_impl == "auto" and is_known):
+    if is_for_our_decoder(hf_config, model_impl):
         return load_decoder_config(hf_config)
     from engine.models.transformers_config import TransformersConfig  # imports transformers, a second
 
     try:
         return TransformersConfig.from_hf(hf_config)
     except ValueError as error:
-        if not is_known:
+        if not any(name in ARCHITECTURES for name in names):
             raise
         raise ValueError(f"{error}; give model_impl auto: our own decoder computes it") from error
+
+
+def is_for_our_decoder(hf_config: dict[str, Any], model_impl: str) -> bool:
+    """Whether our own decoder is to compute the model, rather than transformers' code."""
+    is_known = any(name in ARCHITECTURES for name in _architectures(hf_config))
+    return model_impl == "tandem" or (model_impl == "auto" and is_known)
+
+
+def _architectures(hf_config: dict[str, Any]) -> list[str]:
+    names = hf_config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: architectures must be a list of names, is {names!r}")
+    return names
 
 
 def _check_architecture_of(model_type: Any) -> None:

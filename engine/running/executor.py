@@ -13,8 +13,8 @@ import torch
 
 from engine.cache_dir import report
 from engine.config import GIB, EngineConfig
-from engine.kv_cache import KVCacheShape
 from engine.kv_memory import KVMemory
+from engine.kv_shape import KVCacheShape
 from engine.lora.adapters import Adapters, ReadAdapter
 from engine.lora.modules import LoRAModule
 from engine.running.host_copies import HostCopies, num_host_blocks

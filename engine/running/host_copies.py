@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 
 from engine.config import GIB, EngineConfig
-from engine.kv_cache import KVCacheShape
+from engine.kv_shape import KVCacheShape
 from engine.memory import least_gib
 from engine.scheduling.offloading import BlockCopy
 from engine.to_device import to_device

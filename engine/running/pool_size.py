@@ -17,7 +17,7 @@ import torch
 
 from engine.attention.latent_forms import Unfolding
 from engine.config import EngineConfig
-from engine.kv_cache import KVCacheShape
+from engine.kv_shape import KVCacheShape
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 

@@ -21,7 +21,8 @@ import torch
 from engine.attention import PagedBackend, create_attention_backend
 from engine.cache_dir import report
 from engine.config import EngineConfig
-from engine.kv_cache import KVCacheShape, allocate_kv_pool, kv_cache_shape
+from engine.kv_cache import allocate_kv_pool
+from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import load_model
 from engine.models.model import Model
 from engine.running.model_runner import ModelRunner

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from engine.config import EngineConfig
-from engine.kv_cache import KVCacheShape
 from engine.kv_memory import KVMemory
+from engine.kv_shape import KVCacheShape
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
 from engine.running.executor import Executor, RankLost

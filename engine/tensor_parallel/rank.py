@@ -26,8 +26,9 @@ import torch
 
 from engine.cache_dir import report
 from engine.config import EngineConfig
-from engine.kv_cache import KV_DTYPES, KVCacheShape
+from engine.kv_cache import KV_DTYPES
 from engine.kv_memory import KVMemory
+from engine.kv_shape import KVCacheShape
 from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.step_input import StepInput

@@ -326,14 +326,15 @@ def test_nor_does_one_while_the_model_is_prepared(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "words"),
+    ("flags", "words"),
     [
-        ("--num-kv-blocks", "1", "num_kv_blocks must be at least 512"),
-        ("--redis", "redis://127.0.0.1:1", "no Redis answers at redis://127.0.0.1:1"),
+        ("--num-kv-blocks 1", "--num-kv-blocks must be at least 512"),
+        ("--attention-backend cpu --dtype float32", "--attention-backend cpu cannot work here"),  # a worker knows it
+        ("--redis redis://127.0.0.1:1", "no Redis answers at redis://127.0.0.1:1"),
     ],
 )
-def test_a_setting_that_cannot_work_ends_up_at_once_with_the_reason(flag: str, value: str, words: str) -> None:
-    with running("up", flag, value, "--aggregated", "--listen", "127.0.0.1:0", "--no-http") as process:
+def test_a_setting_that_cannot_work_ends_up_at_once_with_the_reason(flags: str, words: str) -> None:
+    with running("up", *flags.split(), "--aggregated", "--listen", "127.0.0.1:0", "--no-http") as process:
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert stdout == b""

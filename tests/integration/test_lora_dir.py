@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from rpc.errors import InvalidRequest, NoWorker
 from tandem.requests import generate_request
 from worker_service import lora_folder
 from worker_service.lora_folder import LoRAFolder
-from worker_service.process import CannotLoad
 
 PROMPT = list(range(70, 110))
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -341,25 +339,6 @@ async def test_a_volume_that_is_away_takes_no_adapter_with_it(
     shutil.rmtree(folder / "sql")
     await wait_until_known(tiny_cluster)
     assert caplog.text.count("the folder of adapters cannot be read") == 1
-
-
-@pytest.mark.parametrize(
-    ("lora_dir", "settings", "says"),
-    [
-        (lambda folder: folder, {}, "lora_dir needs room for adapters: also give --max-loras"),
-        (lambda folder: folder / "nobody", {"max_loras": 1}, "lora_dir: there is no folder .*nobody"),
-    ],
-)
-async def test_flags_that_do_not_go_together(
-    tiny_cluster: Cluster,
-    tiny_model: Path,
-    folder: Path,
-    lora_dir: Callable[[Path], Path],
-    settings: dict[str, Any],
-    says: str,
-) -> None:
-    with pytest.raises(CannotLoad, match=says):
-        await tiny_cluster.start_decode_worker("w", tiny_model, lora_dir=lora_dir(folder), **settings)
 
 
 async def test_what_cannot_be_looked_at_is_told_of_once(

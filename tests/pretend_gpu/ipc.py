@@ -10,7 +10,8 @@ import torch
 from device_peers import copy_rows_of_host
 
 from engine import kv_cache
-from engine.kv_cache import KVCacheShape, kv_pool_in
+from engine.kv_cache import kv_pool_in
+from engine.kv_shape import KVCacheShape
 from kv_transfer import SharedMemory
 from kv_transfer.pool import Rows
 from kv_transfer.shared_memory import open_peers_memory

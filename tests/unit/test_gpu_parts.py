@@ -42,8 +42,8 @@ from benchmarks.gpu_parts.shapes import (
     write_model,
 )
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
-from engine.int4_weight import INT4_GROUP_SIZE
 from engine.kernels.gpu import why_no_triton
+from engine.quantization_choice import INT4_GROUP_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

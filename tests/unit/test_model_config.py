@@ -14,6 +14,7 @@ from quantized_checkpoints import FORMS
 
 from engine.layers import inverse_frequencies
 from engine.model_loader import model_config
+from engine.model_loader import settings as settings_module
 from engine.models import load_decoder_config
 from engine.models.decoder_config import RopeConfig
 
@@ -218,7 +219,7 @@ def test_json_without_end_is_named(tmp_path: Path, name: str) -> None:
 def test_a_block_that_fits_nowhere_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_with(tmp_path / "m")
     # 2 layers x (2 x 2 heads x 4 slots x 4 dims x 4 bytes)
-    monkeypatch.setattr(model_config, "memory_bytes", lambda device: 511)
+    monkeypatch.setattr(settings_module, "memory_bytes", lambda device: 511)
     with pytest.raises(
         ValueError, match=r"one block of 4 tokens would take .* has 2 layers with 2 key heads of size 4"
     ):
@@ -263,7 +264,7 @@ def test_a_size_that_a_bound_names_is_within_it(
 ) -> None:
     """A user who then gives the size that the error names is not refused again."""
     folder = folder_with(tmp_path / "m")
-    monkeypatch.setattr(model_config, "memory_bytes", lambda device: 512 * num_blocks + 511)
+    monkeypatch.setattr(settings_module, "memory_bytes", lambda device: 512 * num_blocks + 511)
     length = min(64, 2 * num_blocks)
 
     def bound_of(name: str, **settings: float) -> float:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_cache import KV_ORDER, KVCacheShape
+from engine.kv_cache import KV_ORDER
 from engine.kv_memory import RankProgram
+from engine.kv_shape import KVCacheShape
 from engine.running.executor import RankLost
 from kv_transfer import TransportMissing
 from kv_transfer.shared_memory import open_peers_memory

@@ -23,8 +23,8 @@ from engine.quantization import (
     Int8Linear,
     quantize_float8,
     quantize_int8,
-    resolve_quantization,
 )
+from engine.quantization_choice import resolve_quantization
 from engine.scaled_weight import ScaledWeight
 from engine.weight import stacked
 

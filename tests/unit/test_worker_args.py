@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from worker_service.args import WorkerArgs
+from worker_service.args import WorkerArgs, check_lora_dir
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,19 @@ def test_others_are_told_of_a_port() -> None:
         WorkerArgs(listen="0.0.0.0:0", advertise="10.0.0.4:0")
     with pytest.raises(ValueError, match="advertise: an address must be HOST:PORT"):
         WorkerArgs(advertise="10.0.0.4")
+
+
+@pytest.mark.parametrize(
+    ("folder", "max_loras", "says"),
+    [
+        ("", 0, "lora_dir needs room for adapters: also give max_loras"),
+        ("nobody", 1, r"lora_dir: there is no folder .*/nobody"),
+    ],
+)
+def test_a_folder_of_adapters_needs_room_and_must_be_there(
+    tmp_path: Path, folder: str, max_loras: int, says: str
+) -> None:
+    check_lora_dir("", 0)
+    check_lora_dir(str(tmp_path), 1)
+    with pytest.raises(ValueError, match=f"^{says}"):
+        check_lora_dir(str(tmp_path / folder), max_loras)

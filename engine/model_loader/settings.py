@@ -1,0 +1,172 @@
+"""Checks an engine's settings against its model's folder, as far as this needs neither torch nor the device.
+
+EngineArgs, folder ──check_settings──> ValueError, or nothing: before any process is started (`tandem up`)
+                   ──the others──────> parts of an EngineConfig (model_config.py), with the same checks
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.config import GIB, OTHER_NAMES_OF_DTYPES, EngineArgs
+from engine.kv_shape import kv_cache_shape, kv_dtype_of
+from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
+from engine.memory import least_gib, memory_bytes, most_gib
+from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
+from engine.quantization_choice import check_quantization
+from engine.tensor_parallel.shares import share_of
+
+CPU_KV_CACHE_GIB = 1.0
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
+"""The dtypes that models compute in."""
+CUDA_DRIVER = "libcuda.so.1"
+AMD_DRIVER = Path("/dev/kfd")
+
+
+def check_settings(args: EngineArgs, folder: Path) -> None:
+    """Raise `ValueError`, naming the field, if the engine would refuse `args` for the model in `folder`. It may still
+    refuse what this leaves out: what depends on the device, and a model that transformers' code computes."""
+    hf_config = read_json(folder / "config.json")
+    is_ours = is_for_our_decoder(hf_config, args.model_impl)
+    for name, path in lora_folders(args, can_adapt=is_ours).items():
+        check_adapter(name, path)
+    offloading_bytes_of(args)
+    if not is_ours:
+        return
+    shape = share_of(load_decoder_config(hf_config), args.tensor_parallel_size)
+    is_cpu = args.device == "cpu" or (args.device == "auto" and not may_have_gpu())
+    dtype = dtype_of(args, hf_config)
+    if args.quantization != "auto" and (is_cpu or args.quantization != "fp8"):  # fp8 depends on the GPU
+        check_quantization(args.quantization, None, dtype, shape)
+    num_blocks_of(
+        args,
+        shape,
+        max_model_len=max_model_len_of(args, shape),
+        kv_dtype=kv_dtype_of(args.kv_cache_dtype, dtype),
+        device="cpu" if is_cpu else "cuda",
+        knows_device=is_cpu,
+    )
+
+
+def may_have_gpu() -> bool:
+    """Whether torch may find a GPU: it finds none without a driver. Importing torch to ask it takes a second."""
+    try:
+        ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return AMD_DRIVER.exists()
+    return True
+
+
+def served_model_name_of(args: EngineArgs) -> str:
+    """The first of several names; the others are aliases, which the router handles."""
+    return args.served_model_name.partition(",")[0].strip() or Path(args.model).name
+
+
+def aliases_of(args: EngineArgs) -> tuple[str, ...]:
+    return tuple(map(str.strip, args.served_model_name.split(",")[1:]))
+
+
+def lora_folders(args: EngineArgs, *, can_adapt: bool) -> dict[str, Path]:
+    """The adapters' folders by name, sorted. `can_adapt`: whether our own decoder computes the model."""
+    folders = parse_lora_modules(args.lora_modules)
+    if (folders or args.max_loras) and not can_adapt:
+        field, must = ("lora_modules", "empty") if folders else ("max_loras", "0")
+        raise ValueError(f"{field} must be {must} for models that transformers' code computes")
+    own_names = [served_model_name_of(args), *aliases_of(args)]
+    if taken := [name for name in own_names if name in folders]:
+        raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another name")
+    return dict(sorted(folders.items()))
+
+
+def check_adapter(name: str, path: Path) -> None:
+    """Check everything about a folder of --lora-modules but its weights."""
+    try:
+        check_lora_folder(name, path)
+        read_lora_module(name, path, lambda _: "")
+    except ValueError as error:
+        raise ValueError(f"lora_modules: {error}") from error
+
+
+def dtype_of(args: EngineArgs, hf_config: dict[str, Any]) -> str:
+    """The model's dtype, resolved."""
+    if args.dtype != "auto":
+        return OTHER_NAMES_OF_DTYPES.get(args.dtype, args.dtype)
+    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    if not isinstance(dtype, str) or dtype not in MODEL_DTYPES:
+        raise ValueError(
+            f"config.json: dtype {dtype!r} is not supported; give dtype as one of {', '.join(MODEL_DTYPES)}"
+        )
+    return str(dtype)
+
+
+def max_model_len_of(args: EngineArgs, shape: ModelShape) -> int:
+    """The maximum length of prompt and answer together, in tokens."""
+    max_model_len = args.max_model_len or shape.max_positions
+    if max_model_len > shape.max_positions:
+        bound = f"the model's max_position_embeddings={shape.max_positions}"
+        if shape.why_no_more_positions:
+            bound = f"{shape.max_positions}, {shape.why_no_more_positions}"
+        raise ValueError(f"max_model_len must be at most {bound}, is {max_model_len}")
+    return max_model_len
+
+
+def num_blocks_of(
+    args: EngineArgs, shape: ModelShape, *, max_model_len: int, kv_dtype: str, device: str, knows_device: bool = True
+) -> int:
+    """The number of KV blocks; 0: to be measured. `shape`: what one rank computes. Without `knows_device`, `device`
+    is a guess, and its memory is not looked at."""
+    if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
+        return 0
+    block = kv_cache_shape(shape, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
+    needed = -(-max_model_len // args.block_size)
+    # On a CPU the pools of all ranks share the same memory.
+    block_bytes = block.pool_bytes * (args.tensor_parallel_size if device == "cpu" else 1)
+    most = memory_bytes(device) // block_bytes if knows_device else None
+    if most is not None and most < 1:
+        raise ValueError(
+            f"block_size: one block of {args.block_size} tokens would take {block_bytes / GIB:.1f} GiB, more than the "
+            f"memory of this process: the model has {shape.num_layers} layers with {shape.num_kv_heads} key heads of "
+            f"size {shape.head_dim}"
+        )
+    if args.num_kv_blocks:
+        field, num_blocks, setting = "num_kv_blocks", args.num_kv_blocks, f"{args.num_kv_blocks}"
+    else:
+        gib = args.kv_cache_gib or CPU_KV_CACHE_GIB
+        field, num_blocks, setting = "kv_cache_gib", int(gib * GIB) // block_bytes, f"{gib:g}"
+    if num_blocks < needed:
+        least = needed if args.num_kv_blocks else least_gib(needed * block_bytes)
+        why = f"what max_model_len={max_model_len} needs"
+        raise ValueError(f"{field} must be at least {least}, {why}, is {setting}; or lower max_model_len")
+    if most is not None and num_blocks > most:
+        bound = most if args.num_kv_blocks else most_gib(most * block_bytes)
+        raise ValueError(f"{field} must be at most {bound}, all the memory of this process, is {setting}")
+    return num_blocks
+
+
+def offloading_bytes_of(args: EngineArgs) -> int:
+    """Bytes of host memory for KV offloading."""
+    if args.kv_offloading_size and not args.enable_prefix_caching:
+        raise ValueError("kv_offloading_size must be 0 without enable_prefix_caching, which looks blocks up")
+    most_bytes = memory_bytes("cpu")
+    if args.kv_offloading_size * GIB > most_bytes:
+        raise ValueError(
+            f"kv_offloading_size must be at most {most_gib(most_bytes)}, all the memory of this process, is "
+            f"{args.kv_offloading_size:g}"
+        )
+    return int(args.kv_offloading_size * GIB)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of the model's folder."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
