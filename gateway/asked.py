@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
@@ -20,10 +21,12 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     WrapValidator,
     model_validator,
 )
@@ -76,6 +79,29 @@ def check_fairness_id(value: str) -> str:
 
 
 FairnessId = Annotated[str, AfterValidator(check_fairness_id)]
+_REQUEST_ID = r"^[\x21-\x7e]{0,100}$"
+
+
+def _check_request_id(value: str) -> str:
+    if not re.match(_REQUEST_ID, value):
+        raise ValueError(f"must be at most 100 printable ASCII characters, none of them a space, is {value!r:.40}")
+    return value
+
+
+RequestId = Annotated[
+    str, AfterValidator(_check_request_id), WithJsonSchema({"type": "string", "pattern": _REQUEST_ID})
+]
+
+
+def _check_num_tokens(value: Any) -> Any:
+    """0 is a valid number for a prompt that is only echoed; elsewhere, the router refuses it in the same words."""
+    if type(value) is int and value < 0:
+        raise ValueError(f"must be at least 1, is {value}")
+    return value
+
+
+NumTokens = Annotated[int, Field(ge=0, lt=1 << 31), BeforeValidator(_check_num_tokens)]
+"""The maximum length of an answer."""
 _T = TypeVar("_T")
 _K = TypeVar("_K")
 Listed = Annotated[list[_T], Field(fail_fast=True)]
@@ -194,7 +220,7 @@ class Asked(Body, ABC):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{0,100}$")] | None = None
+    request_id: RequestId | None = None
     structured_outputs: Annotated[Any, AfterValidator(_structured_outputs)] = None
 
     # the client, for fair shares: OpenAI's present name of the field, and its former one

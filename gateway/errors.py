@@ -6,17 +6,15 @@ OpenAI's own clients do so by themselves for 409, 429 and 5xx. Details of bugs a
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from gateway.asked import UNKNOWN
 from gateway.streams import Leaving
+from gateway.wording import in_our_words
 from rpc.errors import (
     CorruptKV,
     DeadlinePassed,
@@ -36,9 +34,6 @@ from rpc.errors import (
 )
 from tandem.answer import StreamBroken
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
 _log = logging.getLogger(__name__)
 
 
@@ -48,25 +43,6 @@ class Kind(NamedTuple):
     code: str | None
 
 
-_FORMS = ("json", "regex", "choice", "grammar")
-_IS_HERE = {
-    **{f"guided_{form}": f'structured_outputs: {{"{form}": ...}}' for form in _FORMS},
-    **dict.fromkeys(("enable_thinking", "thinking"), 'chat_template_kwargs: {"enable_thinking": ...}'),
-    "extra_body": "its fields at the top level of the body",
-    "max_new_tokens": "max_tokens",
-    "random_seed": "seed",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-    "structural_tag": 'structured_outputs: {"structural_tag": ...}',
-}
-"""Former fields of vLLM and fields of other servers, each with what to use here."""
-_TELLS_NO_VALUE = (
-    "bool_type", "dict_type", "float_type", "greater_than", "greater_than_equal", "int_from_float", "int_type",
-    "less_than", "less_than_equal", "list_type", "model_type", "string_type",
-)  # fmt: skip
-"""Types of pydantic's errors that name the wanted type or bound but not the given value."""
-MAX_NAME_CHARS = 80
-"""Names chosen by the client are cut to this length in errors."""
 RETRY_AFTER_S = 1.0
 """For errors without a time to retry, such as those of a router that is restarting."""
 UNAVAILABLE = Kind(503, "server_error", "unavailable")
@@ -183,41 +159,5 @@ def refusal_of(error: TandemError) -> Refusal:
 
 def refusal_of_body(error: ValidationError) -> Refusal:
     """The first thing that is wrong with a body, in one sentence."""
-    first, *others = error.errors()
-    is_unknown = first["type"] == UNKNOWN
-    param = _param_of(first)
-    # If the field may have several types, say what each of them wants.
-    wanted = [first["msg"], *(each["msg"] for each in others if _param_of(each) == param and not is_unknown)]
-    message = ", or ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in wanted))
-    if is_unknown:
-        message += _instead_of(param, first["ctx"]["close"])
-    elif first["type"] in _TELLS_NO_VALUE:
-        message += f", is {_kind_of(first['input'])}"
+    param, message = in_our_words(error.errors())
     return Refusal(KINDS[InvalidRequest], f"{param}: {message}" if param else message, param=param or None)
-
-
-def _param_of(wrong: ErrorDetails) -> str:
-    """Where in the body the wrong field is."""
-    # An unknown name may read like a type, so it is not filtered below.
-    unknown = wrong["loc"][-1:] if wrong["type"] == UNKNOWN else ()
-    known = wrong["loc"][: len(wrong["loc"]) - len(unknown)]
-    # For a field that may have several types, pydantic's location also names the type that was tried: leave it out.
-    place = [part for part in known if not (isinstance(part, str) and (part == "str" or "[" in part))]
-    place += unknown
-    names = [part if isinstance(part, int) else part[:MAX_NAME_CHARS] for part in place]
-    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names).removeprefix(".")
-
-
-def _instead_of(param: str, close: Sequence[str]) -> str:
-    """A hint what to use instead of an unknown name."""
-    if param in _IS_HERE:
-        return f"; use {_IS_HERE[param]} instead"
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _kind_of(value: Any) -> str:
-    """A description of the given value. Never quotes a text, which may be part of a prompt."""
-    for kind, name in ((str, "a text"), (list, "an array"), (dict, "an object")):
-        if isinstance(value, kind):
-            return name
-    return json.dumps(value)[:40]

@@ -25,6 +25,7 @@ from gateway.asked import (
     Known,
     Listed,
     NumAlternatives,
+    NumTokens,
     check_is_one_form,
     only,
 )
@@ -34,6 +35,7 @@ from gateway.texts import content_of, role_of, text_or_parts, texts_of
 from gateway.tools import Call, ChosenTool, ToolParam, tool_choice_of
 from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
+from tandem.tools import MESSAGE_ROLES
 
 MAX_PROMPTS = 256
 """Prompts in one request."""
@@ -117,7 +119,7 @@ class AskedForChoices(Asked):
     """What completions and chats share."""
 
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    max_tokens: NumTokens | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     """Choices per prompt."""
     prompt_logprobs: NumAlternatives | None = None
@@ -188,6 +190,13 @@ class AskedForChoices(Asked):
             check_is_one_form(info)
         return value
 
+    @field_validator("stream_options")
+    @classmethod
+    def _check_stream_options(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and value.model_fields_set and not info.data.get("stream"):
+            raise ValueError("needs stream: true")
+        return value
+
     @field_validator("prompt_logprobs")
     @classmethod
     def _check_prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -240,7 +249,7 @@ class CompletionRequest(AskedForChoices):
 class Message(Known):
     model_config = ConfigDict(strict=False)
 
-    role: role_of("system", "developer", "user", "assistant", "tool", "function")  # type: ignore[valid-type]
+    role: role_of(*MESSAGE_ROLES)  # type: ignore[valid-type]
     content: Annotated[text_or_parts(Literal["text"]) | None, Field(validate_default=True)] = None  # type: ignore[valid-type]
     name: str | None = None
     tool_calls: Listed[Call] | None = None
@@ -287,7 +296,7 @@ class ChatRequest(AskedForChoices):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    max_completion_tokens: NumTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumAlternatives | None = None
     tools: Tools | None = None

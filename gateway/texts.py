@@ -11,6 +11,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from gateway.asked import Listed
+from gateway.wording import kind_of
 
 _Kind = TypeVar("_Kind")
 
@@ -35,7 +36,7 @@ def text_or_parts(kind: Any) -> Any:
             if others := [part.get("type") for part in value if part.get("type") not in types]:
                 raise ValueError(f"may only have parts of type {names}, has one of type {others[0]!r:.60}")
         elif not isinstance(value, str):
-            raise ValueError(f"must be a text, or a list of parts of type {names}")
+            raise ValueError(f"must be a text, or a list of parts of type {names}, is {kind_of(value)}")
         return value
 
     return _text_or(Listed[Part[kind]], check)

@@ -5,6 +5,7 @@ The router checks their bounds.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
@@ -64,9 +65,9 @@ def tool_choice_of(chosen: type[BaseModel], shape: str) -> Any:
             try:
                 return chosen.model_validate(value)
             except ValidationError as error:
-                raise ValueError(wanted) from error
+                raise ValueError(f"{wanted}, is {json.dumps(value):.80}") from error
         if value not in (None, "none", "auto", "required"):
-            raise ValueError(wanted)
+            raise ValueError(f"{wanted}, is {json.dumps(value):.80}")
         return value
 
     def check(value: Any, info: ValidationInfo) -> Any:

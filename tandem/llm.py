@@ -159,7 +159,7 @@ class LLM:
         params = self._inputs.params_of_each(sampling_params, len(conversations))
         prompts: list[ReadPrompt] = []
         for (name, conversation), each in zip(conversations, params, strict=True):
-            text = rendering.text_of(conversation)
+            text = rendering.text_of(name, conversation)
             num_kept = self._inputs.num_kept(each, asked)
             token_ids = self._inputs.tokenizer.encode(text, bool(asked.add_special_tokens), num_kept)
             budget = thinking_budget_of_chat(each, rendering, conversation, text, self._inputs.tokenizer)

@@ -15,7 +15,7 @@ from router.validation.tools import check_messages, tools_of
 from router.validation.violations import Violations
 from tandem.checks import is_list
 from tandem.requests import set_end
-from tandem.tools import add_tools, chat_message
+from tandem.tools import MESSAGE_ROLES, add_tools, chat_message
 
 Message = Mapping[str, Any]
 
@@ -31,14 +31,19 @@ class ChatRendering:
     add_generation_prompt: bool | None
     continue_final_message: bool
 
-    def text_of(self, conversation: Sequence[Message]) -> str:
-        """The prompt's text. Raises `ValueError` for messages that the model or its template cannot take."""
+    def text_of(self, name: str, conversation: Sequence[Message]) -> str:
+        """The prompt's text. `name`: the conversation's, in errors. Raises `ValueError` for messages that the model or
+        its template cannot take."""
         chat = pb.Chat(messages=map(chat_message, conversation))
         set_end(chat, self.add_generation_prompt, self.continue_final_message)
         violations = Violations()
+        for position, message in enumerate(chat.messages):
+            if message.role and message.role not in MESSAGE_ROLES:
+                bound = f"must be one of {', '.join(MESSAGE_ROLES)}, is {message.role[:40]!r}"
+                violations.append((f"chat.messages[{position}].role", bound))
         messages = check_messages(chat.messages, self.info.with_chat(self.template, AUTO), violations)
         adds, continues = check_end(chat, violations)
-        _raise(violations)
+        _raise([(field.replace("chat.messages", name), said) for field, said in violations])
         return self.template.render(
             messages, self.tools, self.variables, add_generation_prompt=adds, continue_final_message=continues
         )
@@ -49,7 +54,9 @@ def named_conversations(messages: Any) -> list[tuple[str, Sequence[Message]]]:
     wrong = "must be a list of messages ({'role': ..., 'content': ...}), or a list of such lists"
     if not is_list(messages):
         raise ValueError(f"messages {wrong}, is {messages!r:.80}")
-    if messages and isinstance(messages[0], Mapping):
+    if not messages:
+        raise ValueError("messages: must not be empty")
+    if isinstance(messages[0], Mapping):
         return [("messages", messages)]
     for conversation in messages:
         if not is_list(conversation):

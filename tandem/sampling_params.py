@@ -229,7 +229,8 @@ class BeamSearchParams:
     structured_outputs: None = None
     """vLLM's field; only None is supported."""
     skip_special_tokens: bool = True
-    watermarking: bool | None = None
+    watermarking: bool | None = field(default=None, repr=False)
+    """vLLM's field; only None and False are supported."""
 
     def __post_init__(self) -> None:
         self.check()

@@ -48,7 +48,7 @@ class StructuredOutputsParams:
         if isinstance(asked, StructuredOutputsParams):
             return asked
         if not isinstance(asked, Mapping):
-            raise ValueError(f"must be an object with one of {_NAMES}, is a {type(asked).__name__}")
+            raise ValueError(f"must be an object with one of {_NAMES}, is of type {type(asked).__name__}")
         if unknown := sorted(set(map(str, asked)) - {entry.name for entry in fields(cls)} - {*_DONE_ANYWAY}):
             raise ValueError(f"{unknown[0]:.80} is not known; known are {_NAMES}")
         return cls(**asked)

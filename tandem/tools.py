@@ -11,6 +11,8 @@ from protos import tandem_inference_pb2 as pb
 
 CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name"}
+MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles of OpenAI's messages."""
 REASONING_KEYS = ("reasoning", "reasoning_content")
 """An assistant's earlier thoughts, under vLLM's present and former name."""
 

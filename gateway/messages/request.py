@@ -15,6 +15,7 @@ from gateway.asked import (
     Asked,
     FairnessId,
     Listed,
+    NumTokens,
     WithoutNulls,
     check_is_one_form,
     only,
@@ -221,7 +222,7 @@ class AskedOfMessages(Asked):
 class MessageRequest(AskedOfMessages):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)]
+    max_tokens: NumTokens
 
     def sampling(self) -> Sampling:
         return {**super().sampling(), "max_tokens": self.max_tokens}

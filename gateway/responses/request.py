@@ -22,6 +22,7 @@ from gateway.asked import (
     Listed,
     Mapped,
     NumAlternatives,
+    NumTokens,
     WithoutNulls,
     check_is_one_form,
     only,
@@ -125,7 +126,7 @@ class ResponseRequest(Asked):
 
     input: Input
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    max_output_tokens: NumTokens | None = None
     stream_options: StreamOptions | None = None
     text: TextConfig | None = None
     """Declared after structured_outputs, vLLM's field for the same, so that its validator can refuse both together."""

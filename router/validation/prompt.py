@@ -89,7 +89,9 @@ def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelI
                 )
                 return ChatPrompt(())
             messages = check_messages(request.chat.messages, model, violations)
-            _check_chat(messages, model, violations)
+            if not model.has_chat_template:
+                no_template = f"model {model.served_model_name!r} has no chat template: give text or token_ids"
+                violations.append(("chat", no_template))
             variables = _check_template_kwargs(request.chat.template_kwargs, violations)
             adds, continues = check_end(request.chat, violations)
             if request.add_special_tokens:
@@ -108,16 +110,6 @@ def _check_prompt_ids(token_ids: tuple[int, ...], is_cut: bool, model: ModelInfo
     elif len(token_ids) >= model.max_model_len and not is_cut:
         violations.append(("token_ids", too_long(f"has {len(token_ids)}", model.max_model_len)))
     check_in_vocabulary("token_ids", token_ids, model, violations)
-
-
-def _check_chat(messages: tuple[ChatMessage, ...], model: ModelInfo, violations: Violations) -> None:
-    if not model.has_chat_template:
-        violations.append(("chat", f"model {model.served_model_name!r} has no chat template: give text or token_ids"))
-    if not messages:
-        violations.append(("chat.messages", "must not be empty"))
-    position = next((i for i, message in enumerate(messages) if not message.role), None)
-    if position is not None:
-        violations.append((f"chat.messages[{position}].role", "must not be empty"))
 
 
 def check_end(chat: pb.Chat, violations: Violations) -> tuple[bool, bool]:

@@ -196,9 +196,13 @@ def check_messages(
     messages: Sequence[pb.ChatMessage], model: ModelInfo, violations: Violations
 ) -> tuple[ChatMessage, ...]:
     """The messages as chat templates take them. A tool's result gets the name of the tool that was called."""
+    if not messages:
+        violations.append(("chat.messages", "must not be empty"))
     name_of: dict[str, str] = {}
     checked = []
     for position, message in enumerate(messages):
+        if not message.role:
+            violations.append((f"chat.messages[{position}].role", "must not be empty"))
         calls = _check_calls(message, position, model, violations)
         if message.content and message.parts:
             cannot = "cannot be combined with content; give one of them"

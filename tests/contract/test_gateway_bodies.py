@@ -27,35 +27,35 @@ from rpc.errors import InvalidRequest
 @pytest.mark.parametrize(
     ("body", "param", "complaint"),
     [
-        ({}, "prompt", "Field required"),
+        ({}, "prompt", "must be given"),
         ({"prompt": 5}, "prompt", "must be a text, token ids, or a list of either, is 5"),
         ({"prompt": None}, "prompt", "must be a text, token ids, or a list of either, is null"),
         ({"prompt": []}, "prompt", "must be 1 to 256 prompts, has 0"),
         ({"prompt": [1, "a"]}, "prompt", "cannot be mixed with anything else"),
         ({"prompt": [True]}, "prompt", "entry 0 is neither: true"),
-        ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
-        ({"prompt": "a", "n": 129}, "n", "less than or equal to 128"),
+        ({"prompt": "a", "n": 0}, "n", "at least 1"),
+        ({"prompt": "a", "n": 129}, "n", "at most 128"),
         ({"prompt": ["a", "b", "c"], "n": 100}, "n", "must be at most 85 with 3 prompts (256 choices in all), is 100"),
         ({"prompt": "a", "best_of": 2}, "best_of", "is not supported; only 1 is allowed"),
-        ({"prompt": "a", "return_token_ids": 1}, "return_token_ids", "valid boolean"),
+        ({"prompt": "a", "return_token_ids": 1}, "return_token_ids", "true or false"),
         ({"prompt": "a", "truncation_side": "right"}, "truncation_side", 'is not supported; only "left" is allowed'),
-        ({"prompt": "a", "truncate_prompt_tokens": 0.5}, "truncate_prompt_tokens", "integer"),
+        ({"prompt": "a", "truncate_prompt_tokens": 0.5}, "truncate_prompt_tokens", "a whole number"),
         ({"prompt": "a", "use_beam_search": 0}, "use_beam_search", "is not supported; only false is allowed"),
-        ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
-        ({"prompt": "a", "max_tokens": "many"}, "max_tokens", "valid integer"),
-        ({"prompt": "a", "seed": 1 << 63}, "seed", "less than"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "integer"),
+        ({"prompt": "a", "logprobs": True}, "logprobs", "a whole number"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens", "a whole number"),
+        ({"prompt": "a", "seed": 1 << 63}, "seed", "at most"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "a whole number"),
         ({"prompt": "a", "stream_options": {"include": 1}}, "stream_options.include", "not a known parameter"),
         ({"prompt": "a", "kv_transfer_params": {}}, "kv_transfer_params", "is not supported"),
         ({"prompt": "a", "mm_payload": "none"}, "mm_payload", "not a known parameter"),
         ({"prompt": "a", "stop[]": "b"}, "stop[]", "stop[]: is not a known parameter"),
         ({"prompt": "a", "temperature": "NaN is none"}, "temperature", "number"),
-        ({"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
-        ({"prompt": "a", "n": True}, "n", "valid integer"),
-        ({"prompt": "a", "max_tokens": True}, "max_tokens", "valid integer"),
-        ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "valid integer"),
-        ({"prompt": "a", "stream": "yes"}, "stream", "valid boolean"),
-        ({"prompt": "a", "request_id": "\u65e5\u672c"}, "request_id", "pattern"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs", "at least 0"),
+        ({"prompt": "a", "n": True}, "n", "a whole number"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens", "a whole number"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "a whole number"),
+        ({"prompt": "a", "stream": "yes"}, "stream", "true or false"),
+        ({"prompt": "a", "request_id": "\u65e5\u672c"}, "request_id", "must be at most 100 printable ASCII"),
     ],
 )
 async def test_a_body_that_is_wrong_is_refused_by_name(body: dict[str, Any], param: str, complaint: str) -> None:
@@ -160,12 +160,16 @@ async def test_what_a_message_may_be_is_said(content: Any, complaint: str) -> No
 @pytest.mark.parametrize(
     ("message", "param", "complaint"),
     [
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}, "content[1].text", "required"),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0].text", "valid string"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]},
+            "content[1].text",
+            "must be given",
+        ),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0].text", "a text"),
         ({"role": "user"}, "content", "must be given with role 'user': a text, or a list of parts"),
         ({"role": "system", "content": None}, "content", "must be given with role 'system'"),
         ({"role": "x", "content": "a"}, "role", "must be one of system, developer, user, assistant, tool, function"),
-        ({"content": "a"}, "role", "required"),
+        ({"content": "a"}, "role", "must be given"),
     ],
 )
 async def test_what_is_wrong_with_a_message_is_said_where_it_is(
@@ -413,12 +417,12 @@ async def test_of_more_messages_than_a_router_takes_none_is_looked_at(path: str)
         assert many.status_code == 400
         told = many.json()["error"]
         assert told.get("param", name) == name
-        assert f"List should have at most {most} items" in told["message"]
+        assert f"must have at most {most} entries" in told["message"]
         if path != "/tokenize":
             fields = {"/v1/chat/completions": ("type", "function"), "/v1/responses": ("type", "name")}
             own = {field: tool[field] for field in fields.get(path, ("name", "input_schema"))}
             refused = await http.post(path, json={name: [message], "tools": [own] * 129, **others})
-            assert "tools: List should have at most 128 items" in refused.json()["error"]["message"]
+            assert "tools: must have at most 128 entries" in refused.json()["error"]["message"]
     assert router.requests == []
 
 

@@ -52,14 +52,18 @@ async def test_the_form_of_an_answer_in_both_words() -> None:
 
 BAD_FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "json_object"),
-    ({"prompt": "a", "response_format": "json_object"}, "response_format", "should be an object"),
+    ({"prompt": "a", "response_format": "json_object"}, "response_format", "must be an object"),
     ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format", "json_schema must be given with"),
     (
         {"prompt": "a", "response_format": {"type": "text", "json_schema": {"schema": {}}}},
         "response_format",
         "json_schema may only be given with type 'json_schema'",
     ),
-    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "required"),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format",
+        "must be given",
+    ),
     (
         {"prompt": "a", "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "response_format",

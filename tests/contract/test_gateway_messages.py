@@ -224,7 +224,7 @@ async def test_a_body_that_cannot_be_had_is_refused_by_name() -> None:
                 await ask()
             assert (caught.value.type, caught.value.request_id) == ("invalid_request_error", "mine")
         answer = await http.post(PATH, json={"model": "m", "messages": HI})
-        assert answer.json()["error"]["message"] == "max_tokens: Field required"
+        assert answer.json()["error"]["message"] == "max_tokens: must be given"
         answer = await http.post(PATH, content=b"{")
         assert (answer.status_code, answer.json()["type"]) == (400, "error")
 

@@ -39,11 +39,12 @@ async def test_a_thought_streamed_and_whole() -> None:
 
 
 async def test_a_thought_is_not_told_to_who_does_not_want_it() -> None:
-    asked = {**ASKED, "include_reasoning": False, "stream_options": {"include_usage": True}}
+    asked = {**ASKED, "include_reasoning": False}
     async with gateway() as (router, http):
         router.script = thinking
         whole = (await http.post(CHAT, json=asked)).json()
-        streamed = events_of((await http.post(CHAT, json={**asked, "stream": True})).text)
+        as_stream = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = events_of((await http.post(CHAT, json=asked | as_stream)).text)
     (choice,) = whole["choices"]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == (None, "Two.")
     deltas = [event["choices"][0]["delta"] for event in streamed[:-2]]

@@ -79,8 +79,8 @@ async def test_what_a_chat_says_of_tools_travels() -> None:
         ({"tool_choice": "sometimes"}, 'tool_choice: must be "none", "auto", "required" or {'),
         ({"tool_choice": {"name": "weather"}}, 'tool_choice: must be "none", "auto", "required" or {'),
         ({"tool_choice": "required", "tools": None}, "tool_choice: needs tools"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: Field required"),
-        ({"tools": [{"type": "search"}]}, "tools[0].type: Input should be 'function'"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: must be given"),
+        ({"tools": [{"type": "search"}]}, "tools[0].type: must be 'function', is \"search\""),
         ({"functions": [FUNCTION]}, "functions: is not supported; only [] is allowed"),
     ],
 )

@@ -27,12 +27,17 @@ CHAT = [{"role": "user", "content": "Hi"}]
         ("hi", {}, "messages must be a list of messages .*, is 'hi'"),
         ({"role": "user", "content": "a"}, {}, "messages must be a list of messages"),
         ([3], {}, "messages must be a list of messages .*, holds 3"),
-        ([], {"chat_template": 3}, "chat_template: must be a text, is 3"),
-        ([], {"chat_template_kwargs": 3}, "chat_template_kwargs: must be a dict, is 3"),
+        ([], {}, "^messages: must not be empty$"),
+        ([CHAT, []], {}, r"^messages\[1\]: must not be empty$"),
+        ([*CHAT, {"role": "asistant", "content": "a"}], {},
+         r"^messages\[1\].role: must be one of system, developer, user, assistant, tool, function, is 'asistant'$"),
+        ([CHAT, [{"role": "", "content": "a"}]], {}, r"^messages\[1\]\[0\].role: must not be empty$"),
+        (CHAT, {"chat_template": 3}, "chat_template: must be a text, is 3"),
+        (CHAT, {"chat_template_kwargs": 3}, "chat_template_kwargs: must be a dict, is 3"),
         (CHAT, {"lora_request": LoRARequest([1])}, r"lora_request: lora_name: must be a text, is \[1\]"),  # type: ignore[arg-type]
-        ([], {"lora_request": 3}, "lora_request must be a LoRARequest, or one or None for each prompt, is 3"),
+        (CHAT, {"lora_request": 3}, "lora_request must be a LoRARequest, or one or None for each prompt, is 3"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_chat_is_told_what_one_is(llm: LLM, messages: Any, given: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         llm.chat(messages, GREEDY, **given)

@@ -164,3 +164,7 @@ def test_parameters_come_in_vllms_order() -> None:
         beam_width=3, max_tokens=9, ignore_eos=True, temperature=0.5, length_penalty=2.0,
         include_stop_str_in_output=True, skip_special_tokens=False, watermarking=False,
     )  # fmt: skip
+
+
+def test_parameters_are_shown_without_what_has_no_effect() -> None:
+    assert "watermarking" not in repr(BeamSearchParams(beam_width=2, max_tokens=3))

@@ -25,8 +25,8 @@ def of_user(*blocks: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"max_tokens": None}, "max_tokens: Input should be a valid integer"),
-        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"max_tokens": None}, "max_tokens: must be a whole number, is null"),
+        ({"messages": []}, "messages: must not be empty"),
         ({"colour": "red"}, "colour: is not a known parameter"),
         ({"stop": ["a"]}, "stop: is not supported; use stop_sequences"),
         (of_user(IMAGE), 'messages[0].content[0]: must be a block of one of the types text, thinking, tool_use, '
@@ -43,13 +43,13 @@ def of_user(*blocks: Any) -> dict[str, Any]:
          "tools[0].type: must be 'custom', is 'web_search_20250305'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice: name must be given with type 'tool'"),
-        ({"thinking": {"type": "between_tools"}}, "thinking.type: Input should be 'enabled', 'disabled' or 'adaptive'"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type: must be 'enabled', 'disabled' or 'adaptive'"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display: is not supported"),
         ({"reasoning_effort": "low"}, "reasoning_effort: is not supported; use output_config.effort"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-         "context_management.edits[0].type: Input should be 'clear_thinking_20251015'"),
+         "context_management.edits[0].type: must be 'clear_thinking_20251015'"),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
-         "context_management.edits[0].keep: Field required"),
+         "context_management.edits[0].keep: must be given"),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015",
                                             "keep": {"type": "thinking_turns", "value": 1}}]}},
          'context_management.edits[0].keep: is not supported; only "all" is allowed'),
