@@ -76,7 +76,9 @@ class RouterArgs(ServiceArgs):
     scheduling_policy: str = field(default=SCHEDULING_POLICIES[0], metadata={"help": SCHEDULING_HELP})
     max_queue_tokens: int = number(
         1_000_000,
-        "Maximum prompt tokens waiting ahead of a new request; with more, it is refused with RESOURCE_EXHAUSTED.",
+        "Maximum length of the router's queue, in prompt tokens. A request that would wait behind others is refused "
+        "with RESOURCE_EXHAUSTED (HTTP: 429), and told when to try again, if their prompts and its own have more than "
+        "this.",
         least=1,
     )
     worker_wait_s: float = number(

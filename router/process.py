@@ -38,7 +38,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.tokenizer_servicer import TokenizerServicer
 from router.worker_pool import WorkerPool
-from rpc.entrypoint import announce
+from rpc.entrypoint import announce, with_flags
 from rpc.http import HttpServer, show_metrics, tell_of_process
 from rpc.otlp_endpoint import create_tracing
 from rpc.server import Server
@@ -62,7 +62,7 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
         tracing = create_tracing(args.otlp_traces_endpoint, "tandem-router")
         texts = await asyncio.to_thread(load_texts, args)
     except ValueError as error:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {with_flags(str(error), vars(args))}", err=True)
         return 2
     router = Router(args, policy, texts, tracing)
     try:

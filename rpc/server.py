@@ -125,14 +125,15 @@ def _options(max_message_bytes: int, ping_timeout_ms: int | None) -> list[tuple[
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port"; an IPv6 host keeps its brackets. Raises `ValueError`."""
+    """("host", port) of "host:port"; an IPv6 host keeps its brackets. Raises `ValueError`, to follow the address'
+    name."""
     if "://" in address:
-        raise ValueError(f"an address must be HOST:PORT, without a scheme such as http://, is {address!r}")
+        raise ValueError(f"must be HOST:PORT, without a scheme such as http://, is {address!r}")
     host, colon, port = address.rpartition(":")
     if not host or not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"an address must be HOST:PORT with a port from 0 to 65535, is {address!r}")
+        raise ValueError(f"must be HOST:PORT with a port from 0 to 65535, is {address!r}")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError(f"an IPv6 host must be in brackets, as in [::1]:50051, is {address!r}")
+        raise ValueError(f"must have an IPv6 host in brackets, as in [::1]:50051, is {address!r}")
     return host, int(port)
 
 

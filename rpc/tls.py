@@ -146,7 +146,7 @@ class SslArgs:
         },
     )
     ssl_keyfile: str = field(
-        default="", metadata={"help": "PEM file with the private key of ssl_certfile, without a passphrase."}
+        default="", metadata={"help": "PEM file with the private key of --ssl-certfile, without a passphrase."}
     )
     ssl_ca_certs: str = field(
         default="",

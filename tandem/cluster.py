@@ -30,6 +30,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.model_loader.settings import check_settings
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
+from router.generation_defaults import GenerationDefaults
+from router.text.chat_template import ChatTemplate
 from rpc.channel import open_channel
 from rpc.entrypoint import with_flags
 from rpc.keys import keyed
@@ -277,13 +279,17 @@ class Cluster:
                 await asyncio.sleep(STATUS_INTERVAL_S)
 
     def _check_settings(self, folder: Path) -> None:
-        """Raise `ClusterError`, naming the flag, if every worker would refuse its settings for the model in
+        """Raise `ClusterError`, naming the flag, if workers or routers would refuse their settings for the model in
         `folder`."""
+        args = self.args
         try:
-            check_lora_dir(self.args.lora_dir, self.args.engine.max_loras)
-            check_settings(self.args.engine, folder)
+            check_lora_dir(args.lora_dir, args.engine.max_loras)
+            check_settings(args.engine, folder)
+            GenerationDefaults.of(folder, args.generation_config, args.override_generation_config)
+            if args.chat_template:
+                ChatTemplate.from_file(args.chat_template, folder)
         except ValueError as error:
-            raise ClusterError(with_flags(str(error), self.args.field_names)) from error
+            raise ClusterError(with_flags(str(error), args.field_names)) from error
 
     async def _resolve_model(self) -> Path:
         """The local folder of `args.engine.model`. Downloads and conversions run in a separate process, so that signals

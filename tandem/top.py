@@ -30,10 +30,10 @@ class Look:
 class Rates:
     """The rates of one worker between two looks."""
 
-    prompt_tokens_per_s: float = 0.0
+    prompt_tokens_per_s: float
     """Tokens that were computed, without those found in a cache."""
-    generation_tokens_per_s: float = 0.0
-    hit_rate: float | None = None
+    generation_tokens_per_s: float
+    hit_rate: float | None
     """Share of prompt tokens found in the prefix cache; None without prompts."""
 
 
@@ -65,11 +65,11 @@ def _process(worker: WorkerStatus) -> tuple[str, str]:
 def view(before: Look | None, now: Look, heads: Sequence[str]) -> RenderableType:
     """The whole screen. `heads`: one line for each router."""
     status, rates = now.status, rates_of(before, now)
-    total_prompt = sum(rate.prompt_tokens_per_s for rate in rates.values())
-    total_generated = sum(rate.generation_tokens_per_s for rate in rates.values())
+    total_prompt = _number([rate.prompt_tokens_per_s for rate in rates.values()])
+    total_generated = _number([rate.generation_tokens_per_s for rate in rates.values()])
     lines: list[RenderableType] = [
         *map(Text, heads),
-        Text(f"prompt {total_prompt:,.0f} tokens/s computed, generated {total_generated:,.0f} tokens/s", style="bold"),
+        Text(f"prompt {total_prompt} tokens/s computed, generated {total_generated} tokens/s", style="bold"),
         Text(""),
         _workers(status, rates),
     ]
@@ -87,19 +87,24 @@ def _workers(status: ClusterStatus, rates: dict[str, Rates]) -> Table:
         table.add_column(header, justify=justify, no_wrap=header == "worker")  # type: ignore[arg-type]
     for worker in sorted(status.workers, key=lambda worker: (worker.record.role, worker.record.worker_id)):
         record, load = worker.record, worker.record.load
-        rate = rates.get(record.worker_id, Rates())
+        rate = rates.get(record.worker_id)
         table.add_row(
             record.worker_id,
             short_name(Role.DESCRIPTOR, record.role),
             str(load.num_running),
             f"{load.num_waiting} ({load.num_waiting_tokens} t)" if load.num_waiting else "0",
-            f"{rate.prompt_tokens_per_s:,.0f}",
-            f"{rate.generation_tokens_per_s:,.0f}",
-            "-" if rate.hit_rate is None else f"{100 * rate.hit_rate:.0f} %",
+            _number([] if rate is None else [rate.prompt_tokens_per_s]),
+            _number([] if rate is None else [rate.generation_tokens_per_s]),
+            "-" if rate is None or rate.hit_rate is None else f"{100 * rate.hit_rate:.0f} %",
             _pool(worker),
             Text(_remarks(worker, status), style="yellow"),
         )
     return table
+
+
+def _number(rates: list[float]) -> str:
+    """The sum of `rates`. Without any, nothing is known: that is not 0."""
+    return f"{sum(rates):,.0f}" if rates else "-"
 
 
 def _pool(worker: WorkerStatus) -> RenderableType:

@@ -54,6 +54,8 @@ def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:
     from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
     from engine.model_loader.gguf import convert_gguf_file
 
+    if not model:
+        raise ValueError("model must not be empty")
     directory = download_dir or default_download_dir()
     path = Path(model).expanduser()
     if path.is_dir():

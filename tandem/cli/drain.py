@@ -16,7 +16,7 @@ import grpc
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import WorkerStub
 from rpc.channel import open_blocking_channel
-from rpc.entrypoint import build, options_of
+from rpc.entrypoint import build
 from rpc.errors import from_rpc_error
 from rpc.tls import ClientTLS, SslArgs
 from tandem.answer import message_to_dict
@@ -42,7 +42,27 @@ LOOK_S = 0.2
 @json_option
 @router_option
 @key_option
-@options_of(SslArgs)
+@click.option(
+    "--ssl-certfile",
+    default="",
+    envvar="TANDEM_SSL_CERTFILE",
+    show_envvar=True,
+    metavar="FILE",
+    help="PEM file with a certificate that the workers' CA has signed. Needed if the workers use TLS: they obey only "
+    "processes that have one.",
+)
+@click.option(
+    "--ssl-keyfile",
+    default="",
+    envvar="TANDEM_SSL_KEYFILE",
+    show_envvar=True,
+    metavar="FILE",
+    help="PEM file with the private key of --ssl-certfile, without a passphrase.",
+)
+@click.option(
+    "--ssl-ca-certs", default="", envvar="TANDEM_SSL_CA_CERTS", show_envvar=True, metavar="FILE",
+    help="PEM file of the CA that signed the certificates of router and workers. If given, both are called over TLS.",
+)  # fmt: skip
 def drain(worker_id: str, wait: bool, is_json: bool, address: str, api_key: str, **ssl: Any) -> None:
     """Make the worker WORKER_ID (`tandem status` shows it) take no new requests, finish those it has, and exit, as on
     SIGTERM.

@@ -12,6 +12,7 @@ import click
 
 from protos.tandem_inference_pb2 import TokenLogprobs
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
+from rpc.entrypoint import with_flags
 from rpc.errors import TandemError
 from rpc.tls import ClientTLS
 from tandem.cli.errors import readable_errors
@@ -55,11 +56,21 @@ MAX_TIMEOUT_S = 30 * 86_400.0
 )
 @click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy. Default: the model's.")
 @click.option(
-    "--top-p", type=float, help="Sample from the most likely tokens whose probabilities add up to this, in (0, 1]."
+    "--top-p",
+    type=float,
+    help="Sample only from the most likely tokens whose probabilities add up to this, in (0, 1]; 1 keeps all. Default: "
+    "the model's.",
 )
-@click.option("--top-k", type=click.IntRange(-1, 2**31 - 1), help="Sample from the k most likely tokens; 0 keeps all.")
 @click.option(
-    "--min-p", type=float, help="Leave out tokens less likely than this times the most likely one, in [0, 1]."
+    "--top-k",
+    type=click.IntRange(-1, 2**31 - 1),
+    help="Sample only from this many most likely tokens; 0 or -1 keeps all. Default: the model's.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    help="Leave out tokens less likely than this times the most likely one, in [0, 1]; 0 keeps all. Default: the "
+    "model's.",
 )
 @click.option(
     "--seed",
@@ -75,7 +86,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
 @click.option(
     "--prompt-logprobs",
     type=click.IntRange(0, 20),
-    help="The same for the prompt's tokens.",
+    help="Show the same for the prompt's tokens.",
 )
 @click.option(
     "--cache-salt", help="Share cached prefixes only with requests that give the same salt. Must not be empty."
@@ -190,7 +201,7 @@ def _check_can_be_sent(prompt: Prompt, sampling: Sampling) -> None:
     try:
         num_bytes = generate_request(prompt, **sampling).ByteSize()
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(with_flags(str(error), sampling)) from error
     if num_bytes > (most := DEFAULT_MAX_MESSAGE_BYTES):
         bound = f"the request has {num_bytes} bytes, the maximum is {most}"
         raise click.UsageError(f"PROMPT: is too long: {bound}")

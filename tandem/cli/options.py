@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -18,13 +19,14 @@ T = TypeVar("T")
 
 
 def _read_by(read: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str], T]:
-    """A callback for an option: returns `read(value)`, and reports its `ValueError` as an error of the option."""
+    """A callback for an option: returns `read(value)`, and reports its `ValueError` as an error of the option, without
+    the name that the field has in Python."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: str) -> T:
         try:
             return read(value)
         except ValueError as error:
-            raise click.BadParameter(str(error)) from error
+            raise click.BadParameter(re.sub(r"^(address|ssl_ca_certs|the key):? ", "", str(error))) from error
 
     return callback
 

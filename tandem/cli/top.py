@@ -33,8 +33,8 @@ from tandem.top import Look, view
     "--count",
     type=click.IntRange(1),
     default=None,
-    help="Exit after this many updates; if stdout is not a terminal, only the last one is printed. Default: run "
-    "until Ctrl-C.",
+    help="Exit after this many updates; if stdout is not a terminal, only the last one is printed. Rates need "
+    "at least 2. Default: run until Ctrl-C.",
 )
 @router_option
 @key_option
@@ -43,7 +43,8 @@ def top(interval_s: float, count: int | None, address: str, api_key: str, tls: C
     """Watch the router's queue, and of every worker the running requests, tokens per second, prefix cache hits and KV
     in use. If there are several routers, list them all in --router, as for `tandem status`.
 
-    Rates cover the time since the previous update; hits are prompt tokens found in the worker's prefix cache.
+    Rates cover the time since the previous update, so the first one shows none (-); hits are prompt tokens found in the
+    worker's prefix cache.
     """
     console = Console()
     before: Look | None = None

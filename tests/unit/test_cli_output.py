@@ -161,7 +161,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--dtype", "int8"], "--dtype must be one of"),
         (["up", "--transport", "tcp"], "--transport must be one of grpc, ipc, nixl, is 'tcp'"),
         (["up", "--chat-template", "nowhere"], "--chat-template must be a file with a chat template, is 'nowhere'"),
-        (["up", "--listen", "here"], "--listen: an address must be HOST:PORT"),
+        (["up", "--listen", "here"], "--listen: must be HOST:PORT"),
         (["up", "--allowed-origins", "x"], "--allowed-origins must be a JSON list of origins"),
         (["up", "--api-key", "\u00e9"], "--api-key must consist of visible ASCII characters"),
         (
@@ -180,7 +180,11 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["status", "--router", "127.0.0.1:99999"], "with a port from 0 to 65535, is '127.0.0.1:99999'"),
         (["status", "--router", "ipv4:127.0.0.1:1,127.0.0.1:x"], "with a port from 0 to 65535, is '127.0.0.1:x'"),
         (["status", "--router", "http://127.0.0.1:80"], "HOST:PORT, without a scheme such as http://, is 'http://127"),
-        (["bench", "--router", "http://127.0.0.1:80"], "--address: an address must be HOST:PORT, without a scheme"),
+        (["status", "--router", "here"], "'TANDEM_ROUTER'): must be HOST:PORT with a port from 0 to 65535, is 'here'"),
+        (["status", "--ssl-ca-certs", "/no"], "'TANDEM_SSL_CA_CERTS'): /no cannot be read: there is no such file"),
+        (["status", "--api-key", "\u00e9"], "'TANDEM_API_KEY'): must consist of visible ASCII characters"),
+        (["generate", "x", "--cache-salt", ""], "Error: --cache-salt: must not be empty; without one, leave it out"),
+        (["bench", "--router", "http://127.0.0.1:80"], "--address: must be HOST:PORT, without a scheme"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_names_the_flag(command: list[str], message: str) -> None:

@@ -452,7 +452,7 @@ async def test_for_ever_is_a_timeout(
 def test_what_is_no_address_is_none(address: str) -> None:
     """gRPC would take the first of these ports for 50157."""
     for make in (Client, AsyncClient):
-        with pytest.raises(ValueError, match="address: an address must be HOST:PORT with a port from 0 to 65535"):
+        with pytest.raises(ValueError, match="address: must be HOST:PORT with a port from 0 to 65535"):
             make(address)
 
 

@@ -197,7 +197,7 @@ def test_every_setting_of_the_policy_reaches_the_router() -> None:
         ({"num_decode": 0}, "--decode must be in [1, 64], is 0"),
         ({"num_prefill": 0}, "--prefill must be at least 1"),
         ({"transport": "tcp"}, "--transport must be one of grpc, ipc, nixl"),
-        ({"listen": "nowhere"}, "--listen: an address must be HOST:PORT"),
+        ({"listen": "nowhere"}, "--listen: must be HOST:PORT"),
         ({"redis_url": "localhost"}, "--redis must be a redis://"),
         ({"namespace": "a b"}, "--namespace must be"),
         ({"drain_grace_s": -1}, "--drain-grace-s must be at least 0"),
@@ -247,7 +247,7 @@ def test_workers_have_names_and_ids_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", ["listen", "metrics_listen"])
 def test_a_gateway_refuses_what_is_no_address(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: an address must be HOST:PORT"):
+    with pytest.raises(ValueError, match=f"^{name}: must be HOST:PORT"):
         GatewayArgs(**{name: "here"})  # type: ignore[arg-type]
 
 

@@ -48,10 +48,15 @@ async def test_a_machine_without_our_redis_is_told_to_name_one(tmp_path: Path, m
         ({"kv_offloading_size": 1e9}, "--kv-offloading-size must be at most "),
         ({"model_impl": "transformers", "max_loras": 1}, "--max-loras must be 0 for models that transformers' code"),
         ({"max_loras": 1, "lora_dir": "/nowhere"}, "--lora-dir: there is no folder /nowhere"),
+        (
+            {"generation_config": "/nowhere"},
+            "--generation-config must be auto, vllm or a folder with",
+        ),
+        ({"chat_template": "broken"}, "--chat-template: broken: the model's chat template is broken at line"),
         ({"lora_dir": "/nowhere"}, "--lora-dir needs room for adapters: also give --max-loras"),
     ],
 )
-async def test_settings_that_no_worker_accepts_are_refused_before_anything_is_started(
+async def test_settings_that_no_process_accepts_are_refused_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
 ) -> None:
     """In this process, which does not import torch for that."""
@@ -60,8 +65,11 @@ async def test_settings_that_no_worker_accepts_are_refused_before_anything_is_st
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(ProcessRun, "start", start)
-    folder, lora_dir = folder_with(tmp_path / "m"), settings.pop("lora_dir", "")
-    args = ClusterArgs(engine=EngineArgs(model=str(folder), device="cpu", **settings), lora_dir=lora_dir)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").write_text("{{ messages")
+    of_engine = {name: value for name, value in settings.items() if name in vars(EngineArgs())}
+    engine = EngineArgs(model=str(folder_with(tmp_path / "m")), device="cpu", **of_engine)
+    args = ClusterArgs(engine=engine, **{name: settings[name] for name in settings.keys() - of_engine})
     with pytest.raises(ClusterError, match=f"^{message}"):
         await Cluster(args).start()
 

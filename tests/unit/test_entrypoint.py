@@ -99,8 +99,8 @@ def test_help_shows_everything_in_order() -> None:
     [
         (["--needed", "x", "--batch-size", "0"], "Error: --batch-size must be at least 1, is 0"),
         (["--needed", "x", "--batch-size", "many"], "Invalid value for '--batch-size'"),
-        (["--needed", "x", "--listen", "50051"], "Error: --listen: an address must be HOST:PORT"),
-        (["--needed", "x", "--listen", "::1:50051"], "must be in brackets"),
+        (["--needed", "x", "--listen", "50051"], "Error: --listen: must be HOST:PORT"),
+        (["--needed", "x", "--listen", "::1:50051"], "host in brackets"),
         (["--needed", "x", "--redis", "localhost"], "Error: --redis must be a redis://"),
         (["--needed", "x", "--redis", "redis://me:secret@h:1x"], "Error: --redis: Port could not be"),
         (["--needed", "x", "--redis", "redis://h:65536"], "Error: --redis: Port out of range 0-65535"),

@@ -25,6 +25,8 @@ def test_resolve(tmp_path: Path) -> None:
     assert resolve_model(str(folder)) == folder
     with pytest.raises(ValueError, match="there is no such file"):
         resolve_model(str(tmp_path / "missing.gguf"))
+    with pytest.raises(ValueError, match="model must not be empty"):
+        resolve_model("")
     with pytest.raises(ValueError, match="is neither a folder, a"):
         resolve_model("nothing-of-that-name")
     with pytest.raises(ValueError, match="is not a model folder: it has no config"):

@@ -60,6 +60,15 @@ def test_the_screen_shows_queue_rates_pools_and_remarks() -> None:
         assert part in text, part
 
 
+def test_the_first_look_shows_no_rates_instead_of_zeros() -> None:
+    console = Console(width=140, record=True, force_terminal=False)
+    console.print(view(None, look(0, worker("decode-1", prompt=9, generated=9)), ["here:1"]))
+    text = console.export_text()
+    assert "prompt - tokens/s computed, generated - tokens/s" in text
+    [row] = [line.split() for line in text.splitlines() if line.startswith("decode-1")]
+    assert row[:8] == ["decode-1", "decode", "3", "1", "(77", "t)", "-", "-"]
+
+
 def test_a_narrow_screen_still_tells_workers_apart() -> None:
     console = Console(width=40, record=True, force_terminal=False)
     console.print(view(None, look(0, worker("decode-1"), worker("decode-2")), "here:1"))

@@ -28,7 +28,7 @@ def test_others_are_told_of_a_port() -> None:
     WorkerArgs(listen="10.0.0.4:0")  # allowed: the worker tells others the port that it gets
     with pytest.raises(ValueError, match="advertise must name the port"):
         WorkerArgs(listen="0.0.0.0:0", advertise="10.0.0.4:0")
-    with pytest.raises(ValueError, match="advertise: an address must be HOST:PORT"):
+    with pytest.raises(ValueError, match="advertise: must be HOST:PORT"):
         WorkerArgs(advertise="10.0.0.4")
 
 
