@@ -25,11 +25,21 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from gateway.answers import models_of
 from gateway.asked import Asked, Body
 from gateway.choices import Choices
-from gateway.errors import ENCODED, MODEL_NOT_FOUND, NO_KEY, NO_ROUTE, TOO_LARGE, Kind, Refusal, refusal_of_any
+from gateway.errors import (
+    ENCODED,
+    MODEL_NOT_FOUND,
+    NO_KEY,
+    NO_ROUTE,
+    TOO_LARGE,
+    Refusal,
+    refusal_of_any,
+    refusal_of_route,
+)
 from gateway.headers import (
     ANSWERED_ID_HEADER,
     REQUEST_ID_HEADER,
@@ -185,9 +195,8 @@ def _schemas_of(bodies: tuple[type[Body], ...]) -> dict[str, Any]:
 
 async def _on_http_exception(request: Request, error: HTTPException) -> Response:
     """Refuse a request to an unknown route, or with the wrong method."""
-    kind = Kind(error.status_code, NO_ROUTE.type, NO_ROUTE.code)
-    refusal = Refusal(kind, f"{error.detail}: {request.method} {request.url.path:.200}")
-    return _refuse(request, refusal, error.headers)
+    paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+    return _refuse(request, refusal_of_route(error, request.method, request.url.path, paths), error.headers)
 
 
 class Gateway:

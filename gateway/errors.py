@@ -9,10 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
+from gateway.asked import MAX_CHARS_OF_TYPO
 from gateway.streams import Leaving
 from gateway.wording import in_our_words
 from rpc.errors import (
@@ -161,3 +165,13 @@ def refusal_of_body(error: ValidationError) -> Refusal:
     """The first thing that is wrong with a body, in one sentence."""
     param, message = in_our_words(error.errors())
     return Refusal(KINDS[InvalidRequest], f"{param}: {message}" if param else message, param=param or None)
+
+
+def refusal_of_route(error: HTTPException, method: str, path: str, paths: Sequence[str]) -> Refusal:
+    """The refusal of a request to a path that is none of the served `paths`, or with the wrong method."""
+    said = f"{error.detail}: {method} {path:.200}"
+    if allowed := (error.headers or {}).get("Allow"):
+        said += f"; use {allowed}"
+    elif len(path) <= MAX_CHARS_OF_TYPO and (close := get_close_matches(path, paths, n=1, cutoff=0.75)):
+        said += f"; did you mean {close[0]}?"
+    return Refusal(Kind(error.status_code, NO_ROUTE.type, NO_ROUTE.code), said)

@@ -61,7 +61,9 @@ def in_our_words(errors: Sequence[ErrorDetails]) -> tuple[str, str]:
     # If the field may have several types, say what each of them wants.
     wanted = list(dict.fromkeys(_wanted(each) for each in errors if _param_of(each) == param))
     said = " or ".join([wanted[0], *(text.removeprefix("must be ") for text in wanted[1:])])
-    if first["type"] != "value_error" and "empty" not in said:  # ours have it already
+    if first["type"] == "value_error":  # ours say everything
+        return param, said
+    if "empty" not in said:
         said += f", {_given(first)}"
     return param, said if param else f"the body {said}"
 

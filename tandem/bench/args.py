@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rpc.keys import check_keys
@@ -105,6 +105,7 @@ class BenchArgs:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_bounds()
+        self._check_have_effect()
         if self.api_key:
             check_keys("api_key", [self.api_key])
         for name in ("rates", "objectives", "metrics", "percentiles", "http_server", "source", "tls"):
@@ -143,6 +144,19 @@ class BenchArgs:
                 raise ValueError(f"{name} must be more than 0 and finite, is {getattr(self, name)}")
         if not 0 <= self.random_range_ratio < 1:
             raise ValueError(f"random_range_ratio must be in [0, 1), is {self.random_range_ratio}")
+
+    def _check_have_effect(self) -> None:
+        """Refuse flags that say nothing about the load that the others ask for."""
+        is_http, is_trace = self.backend != "grpc", self.dataset_name == "trace"
+        for prefixes, has_effect, needed in (
+            (("endpoint", "model", "extra_body"), is_http, "--backend openai or openai-chat"),
+            (("trace_",), is_trace, "--dataset-name trace"),
+            (("random_", "burstiness"), not is_trace, "--dataset-name random"),
+            (("result_",), self.save_result, "--save-result"),
+        ):
+            for each in fields(self):
+                if each.name.startswith(prefixes) and not has_effect and getattr(self, each.name) != each.default:
+                    raise ValueError(f"{each.name} needs {needed}")
 
     @property
     def rates(self) -> list[float | None]:

@@ -204,7 +204,8 @@ async def open_grpc(
             info = await client.model_info()
         except Unauthenticated as error:
             raise ServerGone(
-                f"the router at {address} requires an API key: give it with --api-key KEY or TANDEM_API_KEY"
+                f"the router at {address} requires an API key, and got none or a wrong one: give it with "
+                "--api-key KEY or TANDEM_API_KEY"
             ) from error
         except TandemError as error:
             raise ServerGone(
@@ -213,8 +214,7 @@ async def open_grpc(
             ) from error
         if vocab_size > info.vocab_size:
             raise ServerGone(
-                f"vocab_size must be at most {info.vocab_size}, the vocabulary of {info.model}, is {vocab_size}; give "
-                f"--vocab-size {info.vocab_size}"
+                f"--vocab-size must be at most {info.vocab_size}, the vocabulary of {info.model}, is {vocab_size}"
             )
         yield GrpcBackend(client, sending), info.model
 

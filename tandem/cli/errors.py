@@ -34,7 +34,10 @@ def explain(error: TandemError, address: str) -> str:
             "address with --router HOST:PORT or TANDEM_ROUTER; if it serves TLS, also give --ssl-ca-certs FILE."
         )
     if isinstance(error, Unauthenticated):
-        return f"the router at {address} requires an API key: give it with --api-key KEY or TANDEM_API_KEY."
+        return (
+            f"the router at {address} requires an API key, and got none or a wrong one: give it with --api-key KEY or "
+            "TANDEM_API_KEY."
+        )
     if isinstance(error, DeadlinePassed):
         return "the answer was not complete in time: allow more with --timeout-s, or ask for fewer tokens."
     line = " ".join(error.message.split()) or type(error).__name__

@@ -360,8 +360,12 @@ async def test_models_health_version_page_and_metrics() -> None:
         assert 'tandem:gateway_requests_total{route="models",status="200"} 2.0' in (await http.get("/metrics")).text
         nowhere = await http.get("/v1/nowhere")
         assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "unknown_url")
+        no_version = await http.post("/chat/completions", json={})
+        said = "Not Found: POST /chat/completions; did you mean /v1/chat/completions?"
+        assert (no_version.status_code, no_version.json()["error"]["message"]) == (404, said)
         no_method = await http.get("/v1/completions")
         assert (no_method.status_code, no_method.headers["allow"]) == (405, "POST")
+        assert no_method.json()["error"]["message"] == "Method Not Allowed: GET /v1/completions; use POST"
         paths = ("/", "/health", "/ping", "/load", "/metrics", "/v1/models")
         assert [(await http.head(path)).status_code for path in paths] == [200] * 6
         assert (await http.get("/v1/models")).headers["x-request-id"]

@@ -92,7 +92,10 @@ def test_commands(cluster: RunningCluster) -> None:
     for words in commands:
         refused = run(cluster, *words)
         assert refused.returncode != 0, words
-        assert f"the router at {cluster.address} requires an API key: give it with --api-key KEY" in refused.stderr
+        assert (
+            f"the router at {cluster.address} requires an API key, and got none or a wrong one: give it with --api"
+            in refused.stderr
+        )
         assert "Traceback" not in refused.stderr
         taken = run(cluster, *words, key=KEY)
         assert taken.returncode == 0, taken.stderr

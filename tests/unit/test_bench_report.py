@@ -240,7 +240,7 @@ def test_progress_is_one_line() -> None:
 def report(tmp_path: Path) -> Report:
     args = BenchArgs(
         request_rate="2,inf", goodput="ttft:1000 tpot:50", result_dir=str(tmp_path / "deep" / "er"), api_key="hush",
-        result_filename="r.json", label="a <b> & c",
+        result_filename="r.json", label="a <b> & c", save_result=True,
     )  # fmt: skip
     return Report(args=args, model="m", runs=[run_of(ALL, 2.0), run_of([GOOD, REFUSED], float("inf"))], at_s=0.0)
 

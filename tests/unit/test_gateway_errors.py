@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from validation_cases import MODEL, text_request
 
-from gateway.asked import Asked, Body
+from gateway.asked import Body
 from gateway.errors import Refusal, refusal_of, refusal_of_any, refusal_of_body
 from gateway.messages.errors import error_of
 from gateway.messages.request import MessageRequest
@@ -118,11 +118,12 @@ def test_names_of_any_length_are_unknown_at_once() -> None:
         (ChatRequest, '{"prompt": "a"}', "messages: must be given; a body with prompt goes to POST /v1/completions"),
         (CompletionRequest, '{"messages": []}',
          "prompt: must be given; a body with messages goes to POST /v1/chat/completions"),
+        (TokenizeRequest, "{}", "exactly one of prompt and messages must be given"),
         (ChatRequest, "[]", "the body must be an object, is an array"),
         (ChatRequest, "{", "the body must be JSON: EOF while parsing an object at line 1 column 1"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_whole_body(route: type[Asked], body: str, message: str) -> None:
+def test_what_is_wrong_with_a_whole_body(route: type[Body], body: str, message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         route.read(body.encode())
     assert refusal_of_body(caught.value).message == message
