@@ -74,7 +74,7 @@ class SamplingParams:
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens must be in [0, max_tokens={self.max_tokens}], is {self.min_tokens}",
         )
-        check(0 <= self.temperature < float("inf"), f"temperature must be at least 0, is {self.temperature}")
+        check(0 <= self.temperature < float("inf"), f"temperature must be at least 0 and finite, is {self.temperature}")
         check(0 < self.top_p <= 1, f"top_p must be in (0, 1], is {self.top_p}")
         check(self.top_k >= -1, f"top_k must be -1 or more, is {self.top_k}")
         check(0 <= self.min_p <= 1, f"min_p must be in [0, 1], is {self.min_p}")

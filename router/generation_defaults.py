@@ -19,7 +19,7 @@ AUTO, VLLM = "auto", "vllm"
 
 # Each is written so that NaN fails it.
 _BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value < float("inf"), "at least 0"),
+    "temperature": (lambda value: 0 <= value < float("inf"), "at least 0 and finite"),
     "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
     "top_k": (lambda value: -1 <= value < 1 << 31, "-1 or more, and below 2147483648"),
     "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),

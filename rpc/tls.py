@@ -211,13 +211,13 @@ def _args_of(files: tuple[str, ...]) -> SslArgs:
 def hint(details: str) -> str:
     """Advice for a connection that failed with these details from gRPC; "" if TLS is not the reason."""
     if "WRONG_VERSION_NUMBER" in details:
-        return "the other side does not use TLS: call it without ssl_ca_certs, or give it a certificate"
+        return "the other side does not use TLS: call it without --ssl-ca-certs, or give it a certificate"
     if "CERTIFICATE_VERIFY_FAILED" in details:
-        return "its certificate has expired, or was not signed by the CA of ssl_ca_certs"
+        return "its certificate has expired, or was not signed by the CA of --ssl-ca-certs"
     if "Hostname Verification" in details:
         return "its certificate (subjectAltName) does not contain the address that it was called by"
     if "Handshake read failed" in details:
-        return "it may require a certificate that it trusts (ssl_certfile), or have a key that gRPC does not accept"
+        return "it may require a certificate that it trusts (--ssl-certfile), or have a key that gRPC does not accept"
     return ""
 
 

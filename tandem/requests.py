@@ -24,6 +24,8 @@ _RANGES = {
     FieldDescriptor.CPPTYPE_INT64: range(-(2**63), 2**63),
 }
 """The integers that the wire can carry, by the field's type. The router checks the bounds of parameters."""
+_BOUNDS = {"max_tokens": range(1, 2**32), "logprobs": range(21), "prompt_logprobs": range(21)}
+"""The router's bounds that are narrower, for errors about numbers that do not get there."""
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
@@ -296,7 +298,7 @@ def _plain(name: str, value: Any) -> bool | int | float:
     if kind == FieldDescriptor.CPPTYPE_FLOAT:
         return _number(name, value)
     if kind != FieldDescriptor.CPPTYPE_BOOL:
-        return _whole(name, value, _RANGES[kind])
+        return _whole(name, value, _RANGES[kind], _BOUNDS.get(name))
     return _truth(name, value)
 
 
@@ -307,11 +309,13 @@ def _truth(name: str, value: Any) -> bool:
     return value
 
 
-def _whole(name: str, value: Any, within: range) -> int:
+def _whole(name: str, value: Any, within: range, told: range | None = None) -> int:
+    """An integer that is `within` a range. `told`: the range to name instead in errors."""
     if not is_whole(value):
         raise ValueError(f"{name}: must be a whole number, is {value!r:.80}")
     if int(value) not in within:
-        raise ValueError(f"{name}: must be in [{within[0]}, {within[-1]}], is {value!r:.80}")
+        bounds = told or within
+        raise ValueError(f"{name}: must be in [{bounds[0]}, {bounds[-1]}], is {value!r:.80}")
     return int(value)
 
 

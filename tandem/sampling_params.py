@@ -247,7 +247,7 @@ class BeamSearchParams:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, is {self.max_tokens!r}")
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0, is {self.temperature!r}")
+            raise ValueError(f"temperature must be at least 0 and finite, is {self.temperature!r}")
         if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
             bound = f"must be in [{-MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
             raise ValueError(f"length_penalty {bound}, is {self.length_penalty!r}")

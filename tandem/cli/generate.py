@@ -115,7 +115,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     "--thinking-token-budget",
     type=int,
     metavar="N",
-    help="Maximum tokens of reasoning. Default: no limit of its own. Implies --chat.",
+    help="Maximum tokens of reasoning, within --max-tokens; -1: no further limit, the default. Implies --chat.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Continue to --max-tokens even if the model ends its answer.")
 @click.option(

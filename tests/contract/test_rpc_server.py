@@ -331,7 +331,7 @@ async def test_what_is_wrong_with_a_connection_over_tls_is_said(tmp_path: Path) 
     cases = {
         "has expired": ours.sign("expired", days=-1),
         "does not contain the address": ours.sign("elsewhere", address="IP:127.0.0.2"),
-        "or was not signed by the CA of ssl_ca_certs": others.sign("foreign"),
+        "or was not signed by the CA of --ssl-ca-certs": others.sign("foreign"),
         "does not use TLS": None,
     }
     caller = ours.sign("caller").client

@@ -184,7 +184,8 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "complaint"),
     [
-        ("hi", {"max_tokens": -1}, r"max_tokens: must be in \[0, 4294967295\], is -1$"),
+        ("hi", {"max_tokens": -1}, r"max_tokens: must be in \[1, 4294967295\], is -1$"),
+        ("hi", {"logprobs": -1}, r"logprobs: must be in \[0, 20\], is -1$"),
         ("hi", {"max_tokens": 1.5}, "max_tokens: must be a whole number, is 1.5$"),
         ("hi", {"logprobs": True}, "logprobs: must be a whole number, is True$"),
         ("hi", {"top_k": 2**31}, r"top_k: must be in \[-2147483648, 2147483647\], is 2147483648$"),

@@ -83,14 +83,14 @@ def test_greedy_models_give_no_sampling_defaults() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"temperature": -1}, "temperature must be at least 0, is -1"),
-        ({"temperature": float("nan")}, "temperature must be at least 0, is nan"),
+        ({"temperature": -1}, "temperature must be at least 0 and finite, is -1"),
+        ({"temperature": float("nan")}, "temperature must be at least 0 and finite, is nan"),
         ({"top_p": 0}, r"top_p must be in \(0, 1\], is 0"),
         ({"top_k": -2}, "top_k must be -1 or more, and below 2147483648, is -2"),
         ({"top_k": 1e30}, "top_k must be -1 or more, and below 2147483648, is 1e"),
         ({"max_new_tokens": 1 << 31}, "max_new_tokens must be 1 or more, and below 2147483648, is 2147483648"),
-        ({"temperature": 1e308}, "temperature must be at least 0, is 1e"),
-        ({"temperature": 10**400}, "temperature must be at least 0, is 1000"),
+        ({"temperature": 1e308}, "temperature must be at least 0 and finite, is 1e"),
+        ({"temperature": 10**400}, "temperature must be at least 0 and finite, is 1000"),
         ({"repetition_penalty": 1e-300}, r"repetition_penalty must be in \(0, 2\], is 1e-300"),
         ({"top_k": 1.5}, "top_k must be a whole number, is 1.5"),
         ({"top_k": float("inf")}, "top_k must be a whole number, is inf"),

@@ -135,7 +135,7 @@ def test_fields_may_be_assigned_and_are_checked_together() -> None:
     with pytest.raises(ValueError, match="detokenize must be True"):
         params.detokenize = False
     params.temperature = -1
-    with pytest.raises(ValueError, match="temperature must be at least 0, is -1"):
+    with pytest.raises(ValueError, match="temperature must be at least 0 and finite, is -1"):
         params.check()
 
 
