@@ -41,7 +41,10 @@ class SoakArgs:
                 raise ValueError(f"{flag} must be in [1, 16], is {value}")
         stay = parse_lora_modules(self.engine.lora_modules)
         for name, folder in stay.items():
-            check_lora_folder(name, folder)
+            try:
+                check_lora_folder(name, folder)
+            except ValueError as error:
+                raise ValueError(f"--lora-modules: {error}") from error
         if both := sorted(stay.keys() & self.adapters_to_exchange().keys()):
             raise ValueError(f"--lora-dir and --lora-modules must not have the same name; both have {both[0]!r}")
 

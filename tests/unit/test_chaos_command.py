@@ -81,7 +81,7 @@ def test_what_ends_it_is_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 @pytest.mark.parametrize(
     ("modules", "why"),
     [
-        ("sql=/nowhere", "adapter 'sql': there is no folder /nowhere"),
+        ("sql=/nowhere", "--lora-modules: adapter 'sql': there is no folder /nowhere"),
         ("sql", "--lora-modules must name each adapter's folder, as in sql=/models/sql-adapter, is 'sql'"),
     ],
 )

@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from engine import kv_cache
-from engine.kv_cache import (
-    PIECE_BYTES,
-    KVCacheShape,
-    allocate_kv_pool,
-    clear_blocks,
-    kv_dtype_of,
-    rounded_for_pool,
-)
+from engine.kv_cache import PIECE_BYTES, allocate_kv_pool, clear_blocks, rounded_for_pool
+from engine.kv_shape import KVCacheShape, kv_dtype_of
 
 FLOAT8 = "float8_e4m3fn"
 SHAPE = KVCacheShape(num_layers=2, num_blocks=5, block_size=4, num_kv_heads=3, head_dim=8, dtype="bfloat16")
