@@ -34,7 +34,7 @@ class ChatRendering:
     def text_of(self, name: str, conversation: Sequence[Message]) -> str:
         """The prompt's text. `name`: the conversation's, in errors. Raises `ValueError` for messages that the model or
         its template cannot take."""
-        chat = pb.Chat(messages=map(chat_message, conversation))
+        chat = pb.Chat(messages=(_message(f"{name}[{i}]", message) for i, message in enumerate(conversation)))
         set_end(chat, self.add_generation_prompt, self.continue_final_message)
         violations = Violations()
         for position, message in enumerate(chat.messages):
@@ -47,6 +47,13 @@ class ChatRendering:
         return self.template.render(
             messages, self.tools, self.variables, add_generation_prompt=adds, continue_final_message=continues
         )
+
+
+def _message(name: str, message: Message) -> pb.ChatMessage:
+    try:
+        return chat_message(message)
+    except ValueError as error:
+        raise ValueError(f"{name}: {str(error).removeprefix('prompt: ')}") from error
 
 
 def named_conversations(messages: Any) -> list[tuple[str, Sequence[Message]]]:

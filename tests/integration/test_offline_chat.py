@@ -28,6 +28,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
         ({"role": "user", "content": "a"}, {}, "messages must be a list of messages"),
         ([3], {}, "messages must be a list of messages .*, holds 3"),
         ([], {}, "^messages: must not be empty$"),
+        ([*CHAT, {"role": "user"}], {}, r"^messages\[1\]: a message has a role and a content, and may have"),
         ([CHAT, []], {}, r"^messages\[1\]: must not be empty$"),
         ([*CHAT, {"role": "asistant", "content": "a"}], {},
          r"^messages\[1\].role: must be one of system, developer, user, assistant, tool, function, is 'asistant'$"),
