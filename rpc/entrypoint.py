@@ -183,7 +183,8 @@ def build(dataclass_type: type[T], options: Mapping[str, Any]) -> T:
 
 def with_flags(sentence: str, field_names: Collection[str]) -> str:
     """Replace the names of fields by their flags, as the user has typed them: at the begin of a sentence and, if the
-    name is of several words and so stands for nothing else, anywhere but within quotes, paths and other names."""
+    name is of several words and so stands for nothing else, anywhere but within quotes, paths and other names, such as
+    those of files."""
     match = re.match(r"\w+", sentence)
     if match and match[0] in field_names:
         sentence = _flag(match[0]) + sentence[match.end() :]
@@ -191,7 +192,7 @@ def with_flags(sentence: str, field_names: Collection[str]) -> str:
     def flag_or_word(match: re.Match[str]) -> str:
         return _flag(match[0]) if match[0] in field_names else match[0]
 
-    return re.sub(r"(?<![\w'\"/.-])\w+_\w+(?![\w'\"/-])", flag_or_word, sentence)
+    return re.sub(r"(?<![\w'\"/.-])\w+_\w+(?![\w'\"/-]|\.\w)", flag_or_word, sentence)
 
 
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

@@ -127,6 +127,7 @@ def test_fields_are_named_by_their_flags_wherever_a_sentence_names_them() -> Non
             "model: no folder /a/max_num_seqs/b, 'num_kv_blocks'",
             "--model: no folder /a/max_num_seqs/b, 'num_kv_blocks'",
         ),
+        ("num_kv_blocks is in max_num_seqs.json.", "--num-kv-blocks is in max_num_seqs.json."),
         ("the model's max_num_seqs_of_it and num_layers", "the model's max_num_seqs_of_it and num_layers"),
     ):
         assert with_flags(sentence, names) == expected
