@@ -38,8 +38,9 @@ class ChatRendering:
         set_end(chat, self.add_generation_prompt, self.continue_final_message)
         violations = Violations()
         for position, message in enumerate(chat.messages):
-            if message.role and message.role not in MESSAGE_ROLES:
-                bound = f"must be one of {', '.join(MESSAGE_ROLES)}, is {message.role[:40]!r}"
+            if message.role and not self._knows_role(message.role):
+                bound = f"must be one of {', '.join(MESSAGE_ROLES)}, or one that the chat template names"
+                bound += f", is {message.role[:40]!r}"
                 violations.append((f"chat.messages[{position}].role", bound))
         messages = check_messages(chat.messages, self.info.with_chat(self.template, AUTO), violations)
         adds, continues = check_end(chat, violations)
@@ -47,6 +48,10 @@ class ChatRendering:
         return self.template.render(
             messages, self.tools, self.variables, add_generation_prompt=adds, continue_final_message=continues
         )
+
+    def _knows_role(self, role: str) -> bool:
+        """Whether it is one of OpenAI's, or the template has one of its own, such as Llama's `ipython`."""
+        return role in MESSAGE_ROLES or f"'{role}'" in self.template.source or f'"{role}"' in self.template.source
 
 
 def _message(name: str, message: Message) -> pb.ChatMessage:
