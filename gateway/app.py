@@ -163,6 +163,8 @@ def _add_routes(app: FastAPI, gateway: Gateway) -> None:
     for path, handler in asking:
         app.add_api_route(path, handler, response_model=None, include_in_schema=path != "/")
         app.add_api_route(path, handler, methods=["HEAD"], response_model=None, include_in_schema=False)
+    # Amazon SageMaker's probe, which vLLM answers with either method.
+    app.add_api_route("/ping", gateway.health, methods=["POST"], response_model=None, include_in_schema=False)
 
 
 def _takes(body: type[Body]) -> dict[str, Any]:

@@ -355,6 +355,7 @@ async def test_models_health_version_page_and_metrics() -> None:
         assert (await http.get("/v1/models/also")).json()["id"] == "also"
         assert (await http.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
         assert (await http.get("/health")).status_code == 200
+        assert (await http.post("/ping")).status_code == 200, "as in vLLM"
         assert "version" in (await http.get("/version")).json()
         assert "<title>Tandem</title>" in (await http.get("/")).text
         assert 'tandem:gateway_requests_total{route="models",status="200"} 2.0' in (await http.get("/metrics")).text
