@@ -72,7 +72,7 @@ FIELD_OF_PROMPT: dict[type, str] = {TextPrompt: "text", TokenIdsPrompt: "token_i
 def check_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ModelInfo, violations: Violations) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
-            if not request.text:
+            if not request.text and isinstance(request, pb.GenerateRequest):
                 violations.append(("text", "must not be empty"))
             return TextPrompt(
                 request.text, request.add_special_tokens if request.HasField("add_special_tokens") else True
