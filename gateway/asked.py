@@ -231,7 +231,7 @@ class Asked(Body, ABC):
     detokenize: only(True) = None  # type: ignore[valid-type]
     length_penalty: only(1.0, 1) = None  # type: ignore[valid-type]
     logits_processors: only([]) = None  # type: ignore[valid-type]
-    spaces_between_special_tokens: only(True) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: only(True, False) = None  # type: ignore[valid-type]
     use_beam_search: only(False) = None  # type: ignore[valid-type]
 
     # without effect here, whatever their values

@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[str, Any, Any]] = {
 """By a field's type: its name in errors, the type that may be given, and the type to which the value is converted."""
 
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
-    "detokenize": (True,), "spaces_between_special_tokens": (True,), "logits_processors": (None, []),
+    "detokenize": (True,), "spaces_between_special_tokens": (True, False), "logits_processors": (None, []),
     "truncate_prompt_tokens": (None,), "extra_args": (None, {}), "flat_logprobs": (False,),
     "logprob_token_ids": (None, []), "repetition_detection": (None,), "skip_clone": (False,),
     "stream_interval": (None, 1), "watermarking": (None, False),

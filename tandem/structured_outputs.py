@@ -38,7 +38,8 @@ class StructuredOutputsParams:
 
     def __post_init__(self, *done_anyway: object) -> None:
         for name, value in zip(_DONE_ANYWAY, done_anyway, strict=True):
-            if value is not None and value is not False:
+            # JSON is on one line anyway.
+            if not (value is None or value is False or (value is True and name == "disable_any_whitespace")):
                 raise ValueError(f"{name} is not supported; it may be null")
         self.to_proto()
 

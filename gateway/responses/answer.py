@@ -28,7 +28,8 @@ class ResponseAnswer:
     def __init__(self, body: ResponseRequest, *, request_id: str, created_s: int, model: str) -> None:
         self._output = Output(request_id, has_logprobs=body.wants_logprobs)
         self._num_events = 0
-        self._told = {"id": f"resp_{request_id}", "object": "response", "created_at": created_s, "model": model}
+        name = f"resp_{request_id.removeprefix('resp_')}"  # ids of vLLM's requests begin with it
+        self._told = {"id": name, "object": "response", "created_at": created_s, "model": model}
         self._told |= _asked_of(body)
         self._whole: dict[str, Any] | None = None
 

@@ -159,6 +159,8 @@ class ResponseRequest(Asked):
     prompt_cache_retention: only("in_memory") = None  # type: ignore[valid-type]
     chat_template: only(instead=AT_START) = None  # type: ignore[valid-type]
     include_reasoning: only(True) = None  # type: ignore[valid-type]
+    enable_response_messages: only(False) = None  # type: ignore[valid-type]
+    previous_input_messages: only() = None  # type: ignore[valid-type]
     # fields of other routes
     n: only(1) = None  # type: ignore[valid-type]
     messages: only(instead="use input") = None  # type: ignore[valid-type]

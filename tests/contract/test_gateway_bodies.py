@@ -323,6 +323,11 @@ async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
             "logprob_token_ids": [], "stream_interval": 1, "session_id": "s", "routed_experts_prompt_start": 0,
         }  # fmt: skip
         assert (await http.post("/v1/completions", json=body)).status_code == 200
+        body = {"prompt": "a", "spaces_between_special_tokens": False}
+        body |= {"structured_outputs": {"json": {}, "disable_any_whitespace": True}}
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        body = {"input": "a", "enable_response_messages": False, "previous_input_messages": None}
+        assert (await http.post("/v1/responses", json=body)).status_code == 200
 
 
 async def test_what_nobody_knows_may_be_null() -> None:

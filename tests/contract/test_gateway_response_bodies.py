@@ -159,7 +159,9 @@ async def test_the_form_of_an_answer_and_what_it_is_drawn_by() -> None:
         further |= {"cache_salt": "s", "chat_template_kwargs": {"enable_thinking": False}, "user": "u"}
         answer = await http.post(PATH, json={"input": "a", "request_id": "named", **further})
         assert answer.status_code == 200, answer.text
-    [request] = router.requests[4:]
+        with_its_prefix = await http.post(PATH, json={"input": "a", "request_id": "resp_mine"})
+    assert with_its_prefix.json()["id"] == "resp_mine"
+    [request] = router.requests[4:5]
     assert answer.json()["id"] == "resp_named"
     assert answer.headers["x-request-id"] == request.request_id == "named"
     assert request.sampling_params.structured_outputs.regex == "a+"
@@ -233,6 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
     ({"truncation": "auto"}, "truncation", 'only "disabled" is allowed'),
     ({"max_tool_calls": 3}, "max_tool_calls", "is not supported"),
+    ({"enable_response_messages": True}, "enable_response_messages", "only false is allowed"),
     ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format", "use text.format"),
     ({"messages": [USER]}, "messages", "use input"),

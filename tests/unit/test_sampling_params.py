@@ -52,7 +52,7 @@ from tandem.vllm_settings import FLAGS, SETTINGS, instead_of_flag, without_neutr
         ({"logit_bias": {1: 101}}, "logit_bias must be in [-100, 100], is 101"),
         ({"detokenize": False}, "detokenize must be True, nothing else is served; is False"),
         ({"detokenize": 1}, "detokenize must be True, nothing else is served; is 1"),
-        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens must be True, nothing else"),
+        ({"spaces_between_special_tokens": 0}, "spaces_between_special_tokens must be True or False, nothing else"),
         ({"bad_words": "a"}, "bad_words must be a list of texts or None, is 'a'"),
         ({"bad_words": [5]}, "bad_words must be a list of texts or None, is [5]"),
         ({"bad_words": ["a"] * 257}, "bad_words must have at most 256 words, has 257"),
@@ -143,6 +143,9 @@ def test_forms_may_say_that_they_want_nothing_else() -> None:
     plain = StructuredOutputsParams(regex="a")
     assert StructuredOutputsParams(regex="a", whitespace_pattern=None, disable_any_whitespace=False) == plain
     assert StructuredOutputsParams.of({"regex": "a", "whitespace_pattern": None}) == plain
+    assert StructuredOutputsParams(regex="a", disable_any_whitespace=True) == plain, "JSON is on one line anyway"
+    with pytest.raises(ValueError, match="disable_additional_properties is not supported"):
+        StructuredOutputsParams(regex="a", disable_additional_properties=True)
     with pytest.raises(ValueError, match="whitespace_pattern is not supported"):
         StructuredOutputsParams(regex="a", whitespace_pattern=" ?")
 
@@ -166,6 +169,7 @@ def test_what_asks_for_what_is_done_anyway_is_taken_and_is_no_field() -> None:
     assert (params, repr(params)) == (plain, repr(plain))
     assert params.for_engine(1) == plain.for_engine(1)
     assert SamplingParams(logits_processors=None) == plain
+    assert SamplingParams(spaces_between_special_tokens=False) == plain
     assert SamplingParams(extra_args={}, flat_logprobs=False, stream_interval=1) == plain
     names = {entry.name for entry in dataclasses.fields(params)}
     assert not names & {"detokenize", "logits_processors"}
