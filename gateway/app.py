@@ -31,11 +31,11 @@ from gateway.answers import models_of
 from gateway.asked import Asked, Body
 from gateway.choices import Choices
 from gateway.errors import (
-    ENCODED,
     MODEL_NOT_FOUND,
     NO_KEY,
     NO_ROUTE,
     TOO_LARGE,
+    UNSUPPORTED_BODY,
     Refusal,
     refusal_of_any,
     refusal_of_route,
@@ -291,7 +291,15 @@ class Gateway:
 
     async def _read(self, request: Request) -> bytes:
         if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
-            raise Refusal(ENCODED, f"content-encoding: {encoding[:40]!r} is not supported; send the body uncompressed")
+            raise Refusal(
+                UNSUPPORTED_BODY, f"content-encoding: {encoding[:40]!r} is not supported; send the body uncompressed"
+            )
+        # Browsers let a page of any site send bodies of other types without asking this server (CORS), so such a page
+        # could make it compute. Clients that are no browser need not name the type: `curl -d` does not.
+        kind = request.headers.get("content-type", "")
+        if "origin" in request.headers and kind.partition(";")[0].strip().lower() != "application/json":
+            bound = f"must be application/json in a request from a web page, is {kind[:40]!r}"
+            raise Refusal(UNSUPPORTED_BODY, f"content-type: {bound}")
         data = bytearray()
         async for chunk in request.stream():
             data += chunk

@@ -73,7 +73,7 @@ BUG = Kind(500, "server_error", "internal_error")
 MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
 NO_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
 TOO_LARGE = Kind(413, "invalid_request_error", "request_too_large")
-ENCODED = Kind(415, "invalid_request_error", "unsupported_media_type")
+UNSUPPORTED_BODY = Kind(415, "invalid_request_error", "unsupported_media_type")
 NO_ROUTE = Kind(404, "invalid_request_error", "unknown_url")
 
 

@@ -289,6 +289,21 @@ async def test_a_body_that_begins_with_a_byte_order_mark() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_page_of_another_site_cannot_send_what_browsers_do_not_ask_about(path: str, kind: str) -> None:
+    body, page = b'{"prompt": "a b"}', {"origin": "https://elsewhere.example"}
+    async with gateway() as (router, http):
+        refused = await http.post(path, content=body, headers=page | ({"content-type": kind} if kind else {}))
+        assert not router.requests
+        told = {"content-type": "application/json; charset=utf-8"}
+        by_page = await http.post("/v1/completions", content=body, headers=page | told)
+        by_curl = await http.post("/v1/completions", content=body, headers={"content-type": kind} if kind else {})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (415, "invalid_request_error")
+    assert f"content-type: must be application/json in a request from a web page, is {kind!r}" in refused.text
+    assert (by_page.status_code, by_curl.status_code) == (200, 200)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])
 async def test_a_compressed_body_is_refused_by_its_header(path: str) -> None:
     async with gateway() as (router, http):
         body, told = gzip.compress(b'{"prompt": "a b"}'), {"content-encoding": "gzip"}
