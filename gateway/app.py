@@ -29,13 +29,12 @@ from starlette.routing import Route
 
 from gateway.answers import models_of
 from gateway.asked import Asked, Body
+from gateway.body_bytes import body_bytes
 from gateway.choices import Choices
 from gateway.errors import (
     MODEL_NOT_FOUND,
     NO_KEY,
     NO_ROUTE,
-    TOO_LARGE,
-    UNSUPPORTED_BODY,
     Refusal,
     refusal_of_any,
     refusal_of_route,
@@ -250,7 +249,7 @@ class Gateway:
         self, request: Request, route: str, body_type: type[_Body], rendering_of: Callable[[Run, _Body, str], Rendering]
     ) -> Response:
         """The whole answer; or a stream, as soon as its first message is there or a keep-alive is due."""
-        body = body_type.read(await self._read(request))
+        body = body_type.read(await body_bytes(request, self._max_body_bytes))
         if body.request_id:
             name_request(request, body.request_id)
         return await self._ask(
@@ -289,24 +288,6 @@ class Gateway:
             keep_alive_s=self._keep_alive_s,
         )
 
-    async def _read(self, request: Request) -> bytes:
-        if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
-            raise Refusal(
-                UNSUPPORTED_BODY, f"content-encoding: {encoding[:40]!r} is not supported; send the body uncompressed"
-            )
-        # Browsers let a page of any site send bodies of other types without asking this server (CORS), so such a page
-        # could make it compute. Clients that are no browser need not name the type: `curl -d` does not.
-        kind = request.headers.get("content-type", "")
-        if "origin" in request.headers and kind.partition(";")[0].strip().lower() != "application/json":
-            bound = f"must be application/json in a request from a web page, is {kind[:40]!r}"
-            raise Refusal(UNSUPPORTED_BODY, f"content-type: {bound}")
-        data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > self._max_body_bytes:
-                raise Refusal(TOO_LARGE, f"the request body is larger than {self._max_body_bytes} bytes, the maximum")
-        return bytes(data)
-
     # -- tokens -------------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Any:
@@ -326,7 +307,7 @@ class Gateway:
         request: Request,
         body_type: type[TokenizeRequest] | type[DetokenizeRequest] | type[CountRequest] | type[CountMessagesRequest],
     ) -> Any:
-        body = body_type.read(await self._read(request))
+        body = body_type.read(await body_bytes(request, self._max_body_bytes))
         answer = await self._ask(
             request, body.model, lambda client: self._in_time(request, partial(body.answer, client))
         )
