@@ -27,6 +27,7 @@ from protos.tandem_worker_pb2_grpc import DecodeStub, PrefillStub
 from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid, WorkerStalled
 from rpc.errors import from_rpc_error
 from rpc.interceptors import log_bug
+from rpc.server_status import server_status_kept
 from rpc.session import BEATS_PER_LEASE, PROTOCOL_VERSION
 
 _FINISH_REASONS = frozenset(FinishReason.values())
@@ -109,17 +110,10 @@ class WorkerSession:
         stream = self._open_stream()
         watch = asyncio.create_task(self._watch(stream))
         try:
-            async for message in stream:
-                self._num_silent_beats = 0
-                if (complaint := self._complaint(message)) is not None:
-                    self.lost_why = f"the worker sent {complaint}"
-                    return
-                assert message is not None
-                was_open, self.is_open = self.is_open, True
-                self._take_in(message)
-                if not was_open:
-                    self._on_open()
-            self.lost_why = "the worker ended the session"
+            what = "ended the session"
+            with server_status_kept(stream):
+                what = await self._read_all(stream)
+            self.lost_why = f"the worker {what}"
         except grpc.aio.AioRpcError as error:
             self.lost_why = f"{error.code().name}: {from_rpc_error(error).message}"  # with what to do about it
             self.is_our_fault = error.code() is grpc.StatusCode.ABORTED
@@ -129,6 +123,19 @@ class WorkerSession:
             stream.cancel()  # has no effect if the stream has ended
             watch.cancel()
             self._lose()
+
+    async def _read_all(self, stream: grpc.aio.StreamStreamCall[Any, Any]) -> str:
+        """Take in the worker's messages. Returns what it did to end that."""
+        async for message in stream:
+            self._num_silent_beats = 0
+            if (complaint := self._complaint(message)) is not None:
+                return f"sent {complaint}"
+            assert message is not None
+            was_open, self.is_open = self.is_open, True
+            self._take_in(message)
+            if not was_open:
+                self._on_open()
+        return "ended the session"
 
     async def _watch(self, stream: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         """End the session if the worker hangs, or if nothing arrives from it: TCP may not notice for hours."""

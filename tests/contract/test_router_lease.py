@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
@@ -25,16 +26,23 @@ DEADLINE_S = 20
 
 
 class Worker(DecodeServicer):  # type: ignore[misc]
-    """Sends heartbeats from its own thread until it is told to hang."""
+    """Sends heartbeats from its own thread until it is told to hang, or to end the session."""
 
     def __init__(self) -> None:
         self.hangs = threading.Event()
+        self.ends = threading.Event()
+        self.says = ""
+        """The reason for which it aborts the session when that ends."""
         self.was_left = threading.Event()
 
     def Session(self, commands: Any, context: grpc.ServicerContext) -> Iterator[pb.WorkerEvents]:  # noqa: N802
         context.add_callback(self.was_left.set)
         yield pb.WorkerEvents()
         while not self.hangs.wait(LEASE_S / BEATS_PER_LEASE):
+            if self.ends.is_set() and self.says:
+                context.abort(grpc.StatusCode.ABORTED, self.says)
+            if self.ends.is_set():
+                return
             yield pb.WorkerEvents(load=pb.WorkerLoad(num_running=1))
         self.was_left.wait(DEADLINE_S)
 
@@ -105,3 +113,16 @@ async def test_a_router_that_was_held_up_itself_does_not_blame_the_worker() -> N
             while seen.num_loads < num_loads + BEATS_PER_LEASE:
                 await asyncio.sleep(0.01)
                 assert not seen.is_lost.is_set(), seen.session.lost_why
+
+
+@pytest.mark.parametrize("why", ["ABORTED: no command and no beat for 600 ms", "the worker ended the session"])
+async def test_why_a_session_ended_is_known_although_a_command_was_still_to_be_sent(why: str) -> None:
+    for _ in range(3):  # now and then the end comes too late to meet the command
+        async with observed() as (worker, seen):
+            worker.says = why.removeprefix("ABORTED: ") if "ABORTED" in why else ""
+            worker.ends.set()
+            seen.session.send(pb.DecodeCommand(beat=pb.Beat()))
+            # The event loop stands still: the session's end arrives before gRPC is given the command.
+            assert worker.was_left.wait(DEADLINE_S)
+            await seen.is_lost.wait()
+            assert (seen.session.lost_why, seen.session.is_our_fault) == (why, "ABORTED" in why)
