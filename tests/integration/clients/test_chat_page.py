@@ -30,6 +30,14 @@ BROWSER_FLAGS = (
     "--disable-component-update", "--disable-sync", "--disable-quic", "--remote-debugging-port=0",
 )  # fmt: skip
 TIMEOUT_S = 60
+ANSWER_TO_THE_END = """window.bodies = []; const before = window.fetch;
+window.fetch = (url, options) => {
+    bodies.push(options.body);
+    return before(url, { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ignore_eos: true }) });
+}"""
+"""In the page: answers go on until the model's context is full, which takes much longer than any test needs. The model
+itself may end an answer after a few tokens, before a test stops it. `bodies`: what the page has sent."""
+ASK = "document.getElementById('prompt').value = %s; document.getElementById('form').requestSubmit()"
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (apt install chromium)")
 
@@ -144,13 +152,13 @@ async def test_what_a_phone_shows(cluster: RunningCluster, tmp_path: Path) -> No
 async def test_stopping_cancels_the_request_and_errors_are_shown(cluster: RunningCluster, tmp_path: Path) -> None:
     async with asyncio.timeout(TIMEOUT_S), browser(tmp_path / "profile", f"http://{cluster.http_address}/") as page:
         await page.wait_for("document.getElementById('model')?.textContent.includes('smollm2')")
-        ask = "document.getElementById('prompt').value = %s; document.getElementById('form').requestSubmit()"
-        await page.evaluate(ask % json.dumps("Count from one to five hundred, in words."))
+        await page.evaluate(ANSWER_TO_THE_END)
+        await page.evaluate(ASK % json.dumps("Count from one to five hundred, in words."))
         await page.wait_for("document.querySelector('.assistant .text')?.textContent.length > 0")
         await page.evaluate("document.getElementById('form').requestSubmit()")
         await page.wait_for("document.querySelector('.assistant:not(.busy) .facts')?.textContent == 'stopped'")
         await asyncio.to_thread(cluster.wait_until_at_rest, 5)
-        await page.evaluate(ask % json.dumps("word " * 4000))
+        await page.evaluate(ASK % json.dumps("word " * 4000))
         await page.wait_for("document.querySelector('.facts.bad')")
         assert "2047" in await page.evaluate("document.querySelector('.facts.bad').textContent")
 
@@ -160,16 +168,12 @@ async def test_a_new_chat_knows_nothing_of_an_answer_that_was_still_coming(
 ) -> None:
     async with asyncio.timeout(TIMEOUT_S), browser(tmp_path / "profile", f"http://{cluster.http_address}/") as page:
         await page.wait_for("document.getElementById('model')?.textContent.includes('smollm2')")
-        await page.evaluate(
-            """window.bodies = []; const before = window.fetch;
-            window.fetch = (url, options) => { bodies.push(options?.body); return before(url, options) }"""
-        )
-        ask = "document.getElementById('prompt').value = %s; document.getElementById('form').requestSubmit()"
-        await page.evaluate(ask % json.dumps("Count from one to five hundred, in words."))
+        await page.evaluate(ANSWER_TO_THE_END)
+        await page.evaluate(ASK % json.dumps("Count from one to five hundred, in words."))
         await page.wait_for("document.querySelector('.assistant .text')?.textContent.length > 0")
         await page.evaluate("document.getElementById('anew').click()")
         await page.wait_for("document.getElementById('send').textContent == 'Send'")
-        await page.evaluate(ask % json.dumps("And now?"))
+        await page.evaluate(ASK % json.dumps("And now?"))
         await page.wait_for("document.querySelectorAll('.assistant').length == 1 && bodies.length == 2")
         assert (
             await page.evaluate("JSON.parse(bodies[1]).messages.map(message => message.content).join()") == "And now?"
