@@ -22,6 +22,7 @@ own process, which is used through a `PeerPool` (`nixl_peer`): `open_peer`.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -369,6 +370,9 @@ class NixlAgent:
 
 
 def _import_nixl() -> Any:
+    # UCX reads this once, when it is loaded. Its own default is stdout, which is ours: the process that started us
+    # reads our address there and perhaps nothing after that. One warning too many then waits for a reader for ever.
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
     raise_exceptions = logging.raiseExceptions
     try:
         from nixl import _api
@@ -377,7 +381,7 @@ def _import_nixl() -> Any:
             "the nixl transport needs the extra `nixl` (pip install --no-deps nixl nixl-cu12, or nixl-cu13 where torch "
             f"is a build for CUDA 13): {error}"
         ) from error
-    # NIXL logs to stdout, which is ours, and switches off the logging errors of the whole process: undo both.
+    # NIXL's Python part logs to stdout, too, and switches off the logging errors of the whole process: undo both.
     logging.raiseExceptions = raise_exceptions
     nixl_logger = logging.getLogger("nixl")
     nixl_logger.handlers.clear()
