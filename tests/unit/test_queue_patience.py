@@ -124,7 +124,7 @@ async def test_those_whose_workers_are_full_keep_others_out_only_where_all_toget
 async def test_the_time_without_a_worker_or_aside_is_no_measure_of_the_line(room: dict[str, int]) -> None:
     """Otherwise the router would refuse new requests whose deadlines it can meet."""
     workers = Workers(worker_wait_s=30.0)
-    workers.room = room
+    workers.room = dict(room)
     moved = [workers.wait("old", is_return=True) for _ in range(2)]
     await asyncio.sleep(0.2)  # at this pace a thousand tokens would take 200 s
     workers.room["old"] = 2
