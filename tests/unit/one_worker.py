@@ -25,6 +25,8 @@ class Call:
     def __aiter__(self) -> AsyncIterator[pb.WorkerEvents]:
         return self._events
 
+    def add_done_callback(self, callback: object) -> None: ...
+
     def cancel(self) -> None: ...
 
 
