@@ -23,14 +23,16 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
 
 
 def decode_candidate(handle: WorkerHandle, request: QueuedRequest, slowness: float) -> DecodeCandidate:
+    ahead = request.overtakes
+    num_blocks_kept = 0 if ahead is None else -(-ahead.num_tokens // handle.facts.block_size)
     return DecodeCandidate(
         key=handle.key,
         kind=handle.facts.kind_for(request.needs.lora_name, request.needs.kind),
         block_size=handle.facts.block_size,
-        num_available_blocks=handle.num_available_blocks + request.num_shared_blocks(handle.key),
+        num_available_blocks=handle.num_available_blocks + request.num_shared_blocks(handle.key) - num_blocks_kept,
         num_used_blocks=handle.load.num_used_blocks + handle.num_planned_blocks,
         num_cached_blocks=request.num_cached_blocks.get(handle.key, 0),
-        is_full=handle.is_full or not handle.has_free_seqs,
+        is_full=handle.is_full or not handle.has_free_seqs(1 if ahead is None else 2),
         num_queued_tokens=handle.num_queued_tokens,
         num_running=handle.load.num_running,
         transport=handle.facts.transport,

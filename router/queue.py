@@ -4,8 +4,8 @@ then first come, first served; bounded in tokens.
 The queue owns the waiting requests, not the workers. `dispatch` runs whenever something changed (a request arrived, a
 worker freed memory, joined or left: `dispatch_soon`). It plans requests from the head of the line and stops at the
 first one that no worker has room for, so that a long prompt is not overtaken forever. One that waits only because too
-many prompts are before it may be overtaken by those that need not wait for these, such as a chat's next turn whose
-decode worker has the others cached.
+many prompts are before it may be overtaken by requests that need not wait for these, such as a chat's next turn that a
+decode worker has cached, and that leave it the room that it will need.
 
 Some requests cannot use every worker that takes new requests: their answer began on workers of another kind, or only
 some workers have their adapter. When such a request finds no room it steps aside (`aside`), because it would block
@@ -162,7 +162,8 @@ class RequestQueue:
             if not (request.is_return or is_admitted):
                 self._refuse_if_full(request, priority, fairness_id)
             room = await self._wait_turn(request, self.enter(priority, fairness_id), give_up_s)
-            self.pace.planned(request.num_tokens, time.monotonic(), is_last=not self.has_line)
+            if request.overtakes is None:  # else it tells nothing about how long others wait
+                self.pace.planned(request.num_tokens, time.monotonic(), is_last=not self.has_line)
             return room
         finally:
             self._note_if_empty()
@@ -245,12 +246,15 @@ class RequestQueue:
                 is_line_full = True
 
     def _let_overtake(self, request: QueuedRequest) -> None:
-        """Plan a request that just arrived, if the head of the line waits only for prompts and this one need not."""
+        """Plan a request that just arrived, if the head of the line waits only for prompts, this one need not, and a
+        worker has room for both. Nobody overtakes requests aside: they wait for some of the workers that all use."""
         first = self._first()
-        is_in_line = request.is_waiting and request not in self._aside and request.patience is None
+        is_in_line = request.is_waiting and request.patience is None and not self._aside
         if is_in_line and first is not None and first is not request and first.waits_for_prompts:
-            request.barred = first.barred
+            request.barred, request.overtakes = frozenset(), first
             self._settle(request)
+            if request.is_waiting:
+                request.overtakes = None
 
     def _step_aside(self, request: QueuedRequest) -> None:
         self._aside.push(

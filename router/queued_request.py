@@ -52,6 +52,8 @@ class QueuedRequest:
     """Workers that a request before this one waits for."""
     waits_for_prompts: bool = False
     """When workers were last sought for it, they had room, but too many prompts before it."""
+    overtakes: QueuedRequest | None = field(default=None, init=False)
+    """The head of the line, for which its decode worker must keep room, if it is planned before that one."""
     planned: asyncio.Future[TakenRoom] = field(init=False)
     share: ClientShare = field(init=False)
     """The share of its client."""

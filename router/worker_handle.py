@@ -184,11 +184,10 @@ class WorkerHandle:
     def num_available_blocks(self) -> int:
         return self.load.num_available_blocks - self.num_planned_blocks
 
-    @property
-    def has_free_seqs(self) -> bool:
-        """Whether the number of its sequences allows another one. A worker that is asked for more says Busy, and the
-        request returns to the front of the queue, before all fair shares: they would have no effect any more."""
-        return self.load.num_free_seqs is None or self.load.num_free_seqs > self.num_planned_seqs
+    def has_free_seqs(self, num_seqs: int) -> bool:
+        """Whether it takes `num_seqs` more sequences. A worker that is asked for more says Busy, and the request
+        returns to the front of the queue, before all fair shares: they would have no effect any more."""
+        return self.load.num_free_seqs is None or self.load.num_free_seqs >= self.num_planned_seqs + num_seqs
 
     def take_record(self, record: pb.WorkerRecord) -> None:
         """Take over the registry's current record of the same process. Not its load: the session's is newer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -9,6 +10,7 @@ from lifecycle_bench import BLOCK, PROMPT, Asked, load, settle
 from test_workers_with_adapters import Several, leave, requests_at
 
 from protos import tandem_worker_pb2 as pb
+from router.queued_request import QueuedRequest
 from router.validation.resumption import Resumption
 from rpc.errors import NoWorker, Overloaded
 
@@ -105,6 +107,24 @@ async def test_a_long_prompt_aside_is_not_overtaken_at_its_worker() -> None:
     await settle()
     assert requests_at(bench, "d") == ["long"]
     await leave(long, *short)
+
+
+async def test_who_need_not_wait_for_prompts_does_not_overtake_those_aside() -> None:
+    bench = some_with_it(with_prefill=True)
+    bench.prefill.set_load(pb.WorkerLoad(num_waiting_tokens=9000))
+    long = bench.ask("long", lora_name="sql", priority=5, prompt_token_ids=PROMPT)
+    await settle()
+    bench.by_name["d"].set_load(load(30, num_running=500))
+    bench.by_name["e"].set_load(load(300, num_running=500))
+    first = bench.ask("first", prompt_token_ids=PROMPT)
+    await settle()
+    turn = QueuedRequest(num_tokens=4 * BLOCK, num_cached_blocks={bench.decode.key: 4})
+    chat = asyncio.create_task(bench.queue.wait_for_plan(turn, priority=6))
+    await settle()
+    assert not chat.done()
+    assert len(bench.queue) == 3
+    chat.cancel()
+    await leave(long, first)
 
 
 async def test_a_stream_that_another_router_began_goes_before_what_its_client_has_aside() -> None:

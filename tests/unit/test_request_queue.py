@@ -7,6 +7,7 @@ import math
 import time
 
 import pytest
+from lifecycle_bench import BLOCK, Bench, load
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -103,6 +104,34 @@ async def test_who_need_not_wait_for_prompts_overtakes_those_that_do() -> None:
     await asyncio.gather(*tasks)
     assert room.order == [15, 50, 30, 10]
     assert (len(room.queue), room.queue.num_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_free", "num_free_seqs", "may_pass"),
+    [(119, 2, False), (120, 2, True), (500, 1, False), (500, 2, True)],
+)
+async def test_who_overtakes_leaves_room_for_those_before(num_free: int, num_free_seqs: int, may_pass: bool) -> None:
+    """The first request waits for the prefill worker's prompts. The next turn of a chat, which the decode worker has
+    cached, need not. If such turns took the room that the first one needs, it could wait for as long as they come."""
+    bench = Bench(with_prefill=True)
+    told = load(num_free, num_running=500)
+    told.num_free_seqs = num_free_seqs
+    bench.decode.set_load(told)
+    bench.prefill.set_load(pb.WorkerLoad(num_waiting_tokens=9000))
+    first = asyncio.create_task(bench.queue.wait_for_plan(QueuedRequest(num_tokens=60 * BLOCK)))
+    await settle()
+    turn = QueuedRequest(num_tokens=60 * BLOCK, num_cached_blocks={bench.decode.key: 60})
+    chat = asyncio.create_task(bench.queue.wait_for_plan(turn))
+    await settle()
+    assert (first.done(), chat.done()) == (False, may_pass)
+    assert bench.queue.pace.queued_s(1000) == 0, "that it passed tells nothing about how long others wait"
+    bench.prefill.set_load(pb.WorkerLoad())
+    bench.queue.dispatch()
+    await settle()
+    assert (await first).plan.prefill == bench.prefill.key
+    chat.cancel()
+    await settle()
+    assert (len(bench.queue), bench.queue.num_tokens) == (0, 0)
 
 
 async def test_who_waited_before_goes_to_the_front() -> None:
