@@ -167,11 +167,16 @@ class Lifecycle:
     def _ahead(self, num_tokens: int, cached: Mapping[WorkerKey, int] = NOTHING_CACHED) -> tuple[float, float]:
         """What now lies ahead of the first token of a prompt with `num_tokens` tokens: the seconds that it would wait
         for room, and the number of tokens to compute then, its own uncached ones included."""
-        params = self._asked.sampling_params
-        return (
-            self._parts.queue.wait_s(params.priority, self._asked.fairness_id, lora_name=self.lora_name),
-            self._parts.pool.num_tokens_to_compute(num_tokens, self.lora_name, cached),
+        queue, priority = self._parts.queue, self._asked.sampling_params.priority
+        num_before = queue.num_tokens_before(priority, self._asked.fairness_id, lora_name=self.lora_name)
+        num_to_compute = self._parts.pool.num_tokens_to_compute(
+            num_tokens,
+            self.lora_name,
+            cached,
+            # In a first burst nobody knows yet how fast the queue moves: no sooner than its prompts are computed.
+            num_waiting_tokens=0 if queue.pace.is_known else num_before,
         )
+        return queue.pace.queued_s(num_before), num_to_compute
 
     @property
     def has_one_worker(self) -> bool:

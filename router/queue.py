@@ -120,10 +120,6 @@ class RequestQueue:
         num_aside = self._aside.num_tokens_before(Needs(lora_name=lora_name).group, priority, fairness_id)
         return num_urgent + num_aside + (0 if shares is None else shares.num_tokens_before(fairness_id))
 
-    def wait_s(self, priority: int, fairness_id: str, *, lora_name: str = "") -> float:
-        """How long a further request of this client would wait for room, as far as the queue has learned."""
-        return self.pace.queued_s(self.num_tokens_before(priority, fairness_id, lora_name=lora_name))
-
     def enter(self, priority: int, fairness_id: str) -> ClientShare:
         """A request of the client begins. Until it leaves, the caller charges what it is served to the returned
         share."""

@@ -36,6 +36,11 @@ class QueuePace:
         """No request waits for room any more."""
         self._moved_s = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether some request has waited."""
+        return self._seconds_per_token.below > 0
+
     def queued_s(self, num_tokens: int) -> float:
         """Seconds until `num_tokens` waiting tokens have got room. 0 if no request has waited yet."""
         return num_tokens * self._seconds_per_token.value

@@ -147,11 +147,17 @@ class WorkerPool:
     # -- planning -----------------------------------------------------------------------------------------------
 
     def num_tokens_to_compute(
-        self, num_tokens: int, lora_name: str = "", num_cached_blocks: Mapping[WorkerKey, int] = NOTHING_CACHED
+        self,
+        num_tokens: int,
+        lora_name: str = "",
+        num_cached_blocks: Mapping[WorkerKey, int] = NOTHING_CACHED,
+        *,
+        num_waiting_tokens: int = 0,
     ) -> float:
         """How many tokens the soonest worker would have to compute until a new prompt of `num_tokens` for that adapter
-        (empty: for none) is done: the tokens queued before it, and those of the prompt that are not cached there. On a
-        decode worker, the slowdown by its streams counts as further tokens."""
+        (empty: for none) is done: the tokens queued before it, its share of the `num_waiting_tokens` that wait before
+        it in the router, and those of the prompt that are not cached there. On a decode worker, the slowdown by its
+        streams counts as further tokens."""
         roster = self.roster
         served, kind = roster.compat_digest, roster.kind_for(lora_name)
         prefill, decode = (
@@ -164,7 +170,7 @@ class WorkerPool:
 
         to_compute = [float(h.num_queued_tokens + own(h)) for h in prefill]
         to_compute += [h.num_queued_tokens + own(h) * (1 + STALL_WEIGHT * h.load.num_running) for h in decode]
-        return min(to_compute, default=float(num_tokens))
+        return min(to_compute, default=float(num_tokens)) + num_waiting_tokens / max(1, len(to_compute))
 
     def choose(self, request: QueuedRequest, num_waiting_tokens: int = 0) -> TakenRoom | None:
         """Plan `request` on the workers as they are now, and take the room for it. None: no worker has room now, or

@@ -61,6 +61,28 @@ async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once() -> N
     assert forecast.num_running == 0
 
 
+async def test_the_first_burst_is_refused_at_once_as_far_as_it_would_be_late() -> None:
+    """Most of a burst waits in the router before it is known how fast the queue moves. Two workers compute a prompt in
+    two seconds each, so within twenty seconds they do not compute forty."""
+    bench = Bench(with_prefill=True)
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    learn_slow_prompts(forecast)
+    for worker in (bench.decode, bench.prefill):
+        worker.set_load(load(5000))
+        for _ in range(20):
+            bench.pool.costs.computed(worker.key, len(PROMPT), 2.0, now_s)
+    asked = []
+    for number in range(40):
+        asked.append(bench.request(f"r{number}", deadline_s=now_s + 20))
+        await settle()
+    assert len(bench.queue) > 1
+    is_refused = [each.task.done() and isinstance(each.task.exception(), Overloaded) for each in asked]
+    assert 10 <= is_refused.index(True) <= 20
+    assert all(is_refused[20:])
+    for each in asked[:20]:
+        await each.leave()
+
+
 @pytest.mark.parametrize("token_ids", [[], [5]])
 async def test_a_deadline_that_has_passed_is_called_so(token_ids: list[int]) -> None:
     passed_s = asyncio.get_running_loop().time() - 1
