@@ -69,8 +69,9 @@ class PolicyConfig:
     max_prefill_backlog_tokens: int = field(
         default=32768,
         metadata={
-            "help": "Maximum tokens queued at a prefill worker. With more it gets no new prompts; these wait in "
-            "the router."
+            "help": "Maximum prompt tokens queued at a worker. With more it gets no new prompts if others could "
+            "compute them; these wait in the router. With learned costs, they also wait once a worker has prompts for "
+            "four seconds."
         },
     )
 
@@ -188,10 +189,9 @@ def _with_prefill_workers(
         return costs.prompt_s(p.key, p.num_queued_tokens + own + num_behind, now_s)
 
     def has_backlog(worker: PrefillCandidate | DecodeCandidate) -> bool:
-        queued = worker.num_queued_tokens
-        if not queued or queued > config.max_prefill_backlog_tokens:
-            return bool(queued)
-        return config.learn_costs and costs.prompt_s(worker.key, queued, now_s) > MAX_BACKLOG_S
+        num_queued = worker.num_queued_tokens
+        is_slow = config.learn_costs and costs.prompt_s(worker.key, num_queued, now_s) > MAX_BACKLOG_S
+        return num_queued > config.max_prefill_backlog_tokens or (num_queued > 0 and is_slow)
 
     free = [p for p in prefill if not has_backlog(p)]
     soonest = min(free or prefill, key=there_s)
