@@ -177,7 +177,7 @@ async def test_a_peers_rank_that_stands_still_ends_the_push_within_a_lease(stage
     push.write(NUM_LAYERS, 0, SRC)
     with pytest.raises(PeerUnreachable, match="rank 1: decode/d-1/receiver/1: a write did not end in its time"):
         await asyncio.wait_for(push._writer.drain(), DEADLINE_S)
-    assert time.monotonic() - begun_s < LEASE_S + 0.5
+    assert time.monotonic() - begun_s < 2 * LEASE_S
     stage.target.go_on()
     await push.abandon()
     assert (stage.source.lost, stage.target.lost) == ([], [])

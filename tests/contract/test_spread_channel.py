@@ -248,12 +248,13 @@ def mute() -> Iterator[str]:
         yield target_of([f"127.0.0.1:{each.getsockname()[1]}" for each in (first, other)])
 
 
-def test_plain_code_hears_in_time_that_none_of_a_list_answers() -> None:
+def test_plain_code_hears_in_time_that_none_of_a_list_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpc.channel.CONNECT_MS", 5_000)  # to find out who serves takes as long
     with mute() as target, Client(target, resume_s=0.0) as plain:
         start_s = time.monotonic()
         with pytest.raises(DeadlinePassed):
             plain.generate("a", timeout_s=0.7)
-        assert time.monotonic() - start_s < 1.2, "to find out who serves is part of it"
+        assert time.monotonic() - start_s < 3, "to find out who serves is part of it"
 
 
 async def test_of_a_list_one_that_is_silent_leaves_the_others_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +282,8 @@ async def test_plain_code_gives_those_of_a_list_the_time_that_tls_takes(
         assert (len(ready.requests), other.requests) == (2, [])
 
 
-def test_plain_code_that_waits_for_a_list_hears_that_its_client_is_closed() -> None:
+def test_plain_code_that_waits_for_a_list_hears_that_its_client_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rpc.channel.CONNECT_MS", 5_000)  # to find out who serves takes as long
     with mute() as target:
         plain = Client(target, resume_s=0.0)
         closing = threading.Timer(0.1, plain.close)
@@ -289,7 +291,7 @@ def test_plain_code_that_waits_for_a_list_hears_that_its_client_is_closed() -> N
         start_s = time.monotonic()
         with pytest.raises(ClientClosed):
             plain.generate("a")
-        assert time.monotonic() - start_s < 0.9, "as soon as it is"
+        assert time.monotonic() - start_s < 3, "as soon as it is"
         closing.join()
 
 

@@ -403,11 +403,11 @@ async def test_slow_redis_costs_one_timeout_and_answers_stay_paired(
         try:
             started = time.monotonic()
             assert await index.longest_match([h(1), h(2)], W1) == {}
-            assert 0.04 < time.monotonic() - started < 0.5
+            assert 0.04 < time.monotonic() - started < 2
             started = time.monotonic()
             for _ in range(100):  # within LOOKUP_RETRY_S nobody waits again
                 assert await index.longest_match([h(1)], W1) == {}
-            assert time.monotonic() - started < 0.05
+            assert time.monotonic() - started < 2  # together they would wait for five seconds
             assert not index.is_reachable
         finally:
             os.kill(own_redis_server.pid, signal.SIGCONT)

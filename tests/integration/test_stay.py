@@ -43,8 +43,8 @@ def full_decode_worker(client: Client) -> Iterator[None]:
         stream.close()
 
 
-def load_of(cluster: RunningCluster, role: worker_pb.Role) -> worker_pb.WorkerLoad:
-    return next(worker.record.load for worker in cluster.workers() if worker.record.role == role)
+def prefill_worker(cluster: RunningCluster) -> worker_pb.WorkerStatus:
+    return next(worker for worker in cluster.workers() if worker.record.role == worker_pb.ROLE_PREFILL)
 
 
 # Greedy is the simplest: if the draw at each position is right, so is the greedy choice.
@@ -82,13 +82,14 @@ def test_prompts_are_computed_for_others_while_requests_stay(cluster: RunningClu
 
 def test_who_leaves_frees_what_stayed(cluster: RunningCluster) -> None:
     with Client(cluster.address) as client, full_decode_worker(client):
+        num_before = prefill_worker(cluster).num_generation_tokens
         staying = client.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True)
         next(staying)
         next(staying)  # the first decoded token: the request stays
-        wait_until(lambda: load_of(cluster, worker_pb.ROLE_PREFILL).num_running == 1, 1.5, "it runs there")
+        assert prefill_worker(cluster).record.load.num_running == 1
         staying.close()
-        # The whole answer would take over two seconds.
-        wait_until(lambda: not load_of(cluster, worker_pb.ROLE_PREFILL).num_running, 1.5, "nothing runs there any more")
+        wait_until(lambda: not prefill_worker(cluster).record.load.num_running, 20, "nothing runs there any more")
+        assert 2 <= prefill_worker(cluster).num_generation_tokens - num_before < 200, "the answer came to its end"
     cluster.wait_until_at_rest()
 
 
@@ -99,7 +100,7 @@ def test_a_stream_that_stayed_goes_on_elsewhere_when_its_worker_dies(cluster: Ru
         with full_decode_worker(client):
             staying = client.stream(PROMPT, **sampling)  # type: ignore[arg-type]
             received = [token_id for _ in range(10) for token_id in next(staying).token_ids]
-            worker = next(w.record for w in cluster.workers() if w.record.role == worker_pb.ROLE_PREFILL)
+            worker = prefill_worker(cluster).record
             os.kill(worker.pid, signal.SIGKILL)
         for chunk in staying:
             received += chunk.token_ids
