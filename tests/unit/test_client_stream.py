@@ -35,7 +35,8 @@ def add_up(messages: list[pb.GenerateResponse]) -> Answer:
 def test_an_exact_stream_adds_up() -> None:
     answer = add_up(EXACT)
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("abcd", [10, 11, 12], "stop")
-    assert answer.to_dict()["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
+    told = {"prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3, "reasoning_tokens": 0}
+    assert answer.to_dict()["usage"] == told
 
 
 def test_several_answers_are_each_exact() -> None:
