@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grammar_cases
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import tandem_inference_pb2 as pb
@@ -59,6 +59,7 @@ def usage_of(reader: AnswerReader | None, text: str, cuts: list[int]) -> pb.Usag
 @pytest.mark.parametrize("has_tools", [False, True])
 @pytest.mark.parametrize("case", CASES)
 @given(cuts=st.lists(st.integers(0, 100), max_size=8))
+@settings(max_examples=25)
 def test_the_count_does_not_depend_on_how_tokens_are_joined(case: str, has_tools: bool, cuts: list[int]) -> None:
     reasoning, text, num_thought = CASES[case]
     calls = ToolCallParser(FORMATS["hermes"], {}, str) if has_tools else None

@@ -153,7 +153,7 @@ def test_a_workers_steps_are_profiled_through_the_router(cluster: RunningCluster
         assert header.split() == ["operation", "calls", "host", "ms", "of", "a", "step"]
         assert any("tandem_cpu::" in row or "aten::" in row for row in rows)
         if any("tandem_cpu::" in row for row in rows):  # all layers are one call, whose parts have names
-            assert int(described[1]) > 50
+            assert int(described[1]) > 30  # 20 without the parts, 87 with them; less beside other processes
             assert {"attention", "qkv", "down"} <= {word for row in rows for word in row.split()}
         assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         nowhere = [*command, "decode-1", "--trace", str(tmp_path / "nowhere" / "t.gz")]
