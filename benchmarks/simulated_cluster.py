@@ -22,6 +22,7 @@ from typing import Literal
 from engine.scheduling.pace import StepPace
 from protos.tandem_inference_pb2 import Mode
 from router.costs import Costs
+from router.paces import MIN_TOKENS
 from router.policy import STAY_SHARE, UNKNOWN_ANSWER_S, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.request_events import Plan, WorkerKey
 from tandem.bench.outcome import Outcome, Usage
@@ -31,8 +32,8 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 20
 """More than any load needs."""
 MAX_NUM_SEQS = 256
-MIN_PACED_TOKENS = 3
-"""An answer tells the pace from its third token on, as in a router (`router.account`)."""
+FIRST_PACED_TOKEN = 2
+"""An answer tells the pace from this token on, as in a router (`router.account`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +86,16 @@ class SimulatedRequest:
     """Tokens of prompts at its worker when it came there, its own included."""
     mode: int = Mode.MODE_UNSPECIFIED
     decoded_by: WorkerKey = field(default=WorkerKey("", ""))
-    paced_since: tuple[float, float] = (0.0, 0)
-    """When its pace began to be measured, and the KV blocks in use at that time."""
+    paced_since: tuple[int, float, float] = (0, 0.0, 0)
+    """From when on its pace is measured: the tokens that it had, the time, and the worker's KV blocks in use."""
 
     @property
     def num_context_tokens(self) -> int:
         return self.num_tokens + self.outcome.num_tokens
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens - self.num_uncomputed
 
     @property
     def num_blocks(self) -> int:
@@ -106,6 +111,8 @@ class SimulatedWorker:
     streams: list[SimulatedRequest] = field(default_factory=list)
     coming: set[SimulatedRequest] = field(default_factory=set)
     """Requests that it will decode, whose prompts another worker computes."""
+    had_prompts_s: float = -1.0
+    """When a step of it that computed prompts last ended."""
     is_stepping: bool = False
     busy_s: float = 0.0
 
@@ -115,7 +122,10 @@ class SimulatedWorker:
 
     @property
     def num_used_blocks(self) -> int:
-        return sum(request.num_blocks for request in (*self.prompts, *self.streams, *self.coming))
+        """Those of a prompt that another worker will decode are in use as far as they are computed."""
+        own = [request for request in self.prompts if request.decoded_by == self.key]
+        others = sum(request.num_computed for request in self.prompts if request.decoded_by != self.key)
+        return sum(request.num_blocks for request in (*own, *self.streams, *self.coming)) + others // BLOCK_SIZE
 
     @property
     def is_full(self) -> bool:
@@ -243,6 +253,7 @@ class SimulatedCluster:
 
         def end() -> None:
             worker.is_stepping = False
+            worker.had_prompts_s = self._now_s if pieces else worker.had_prompts_s
             worker.pace.note(num_decoding=len(streams), num_prefill_tokens=num_prompt_tokens, seconds=seconds)
             for request in streams:
                 if self._token(request):
@@ -279,18 +290,29 @@ class SimulatedCluster:
         outcome, worker = request.outcome, self.workers[request.decoded_by]
         outcome.arrived_s.append(self._now_s)
         outcome.num_tokens += 1
-        if outcome.num_tokens == MIN_PACED_TOKENS - 1:
-            request.paced_since = self._now_s, worker.num_used_blocks
+        if worker.role == "decode":
+            self._note_pace(request, worker)
         if outcome.num_tokens < request.num_wanted:
             return False
         outcome.ended_s = self._now_s
         self._ended.append(request)
-        if worker.role == "decode":
-            num_tokens = outcome.num_tokens - MIN_PACED_TOKENS + 1
-            began_s, num_blocks = request.paced_since
-            num_blocks = (num_blocks + worker.num_used_blocks) / 2
-            self._costs.paces.answered(worker.key, num_tokens, self._now_s - began_s, num_blocks, self._now_s)
+        self._costs.paces.answered(outcome.num_tokens)
         return True
+
+    def _note_pace(self, request: SimulatedRequest, worker: SimulatedWorker) -> None:
+        num_tokens, (num_before, began_s, num_blocks_then) = request.outcome.num_tokens, request.paced_since
+        is_due = num_before > 0 and num_tokens - num_before >= MIN_TOKENS
+        if not is_due and num_tokens != FIRST_PACED_TOKEN:
+            return
+        num_blocks = worker.num_used_blocks
+        if is_due:
+            seconds, mean_blocks = self._now_s - began_s, (num_blocks_then + num_blocks) / 2
+            has_prompts = began_s <= worker.had_prompts_s
+            num_tokens_since = num_tokens - num_before
+            self._costs.paces.decoded(
+                worker.key, num_tokens_since, seconds, mean_blocks, self._now_s, has_prompts=has_prompts
+            )
+        request.paced_since = num_tokens, self._now_s, num_blocks
 
 
 def _prefill_candidate(worker: SimulatedWorker) -> PrefillCandidate:

@@ -10,7 +10,7 @@ nothing about the request.
     asked ──> granted, first ──> second token     Costs          whether another worker computes it
     sent ──> first token                          Forecast       whether the next answer can be in time
     first token ──> each token ──> left           Forecast       the same
-    third token ──> last token                    Costs          which worker decodes the next answer
+    every few tokens from the third on            Costs          which worker decodes the next answer
     arrived ──> first token, token ──> token      RouterMetrics  people
     (queued ──> planned: the queue's own, `QueuePace`)
 
@@ -24,7 +24,7 @@ import time
 from router.costs import Costs
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
-from router.paces import Paces
+from router.paces import MIN_TOKENS, Paces
 from router.request_events import Plan, WorkerSaid
 from router.taken_room import TakenRoom
 from router.timings import AttemptStamps, Stamps
@@ -35,27 +35,36 @@ class _Decoding:
     """Measures how fast an attempt's decode worker steps, from the second token message on: the first message includes
     the prompt's time and the second, if KV moved, the transfer's."""
 
-    def __init__(self, worker: WorkerHandle) -> None:
+    def __init__(self, worker: WorkerHandle, paces: Paces) -> None:
         self._worker = worker
+        self._paces = paces
         self._num_messages = 0
         self._num_tokens = 0
-        self._num_blocks = 0
+        """Since `_began_s`, when the worker had `_num_blocks` in use."""
         self._began_s = 0.0
-        self._last_s = 0.0
+        self._num_blocks = 0
+        self._has_prompts = False
 
     def emitted(self, num_tokens: int, now_s: float) -> None:
         self._num_messages += 1
+        if self._num_messages < 2:
+            return
+        self._has_prompts = self._has_prompts or self._worker.num_queued_tokens > 0
         if self._num_messages > 2:
             self._num_tokens += num_tokens
-            self._last_s = now_s
-        elif self._num_messages == 2:
-            self._began_s, self._num_blocks = now_s, self._worker.load.num_used_blocks
+            if self._num_tokens < MIN_TOKENS:
+                return
+            if not self._worker.is_forgotten:
+                self._report(now_s)
+        self._num_tokens, self._began_s, self._num_blocks = 0, now_s, self._worker.load.num_used_blocks
+        self._has_prompts = self._worker.num_queued_tokens > 0
 
-    def ended(self, paces: Paces, now_s: float) -> None:
-        if self._worker.is_forgotten:
-            return
+    def _report(self, now_s: float) -> None:
         num_blocks = (self._num_blocks + self._worker.load.num_used_blocks) / 2
-        paces.answered(self._worker.key, self._num_tokens, self._last_s - self._began_s, num_blocks, now_s)
+        seconds = now_s - self._began_s
+        self._paces.decoded(
+            self._worker.key, self._num_tokens, seconds, num_blocks, now_s, has_prompts=self._has_prompts
+        )
 
 
 class Account:
@@ -101,7 +110,7 @@ class Account:
         """The queue has found workers for the attempt."""
         self.attempts[-1].planned_s, self.attempts[-1].plan = time.monotonic(), room.plan
         # A prefill worker's pace shows how many prompts it computes meanwhile.
-        self._decoding = None if room.plan.is_stay else _Decoding(room.decode)
+        self._decoding = None if room.plan.is_stay else _Decoding(room.decode, self._costs.paces)
 
     def room_asked(self) -> None:
         """The decode worker was asked for room."""
@@ -190,10 +199,10 @@ class Account:
         if self._is_answering:
             is_complete = self.stamps.ended_s is not None
             self._forecast.ended(num_answer_tokens, time.monotonic(), is_complete=is_complete)
+            if is_complete:
+                self._costs.paces.answered(num_answer_tokens)
 
     def _end_attempt(self, now_s: float, why: str) -> None:
         if self.attempts:
             self.attempts[-1].ended_s, self.attempts[-1].why = now_s, why
-        if self._decoding is not None:
-            self._decoding.ended(self._costs.paces, now_s)
-            self._decoding = None
+        self._decoding = None

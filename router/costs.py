@@ -4,7 +4,8 @@ how fast each worker decodes. Plans are chosen by these costs (`policy`). Pure: 
     the first token came          computed ─────> prompt_s     at that worker, behind what waits there
     the decode worker went on     handed_over ──> handover_s   asking for room, and the gap before the second token:
                                                                costs that a locally computed prompt does not have
-    the answer has ended          paces.answered ──> paces.slowness, paces.token_s
+    some tokens came              paces.decoded ──> paces.slowness, paces.token_s
+    the answer has ended          paces.answered ──> paces.answer_s
 
 Seconds are a straight line over tokens; those of prompts, beyond the longest seen, are in proportion to tokens. Newer
 requests count more than older ones, and a line to which nothing was added for minutes counts less: a worker that has

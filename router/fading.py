@@ -12,7 +12,7 @@ HALF_LIFE_S = 60.0
 OUTLIER = 4.0
 """A request counts as at most this many times slower than expected: that a process was held up once tells nothing."""
 MIN_KNOWN = 1.5
-"""A line's earlier requests must weigh this much (that is: be two) before the next one is compared with them."""
+"""A line's earlier requests must weigh this much (of weight 1: be two) before the next one is compared with them."""
 MIN_S = 1e-6
 SPREAD_TOKENS = 64.0
 """Prompts whose lengths differ by less than this hardly show what a token costs."""
@@ -50,19 +50,37 @@ class FadingLine:
     _xy: float = 0.0
     _last_s: float = 0.0
 
-    def add(self, num_tokens: float, seconds: float, now_s: float, *, expected_s: float | None = None) -> None:
+    def add(
+        self,
+        num_tokens: float,
+        seconds: float,
+        now_s: float,
+        *,
+        expected_s: float | None = None,
+        weight: float = 1.0,
+        fade: float = FADE,
+    ) -> None:
         """Add one request. `expected_s`: the seconds to expect while the line knows too little to tell them itself, for
-        the bound on outliers. None: unknown."""
-        if self._num >= MIN_KNOWN:
+        the bound on outliers. None: unknown. `fade`: multiplies the weight of those before it."""
+        if self.is_known:
             expected_s = self.at(num_tokens)
         if expected_s is not None:
             seconds = min(seconds, OUTLIER * max(expected_s, MIN_S))
-        self._num = self._num * FADE + 1
-        self._x = self._x * FADE + num_tokens
-        self._y = self._y * FADE + seconds
-        self._xx = self._xx * FADE + num_tokens * num_tokens
-        self._xy = self._xy * FADE + num_tokens * seconds
-        self._last_s = now_s
+        self._num = self._num * fade + weight
+        self._x = self._x * fade + weight * num_tokens
+        self._y = self._y * fade + weight * seconds
+        self._xx = self._xx * fade + weight * num_tokens * num_tokens
+        self._xy = self._xy * fade + weight * num_tokens * seconds
+        self._last_s = max(now_s, self._last_s)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it knows enough to tell an outlier."""
+        return self._num >= MIN_KNOWN
+
+    def age_s(self, now_s: float) -> float:
+        """Seconds since something was added; infinity if nothing was."""
+        return max(0.0, now_s - self._last_s) if self._num else math.inf
 
     def weight(self, now_s: float) -> float:
         """How many requests the line stands for now."""

@@ -18,9 +18,15 @@ any case if no prefill worker can be paired with it, or if it lacks at most `loc
 If the cheaper one has `MAX_BACKLOG_S` of prompts waiting, the request waits here in the router, where the choice stays
 open: how busy the decode worker will be with streams shows only while a burst is computed.
 
-A prefill worker that is idle now keeps a request and decodes it too, in two cases. Where decoding is what takes long:
-the decode worker has so much KV in use that a token takes `KEEP_RATIO` times as long as it would here. And where no
-decode worker has room: then the request waits for one first, for as long as its decoding would hold up prompts here.
+A prefill worker keeps a request and decodes it too, in three cases:
+
+    decoding takes long     the decode worker has so much KV in use that a token takes `KEEP_RATIO` times as long as it
+                            would on the prefill worker, which is idle now
+    a burst                 prompts take long now (`BURST_S`), and answers will take longer. Once the prefill worker
+                            would have less KV in use than the decode worker even if it kept all that wait in the
+                            router, it keeps them: else it would soon be idle beside a decode worker with all streams
+    no decode worker has    and the prefill worker is idle now. The request waits for a decode worker first, for as long
+    room                    as its decoding would hold up prompts
 """
 
 from __future__ import annotations
@@ -43,6 +49,11 @@ that a worker never runs out of prompts while the router still has some."""
 KEEP_RATIO = 2.0
 """An idle prefill worker keeps a request if the decode worker would take this many times as long for a token. Since
 streams and prompts slow each other down where they share a worker, a smaller difference is not worth it."""
+BURST_S = 1.0
+"""It may be a burst if the soonest prefill worker has prompts for longer than this, those that wait in the router
+included. Under steady traffic it seldom has, and streams that it kept would slow down the prompts to come."""
+PILE_UP_RATIO = 2.0
+"""It is a burst if answers take this many times as long as those prompts. Streams of shorter ones do not pile up."""
 STAY_SHARE = 0.25
 """A request waits for a decode worker's room for this fraction of the time that its answer takes before a prefill
 worker keeps it: its decode steps would hold up that worker's prompts for about as long."""
@@ -200,9 +211,12 @@ def _with_prefill_workers(
     alone_s = min(costs.prompt_s(key, num_uncached_tokens, now_s) for key in (decode.key, soonest.key))
     stall_s = STALL_WEIGHT * (decode.num_running + 1) * alone_s
     here_s = costs.prompt_s(decode.key, decode.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
+    num_behind = num_waiting_tokens / len(prefill)
+    is_burst = config.learn_costs and _is_burst(costs, soonest, decode, num_behind, now_s)
+    if is_burst and _should_keep_all(soonest, decode, num_tokens, num_behind):
+        return Plan(soonest.key, None, is_stay=True) if free else None
     # If prompts wait in the router, each that is prefilled here lets all behind it come sooner.
-    num_behind = 0 if free else num_waiting_tokens / len(prefill)
-    if there_s(soonest, num_behind) + costs.handover_s(num_uncached_tokens, now_s) > here_s:
+    if there_s(soonest, 0 if free else num_behind) + costs.handover_s(num_uncached_tokens, now_s) > here_s:
         return None if has_backlog(decode) else Plan(decode.key, None)
     if not free:
         return None
@@ -219,13 +233,38 @@ def _should_keep(prefill: PrefillCandidate, decode: DecodeCandidate, costs: Cost
     return moved_s > KEEP_RATIO * kept_s and _can_keep(prefill, num_blocks)
 
 
+def _is_burst(
+    costs: Costs, prefill: PrefillCandidate, decode: DecodeCandidate, num_behind: float, now_s: float
+) -> bool:
+    """Whether streams will pile up at `decode`, because answers take longer than the prompts that are to come: those at
+    the prefill worker, and `num_behind` tokens of others that wait in the router."""
+    prompts_s = costs.prompt_s(prefill.key, prefill.num_queued_tokens + num_behind, now_s)
+    answer_s = costs.paces.answer_s(decode.key, decode.num_used_blocks)
+    return prompts_s > BURST_S and (not answer_s or answer_s > PILE_UP_RATIO * prompts_s)
+
+
+def _should_keep_all(
+    prefill: PrefillCandidate, decode: DecodeCandidate, num_tokens: int, num_behind_tokens: float
+) -> bool:
+    """Whether the prefill worker should decode a request of `num_tokens`, and all those behind it, rather than
+    `decode`. Not if `decode` has more of the prompt cached."""
+    num_kept = prefill.num_used_blocks + (num_tokens + num_behind_tokens) / decode.block_size
+    has_less = decode.num_cached_blocks * decode.block_size > prefill.num_cached_tokens
+    has_room = _has_room_to_keep(prefill, decode.num_blocks(num_tokens))
+    return num_kept < decode.num_used_blocks and has_room and not has_less
+
+
 def _can_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
-    """Whether a prefill worker is idle now, and has room to decode a request with `num_blocks` blocks.
+    """Whether a prefill worker is idle now, and has room to decode a request with `num_blocks` blocks."""
+    return not worker.num_queued_tokens and _has_room_to_keep(worker, num_blocks)
+
+
+def _has_room_to_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
+    """Whether a prefill worker has room to decode a request with `num_blocks` blocks.
 
     Half of its block pool stays reserved for prompts. The worker itself says Busy if this answer could need more than
     the other half, since it knows how long answers may grow."""
-    has_room = worker.num_available_blocks - num_blocks >= worker.num_blocks // 2
-    return not worker.num_queued_tokens and not worker.is_full and has_room
+    return not worker.is_full and worker.num_available_blocks - num_blocks >= worker.num_blocks // 2
 
 
 def _stay(

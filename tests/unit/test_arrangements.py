@@ -50,6 +50,22 @@ def test_a_burst_is_computed_by_all_workers(
     assert split.spreads["e2el"].mean < 1.05 * both.spreads["e2el"].mean
 
 
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "num_in", "num_out", "count"),
+    [(1, 1, 128, 400, 100), (2, 2, 128, 400, 100), (1, 1, 32, 200, 150), (1, 1, 128, 300, 30)],
+    ids=["1p1d", "2p2d", "shorter", "few"],
+)
+def test_a_burst_of_long_answers_is_decoded_by_all_workers(
+    num_prefill: int, num_decode: int, num_in: int, num_out: int, count: int
+) -> None:
+    """Once, the decode worker had all streams, and the prefill worker nothing more to do, since the burst was planned
+    before anything showed how slow so many streams are."""
+    split, _ = of(num_prefill, num_decode, num_in, num_out, math.inf, count=count)
+    both, _ = of(0, num_prefill + num_decode, num_in, num_out, math.inf, count=count)
+    assert split.request_throughput > 0.9 * both.request_throughput
+    assert split.spreads["e2el"].mean < 1.07 * both.spreads["e2el"].mean
+
+
 def test_prefill_workers_without_prompts_decode() -> None:
     """Once, long answers to short prompts left the prefill worker idle, whatever the decode worker had to do."""
     split, cluster = of(1, 1, 128, 400, 3.0, count=200)

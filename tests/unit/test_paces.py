@@ -7,9 +7,9 @@ import random
 import time
 from typing import cast
 
-from lifecycle_bench import LENGTH, Bench, ScriptedSession, settle
+import pytest
+from lifecycle_bench import Bench, ScriptedSession, settle
 
-from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.fading import HALF_LIFE_S
 from router.paces import MIN_TOKENS, Paces
@@ -29,7 +29,7 @@ def learned(factor: float, *, noise: float = 0.0, busy: int = 0) -> Paces:
         for worker in (FAST, ALSO_FAST, SLOW):
             num_blocks = chance.randrange(2000) + busy * (worker == FAST)
             seconds = 100 * step_s(num_blocks) * (factor if worker == SLOW else 1) * (1 + chance.uniform(0, noise))
-            paces.answered(worker, 100, seconds, num_blocks, float(number))
+            paces.decoded(worker, 100, seconds, num_blocks, float(number))
     return paces
 
 
@@ -53,35 +53,93 @@ def test_one_that_recovers_is_soon_as_the_others() -> None:
     paces = learned(4.0)
     for number in range(40):
         for worker in (FAST, ALSO_FAST, SLOW):
-            paces.answered(worker, 100, 100 * step_s(1000), 1000, 60.0 + number)
+            paces.decoded(worker, 100, 100 * step_s(1000), 1000, 60.0 + number)
     assert paces.slowness(SLOW, 100.0) == 1
 
 
-def test_one_answer_says_little_and_a_short_one_nothing() -> None:
+def test_one_report_says_little_however_long_it_took() -> None:
     paces = learned(1.0)
-    paces.answered(NEW, 100, 100 * 100 * step_s(0), 0, 60.0)
+    paces.decoded(NEW, 100, 100 * 100 * step_s(0), 0, 60.0)
     assert 1 <= paces.slowness(NEW, 60.0) < 1.5
+
+
+def test_a_moment_counts_once_however_many_streams_report_it() -> None:
+    """The load rises for ten seconds, during which each of its streams reports. A report for each stream that counted
+    as much as the others would leave only those of the last moment, which show nothing of how the load slows it."""
+    paces = Paces()
+    for tenth in range(1, 101):
+        num_blocks = 10 * tenth
+        for _ in range(tenth):
+            paces.decoded(FAST, MIN_TOKENS, MIN_TOKENS * step_s(num_blocks), num_blocks, tenth / 10)
+    for num_blocks in (0, 500, 2000):
+        assert paces.token_s(FAST, num_blocks) == pytest.approx(step_s(num_blocks), rel=0.1)
+
+
+def test_a_report_that_comes_late_does_not_count_a_moment_twice() -> None:
     paces = learned(1.0)
-    paces.answered(NEW, MIN_TOKENS - 1, 100.0, 0, 60.0)
-    assert paces.slowness(NEW, 60.0) == 1
+    before = paces.token_s(FAST, 1000)
+    for _ in range(100):
+        paces.decoded(FAST, 100, 100 * 10 * step_s(1000), 1000, 50.0)
+        paces.decoded(FAST, 100, 100 * 10 * step_s(1000), 1000, 59.0)
+    assert paces.token_s(FAST, 1000) == before
+
+
+def test_how_long_an_answer_takes_is_known_once_some_have_ended() -> None:
+    paces = learned(1.0)
+    assert paces.answer_s(FAST, 1000) == 0
+    for num_tokens in (100, 300) * 10:
+        paces.answered(num_tokens)
+    assert paces.answer_s(FAST, 1000) == pytest.approx(200 * step_s(1000), rel=0.1)
+    assert paces.answer_s(NEW, 1000) == 0
+
+
+def test_what_prompts_take_is_not_what_streams_take() -> None:
+    paces = learned(1.0)
+    before = paces.token_s(FAST, 1000)
+    for second in range(60, 90):
+        paces.decoded(FAST, 100, 100 * 3 * step_s(1000), 1000, float(second), has_prompts=True)
+    assert paces.token_s(FAST, 1000) == before
+    assert paces.slowness(FAST, 90.0) > 2, "where it is compared with others, it does not matter"
+    paces.decoded(NEW, 100, 100 * step_s(0), 0, 90.0, has_prompts=True)
+    assert paces.token_s(NEW, 0) == 0
 
 
 def test_one_that_is_gone_is_forgotten() -> None:
     paces = learned(3.0)
     paces.forget(SLOW)
     assert paces.slowness(SLOW, 60.0) == 1
+    assert paces.token_s(SLOW, 1000) == 0
+
+
+@pytest.mark.parametrize("at", [1, 5, 1 + MIN_TOKENS], ids=["first", "meanwhile", "last"])
+async def test_a_report_tells_whether_the_worker_had_prompts(at: int) -> None:
+    bench = Bench()
+    messages = bench.lifecycle("r").run()
+    paces = bench.pool.costs.paces
+    for index in range(2 + 3 * MIN_TOKENS):
+        read = asyncio.create_task(anext(messages))
+        await settle()
+        bench.decode.num_prefill_tokens += 100 * (index == at)
+        bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
+        await read
+        bench.decode.num_prefill_tokens -= 100 * (index == at)
+        if index == 1 + MIN_TOKENS:
+            assert list(paces._lines) == [bench.decode.key]
+            assert not paces._lines_alone
+    await messages.aclose()
+    assert list(paces._lines_alone) == [bench.decode.key], "later it had none"
 
 
 async def test_the_next_answer_goes_to_who_steps_faster() -> None:
     bench = Bench()
     other = bench.add("other", pb.Role.ROLE_DECODE, 2048)
     for worker in (FAST, ALSO_FAST):
-        bench.pool.costs.paces.answered(worker, 100, 100 * step_s(0), 0, time.monotonic())
+        bench.pool.costs.paces.decoded(worker, 100, 100 * step_s(0), 0, time.monotonic())
     asked = bench.request("r")
     await settle()
-    for index in range(3 + MIN_TOKENS):
-        if index == 2 + MIN_TOKENS:
-            await asyncio.sleep(0.5)  # others take about 0.1 s for this
+    for index in range(2 + MIN_TOKENS):
+        if index == 1 + MIN_TOKENS:
+            await asyncio.sleep(0.8)  # others take about 0.1 s for this
         bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
         await settle()
     await asked.leave()
@@ -95,7 +153,7 @@ async def test_the_next_answer_goes_to_who_steps_faster() -> None:
 async def test_a_client_that_reads_slowly_makes_no_worker_slow() -> None:
     bench = Bench()
     for worker in (FAST, ALSO_FAST):
-        bench.pool.costs.paces.answered(worker, 100, 100 * step_s(0), 0, time.monotonic())
+        bench.pool.costs.paces.decoded(worker, 100, 100 * step_s(0), 0, time.monotonic())
     messages = bench.lifecycle("r").run()
     for index in range(2):
         read = asyncio.create_task(anext(messages))
@@ -104,7 +162,7 @@ async def test_a_client_that_reads_slowly_makes_no_worker_slow() -> None:
         await read
     for index in range(2, 3 + MIN_TOKENS):
         bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
-    await asyncio.sleep(0.5)  # others take about 0.1 s for this
+    await asyncio.sleep(0.8)  # others take about 0.1 s for this
     await anext(messages)
     await messages.aclose()
     assert bench.pool.costs.paces.slowness(bench.decode.key, time.monotonic()) <= 1
@@ -116,15 +174,17 @@ async def test_nothing_is_learned_of_a_worker_that_is_gone() -> None:
     bench = Bench()
     bench.pool.workers._spawn = lambda closing: closing.close()  # type: ignore[method-assign]
     messages = bench.lifecycle("r").run()
-    last = 2 + MIN_TOKENS
-    for indexes in ([0], [1], range(2, last + 1)):
+    for index in range(2):
         read = asyncio.create_task(anext(messages))
         await settle()
-        for index in indexes:
-            reason = LENGTH if index == last else inference_pb.FINISH_REASON_UNSPECIFIED
-            bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7], finish_reason=reason))
+        bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
         await read
+    for index in range(2, 2 + MIN_TOKENS):
+        bench.d.say("r", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
+    bench.d.inboxes.clear()  # the session ends
     bench.pool.set_records([])
-    assert not bench.pool.handles  # the worker has sent everything, and is gone
-    assert [message async for message in messages]
+    assert not bench.pool.handles
+    await anext(messages)
+    await messages.aclose()
     assert not bench.pool.costs.paces._lines
+    assert not bench.pool.costs.paces._lines_alone

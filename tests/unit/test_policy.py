@@ -235,8 +235,8 @@ def test_load_decides_between_equals() -> None:
 def test_where_decoding_takes_twice_as_long_an_idle_prefill_worker_keeps_the_request() -> None:
     """A token takes 10 ms, and 0.1 ms more for each block in use; the prompt has 50."""
     costs = learned()
-    for num_blocks in (0, 500) * 10:
-        costs.paces.answered(key("d"), 100, 0.01 * (100 + num_blocks), num_blocks, NOW_S)
+    for second, num_blocks in enumerate((0, 500) * 10):
+        costs.paces.decoded(key("d"), 100, 0.01 * (100 + num_blocks), num_blocks, NOW_S + second)
     keeps = prefill("p", available=150)
     stay = Plan(key("p"), None, is_stay=True)
 
@@ -250,6 +250,50 @@ def test_where_decoding_takes_twice_as_long_an_idle_prefill_worker_keeps_the_req
     assert of(prefill("p", available=150, queued=1), 900) == THERE, "it has prompts to compute"
     assert of(prefill("p", available=150, full=True), 900) == THERE
     assert choose(800, [keeps], [decode("d", used=900, running=30)], costs=learned()) == THERE, "nothing is known"
+
+
+def test_in_a_burst_a_prefill_worker_keeps_what_would_make_the_decode_worker_the_fuller_one() -> None:
+    """A prompt's token takes 1 ms, at either worker. This prompt has 50 blocks, and 100 blocks wait behind it."""
+    stay = Plan(key("p"), None, is_stay=True)
+
+    def of(
+        used: int, *, queued: int = 1100, waiting: int = 1600, costs: Costs | None = None, **prefiller: int | bool
+    ) -> Plan | None:
+        worker = prefill("p", queued=queued, available=150)._replace(**prefiller)
+        decoding = decode("d", used=used, running=99)
+        return choose(800, [worker], [decoding], costs=costs or learned(), num_waiting_tokens=waiting)
+
+    assert (of(150), of(151)) == (THERE, stay), "only once it would have less though it kept all"
+    assert (of(160, num_used_blocks=10), of(161, num_used_blocks=10)) == (THERE, stay)
+    assert (of(50, waiting=0), of(51, waiting=0)) == (THERE, stay), "prompts at workers alone are a burst"
+    assert (of(51, queued=900, waiting=0), of(500, queued=0, waiting=0)) == (THERE, THERE), "it has soon no prompts"
+    assert of(151, queued=4100) is None, "it will keep it, but has enough prompts"
+    assert of(151, num_available_blocks=149) == THERE, "half of its pool stays free"
+    assert of(151, is_full=True) == THERE
+    cached = decode("d", used=151, running=99, cached=2)
+    worker = prefill("p", queued=1100, available=150)
+    assert choose(800, [worker], [cached], costs=learned(), num_waiting_tokens=1600) == THERE, "it has more cached"
+    assert (
+        choose(800, [worker._replace(num_cached_tokens=32)], [cached], costs=learned(), num_waiting_tokens=1600) == stay
+    )
+    by_tokens = PolicyConfig(learn_costs=False)
+    assert choose(800, [worker], [decode("d", used=151)], config=by_tokens, num_waiting_tokens=1600) == HERE
+
+
+def test_streams_that_have_soon_ended_are_no_burst() -> None:
+    """The prompts take 2.7 s, and a token 10 ms."""
+    for num_tokens, expected in ((500, THERE), (600, Plan(key("p"), None, is_stay=True))):
+        costs = learned()
+        costs.paces.answered(num_tokens)
+        costs.paces.decoded(key("d"), 100, 1.0, 0, NOW_S)
+        plan = choose(
+            800,
+            [prefill("p", queued=1100, available=150)],
+            [decode("d", used=900, running=99)],
+            costs=costs,
+            num_waiting_tokens=1600,
+        )
+        assert plan == expected
 
 
 @pytest.mark.parametrize("candidates", [[decode("d", available=49)], [decode("d", full=True)]])
