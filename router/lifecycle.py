@@ -167,9 +167,12 @@ class Lifecycle:
     def _ahead(self, num_tokens: int, cached: Mapping[WorkerKey, int] = NOTHING_CACHED) -> tuple[float, float]:
         """What now lies ahead of the first token of a prompt with `num_tokens` tokens: the seconds that it would wait
         for room, and the number of tokens to compute then, its own uncached ones included."""
-        queue, priority = self._parts.queue, self._asked.sampling_params.priority
+        queue, pool, priority = self._parts.queue, self._parts.pool, self._asked.sampling_params.priority
+        first = queue.may_be_overtaken
+        if first is not None and pool.takes_at_once(num_tokens, self.lora_name, cached, first):
+            return 0.0, pool.num_tokens_to_compute(num_tokens, self.lora_name, cached)
         num_before = queue.num_tokens_before(priority, self._asked.fairness_id, lora_name=self.lora_name)
-        num_to_compute = self._parts.pool.num_tokens_to_compute(
+        num_to_compute = pool.num_tokens_to_compute(
             num_tokens,
             self.lora_name,
             cached,

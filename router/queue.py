@@ -111,6 +111,13 @@ class RequestQueue:
         """Clients with requests that have entered and not left; a client counts once for each priority."""
         return sum(shares.num_open_clients for shares in self._shares.values())
 
+    @property
+    def may_be_overtaken(self) -> QueuedRequest | None:
+        """The head of the line, if it waits only for prompts, so that a request that need not wait for these may be
+        planned before it. Nobody overtakes requests aside: they wait for some of the workers that all use."""
+        first = self._first()
+        return first if first is not None and first.waits_for_prompts and not self._aside else None
+
     def num_tokens_before(self, priority: int, fairness_id: str = "", *, lora_name: str = "") -> int:
         """The waiting tokens that are expected to go before a further request of this client: all tokens of more urgent
         priorities, and those of its own priority that its share puts before it (`FairShares.num_tokens_before`). Of the
@@ -159,7 +166,8 @@ class RequestQueue:
                 self._refuse_if_full(request, priority, fairness_id)
             room = await self._wait_turn(request, self.enter(priority, fairness_id), give_up_s)
             if request.overtakes is None:  # else it tells nothing about how long others wait
-                self.pace.planned(request.num_tokens, time.monotonic(), is_last=not self.has_line)
+                now_s, has_waited = time.monotonic(), request.has_waited
+                self.pace.planned(request.num_tokens, now_s, has_waited=has_waited, is_last=not self.has_line)
             return room
         finally:
             self._note_if_empty()
@@ -177,6 +185,7 @@ class RequestQueue:
         try:
             self.dispatch()
             self._let_overtake(request)
+            request.has_waited = not future.done()
             async with asyncio.timeout_at(give_up_s):
                 return await future
         except TimeoutError:
@@ -243,10 +252,10 @@ class RequestQueue:
 
     def _let_overtake(self, request: QueuedRequest) -> None:
         """Plan a request that just arrived, if the head of the line waits only for prompts, this one need not, and a
-        worker has room for both. Nobody overtakes requests aside: they wait for some of the workers that all use."""
-        first = self._first()
-        is_in_line = request.is_waiting and request.patience is None and not self._aside
-        if is_in_line and first is not None and first is not request and first.waits_for_prompts:
+        worker has room for both."""
+        first = self.may_be_overtaken
+        is_in_line = request.is_waiting and request.patience is None
+        if is_in_line and first is not None and first is not request:
             request.barred, request.overtakes = frozenset(), first
             self._settle(request)
             if request.is_waiting:

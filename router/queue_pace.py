@@ -8,8 +8,6 @@ from router.fading import FadingRatio
 
 HALF_LIFE_S = 2.0
 """Half-life of what was learned, in seconds during which some request waited."""
-MIN_WAIT_S = 0.005
-"""A request that got room sooner than this has not waited."""
 
 
 @dataclass(slots=True)
@@ -25,10 +23,10 @@ class QueuePace:
         if self._moved_s is None:
             self._moved_s = now_s
 
-    def planned(self, num_tokens: int, now_s: float, *, is_last: bool) -> None:
-        """A request that waited has got room. `is_last`: no request waits behind it."""
+    def planned(self, num_tokens: int, now_s: float, *, has_waited: bool, is_last: bool) -> None:
+        """A request has got room. `has_waited`: not on its arrival. `is_last`: no request waits behind it."""
         seconds = 0.0 if self._moved_s is None else now_s - self._moved_s
-        if seconds > MIN_WAIT_S or not is_last:
+        if has_waited or not is_last:
             self._seconds_per_token.add(seconds, num_tokens, 0.5 ** (seconds / HALF_LIFE_S))
         self._moved_s = None if is_last else now_s
 

@@ -60,6 +60,8 @@ class QueuedRequest:
     patience: asyncio.TimerHandle | None = field(default=None, init=False)
     """Set while no worker can continue the request: the timer that fails it."""
     is_waiting: bool = field(default=False, init=False)
+    has_waited: bool = field(default=False, init=False)
+    """No worker had room when it arrived."""
 
     @property
     def waited_s(self) -> float:

@@ -172,6 +172,21 @@ class WorkerPool:
         to_compute += [h.num_queued_tokens + own(h) * (1 + STALL_WEIGHT * h.load.num_running) for h in decode]
         return min(to_compute, default=float(num_tokens)) + num_waiting_tokens / max(1, len(to_compute))
 
+    def takes_at_once(
+        self, num_tokens: int, lora_name: str, num_cached_blocks: Mapping[WorkerKey, int], beside: QueuedRequest
+    ) -> bool:
+        """Whether a decode worker has so much of a new prompt of `num_tokens` cached that it need not wait for other
+        prompts, and has room for it and for `beside`, which it would overtake."""
+
+        def takes(handle: WorkerHandle) -> bool:
+            block_size = handle.facts.block_size
+            num_uncached = num_tokens - num_cached_blocks.get(handle.key, 0) * block_size
+            num_blocks = -(-num_tokens // block_size) + -(-beside.num_tokens // block_size)
+            has_room = handle.num_available_blocks >= num_blocks and handle.has_free_seqs(2) and not handle.is_full
+            return has_room and num_uncached <= self._policy.local_max_uncached_tokens
+
+        return any(map(takes, self._usable_decode_workers(Needs(lora_name=lora_name))))
+
     def choose(self, request: QueuedRequest, num_waiting_tokens: int = 0) -> TakenRoom | None:
         """Plan `request` on the workers as they are now, and take the room for it. None: no worker has room now, or
         (`request.waits_for_prompts`) so many prompts wait at the workers that the choice is better left open.

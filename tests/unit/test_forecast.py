@@ -73,13 +73,13 @@ def test_the_queue_counts_while_there_is_one() -> None:
     pace = QueuePace()
     pace.queued(0.0)
     for number in range(20):
-        pace.planned(100, (number + 1) * 0.5, is_last=number == 19)
+        pace.planned(100, (number + 1) * 0.5, has_waited=True, is_last=number == 19)
     assert pace.queued_s(1000) == pytest.approx(5.0)
     pace.queued(1000.0)  # the idle time before this is not counted
-    pace.planned(100, 1000.5, is_last=True)
+    pace.planned(100, 1000.5, has_waited=True, is_last=True)
     assert pace.queued_s(1000) == pytest.approx(5.0)
     pace.queued(2000.0)
-    pace.planned(100, 2000.0, is_last=True)  # there was room at once
+    pace.planned(100, 2000.1, has_waited=False, is_last=True)  # there was room at once: the router took this long
     assert pace.queued_s(1000) == pytest.approx(5.0)
     assert Forecast(num_running=1).needed_s(pace.queued_s(1000), 0, 0, 0) == pytest.approx(5.0)
 

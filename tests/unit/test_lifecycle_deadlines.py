@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from lifecycle_bench import BLOCK, PROMPT, Asked, Bench, load, settle
 
+from protos import tandem_worker_pb2 as pb
 from router.deadline import MIN_ANSWER_S
 from router.forecast import PROMPT_OVERHEAD_TOKENS, Forecast
+from router.queued_request import QueuedRequest
 from router.request_events import WorkerKey
 from router.served_kind import Kind
 from router.validation.resumption import Resumption
@@ -167,6 +169,33 @@ async def test_what_is_cached_of_a_prompt_is_not_computed(num_blocks: int, is_re
     assert isinstance(asked.task.exception() if asked.task.done() else None, Overloaded) == is_refused
     if not is_refused:
         await asked.leave()
+
+
+@pytest.mark.parametrize(("num_blocks", "num_free", "is_refused"), [(59, 120, False), (58, 120, True), (60, 119, True)])
+async def test_who_may_overtake_is_not_refused_for_those_before(
+    num_blocks: int, num_free: int, is_refused: bool
+) -> None:
+    """Another prompt waits for others to be computed, which takes a minute. The next turn of a chat, which the decode
+    worker has cached but for one block, need not wait for them, if there is room for both."""
+    cached = Cached(d=num_blocks)
+    bench = Bench(with_prefill=True, prefixes=cached)
+    bench.decode.set_load(load(num_free, num_running=500))
+    bench.prefill.set_load(pb.WorkerLoad(num_waiting_tokens=9000))
+    forecast, now_s = bench.cluster.forecast, asyncio.get_running_loop().time()
+    learn_slow_prompts(forecast)
+    forecast.num_running = 1
+    bench.queue.pace._seconds_per_token.add(60.0, len(PROMPT), 1.0)
+    first = asyncio.create_task(bench.queue.wait_for_plan(QueuedRequest(num_tokens=60 * BLOCK)))
+    await settle()
+    turn = bench.request("turn", deadline_s=now_s + 30)
+    await settle()
+    assert isinstance(turn.task.exception() if turn.task.done() else None, Overloaded) == is_refused
+    assert not first.done()
+    assert len(bench.queue) == 1, "the turn does not wait"
+    if not is_refused:
+        await turn.leave()
+    first.cancel()
+    await settle()
 
 
 async def test_a_prompt_is_thought_to_be_computed_where_that_is_soonest() -> None:

@@ -36,7 +36,7 @@ async def test_who_leaves_while_it_waits_is_not_taken_for_hours_of_waiting() -> 
     assert len(bench.queue) == 0
     pace, later_s = bench.queue.pace, time.monotonic() + 7200
     pace.queued(later_s)  # the next request begins to wait
-    pace.planned(10, later_s + 0.01, is_last=True)
+    pace.planned(10, later_s + 0.01, has_waited=True, is_last=True)
     assert pace.queued_s(10) < 1, "what later ones are refused by"
 
 

@@ -86,6 +86,25 @@ async def test_who_came_first_goes_first_even_if_others_would_fit() -> None:
     assert (len(room.queue), room.queue.num_tokens) == (0, 0)
 
 
+async def test_a_router_that_is_slow_itself_does_not_take_that_for_a_moving_queue() -> None:
+    """Otherwise it would know, before anybody has waited, how fast the queue moves: as fast as it plans."""
+    room = Room(100)
+    choose = room.choose
+
+    def slowly(request: QueuedRequest, num_waiting_tokens: int) -> TakenRoom | None:
+        time.sleep(0.02)
+        return choose(request, num_waiting_tokens)
+
+    room.queue._choose = slowly
+    await room.wait(60)
+    assert not room.queue.pace.is_known
+    waiting = asyncio.create_task(room.wait(60))
+    await settle()
+    room.add(60)
+    await waiting
+    assert room.queue.pace.is_known
+
+
 async def test_who_need_not_wait_for_prompts_overtakes_those_that_do() -> None:
     room = Room(100)
     room.longest = 20
