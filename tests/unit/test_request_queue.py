@@ -403,9 +403,10 @@ async def test_who_could_not_be_in_time_any_more_is_told_so() -> None:
 async def test_a_plan_of_the_last_moment_is_taken() -> None:
     room = Room(0)
     loop = asyncio.get_running_loop()
-    late = asyncio.create_task(room.wait(5, give_up_s=loop.time() + 0.05))
+    now_s = loop.time()
+    loop.call_at(now_s + 0.02, room.add, 5)
+    late = asyncio.create_task(room.wait(5, give_up_s=now_s + 0.05))
     await settle()
-    loop.call_at(loop.time() + 0.02, room.add, 5)
     loop.call_soon(time.sleep, 0.1)  # so that the plan and the time to give up come in one turn of the loop
     result = await late
     assert room.worker.num_planned_blocks == 5
