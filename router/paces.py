@@ -35,7 +35,8 @@ PRIOR_S = 3.0
 NOISE = math.log(1.25)
 """Workers closer to the median than this, in either direction, count as equally fast."""
 LOOK_S = 0.05
-"""Workers are compared at most once in this time: doing so for each request and hundreds of workers is too slow."""
+"""Workers are compared at most once in this time: with hundreds of workers, doing so for each request or report is too
+slow."""
 
 
 @dataclass(slots=True)
@@ -52,6 +53,9 @@ class Paces:
     _tokens_per_answer: FadingRatio = field(default_factory=FadingRatio)
     _slowness: dict[WorkerKey, float] = field(default_factory=dict)
     """Slowness of the workers that are not as fast as the others, as of the last comparison."""
+    _median: FadingLine | None = None
+    """The line of the median worker when it was last sought, at `_sought_s`."""
+    _sought_s: float = -math.inf
     _looked_s: float = -math.inf
 
     def decoded(
@@ -67,9 +71,9 @@ class Paces:
         """`worker` has decoded the next `num_tokens` tokens of an answer in `seconds`, until now, with `num_blocks` KV
         blocks in use. `has_prompts`: it also computed prompts."""
         token_s = seconds / num_tokens
-        line = self._lines.get(worker)
-        expected_s = self._median_s(num_blocks) if line is None or not line.is_known else None
-        weight = _add(self._lines.setdefault(worker, FadingLine()), num_blocks, token_s, seconds, now_s, expected_s)
+        line = self._lines.setdefault(worker, FadingLine())
+        expected_s = line.at(num_blocks) if line.is_known else self._median_s(num_blocks, now_s)
+        weight = _add(line, num_blocks, token_s, seconds, now_s, expected_s)
         self._num_blocks.add(weight * num_blocks, weight, 0.5 ** (max(0.0, now_s - self._noted_s) / NEWS_HALF_LIFE_S))
         self._noted_s = max(self._noted_s, now_s)
         if not has_prompts:
@@ -105,20 +109,30 @@ class Paces:
         self._looked_s = now_s
         self._slowness.clear()
         num_blocks = self._num_blocks.value
-        median_s = self._median_s(num_blocks)
-        if median_s is None:
+        median = self._median_line()
+        if median is None:
             return
+        median_s = max(median.at(num_blocks), MIN_S)
         for worker, line in self._lines.items():
             weight = line.weight(now_s)
             ratio = math.log(max(line.at(num_blocks), MIN_S) / median_s) * weight / (weight + PRIOR_S)
             if abs(ratio) > NOISE:
                 self._slowness[worker] = math.exp(ratio)
 
-    def _median_s(self, num_blocks: float) -> float | None:
-        """The median worker's seconds per token with `num_blocks` KV blocks in use; of two workers, the faster one's.
-        None: no worker has decoded anything yet."""
-        seconds = sorted(line.at(num_blocks) for line in self._lines.values())
-        return max(seconds[(len(seconds) - 1) // 2], MIN_S) if seconds else None
+    def _median_s(self, num_blocks: float, now_s: float) -> float | None:
+        """The median worker's seconds per token with `num_blocks` KV blocks in use. None: unknown."""
+        if now_s - self._sought_s >= LOOK_S:
+            self._sought_s, self._median = now_s, self._median_line()
+        return None if self._median is None else max(self._median.at(num_blocks), MIN_S)
+
+    def _median_line(self) -> FadingLine | None:
+        """The line of the worker that takes the median time under the mean load; of two workers, the faster one's.
+        Those of which little is known do not count beside others: their first tokens may have waited until this process
+        went on after a pause, and seem to have come all at once. None: no worker has decoded anything yet."""
+        lines = [line for line in self._lines.values() if line.is_known] or list(self._lines.values())
+        timed = sorted((line.at(self._num_blocks.value), number) for number, line in enumerate(lines))
+        timed = [each for each in timed if each[0] > 0]
+        return lines[timed[(len(timed) - 1) // 2][1]] if timed else None
 
 
 def _add(

@@ -111,6 +111,39 @@ def test_one_that_is_gone_is_forgotten() -> None:
     assert paces.token_s(SLOW, 1000) == 0
 
 
+def test_a_report_of_no_time_makes_no_other_worker_slow() -> None:
+    """After a pause of the router, messages that waited for it seem to come all at once."""
+    for seconds in (0.0, 1e-5):
+        paces = Paces()
+        for second in range(30):
+            paces.decoded(FAST, 100, 100 * step_s(1000), 1000, float(second))
+        paces.decoded(NEW, MIN_TOKENS, seconds, 1000, 30.0)
+        assert paces.slowness(FAST, 30.0) == 1
+
+
+def test_a_pause_is_an_outlier_although_the_worker_always_had_prompts_before() -> None:
+    paces = Paces()
+    for second in range(30):
+        paces.decoded(FAST, 100, 100 * step_s(1000), 1000, float(second), has_prompts=True)
+    paces.decoded(FAST, MIN_TOKENS, 30.0, 1000, 60.0)
+    assert paces.token_s(FAST, 1000) < 5 * step_s(1000)
+
+
+def test_what_a_report_costs_does_not_grow_with_the_number_of_workers() -> None:
+    """The workers decode seldom, so each report is compared with what other workers take."""
+
+    def cpu_s(num_workers: int) -> float:
+        paces, workers = Paces(), [WorkerKey(f"w{number}", "1") for number in range(num_workers)]
+        for worker in workers:
+            paces.decoded(worker, MIN_TOKENS, MIN_TOKENS * step_s(0), 0, 0.0)
+        began_s = time.process_time()
+        for number in range(1000):
+            paces.decoded(workers[number % num_workers], MIN_TOKENS, MIN_TOKENS * step_s(0), 0, 60.0 + number // 500)
+        return time.process_time() - began_s
+
+    assert cpu_s(500) < 10 * cpu_s(5)
+
+
 @pytest.mark.parametrize("at", [1, 5, 1 + MIN_TOKENS], ids=["first", "meanwhile", "last"])
 async def test_a_report_tells_whether_the_worker_had_prompts(at: int) -> None:
     bench = Bench()
