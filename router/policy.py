@@ -24,7 +24,8 @@ A prefill worker keeps a request and decodes it too, in three cases:
                             would on the prefill worker, which is idle now
     a burst                 prompts take long now (`BURST_S`), and answers will take longer. Once the prefill worker
                             would have less KV in use than the decode worker even if it kept all that wait in the
-                            router, it keeps them: else it would soon be idle beside a decode worker with all streams
+                            router, it keeps them: else it would soon be idle beside a decode worker with all streams.
+                            Not one whose first token the decode worker would give far sooner (`KEEP_WAIT_RATIO`)
     no decode worker has    and the prefill worker is idle now. The request waits for a decode worker first, for as long
     room                    as its decoding would hold up prompts
 """
@@ -54,6 +55,9 @@ BURST_S = 1.0
 included. Under steady traffic it seldom has, and streams that it kept would slow down the prompts to come."""
 PILE_UP_RATIO = 2.0
 """It is a burst if answers take this many times as long as those prompts. Streams of shorter ones do not pile up."""
+KEEP_WAIT_RATIO = 4.0
+"""In a burst, a prefill worker keeps no request whose first token would take this many times as long as at the decode
+worker: one long prompt is as much work as a burst, but must not hold up short ones."""
 STAY_SHARE = 0.25
 """A request waits for a decode worker's room for this fraction of the time that its answer takes before a prefill
 worker keeps it: its decode steps would hold up that worker's prompts for about as long."""
@@ -213,7 +217,8 @@ def _with_prefill_workers(
     here_s = costs.prompt_s(decode.key, decode.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
     num_behind = num_waiting_tokens / len(prefill)
     is_burst = config.learn_costs and _is_burst(costs, soonest, decode, num_behind, now_s)
-    if is_burst and _should_keep_all(soonest, decode, num_tokens, num_behind):
+    is_near = there_s(soonest) <= KEEP_WAIT_RATIO * here_s
+    if is_burst and is_near and _should_keep_all(soonest, decode, num_tokens, num_behind):
         return Plan(soonest.key, None, is_stay=True) if free else None
     # If prompts wait in the router, each that is prefilled here lets all behind it come sooner.
     if there_s(soonest, 0 if free else num_behind) + costs.handover_s(num_uncached_tokens, now_s) > here_s:

@@ -4,6 +4,7 @@ the workers' steps are formulas. In each case, something made the split cluster 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from benchmarks.arrangements import main
 from benchmarks.simulated_cluster import HARDWARE, SimulatedCluster
 from tandem.bench.summary import Summary, summarise
-from tandem.bench.workload import RandomShape, TokenSource, random_workload
+from tandem.bench.workload import RandomShape, TokenSource, Workload, random_workload
 
 GOOD = {"ttft": 1000.0, "tpot": 50.0}
 
@@ -64,6 +65,16 @@ def test_a_burst_of_long_answers_is_decoded_by_all_workers(
     both, _ = of(0, num_prefill + num_decode, num_in, num_out, math.inf, count=count)
     assert split.request_throughput > 0.9 * both.request_throughput
     assert split.spreads["e2el"].mean < 1.07 * both.spreads["e2el"].mean
+
+
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    """Once, a prompt that took eight seconds was taken for a burst: those after it were kept behind it, or waited."""
+    short = random_workload(RandomShape(input_len=64, output_len=1000), TokenSource(seed=7), rate=0.7, count=40)
+    long = random_workload(RandomShape(input_len=12_000, output_len=8), TokenSource(seed=8), rate=1, count=1)
+    requests = [*short.requests, replace(long.requests[0], at_s=30.0)]
+    outcomes = SimulatedCluster(1, 1, HARDWARE["zen4-core"]).run(Workload(requests=requests, request_rate=0.7))
+    waited_s = [outcome.arrived_s[0] - outcome.due_s for outcome in outcomes if outcome.usage.prompt_tokens == 64]
+    assert max(waited_s) < 0.5
 
 
 def test_prefill_workers_without_prompts_decode() -> None:

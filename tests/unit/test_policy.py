@@ -280,6 +280,17 @@ def test_in_a_burst_a_prefill_worker_keeps_what_would_make_the_decode_worker_the
     assert choose(800, [worker], [decode("d", used=151)], config=by_tokens, num_waiting_tokens=1600) == HERE
 
 
+def test_a_burst_keeps_no_request_that_the_decode_worker_would_compute_much_sooner() -> None:
+    """One long prompt at the prefill worker is as much work as a burst, but a short prompt need not wait for it. With
+    nine streams, the decode worker takes 0.32 s for it: 160 ms, and as much again for the sake of the streams."""
+
+    def of(num_queued: int) -> Plan | None:
+        worker = prefill("p", queued=num_queued, available=900)
+        return choose(160, [worker], [decode("d", used=900, running=9)], costs=learned())
+
+    assert (of(1_100), of(1_200), of(60_000)) == (Plan(key("p"), None, is_stay=True), HERE, HERE)
+
+
 def test_streams_that_have_soon_ended_are_no_burst() -> None:
     """The prompts take 2.7 s, and a token 10 ms."""
     for num_tokens, expected in ((500, THERE), (600, Plan(key("p"), None, is_stay=True))):
