@@ -159,6 +159,7 @@ def choose_plan(
     avoid: frozenset[WorkerKey],
     are_apart: Callable[[WorkerPair], bool] = lambda _: False,
     may_stay: bool,
+    is_return: bool = False,
     num_waiting_tokens: int = 0,
 ) -> Plan | None:
     """The best plan now for a prompt of `num_tokens` tokens; None: wait until something changes.
@@ -166,6 +167,8 @@ def choose_plan(
     Workers in `avoid` decode only if no other worker can. They never prefill, since the decode worker can do that.
     `are_apart`: whether transfers between two workers fail, so that they must not be paired.
     `may_stay`: whether the request has waited long enough for a decode worker's room (`STAY_SHARE`).
+    `is_return`: whether a worker has had the request before. No prefill worker keeps such a request in a burst: one may
+    just have said Busy to it, and would be asked again whenever it frees a prompt's blocks.
     `num_waiting_tokens`: tokens of the prompts that wait in the router behind this one.
     """
     costs = learned if config.learn_costs else Costs()
@@ -183,7 +186,9 @@ def choose_plan(
     if best.num_uncached_tokens(num_tokens) <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
 
-    return _with_prefill_workers(config, costs, now_s, num_tokens, best, compatible, num_waiting_tokens)
+    return _with_prefill_workers(
+        config, costs, now_s, num_tokens, best, compatible, num_waiting_tokens, may_keep=not is_return
+    )
 
 
 def _with_prefill_workers(
@@ -194,9 +199,11 @@ def _with_prefill_workers(
     decode: DecodeCandidate,
     prefill: Sequence[PrefillCandidate],
     num_waiting_tokens: int,
+    *,
+    may_keep: bool,
 ) -> Plan | None:
     """The cheaper place to prefill the prompt: its decode worker, or the best of the `prefill` workers, which may keep
-    the request. None: the cheaper one has too much queued."""
+    the request. None: the cheaper one has too much queued. `may_keep`: whether one may keep it in a burst."""
     num_uncached_tokens = decode.num_uncached_tokens(num_tokens)
 
     def there_s(p: PrefillCandidate, num_behind: float = 0) -> float:
@@ -216,7 +223,7 @@ def _with_prefill_workers(
     stall_s = STALL_WEIGHT * (decode.num_running + 1) * alone_s
     here_s = costs.prompt_s(decode.key, decode.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
     num_behind = num_waiting_tokens / len(prefill)
-    is_burst = config.learn_costs and _is_burst(costs, soonest, decode, num_behind, now_s)
+    is_burst = may_keep and config.learn_costs and _is_burst(costs, soonest, decode, num_behind, now_s)
     is_near = there_s(soonest) <= KEEP_WAIT_RATIO * here_s
     if is_burst and is_near and _should_keep_all(soonest, decode, num_tokens, num_behind):
         return Plan(soonest.key, None, is_stay=True) if free else None

@@ -218,6 +218,7 @@ class WorkerPool:
             avoid=request.avoid,
             are_apart=lambda pair: self._faults.is_set_aside(pair, now_s),
             may_stay=request.waited_s >= STAY_SHARE * (request.answer_s or UNKNOWN_ANSWER_S),
+            is_return=request.is_return,
             num_waiting_tokens=num_waiting_tokens,
         )
         if plan is None:

@@ -220,6 +220,28 @@ async def test_a_refusal_that_was_overtaken_by_the_last_freeing_is_asked_again()
     await asked.leave()
 
 
+async def test_a_prefill_worker_that_refused_to_keep_a_request_in_a_burst_is_not_asked_again() -> None:
+    """It frees something with each prompt that it has computed for another worker, which makes no room to decode."""
+    bench = Bench(with_prefill=True)
+    bench.tell(bench.prefill, can_generate=True)
+
+    def told(num_free: int, **fields: int) -> pb.WorkerLoad:
+        blocks = pb.BlockLedger(num_blocks=1000, num_free=num_free, num_sequence=1000 - num_free)
+        return pb.WorkerLoad(blocks=blocks, **fields)
+
+    bench.hear_load(bench.decode, told(500, num_running=20))
+    bench.hear_load(bench.prefill, told(900, num_waiting_tokens=2000))
+    asked = bench.request("r")
+    await settle()
+    assert [command.generate.attempt for command in bench.p.sent] == [1]
+    bench.hear_load(bench.prefill, told(910, num_waiting_tokens=2000))
+    bench.p.say("r", 1, busy=pb.Busy())
+    await settle()
+    assert len(bench.p.sent) == 1
+    assert [command.WhichOneof("command") for command in bench.d.sent] == ["reserve"]
+    await asked.leave()
+
+
 async def test_a_refusal_is_not_asked_again_before_something_was_freed() -> None:
     bench = Bench()
     bench.decode.set_load(load(70, num_running=2))
