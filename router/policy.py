@@ -51,10 +51,11 @@ KEEP_RATIO = 2.0
 """An idle prefill worker keeps a request if the decode worker would take this many times as long for a token. Since
 streams and prompts slow each other down where they share a worker, a smaller difference is not worth it."""
 BURST_S = 1.0
-"""It may be a burst if the soonest prefill worker has prompts for longer than this, those that wait in the router
-included. Under steady traffic it seldom has, and streams that it kept would slow down the prompts to come."""
+"""It may be a burst if the soonest prefill worker would take longer than this for its prompts, those of the decode
+worker, and those that wait in the router. Under steady traffic there are seldom so many, and streams that it kept would
+slow down the prompts to come."""
 PILE_UP_RATIO = 2.0
-"""It is a burst if answers take this many times as long as those prompts. Streams of shorter ones do not pile up."""
+"""It is a burst if answers take this many times as long as the prompts to come. Shorter ones do not pile up."""
 KEEP_WAIT_RATIO = 4.0
 """In a burst, a prefill worker keeps no request whose first token would take this many times as long as at the decode
 worker: one long prompt is as much work as a burst, but must not hold up short ones."""
@@ -249,10 +250,13 @@ def _is_burst(
     costs: Costs, prefill: PrefillCandidate, decode: DecodeCandidate, num_behind: float, now_s: float
 ) -> bool:
     """Whether streams will pile up at `decode`, because answers take longer than the prompts that are to come: those at
-    the prefill worker, and `num_behind` tokens of others that wait in the router."""
-    prompts_s = costs.prompt_s(prefill.key, prefill.num_queued_tokens + num_behind, now_s)
+    the prefill worker, and `num_behind` tokens of others that wait in the router. Whether prompts take long shows at
+    both workers, since a burst's first prompts go to either."""
+    num_to_come = prefill.num_queued_tokens + num_behind
+    if costs.prompt_s(prefill.key, num_to_come + decode.num_queued_tokens, now_s) <= BURST_S:
+        return False
     answer_s = costs.paces.answer_s(decode.key, decode.num_used_blocks)
-    return prompts_s > BURST_S and (not answer_s or answer_s > PILE_UP_RATIO * prompts_s)
+    return not answer_s or answer_s > PILE_UP_RATIO * costs.prompt_s(prefill.key, num_to_come, now_s)
 
 
 def _should_keep_all(

@@ -67,6 +67,31 @@ def test_a_burst_of_long_answers_is_decoded_by_all_workers(
     assert split.spreads["e2el"].mean < 1.07 * both.spreads["e2el"].mean
 
 
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "num_out", "count"),
+    [(1, 1, 400, 100), (2, 2, 400, 100), (1, 1, 300, 30)],
+    ids=["1p1d", "2p2d", "few"],
+)
+def test_so_is_one_after_a_quiet_minute(num_prefill: int, num_decode: int, num_out: int, count: int) -> None:
+    """What the router has learned then: prompts that were computed one by one, and the pace of few streams. Once, half
+    of the burst had gone to the decode worker before the prefill worker's half was taken for one."""
+    quiet = random_workload(RandomShape(input_len=128, output_len=num_out), TokenSource(seed=1), rate=0.5, count=30)
+    burst = random_workload(RandomShape(input_len=128, output_len=num_out), TokenSource(seed=2), rate=1, count=count)
+    at_s = quiet.requests[-1].at_s + 1
+    requests = [*quiet.requests, *(replace(request, at_s=at_s) for request in burst.requests)]
+
+    def seconds(num_prefill: int, num_decode: int) -> tuple[float, float]:
+        cluster = SimulatedCluster(num_prefill, num_decode, HARDWARE["zen4-core"])
+        outcomes = cluster.run(Workload(requests=requests, request_rate=0.5))[-count:]
+        assert all(outcome.due_s == at_s and outcome.ended_s is not None for outcome in outcomes)
+        took_s = [outcome.ended_s - at_s for outcome in outcomes]
+        return max(took_s), sum(took_s) / count
+
+    (last_s, mean_s), (last_of_both_s, mean_of_both_s) = seconds(num_prefill, num_decode), seconds(0, 2 * num_decode)
+    assert last_s < 1.15 * last_of_both_s
+    assert mean_s < 1.08 * mean_of_both_s
+
+
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     """Once, a prompt that took eight seconds was taken for a burst: those after it were kept behind it, or waited."""
     short = random_workload(RandomShape(input_len=64, output_len=1000), TokenSource(seed=7), rate=0.7, count=40)

@@ -267,6 +267,9 @@ def test_in_a_burst_a_prefill_worker_keeps_what_would_make_the_decode_worker_the
     assert (of(160, num_used_blocks=10), of(161, num_used_blocks=10)) == (THERE, stay)
     assert (of(50, waiting=0), of(51, waiting=0)) == (THERE, stay), "prompts at workers alone are a burst"
     assert (of(51, queued=900, waiting=0), of(500, queued=0, waiting=0)) == (THERE, THERE), "it has soon no prompts"
+    for num_queued, plan in ((300, THERE), (500, stay)):
+        both = [prefill("p", queued=600, available=150)], [decode("d", used=51, running=99, queued=num_queued)]
+        assert choose(800, *both, costs=learned()) == plan, "the prompts of both are one burst"
     assert of(151, queued=4100) is None, "it will keep it, but has enough prompts"
     assert of(151, num_available_blocks=149) == THERE, "half of its pool stays free"
     assert of(151, is_full=True) == THERE
