@@ -111,6 +111,16 @@ def test_one_that_is_gone_is_forgotten() -> None:
     assert paces.token_s(SLOW, 1000) == 0
 
 
+def test_workers_are_compared_with_the_median_one() -> None:
+    paces, workers = Paces(), [WorkerKey(f"w{factor}", "1") for factor in (1, 2, 4, 8, 16)]
+    for second in range(60):
+        for number, worker in enumerate(workers):
+            paces.decoded(worker, 100, 100 * step_s(0) * 2**number, 0, float(second))
+    slowness = [paces.slowness(worker, 60.0) for worker in workers]
+    assert slowness == sorted(slowness)
+    assert slowness[1] < 1 == slowness[2] < slowness[3]
+
+
 def test_a_report_of_no_time_makes_no_other_worker_slow() -> None:
     """After a pause of the router, messages that waited for it seem to come all at once."""
     for seconds in (0.0, 1e-5):
