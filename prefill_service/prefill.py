@@ -7,7 +7,8 @@ has room, answers the request alone.
        └── cancelled or failed: HELD ──no transfer reads the blocks any more──> released
 
     generate ──no room──> Busy, else prefilling and decoding here ──tokens──> finished
-       (half of the pool, and of the sequences that may run, are reserved for prompts that decode workers decode)
+       (half of the pool, and of the sequences that may run, are reserved for prompts that decode workers decode;
+        where answers grow beyond the other half, the engine preempts the youngest)
 
 The blocks of a prompt that moves stay in the engine, owned by the sequence or held, until no transfer can read them.
 They are released in one place, `_let_go`.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import NamedTuple
 
 from engine.async_llm_engine import AsyncLLMEngine
 from engine.llm_engine import LLMEngine
@@ -52,8 +54,8 @@ class PrefillRole:
         """By engine id."""
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
         self._num_blocks = num_blocks
-        self._staying: dict[Stream, int] = {}
-        """Streams that are answered here, with the number of blocks that each may need at most."""
+        self._staying: dict[Stream, _Size] = {}
+        """Streams that are answered here."""
         self._on_handed_over = on_handed_over
 
     # -- commands -----------------------------------------------------------------------------------------------
@@ -92,19 +94,19 @@ class PrefillRole:
             self._host.answer_busy(stream)
 
     def _take(self, stream: Stream, request: pb.EngineRequest) -> bool:
-        """Whether there is room to decode one more answer to its end, beside prompts for other workers. One answer is
-        always allowed."""
+        """Whether there is room to decode one more answer, beside prompts for other workers. One answer is always
+        allowed."""
         config = self._engine.config
-        self._staying = {other: blocks for other, blocks in self._staying.items() if other.is_open}
-        num_tokens = len(request.prompt_token_ids) + request.sampling_params.max_tokens
-        num_blocks = -(-min(num_tokens, config.model.max_model_len) // config.cache.block_size)
-        if self._staying and (
-            2 * (sum(self._staying.values()) + num_blocks) > self._num_blocks
-            or 2 * (len(self._staying) + 1) > config.scheduler.max_num_seqs
-        ):
-            return False
-        self._staying[stream] = num_blocks
-        return True
+        staying = {other: size for other, size in self._staying.items() if other.is_open}
+        num_begun, num_prompt = len(request.output_token_ids), len(request.prompt_token_ids)
+        most = min(num_prompt + request.sampling_params.max_tokens, config.model.max_model_len)
+        self._staying = staying | {stream: _Size(num_prompt + num_begun, most)}
+        block_size = config.cache.block_size
+        num_blocks = sum(size.num_expected_blocks(other, block_size) for other, size in self._staying.items())
+        has_room = 2 * num_blocks <= self._num_blocks and 2 * len(self._staying) <= config.scheduler.max_num_seqs
+        if staying and not has_room:
+            del self._staying[stream]
+        return stream in self._staying
 
     async def _run(self, stream: Stream, command: pb.PrefillRequest) -> None:
         try:
@@ -158,6 +160,19 @@ class PrefillRole:
             push = self._pushes.get(export.request_id)
             if push is not None:
                 push.write(layer, export.first_block, export.block_ids)
+
+
+class _Size(NamedTuple):
+    """The size of a request that stays here, in tokens."""
+
+    num_tokens: int
+    """When it came."""
+    most: int
+
+    def num_expected_blocks(self, stream: Stream, block_size: int) -> int:
+        """The blocks that it is expected to need: twice as many tokens as it has now, if it may have that many. Few
+        answers use all of their `max_tokens`, which by default are the rest of the context."""
+        return -(-min(2 * (self.num_tokens + stream.num_tokens), self.most) // block_size)
 
 
 def check_grant_fits(grant: Grant, num_tokens: int, block_size: int) -> None:

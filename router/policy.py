@@ -278,8 +278,8 @@ def _can_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
 def _has_room_to_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
     """Whether a prefill worker has room to decode a request with `num_blocks` blocks.
 
-    Half of its block pool stays reserved for prompts. The worker itself says Busy if this answer could need more than
-    the other half, since it knows how long answers may grow."""
+    Half of its block pool stays reserved for prompts. The worker itself says Busy if this answer and those that it has
+    are expected to need more than the other half, since it knows how far they are."""
     return not worker.is_full and worker.num_available_blocks - num_blocks >= worker.num_blocks // 2
 
 

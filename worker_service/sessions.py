@@ -50,6 +50,8 @@ class Stream:
     """Decode: the grant that reserves its memory."""
     first_token: asyncio.Future[RequestOutput] | None = None
     """Prefill: gets the output with the first token, which ends the prompt's computation."""
+    num_tokens: int = 0
+    """Tokens that it has been sent."""
 
     def event(self, **event: object) -> pb.WorkerEvent:
         return pb.WorkerEvent(request_id=self.request_id, attempt=self.attempt, **event)  # type: ignore[arg-type]
@@ -316,6 +318,7 @@ class SessionHost:
                 self._fail_for_good(stream, _error_of(output))
                 continue
             events.setdefault(stream.session, []).append(stream.event(tokens=tokens_message(output)))
+            stream.num_tokens += len(output.token_ids)
             if stream.first_token is not None:
                 if not stream.first_token.done():
                     stream.first_token.set_result(output)

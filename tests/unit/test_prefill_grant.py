@@ -51,15 +51,30 @@ def answer(num_prompt_tokens: int, max_tokens: int) -> tuple[Stream, pb.EngineRe
     return Stream(session, "r", 1, "r/1"), request
 
 
-def test_answers_that_stay_get_half_of_the_pool_as_they_may_grow() -> None:
+def test_answers_that_stay_get_half_of_the_pool_as_they_are_expected_to_grow() -> None:
     role = staying(num_blocks=100, max_num_seqs=64)
     first, request = answer(160, 160)  # grows to 20 blocks
     assert role._take(first, request)
     assert role._take(*answer(160, 160))
     assert not role._take(*answer(160, 16))
     assert role._take(*answer(100, 60))
+    assert not role._take(*answer(1, 15))
     first.is_open = False
     assert role._take(*answer(160, 160))
+
+
+def test_an_answer_without_a_bound_is_expected_to_double() -> None:
+    role = staying(num_blocks=100, max_num_seqs=64)
+    streams = [answer(80, 1024) for _ in range(6)]  # 5 blocks now, and 64 at most
+    assert [role._take(*each) for each in streams] == [True] * 5 + [False]
+    streams[0][0].num_tokens = 16  # 6 blocks now
+    streams[1][0].is_open = False
+    assert not role._take(*streams[5])
+    streams[0][0].num_tokens = 0
+    begun, request = answer(80, 1024)
+    request.output_token_ids.extend([1] * 16)
+    assert not role._take(begun, request)
+    assert role._take(*streams[5])
 
 
 def test_answers_that_stay_get_half_of_the_sequences() -> None:
