@@ -66,18 +66,15 @@ class AskedTools:
         return bool(self.parser) and FORMATS[self.parser].has_short_ids
 
     def with_form(self, params: pb.SamplingParams) -> AskedTools:
-        """These tools with the structured outputs of `params`, which an answer may follow instead of making calls.
-        Raises `ValueError` if the two cannot be combined."""
+        """These tools with the structured outputs of `params`, which an answer may follow instead of making calls,
+        unless calls are required. Raises `ValueError` if the two cannot be combined."""
         asked = params.structured_outputs.WhichOneof("kind")
         if not self.parser or asked is None:
             return self
-        if self.is_required:
-            raise ValueError("cannot be combined with a required tool call: the answer cannot be both")
         if asked not in ("json", "json_object"):
             raise ValueError(f"must be json or json_object together with tools, is {asked}")
-        return replace(
-            self, or_form=schema_of(params.structured_outputs.json) if asked == "json" else {"type": "object"}
-        )
+        form = schema_of(params.structured_outputs.json) if asked == "json" else {"type": "object"}
+        return self if self.is_required else replace(self, or_form=form)
 
     @property
     def holds(self) -> bool:

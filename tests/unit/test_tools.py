@@ -93,7 +93,7 @@ def test_an_answer_may_be_calls_or_have_a_form() -> None:
         assert ("done" in grammar) == ("json" in form)
     for form, choice, reason in (
         ({"regex": "a"}, "auto", "must be json or json_object together with tools, is regex"),
-        (forms[0], "required", "cannot be combined with a required tool call: the answer cannot be both"),
+        ({"regex": "a"}, "required", "must be json or json_object together with tools, is regex"),
         ({"json": {"title": "x" * 70_000}}, "auto", "json must have at most 65536 bytes"),
     ):
         ((named, said),) = wrong_of(HI, tools=[WEATHER], tool_choice=choice, structured_outputs=form)
@@ -103,6 +103,19 @@ def test_an_answer_may_be_calls_or_have_a_form() -> None:
         generate_request(HI, tools=[WEATHER], tool_choice="none", structured_outputs=forms[0]), KNOWING
     )
     assert untouched.sampling_params.structured_outputs.json
+
+
+@pytest.mark.parametrize("form", [{"json": {"type": "object", "title": "done"}}, {"json_object": True}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_required_calls_leave_nothing_that_could_have_a_form(form: Any, choice: Any) -> None:
+    """Agents ask for both: a call first, and an object when they are done."""
+    asked = {"tools": [WEATHER, NOW], "tool_choice": choice}
+    with_form, without = (
+        validate(generate_request(HI, **asked, seed=1, **further), KNOWING)
+        for further in ({"structured_outputs": form}, {})
+    )
+    assert with_form.sampling_params == without.sampling_params
+    assert with_form.asked_tools == without.asked_tools
 
 
 def test_what_an_end_cuts_off_of_a_call_is_content_only_where_it_might_have_been() -> None:
