@@ -131,7 +131,8 @@ class AskedForChoices(Asked):
     # OpenAI's form of structured_outputs; declared after it, so that its validator can refuse both together.
     response_format: Annotated[Any, AfterValidator(_response_format)] = None
     # known fields that are refused unless they ask for nothing special
-    best_of: only(1) = None  # type: ignore[valid-type]
+    best_of: Any = None
+    """Older clients give it with n, since OpenAI's server required it."""
     ec_transfer_params: only() = None  # type: ignore[valid-type]
     kv_transfer_params: only() = None  # type: ignore[valid-type]
     prompt_cache_options: only() = None  # type: ignore[valid-type]
@@ -146,6 +147,14 @@ class AskedForChoices(Asked):
     watermarking: only(False) = None  # type: ignore[valid-type]
     # no effect here: the prefix cache finds prefixes by their content
     session_id: Any = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _check_best_of(cls, value: Any, info: ValidationInfo) -> Any:
+        n = info.data.get("n") or 1
+        if value is not None and (type(value) is not int or value not in (1, n)):
+            raise ValueError(f"is not supported; only n, {n}, is allowed")
+        return value
 
     def sampling(self) -> Sampling:
         sampling = super().sampling()

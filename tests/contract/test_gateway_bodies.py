@@ -36,7 +36,9 @@ from rpc.errors import InvalidRequest
         ({"prompt": "a", "n": 0}, "n", "at least 1"),
         ({"prompt": "a", "n": 129}, "n", "at most 128"),
         ({"prompt": ["a", "b", "c"], "n": 100}, "n", "must be at most 85 with 3 prompts (256 choices in all), is 100"),
-        ({"prompt": "a", "best_of": 2}, "best_of", "is not supported; only 1 is allowed"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "is not supported; only n, 1, is allowed"),
+        ({"prompt": "a", "best_of": 3, "n": 2}, "best_of", "is not supported; only n, 2, is allowed"),
+        ({"prompt": "a", "best_of": True}, "best_of", "is not supported; only n, 1, is allowed"),
         ({"prompt": "a", "return_token_ids": 1}, "return_token_ids", "true or false"),
         ({"prompt": "a", "truncation_side": "right"}, "truncation_side", 'is not supported; only "left" is allowed'),
         ({"prompt": "a", "truncate_prompt_tokens": 0.5}, "truncate_prompt_tokens", "a whole number"),
@@ -343,6 +345,11 @@ async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         body = {"input": "a", "enable_response_messages": False, "previous_input_messages": None}
         assert (await http.post("/v1/responses", json=body)).status_code == 200
+
+
+def test_all_of_the_best_answers_are_all_answers() -> None:
+    for given in (b"", b', "best_of": 1', b', "best_of": 3'):
+        assert CompletionRequest.read(b'{"prompt": "a", "n": 3%s}' % given).num_answers == 3
 
 
 async def test_what_nobody_knows_may_be_null() -> None:
