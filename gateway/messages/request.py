@@ -125,6 +125,8 @@ class AskedOfMessages(Asked):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     """Declared after structured_outputs, vLLM's field for the same, so that its validator can refuse both together."""
+    output_format: JsonFormat | None = None
+    """The former name of `output_config.format`, which some clients still use. Declared after it, too."""
     metadata: Metadata | None = None
     context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -184,7 +186,8 @@ class AskedOfMessages(Asked):
     @property
     def _words(self) -> dict[str, str]:
         words = {"thinking_token_budget": "thinking.budget_tokens"}
-        return words if self._format is None else {**words, "structured_outputs": "output_config.format"}
+        its_name = "output_format" if self.output_format is not None else "output_config.format"
+        return words if self._format is None else {**words, "structured_outputs": its_name}
 
     def _name_of(self, field: str) -> str:
         if field in ("chat", "chat.messages"):
@@ -202,7 +205,7 @@ class AskedOfMessages(Asked):
 
     @property
     def _format(self) -> JsonFormat | None:
-        return self.output_config.format if self.output_config is not None else None
+        return self.output_format or (self.output_config.format if self.output_config is not None else None)
 
     @field_validator("tool_choice")
     @classmethod
@@ -216,6 +219,15 @@ class AskedOfMessages(Asked):
     def _check_output_config(cls, value: OutputConfig | None, info: ValidationInfo) -> OutputConfig | None:
         if value is not None and value.format is not None:
             check_is_one_form(info, "format")
+        return value
+
+    @field_validator("output_format")
+    @classmethod
+    def _check_output_format(cls, value: JsonFormat | None, info: ValidationInfo) -> JsonFormat | None:
+        if value is not None:
+            check_is_one_form(info)
+            if (config := info.data.get("output_config")) is not None and config.format is not None:
+                raise ValueError("cannot be combined with output_config.format, its present name; give one of them")
         return value
 
 

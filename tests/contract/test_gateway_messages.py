@@ -165,7 +165,8 @@ async def test_what_was_said_before_reaches_the_template() -> None:
             http, thinking={"type": "disabled"},
             output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}},
         )  # fmt: skip
-    first, second, third = router.requests[::3]
+        await ask(http, extra_body={"output_format": {"type": "json_schema", "schema": {"type": "array"}}})
+    first, second, third, fourth = router.requests[::3]
     assert [(each.role, each.content or each.parts) for each in first.chat.messages] == [
         ("system", "Be kind."), ("user", ["Rain", "?"]), ("assistant", "Let me look."), ("tool", "wet"),
         ("tool", ["?", "?"]), ("tool", []), ("user", "So?"), ("system", "Be brief."),
@@ -185,6 +186,7 @@ async def test_what_was_said_before_reaches_the_template() -> None:
     assert (second.chat.parallel_tool_calls, second.chat.template_kwargs) == (True, "")
     assert third.chat.template_kwargs == '{"enable_thinking": false, "thinking": false}'
     assert third.sampling_params.structured_outputs.json == '{"type": "object"}'
+    assert fourth.sampling_params.structured_outputs.json == '{"type": "array"}'
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from rpc.errors import InvalidRequest
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {"name": "weather", "input_schema": {"type": "object"}}
+FORM = {"type": "json_schema", "schema": {}}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
 
 
@@ -53,6 +54,10 @@ def of_user(*blocks: Any) -> dict[str, Any]:
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015",
                                             "keep": {"type": "thinking_turns", "value": 1}}]}},
          'context_management.edits[0].keep: is not supported; only "all" is allowed'),
+        ({"output_config": {"format": FORM}, "output_format": FORM},
+         "output_format: cannot be combined with output_config.format"),
+        ({"structured_outputs": {"regex": "a"}, "output_format": FORM},
+         "output_format: cannot be combined with structured_outputs"),
         ({"service_tier": "flex"}, 'service_tier: is not supported; only "auto" is allowed'),
         ({"metadata": {"user_id": 257 * "a"}}, "metadata.user_id: must have at most 256 bytes"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: is not supported"),
@@ -100,7 +105,8 @@ def test_what_a_router_complains_of_has_its_name_in_the_body(field: str, named: 
     said = [*HI, {"role": "assistant", "content": [
         {"type": "text", "text": "a"}, {"type": "tool_use", "id": "c", "name": "f", "input": {}},
     ]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}]}]  # fmt: skip
-    form = {"format": {"type": "json_schema", "schema": {}}}
-    asked = {"max_tokens": 9, "system": "s", "messages": said, "output_config": form}
-    body = MessageRequest.read(json.dumps(asked).encode())
-    assert body.in_its_words(InvalidRequest([(field, "is wrong")])).violations[0].field == named
+    asked = {"max_tokens": 9, "system": "s", "messages": said}
+    for form, its_name in (({"output_config": {"format": FORM}}, named), ({"output_format": FORM}, "output_format")):
+        body = MessageRequest.read(json.dumps(asked | form).encode())
+        [wrong] = body.in_its_words(InvalidRequest([(field, "is wrong")])).violations
+        assert wrong.field == (its_name if named == "output_config.format" else named)
