@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import or_
+from types import MappingProxyType
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
@@ -47,11 +48,13 @@ def text_or_objects(
     kinds: Mapping[str, Any],
     *,
     untyped: str = "",
+    instead: Mapping[str, str] = MappingProxyType({}),
     min_length: int | None = None,
     max_length: int | None = None,
 ) -> Any:
     """The type of a text, or of a list of objects, each of one of the `kinds`, chosen by its `type`. `one`: the name of
-    such an object in errors. `untyped`: the kind of an object that has a role but no type."""
+    such an object in errors. `untyped`: the kind of an object that has a role but no type. `instead`: what a
+    client can do instead of giving an object of a certain other type."""
 
     def tag_of(value: Any) -> str:
         kind = None
@@ -61,6 +64,8 @@ def text_or_objects(
 
     def refuse(value: Any) -> Any:
         told = f"of type {json.dumps(value.get('type')):.60}" if isinstance(value, dict) else f"{json.dumps(value):.60}"
+        kind = value.get("type") if isinstance(value, dict) else None
+        told += f"; {instead[kind]}" if isinstance(kind, str) and kind in instead else ""
         raise ValueError(f"must be {one} of one of the types {', '.join(kinds)}, is {told}")
 
     def check(value: Any) -> Any:

@@ -105,7 +105,7 @@ def _asked_of(body: ResponseRequest) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "reasoning": None if body.reasoning is None else {"effort": body.reasoning.effort, "summary": None},
         "previous_response_id": None,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "background": False,
         "store": False,
     }

@@ -66,7 +66,15 @@ _KINDS = {
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
 }
-Input = text_or_objects("an item", _KINDS, untyped="message", min_length=1, max_length=MAX_ITEMS)
+SAY_AGAIN = "this server stores no responses: send the whole conversation in input"
+Input = text_or_objects(
+    "an item",
+    _KINDS,
+    untyped="message",
+    instead={"item_reference": SAY_AGAIN},
+    min_length=1,
+    max_length=MAX_ITEMS,
+)
 
 
 # -- messages -------------------------------------------------------------------------------------------------------

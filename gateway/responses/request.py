@@ -29,7 +29,7 @@ from gateway.asked import (
 )
 from gateway.effort import Budget, Effort, effort_variables
 from gateway.placed import PlacedMessage, place_of
-from gateway.responses.input import Input, messages_of, says_something
+from gateway.responses.input import SAY_AGAIN, Input, messages_of, says_something
 from gateway.tools import tool_choice_of
 from tandem.requests import Prompt, Sampling
 from tandem.structured_outputs import StructuredOutputsParams
@@ -39,7 +39,6 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """With the second, stateless clients of other servers carry thoughts along, encrypted. Here the answer's reasoning item
 contains the whole thought, and is read from there if it is sent back."""
 _NOTHING_KEPT = "this server stores no responses"
-_SAY_AGAIN = "this server stores no responses: send the whole conversation in input"
 
 
 class FunctionTool(WithoutNulls):
@@ -139,17 +138,18 @@ class ResponseRequest(Asked):
     reasoning: Reasoning | None = None
     client_metadata: Any = None
     """What Codex tells OpenAI about itself. No effect here."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """What happens to input that is too long for the context. "auto": only its end is kept, as in vLLM."""
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Budget | None = None
 
     # known fields that are refused unless they ask for nothing special
     store: only(False, instead=_NOTHING_KEPT) = None  # type: ignore[valid-type]
-    previous_response_id: only(instead=_SAY_AGAIN) = None  # type: ignore[valid-type]
-    conversation: only(instead=_SAY_AGAIN) = None  # type: ignore[valid-type]
+    previous_response_id: only(instead=SAY_AGAIN) = None  # type: ignore[valid-type]
+    conversation: only(instead=SAY_AGAIN) = None  # type: ignore[valid-type]
     background: only(False, instead=_NOTHING_KEPT) = None  # type: ignore[valid-type]
     background_options: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
-    truncation: only("disabled") = None  # type: ignore[valid-type]
     max_tool_calls: only() = None  # type: ignore[valid-type]
     context_management: only([]) = None  # type: ignore[valid-type]
     moderation: only() = None  # type: ignore[valid-type]
@@ -171,7 +171,7 @@ class ResponseRequest(Asked):
     prompt_logprobs: only() = None  # type: ignore[valid-type]
     return_token_ids: only(False) = None  # type: ignore[valid-type]
     return_tokens_as_token_ids: only(False) = None  # type: ignore[valid-type]
-    truncate_prompt_tokens: only() = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: only(instead='use truncation: "auto"') = None  # type: ignore[valid-type]
 
     @cached_property
     def _messages(self) -> list[PlacedMessage]:
@@ -188,6 +188,8 @@ class ResponseRequest(Asked):
             sampling["structured_outputs"] = self._held_to
         if self.thinking_token_budget is not None:
             sampling["thinking_token_budget"] = self.thinking_token_budget
+        if self.truncation == "auto":
+            sampling["truncate_prompt_tokens"] = -1
         if self.wants_logprobs:
             sampling["logprobs"] = self.top_logprobs or 0
         if self.tools:

@@ -171,6 +171,16 @@ async def test_the_form_of_an_answer_and_what_it_is_drawn_by() -> None:
     assert request.chat.template_kwargs == '{"enable_thinking": false}'
 
 
+async def test_a_prompt_that_is_too_long_may_be_cut() -> None:
+    async with gateway() as (router, http):
+        for asked, kept in (({}, None), ({"truncation": "disabled"}, None), ({"truncation": "auto"}, -1)):
+            answer = await http.post(PATH, json={"input": "a", **asked})
+            assert answer.json()["truncation"] == asked.get("truncation", "disabled"), answer.text
+            request = router.requests[-1]
+            assert request.HasField("truncate_prompt_tokens") == (kept is not None)
+            assert kept is None or request.truncate_prompt_tokens == kept
+
+
 async def test_null_is_absent_and_what_asks_for_nothing_is_let_through() -> None:
     nulls = {name: None for name, field in ResponseRequest.model_fields.items() if not field.is_required()}
     neutral = {
@@ -195,7 +205,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": 5}, "input", "must be a text, or a list of items, is 5"),
     ({"input": []}, "input", "must not be empty"),
     ({"input": [5]}, "input[0]", "must be an item of one of the types message, reasoning, function_call, function"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", 'is of type "item_reference"'),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]",
+     'is of type "item_reference"; this server stores no responses: send the whole conversation in input'),
+    ({"input": [{"type": ["item_reference"]}]}, "input[0]", 'is of type ["item_reference"]'),
+    ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]", 'is of type "computer_call"'),
     ({"input": [{"type": "reasoning", "summary": []}]}, "input", "must have at least one item with content"),
     ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "must be one of system, developer, user, as"),
     ({"input": [USER, {"role": "user"}]}, "input[1].content", "must be given"),
@@ -233,7 +246,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "c"}, "conversation", "this server stores no responses"),
     ({"background": True}, "background", "only false is allowed"),
     ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
-    ({"truncation": "auto"}, "truncation", 'only "disabled" is allowed'),
+    ({"truncation": "middle"}, "truncation", "must be 'auto' or 'disabled'"),
     ({"max_tool_calls": 3}, "max_tool_calls", "is not supported"),
     ({"enable_response_messages": True}, "enable_response_messages", "only false is allowed"),
     ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
