@@ -6,7 +6,7 @@ Beyond OpenAI's fields, the last object of an answer has `timings`: which worker
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from gateway.echo import Echo
@@ -235,13 +235,24 @@ class ChatStyle(Style):
             delta["content"] = message.text
         if message.tool_calls:
             self._calling.add(choice)
-            delta["tool_calls"] = [_piece_of_call(piece) for piece in message.tool_calls]
+            delta["tool_calls"] = _pieces_of_calls(message.tool_calls)
         return {"delta": delta, "logprobs": of_chat(logprobs, by_id=self._names_by_id) if logprobs else None}
 
     def _finish_reason(self, choice: int, reason: str) -> str:
         """As OpenAI: "tool_calls" for an answer that stops after calling tools, but not if the request named the
         tool."""
         return "tool_calls" if reason == "stop" and choice in self._calling and not self._names_tool else reason
+
+
+def _pieces_of_calls(pieces: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
+    """The pieces of one message, joined to one for each call: many clients read only the first of an event."""
+    told: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if piece.index in told:
+            told[piece.index]["function"]["arguments"] += piece.arguments
+        else:
+            told[piece.index] = _piece_of_call(piece)
+    return list(told.values())
 
 
 def _piece_of_call(piece: ToolCallDelta) -> dict[str, Any]:

@@ -20,32 +20,34 @@ ASKED: dict[str, Any] = {
 MADE = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 
 
+NEXT = {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+
+
 async def call(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-    """Send one call in pieces, as the router streams it."""
+    """Send two calls in pieces, as the router streams them."""
     yield tokens(0, 1, text="Well")
     pieces = [pb.ToolCallDelta(id="call_1", name="weather"), pb.ToolCallDelta(arguments='{"city":')]
     yield pb.GenerateResponse(request_id="r", offset=1, token_ids=[2], tool_calls=pieces)
-    yield pb.GenerateResponse(
-        request_id="r", offset=2, token_ids=[3], tool_calls=[pb.ToolCallDelta(arguments=' "Oslo"}')]
-    )
+    pieces = [pb.ToolCallDelta(arguments=' "Oslo"'), pb.ToolCallDelta(arguments="}")]
+    pieces += [pb.ToolCallDelta(index=1, id="call_2", name="now"), pb.ToolCallDelta(index=1, arguments="{}")]
+    yield pb.GenerateResponse(request_id="r", offset=2, token_ids=[3], tool_calls=pieces)
     yield last(3)
 
 
-async def test_a_call_streamed_and_whole() -> None:
+async def test_calls_streamed_and_whole() -> None:
+    """An event has at most one piece of each call, since many clients read only the first."""
     async with gateway() as (router, http):
         router.script = call
         whole = (await http.post(CHAT, json=ASKED)).json()["choices"][0]
         body = (await http.post(CHAT, json={**ASKED, "stream": True})).text
     said = {"role": "assistant", "content": "Well", "refusal": None, "reasoning": None}
-    assert whole["message"] == said | {"tool_calls": [MADE]}
+    assert whole["message"] == said | {"tool_calls": [MADE, NEXT]}
     assert whole["finish_reason"] == "tool_calls"
     choices = [event["choices"][0] for event in events_of(body)[:-1]]
     assert [choice["delta"] for choice in choices] == [
         {"role": "assistant", "content": ""}, {"content": "Well"},
-        {"tool_calls": [
-            {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ""}},
-            {"index": 0, "function": {"arguments": '{"city":'}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": ' "Oslo"}'}}]}, {},
+        {"tool_calls": [{**MADE, "index": 0, "function": {"name": "weather", "arguments": '{"city":'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ' "Oslo"}'}}, {"index": 1, **NEXT}]}, {},
     ]  # fmt: skip
     assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["tool_calls"]
 
