@@ -1,19 +1,22 @@
 """Resumes a broken stream where it was: at the same address, where another router may answer by then. Pure.
 
     ASKED ── accepted ──> OPEN ── the stream breaks ──> BROKEN ── wait ──> asked for what is missing ──> OPEN
-      └─ refused: the caller's                             └─ `resume_s` without a message: the error is raised
+      └─ refused: the caller's, unless by a router         └─ `resume_s` without a message: the error is raised
+         that leaves and is one of several
 
 The client sends what it has received to the router as the beginning of the answer. With the seed, and the kind of
 workers on which the answer began, the continuation is the one that would have followed. If nothing has been received
 yet, the client sends the whole request again, provided that a router had accepted it; otherwise the caller gets the
 error at once, or, if there may be several routers, after one try at another one. (If that router answers that the
-request is running, it is the first router, whose acceptance was lost.) The caller also gets the error if the router
-named no kind of workers, since it is older than this feature. Each of several answers continues where it was; complete
-ones are not requested again.
+request is running, it is the first router, whose acceptance was lost.) If a router refused because it leaves, more
+tries follow, for up to `ANOTHER_ROUTER_S`: its successor runs already, or starts, and is found within that time. The
+caller also gets the error if the router named no kind of workers, since it is older than this feature. Each of several
+answers continues where it was; complete ones are not requested again.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 import time
@@ -29,6 +32,10 @@ ROOM = -1
 FIRST_WAIT_S = 0.05
 LAST_WAIT_S = 1.0
 """First and longest wait between two tries, unless the router names a time."""
+
+ANOTHER_ROUTER_S = 10.0
+"""How long a request that nobody has accepted waits for another router, if one refused it because it leaves: longer
+than a `SpreadChannel` takes to look up the routers' addresses again."""
 
 LOST = (Unreachable, Draining)
 """The router is gone, or is leaving. Not `NoWorker`: a router that gives a request up must be believed."""
@@ -60,7 +67,7 @@ class ResumableStream:
         request: gets a seed, if it has none.
         timeout_s: for all calls together; None: no limit.
         resume_s: how long a broken stream may wait; 0: its error is raised at once.
-        has_others: whether the next call may reach another router, without a wait.
+        has_others: whether the next call may reach another router.
         metadata: sent with every call.
         jitter: a factor for each wait, so that not all clients of a router return at once.
         """
@@ -75,7 +82,11 @@ class ResumableStream:
         self._now_s = now_s
         self._jitter = jitter
         self._resume_s = resume_s
-        self._may_ask_another = has_others
+        self._has_others = has_others
+        self._refused_s: float | None = None
+        """When the first router did not accept the request; None before."""
+        self._is_one_leaving = False
+        """A router refused the request because it leaves."""
         self._may_be_running = False
         """The request may be running at a router that was lost before it could accept it."""
         self._on_broken = on_broken
@@ -109,10 +120,10 @@ class ResumableStream:
     def accept(self, message: pb.GenerateResponse) -> pb.GenerateResponse:
         """Take in a message, and return it. Raises `StreamBroken` if it is not the one that was due."""
         self._answers.accept(message)
-        self._has_received = True
+        self._has_received, self._wait_s = True, FIRST_WAIT_S
         self._take_down(message)
         if self._broken_s is not None:
-            self._broken_s, self._wait_s = None, FIRST_WAIT_S
+            self._broken_s = None
             self.num_resumed += 1
         return message
 
@@ -137,11 +148,11 @@ class ResumableStream:
     def wait_s(self, error: Exception) -> float:
         """How long to wait before the next call, after one ended with `error`. Raises `error` if there is no next
         call."""
-        if self._may_ask_another and not (self.is_accepted or self._has_received) and isinstance(error, LOST):
-            self._may_ask_another = False
-            self._may_be_running = isinstance(error, Unreachable)
-            return 0.0
         now_s, has_just_broken = self._now_s(), self._broken_s is None
+        if has_just_broken and self._has_others and not (self.is_accepted or self._has_received):
+            wait_s = self._wait_for_another_s(error, now_s)
+            if wait_s is not None:
+                return wait_s
         if self._broken_s is None:
             if not self._may_go_on(error):
                 raise error
@@ -149,13 +160,33 @@ class ResumableStream:
         left_s = self._broken_s + self._resume_s - now_s
         if not isinstance(error, NOT_YET) or left_s <= 0:
             raise error
-        if self._deadline_s is not None:
-            left_s = min(left_s, max(0.0, self._deadline_s - now_s))
+        left_s = min(left_s, self._deadline_left_s(now_s))
         if has_just_broken:
             self._on_broken(error, left_s)
-        wait_s = max(self._wait_s, error.retry_after_s or 0.0) * self._jitter()
+        return min(max(self._next_wait_s(), (error.retry_after_s or 0.0) * self._jitter()), left_s)
+
+    def _wait_for_another_s(self, error: Exception, now_s: float) -> float | None:
+        """How long to wait before asking another router for a request that none has accepted; None if none is to be
+        asked. The time to retry that a leaving router names is for those who know no other."""
+        if not isinstance(error, LOST):
+            return None
+        self._may_be_running = self._may_be_running or isinstance(error, Unreachable)
+        self._is_one_leaving = self._is_one_leaving or isinstance(error, Draining)
+        if self._refused_s is None:
+            self._refused_s = now_s
+            return 0.0
+        left_s = self._refused_s + min(self._resume_s, ANOTHER_ROUTER_S) - now_s
+        if not self._is_one_leaving or left_s <= 0:
+            return None
+        return min(self._next_wait_s(), left_s, self._deadline_left_s(now_s))
+
+    def _next_wait_s(self) -> float:
+        wait_s = self._wait_s * self._jitter()
         self._wait_s = min(2 * self._wait_s, LAST_WAIT_S)
-        return min(wait_s, left_s)
+        return wait_s
+
+    def _deadline_left_s(self, now_s: float) -> float:
+        return math.inf if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
 
     def _may_go_on(self, error: Exception) -> bool:
         if isinstance(error, RequestExists):

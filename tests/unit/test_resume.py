@@ -24,7 +24,7 @@ from rpc.errors import (
     Unreachable,
 )
 from rpc.metadata import ACCEPTED_KEY
-from tandem.resume import FIRST_WAIT_S, LAST_WAIT_S, ResumableStream
+from tandem.resume import ANOTHER_ROUTER_S, FIRST_WAIT_S, LAST_WAIT_S, ResumableStream
 
 LOST = Unreachable("gone")
 
@@ -197,6 +197,33 @@ def test_what_a_lost_call_has_left_running_is_waited_for() -> None:
         assert refused is None or another.wait_s(refused) == 0
         with pytest.raises(RequestExists):
             another.wait_s(RequestExists("r"))
+
+
+def test_a_request_that_a_leaving_router_refused_waits_for_its_successor() -> None:
+    """Its successor may not be known yet: gRPC looks the routers' addresses up only when one is gone."""
+    clock = Clock()
+    leaving = Draining("leaving", retry_after_s=1)
+    stream = stream_of(resume_s=30, has_others=True, clock=clock)
+    assert [stream.wait_s(error) for error in (leaving, leaving, LOST, leaving)] == [0, 0.05, 0.1, 0.2]
+    clock.now_s += ANOTHER_ROUTER_S - 0.3
+    assert stream.wait_s(leaving) == pytest.approx(0.3)
+    clock.now_s += 0.3
+    with pytest.raises(Draining):
+        stream.wait_s(leaving)
+    # It stays the first time that counts, and other errors are the caller's at once.
+    other = stream_of(resume_s=30, has_others=True, clock=clock)
+    assert [other.wait_s(error) for error in (leaving, leaving)] == [0, 0.05]
+    with pytest.raises(Overloaded):
+        other.wait_s(Overloaded("full", retry_after_s=1))
+    # Neither with only one router, nor against the caller's wish, nor beyond the deadline.
+    with pytest.raises(Draining):
+        stream_of(resume_s=30, clock=clock).wait_s(leaving)
+    impatient = stream_of(resume_s=0, has_others=True, clock=clock)
+    assert impatient.wait_s(leaving) == 0
+    with pytest.raises(Draining):
+        impatient.wait_s(leaving)
+    hasty = stream_of(resume_s=30, has_others=True, timeout_s=0.02, clock=clock)
+    assert [hasty.wait_s(leaving), hasty.wait_s(leaving)] == [0, pytest.approx(0.02)]
 
 
 def test_a_stream_that_goes_on_has_all_its_time_again() -> None:
