@@ -215,6 +215,10 @@ def test_a_request_that_a_leaving_router_refused_waits_for_its_successor() -> No
     assert [other.wait_s(error) for error in (leaving, leaving)] == [0, 0.05]
     with pytest.raises(Overloaded):
         other.wait_s(Overloaded("full", retry_after_s=1))
+    lost = stream_of(resume_s=30, has_others=True, clock=clock)
+    assert lost.wait_s(LOST) == 0
+    with pytest.raises(Unreachable):  # nothing says that there is a successor
+        lost.wait_s(LOST)
     # Neither with only one router, nor against the caller's wish, nor beyond the deadline.
     with pytest.raises(Draining):
         stream_of(resume_s=30, clock=clock).wait_s(leaving)
