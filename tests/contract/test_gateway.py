@@ -122,8 +122,14 @@ def test_every_error_has_its_http_status() -> None:
     ids=["overloaded", "draining", "parameter", "model", "bug"],
 )
 async def test_a_refusal_has_its_status_streamed_or_not(
-    error: TandemError, status: int, type_: str, retry_after: str | None, is_stream: bool
+    error: TandemError,
+    status: int,
+    type_: str,
+    retry_after: str | None,
+    is_stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("tandem.resume.ANOTHER_ROUTER_S", 0.1)
     async with gateway() as (router, http):
         router.script = failing(error)
         response = await http.post("/v1/completions", json={"prompt": "a", "stream": is_stream})
@@ -132,6 +138,21 @@ async def test_a_refusal_has_its_status_streamed_or_not(
     if status == 400:
         assert response.json()["error"]["param"] == "top_p"
         assert response.json()["error"]["message"] == "top_p: must be in (0, 1], is 3"
+
+
+async def test_what_a_leaving_router_refuses_waits_for_its_successor() -> None:
+    async with gateway() as (router, http):
+        answer = router.script
+
+        async def leaving_at_first(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+            if len(router.requests) <= 4:
+                raise Draining("leaving", retry_after_s=1)
+            async for message in answer(request):
+                yield message
+
+        router.script = leaving_at_first
+        response = await http.post("/v1/completions", json={"prompt": "a"})
+    assert (response.status_code, len(router.requests)) == (200, 5)
 
 
 async def test_what_fails_in_the_middle_of_a_stream_is_its_last_event() -> None:

@@ -201,7 +201,8 @@ STATUSES: list[tuple[TandemError, int, str, str | None]] = [
 ]
 
 
-async def test_what_fails_before_the_first_byte_is_a_status() -> None:
+async def test_what_fails_before_the_first_byte_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.resume.ANOTHER_ROUTER_S", 0.1)
     async with gateway() as (router, http):
         for (error, status, kind, retry_after), is_stream in product(STATUSES, [False, True]):
             router.script = failing(error)

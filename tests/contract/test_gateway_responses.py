@@ -231,8 +231,9 @@ async def test_an_answer_that_ends_at_once_has_the_logprobs_of_its_end() -> None
     ids=["overloaded", "draining", "model", "bug"],
 )
 async def test_what_fails_before_the_first_byte_is_a_status(
-    error: TandemError, status: int, retry_after: str | None, is_stream: bool
+    error: TandemError, status: int, retry_after: str | None, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tandem.resume.ANOTHER_ROUTER_S", 0.1)
     async with gateway() as (router, http):
         router.script = failing(error)
         answer = await http.post(PATH, json={"input": "a", "stream": is_stream})
