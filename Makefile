@@ -72,7 +72,8 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP) install $(QUIET) --no-compile -c constraints.txt -e '.[test]'
 	@if [ "$$(uname -s)" = Linux ]; then \
 	  printf 'tandem: %s\n' 'installing the nixl transport (half a minute, once)'; \
-	  $(PIP) install $(QUIET) --no-compile --no-deps -c constraints.txt nixl nixl-cu12; fi & \
+	  cuda="$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").split(".")[0])')" && \
+  $(PIP) install $(QUIET) --no-compile --no-deps -c constraints.txt nixl "nixl-cu$$cuda"; fi & \
 	nixl=$$!; $(COMPILE); is_compiled=$$?; wait $$nixl && exit $$is_compiled
 	@touch $(VENV)/installed $@
 

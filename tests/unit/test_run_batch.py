@@ -78,7 +78,7 @@ def test_whatever_a_server_answers_is_a_line_that_the_next_run_can_read(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 50_000)
-    bodies = {"nan": '{"x": NaN}', "inf": "[1e999]", "deep": "[" * 5000 + "]" * 5000, "html": "<p>", "é": '"é"'}
+    bodies = {"nan": '{"x": NaN}', "inf": "[1e999]", "deep": "[" * 20_000 + "]" * 20_000, "html": "<p>", "é": '"é"'}
     large = {"huge": "x" * 60_000, "escaped": "\0" * 20_000}
     server.script = lambda prompt, _: (200, {}, (bodies | large)[prompt])
     write(tmp_path / "in", *(line_of(name) for name in bodies | large))
