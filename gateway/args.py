@@ -68,7 +68,8 @@ class GatewayArgs(SslArgs):
     )
     resume_s: float = number(
         30.0,
-        "How long an answer that has begun waits for another router to continue it if its router is lost, in seconds.",
+        "How long an answer that has begun waits for another router to continue it if its router is lost, in seconds. "
+        "Requests that leaving routers refuse wait as long, but not longer than 10 s.",
         least=0,
     )
     drain_grace_s: float = number(30.0, "Seconds that running requests have to finish after SIGTERM.", least=0)

@@ -67,13 +67,14 @@ class Client(ClientBase):
     ) -> None:
         """
         address: one router, or several ("ipv4:10.0.0.4:50051,10.0.0.5:50051"). With several, requests go in turn to
-            those that can serve. A request that its router has not accepted is sent to another router, once; so is a
-            call that is not answered.
+            those that can serve. A request that its router has not accepted is sent to another router: once, or, if
+            the router refuses it because it leaves, for up to 10 s (and `resume_s`). A call that is not answered is
+            sent to another router once.
         api_key: one of the router's keys, if it requires one.
         tls: for a router that is served over TLS.
         resume_s: how long a stream that broke after it was accepted waits for a router that continues it; 0: not at
             all.
-        on_broken: called whenever a stream begins such a wait.
+        on_broken: called whenever a request or a stream begins to wait for a router.
         """
         super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken)
         if self._is_spread:

@@ -5,7 +5,7 @@ Owns the processes (through `tandem.supervision`), and knows when requests can b
 
     Cluster(args) ── start() ──> model resolved, settings checked ─> Redis answers ─> routers and workers start together
                                   ─> each router is SERVING and has every worker, gateways listen ─> ready
-                  ── stop() ───> gateways and routers drain (streams finish) ─> workers drain ─> Redis ends
+                  ── stop() ───> gateways drain ─> routers drain (streams finish) ─> workers drain ─> Redis ends
 
 A process that dies is started again: a router or gateway on the port it had, Redis on its socket. A worker keeps its id
 and gets a new incarnation, so that nobody relies on what its predecessor reported.
@@ -192,9 +192,10 @@ class Cluster:
 
     async def stop(self) -> list[str]:
         """Drain and end everything. Returns a sentence for each process that did not end properly."""
-        doors = self._of_names(*self.args.gateway_names, *self.args.router_names)
         streams_s = self.args.drain_grace_s + KILL_MARGIN_S
-        problems = await self._stop(doors, streams_s)
+        # Gateways first: what they have taken, they still have to ask of a router, and one that drains takes nothing.
+        problems = await self._stop(self._of_names(*self.args.gateway_names), streams_s)
+        problems += await self._stop(self._of_names(*self.args.router_names), streams_s)
         may_have_streams = bool(self.args.redis_url)  # other routers may use our workers through this Redis
         workers_s = max(WORKER_GRACE_S, streams_s) if may_have_streams else WORKER_GRACE_S
         problems += await self._stop(self._of_names(*self.args.worker_names), workers_s)

@@ -45,7 +45,7 @@ the same router, and has not noticed yet that the stream broke."""
 
 
 OnBroken = Callable[[TandemError, float], None]
-"""Called with the reason why a stream broke, and the seconds that it now waits for a router at most."""
+"""Called when a stream begins to wait for a router: with the reason, and the seconds that it waits at most."""
 
 
 class ResumableStream:
@@ -87,6 +87,7 @@ class ResumableStream:
         """When the first router did not accept the request; None before."""
         self._is_one_leaving = False
         """A router refused the request because it leaves."""
+        self._has_told_of_refusals = False
         self._may_be_running = False
         """The request may be running at a router that was lost before it could accept it."""
         self._on_broken = on_broken
@@ -178,7 +179,11 @@ class ResumableStream:
         left_s = self._refused_s + min(self._resume_s, ANOTHER_ROUTER_S) - now_s
         if not self._is_one_leaving or left_s <= 0:
             return None
-        return min(self._next_wait_s(), left_s, self._deadline_left_s(now_s))
+        left_s = min(left_s, self._deadline_left_s(now_s))
+        if not self._has_told_of_refusals:
+            self._has_told_of_refusals = True
+            self._on_broken(error, left_s)
+        return min(self._next_wait_s(), left_s)
 
     def _next_wait_s(self) -> float:
         wait_s = self._wait_s * self._jitter()

@@ -213,7 +213,7 @@ def _said(address: str, is_json: bool) -> OnBroken:
     def on_broken(error: TandemError, left_s: float) -> None:
         if not is_json and sys.stdout and sys.stdout.isatty():  # the answer may be in the middle of a line
             tell("")
-        what = f"waiting up to {left_s:.0f} s for a router to continue the answer"
+        what = f"waiting up to {left_s:.0f} s for a router that goes on"
         tell(f"the router at {address} stopped answering ({error.message}): {what}")
 
     return on_broken

@@ -296,6 +296,13 @@ def test_the_gateway_asks_the_router() -> None:
     assert flags_of(host)["listen"].endswith(f":{port}")
 
 
+def test_compose_stops_a_service_after_those_that_ask_it() -> None:
+    waits_for = {name: set(SERVICES[name]["depends_on"]) for name in OURS}
+    assert "router" in waits_for["gateway"]
+    assert {"prefill", "decode"} <= waits_for["router"]
+    assert all("redis" in waits_for[name] for name in ("router", "prefill", "decode"))
+
+
 @pytest.mark.parametrize("service", sorted(SERVICES))
 def test_compose_services_are_locked_down_and_refer_to_what_is_there(service: str) -> None:
     settings = SERVICES[service]

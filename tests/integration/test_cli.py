@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 
 import psutil
@@ -276,6 +277,27 @@ def test_a_hangup_and_sigterm_let_a_stream_finish(tmp_path: Path, small: tuple[s
         process = psutil.Process(cluster.pid)
         while process.status() != psutil.STATUS_ZOMBIE:
             process.terminate()  # too late to change anything: `run_cluster` sees how it ended
+
+
+def test_ctrl_c_refuses_nothing_that_a_gateway_has_taken(tmp_path: Path, small: tuple[str, ...]) -> None:
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 3, "ignore_eos": True}).encode()
+    with run_cluster(tmp_path / "log", *small, "--aggregated", "--http-port", "0") as cluster:
+        host, _, port = cluster.http_address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[:5])
+            os.kill(cluster.pid, signal.SIGINT)
+            wait_until(lambda: is_refused(host, int(port)), 10, "the gateway drains", cluster.log.read_text)
+            connection.sendall(body[5:])
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 200, answer.read()
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+
+
+def is_refused(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) != 0
 
 
 def test_ctrl_c_ends_up_though_nobody_reads_its_lines_any_more(small: tuple[str, ...]) -> None:

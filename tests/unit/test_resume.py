@@ -24,7 +24,7 @@ from rpc.errors import (
     Unreachable,
 )
 from rpc.metadata import ACCEPTED_KEY
-from tandem.resume import ANOTHER_ROUTER_S, FIRST_WAIT_S, LAST_WAIT_S, ResumableStream
+from tandem.resume import ANOTHER_ROUTER_S, FIRST_WAIT_S, LAST_WAIT_S, OnBroken, ResumableStream
 
 LOST = Unreachable("gone")
 
@@ -48,6 +48,7 @@ def stream_of(
     timeout_s: float | None = None,
     clock: Clock | None = None,
     has_others: bool = False,
+    on_broken: OnBroken = lambda error, left_s: None,
 ) -> ResumableStream:
     request = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(n=n))
     return ResumableStream(
@@ -55,6 +56,7 @@ def stream_of(
         timeout_s=timeout_s,
         resume_s=resume_s,
         has_others=has_others,
+        on_broken=on_broken,
         now_s=clock or Clock(),
         jitter=lambda: 1.0,
     )
@@ -203,8 +205,11 @@ def test_a_request_that_a_leaving_router_refused_waits_for_its_successor() -> No
     """Its successor may not be known yet: gRPC looks the routers' addresses up only when one is gone."""
     clock = Clock()
     leaving = Draining("leaving", retry_after_s=1)
-    stream = stream_of(resume_s=30, has_others=True, clock=clock)
-    assert [stream.wait_s(error) for error in (leaving, leaving, LOST, leaving)] == [0, 0.05, 0.1, 0.2]
+    told: list[tuple[Exception, float]] = []
+    stream = stream_of(resume_s=30, has_others=True, clock=clock, on_broken=lambda *what: told.append(what))
+    assert [stream.wait_s(leaving), told] == [0, []], "the other router is asked at once"
+    assert [stream.wait_s(error) for error in (leaving, LOST, leaving)] == [0.05, 0.1, 0.2]
+    assert told == [(leaving, ANOTHER_ROUTER_S)], "told once"
     clock.now_s += ANOTHER_ROUTER_S - 0.3
     assert stream.wait_s(leaving) == pytest.approx(0.3)
     clock.now_s += 0.3
