@@ -18,6 +18,7 @@ from types import MappingProxyType
 import psutil
 
 from protos import tandem_worker_pb2 as pb
+from rpc.errors import Unreachable
 from tandem.client import Client
 from tandem.tables import not_at_rest
 
@@ -39,9 +40,13 @@ class RunningCluster:
             return list(client.status().workers)
 
     def audit_problems(self) -> list[str]:
-        """Return an audit's problems: wrong block counts, silent workers, blocks neither free nor cached."""
+        """Return an audit's problems: wrong block counts, silent workers, blocks neither free nor cached; or that the
+        router is being started again."""
         with Client(self.address) as client:
-            return not_at_rest(client.audit())
+            try:
+                return not_at_rest(client.audit())
+            except Unreachable as error:
+                return [error.message]
 
     def wait_until_at_rest(self, timeout_s: float = 15.0) -> None:
         """Wait until every block of every worker is free or cached and the audit finds no problem."""

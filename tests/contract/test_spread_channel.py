@@ -134,8 +134,11 @@ async def test_one_that_dies_is_left_aside_and_its_streams_go_on() -> None:
 
 
 @pytest.mark.parametrize("refusal", [Draining("leaving"), Unreachable("cut")], ids=lambda error: type(error).__name__)
-async def test_what_one_did_not_take_on_is_asked_of_another(refusal: TandemError) -> None:
+async def test_what_one_did_not_take_on_is_asked_of_another(
+    refusal: TandemError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client may not know yet that the first router leaves or has gone."""
+    monkeypatch.setattr("tandem.resume.ANOTHER_ROUTER_S", 0.3)
     async with spread() as (routers, client):
         await until_asked(client, *routers)
         routers[0].refusal = refusal
@@ -202,8 +205,9 @@ async def test_an_abort_might_reach_another_router_and_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_ready", [1, 2])
-async def test_plain_code_asks_those_of_a_list_that_serve(num_ready: int) -> None:
+async def test_plain_code_asks_those_of_a_list_that_serve(num_ready: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first router of the list leaves. Its health service says so, or only its refusal of a request does."""
+    monkeypatch.setattr("tandem.resume.ANOTHER_ROUTER_S", 0.3)
     async with spread(num_ready=num_ready) as (routers, client):
         leaving, other = routers if num_ready == 2 else routers[::-1]
         leaving.refusal = Draining("leaving")

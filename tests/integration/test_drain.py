@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.conftest import RedisServer
 
 PROMPT = [70, 71, 72]
+NUM_TOKENS = 1500
+"""Of the long answer: it takes longer than a second worker to start."""
 
 
 async def drain(cluster: Cluster, *arguments: str) -> Result:
@@ -35,7 +37,9 @@ async def test_a_worker_that_is_drained_finishes_what_it_has_and_leaves(
     tokens: list[int] = []
 
     async def read() -> None:
-        async for message in tiny_cluster.client.stream(PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True):
+        async for message in tiny_cluster.client.stream(
+            PROMPT, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+        ):
             tokens.extend(message.token_ids)
         assert message.timings.attempts == 1
 
@@ -56,7 +60,7 @@ async def test_a_worker_that_is_drained_finishes_what_it_has_and_leaves(
     assert anew.timings.decode_worker == "second"
     assert not reading.done(), "what began before goes on meanwhile"
     await reading
-    assert len(tokens) == 400
+    assert len(tokens) == NUM_TOKENS
     assert tokens[:4] == anew.token_ids
     assert await leaving == 0
     said = await waiting
