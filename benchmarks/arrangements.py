@@ -52,11 +52,13 @@ def simulated(
     num_prefill: int, num_decode: int, hardware: Hardware, workload: Workload, objectives: dict[str, float]
 ) -> tuple[Summary, list[str]]:
     """The summary of a workload's outcomes, and notes on the cluster: the share of the time that each worker stepped,
-    and how many requests were served in each mode."""
+    how many requests were served in each mode, and how many moved while they ran."""
     cluster = SimulatedCluster(num_prefill, num_decode, hardware)
     summary = summarise(workload.request_rate, cluster.run(workload), objectives=objectives, percentiles=(50, 99))
     busy = [f"{100 * worker.busy_s / summary.duration:.0f}" for worker in cluster.workers.values()]
     modes = [f"{number} {mode}" for mode, number in cluster.modes.items()]
+    if cluster.num_moves:
+        modes.append(f"{cluster.num_moves} moved")
     return summary, [" ".join(busy), ", ".join(modes)]
 
 

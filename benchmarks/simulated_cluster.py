@@ -12,6 +12,7 @@ memory never runs out. Nothing is cached, fails, or is refused.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from typing import Literal
 from engine.scheduling.pace import StepPace
 from protos.tandem_inference_pb2 import Mode
 from router.costs import Costs
+from router.moves import LOOK_S, Loaded, choose_move
 from router.paces import MIN_TOKENS
 from router.policy import STAY_SHARE, UNKNOWN_ANSWER_S, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.request_events import Plan, WorkerKey
@@ -86,6 +88,9 @@ class SimulatedRequest:
     """Tokens of prompts at its worker when it came there, its own included."""
     mode: int = Mode.MODE_UNSPECIFIED
     decoded_by: WorkerKey = field(default=WorkerKey("", ""))
+    prompt_at: WorkerKey = field(default=WorkerKey("", ""))
+    """The worker that has computed its prompt, and keeps it."""
+    has_moved: bool = False
     paced_since: tuple[int, float, float] = (0, 0.0, 0)
     """From when on its pace is measured: the tokens that it had, the time, and the worker's KV blocks in use."""
 
@@ -95,7 +100,22 @@ class SimulatedRequest:
 
     @property
     def num_computed(self) -> int:
-        return self.num_tokens - self.num_uncomputed
+        return self.num_context_tokens - self.num_uncomputed
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return self.outcome.num_tokens
+
+    @property
+    def max_tokens_left(self) -> int:
+        return self.num_wanted - self.outcome.num_tokens
+
+    def num_tokens_again(self, worker: WorkerKey) -> int:
+        num_kept = self.num_tokens // BLOCK_SIZE * BLOCK_SIZE if worker == self.prompt_at else 0
+        return self.num_context_tokens - num_kept
+
+    def may_go_to(self, worker: WorkerKey) -> bool:
+        return True
 
     @property
     def num_blocks(self) -> int:
@@ -126,6 +146,10 @@ class SimulatedWorker:
         own = [request for request in self.prompts if request.decoded_by == self.key]
         others = sum(request.num_computed for request in self.prompts if request.decoded_by != self.key)
         return sum(request.num_blocks for request in (*own, *self.streams, *self.coming)) + others // BLOCK_SIZE
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.prompts and not self.is_full
 
     @property
     def is_full(self) -> bool:
@@ -170,6 +194,8 @@ class SimulatedCluster:
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._queue: deque[SimulatedRequest] = deque()
         self._ended: list[SimulatedRequest] = []
+        self._looked_s = -math.inf
+        self.num_moves = 0
         self.workers = {worker.key: worker for worker in self._workers(num_prefill, num_decode)}
 
     def _workers(self, num_prefill: int, num_decode: int) -> list[SimulatedWorker]:
@@ -237,6 +263,28 @@ class SimulatedCluster:
         request.sent_s, request.num_to_compute = self._now_s, computing.num_queued_tokens
         self._step(computing)
 
+    def _move(self) -> None:
+        """Move a stream, if one gains."""
+        if self._queue or self._now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = self._now_s
+        chosen = choose_move(
+            self._costs,
+            now_s=self._now_s,
+            busy=[_loaded(worker) for worker in self.workers.values() if worker.role == "decode"],
+            idle=[_loaded(worker) for worker in self.workers.values() if worker.role == "prefill" and worker.is_idle],
+            streams_of=lambda key: [stream for stream in self.workers[key].streams if not stream.has_moved],
+        )
+        if chosen is None:
+            return
+        stream, key = chosen
+        self.workers[stream.decoded_by].streams.remove(stream)
+        self.num_moves += 1
+        stream.has_moved, stream.paced_since = True, (0, 0.0, 0)
+        stream.num_uncomputed, stream.decoded_by = stream.num_tokens_again(key), key
+        self.workers[key].prompts.append(stream)
+        self._step(self.workers[key])
+
     # -- workers ------------------------------------------------------------------------------------------------
 
     def _step(self, worker: SimulatedWorker) -> None:
@@ -256,20 +304,23 @@ class SimulatedCluster:
             worker.had_prompts_s = self._now_s if pieces else worker.had_prompts_s
             worker.pace.note(num_decoding=len(streams), num_prefill_tokens=num_prompt_tokens, seconds=seconds)
             for request in streams:
-                if self._token(request):
+                if request in worker.streams and self._token(request):  # else it has moved within the step
                     worker.streams.remove(request)
             for request, num_new in pieces:
                 request.num_uncomputed -= num_new
                 if not request.num_uncomputed:
                     self._first_token(worker, request)
             self._dispatch()
+            self._move()
             self._step(worker)
 
         self._at(self._now_s + seconds, end)
 
     def _first_token(self, worker: SimulatedWorker, request: SimulatedRequest) -> None:
         worker.prompts.remove(request)
-        self._costs.computed(worker.key, request.num_to_compute, self._now_s - request.sent_s, self._now_s)
+        if not request.has_moved:
+            request.prompt_at = worker.key
+            self._costs.computed(worker.key, request.num_to_compute, self._now_s - request.sent_s, self._now_s)
         decoding = self.workers[request.decoded_by]
         has_ended = self._token(request)
         if decoding is worker:
@@ -313,6 +364,10 @@ class SimulatedCluster:
                 worker.key, num_tokens_since, seconds, mean_blocks, self._now_s, has_prompts=has_prompts
             )
         request.paced_since = num_tokens, self._now_s, num_blocks
+
+
+def _loaded(worker: SimulatedWorker) -> Loaded:
+    return Loaded(worker.key, worker.num_used_blocks, BLOCK_SIZE)
 
 
 def _prefill_candidate(worker: SimulatedWorker) -> PrefillCandidate:

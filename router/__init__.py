@@ -10,10 +10,11 @@ folder's tokenizer, chat template, config.json and generation_config.json.
     waiting       queue of queued_request ──> fair_shares, aside: whose turn it is, by growing_heap; queue_pace,
                   retry_budget
     choosing      worker_pool ──> candidates ──> policy; taken_room; prefix_lookup, needs
+                  rebalancer ──> moves: while a stream runs
     workers       known_workers ──> worker_handle, worker_session; roster, served_kind; peers
                   worker_faults ──> ejection
     learning      forecast: whom to refuse; costs, paces: whom to choose; fading: their means
     text          text, validation: packages of their own; served_model ──> model_info, generation_defaults
-    process       __main__, args, process; tokenizer_servicer; metrics, gauges
+    process       __main__, args, process, parts; tokenizer_servicer; metrics, gauges
                   cluster_servicer, audit: what operators ask
 """

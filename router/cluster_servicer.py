@@ -12,8 +12,8 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2_grpc import ClusterServicer as ClusterServicerBase
 from protos.tandem_worker_pb2_grpc import WorkerStub
 from router.audit import find_ownerless
-from router.lifecycle import RouterParts
 from router.open_requests import OpenRequests
+from router.parts import RouterParts
 from router.worker_handle import WorkerHandle
 from rpc.errors import InternalError, NotFound, TandemError, rpc_errors_as_tandem_errors
 

@@ -10,8 +10,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import tandem_worker_pb2 as worker_pb
-from router.lifecycle import RouterParts
 from router.open_requests import OpenRequests
+from router.parts import RouterParts
 
 COST_TOKENS = 1024
 """Length of the prompt for which costs are shown."""

@@ -9,6 +9,7 @@ stops iterating it (the client is gone, its deadline passed) cancels it on every
                  ^         ├─ EnterQueue ──> _wait_for_plan, a task of its own ──Planned──────┐
                  │         └─ Send... ──> WorkerCommands ──> sessions ──WorkerSaid, or Lost───┤
                  │                                           Abort ──Stopped──────────────────┤
+                 │                                           MovingStream ──Rebalanced────────┤
                  └── RequestState.on <── _next_actions <── _events <──────────────────────────┘
 """
 
@@ -17,20 +18,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
 
 from protos import tandem_inference_pb2 as inference_pb
 from router.account import Account
 from router.answer_messages import AnswerMessages
 from router.asked_answer import AskedAnswer
 from router.deadline import Deadline
-from router.forecast import Forecast
-from router.metrics import RouterMetrics
 from router.needs import Needs
-from router.prefix_lookup import PrefixLookup
-from router.queue import RequestQueue
+from router.parts import RouterParts
 from router.queued_request import ClientShare, QueuedRequest, SharedPrefix
+from router.rebalancer import MovingStream
 from router.request_events import (
     AccountOverdue,
     Action,
@@ -42,6 +40,7 @@ from router.request_events import (
     NoteSuccess,
     Plan,
     Planned,
+    Rebalanced,
     SendCancel,
     SendGenerate,
     SendPrefill,
@@ -53,14 +52,12 @@ from router.request_events import (
     joined,
     may_grow,
 )
-from router.request_state import AttemptNumbers, Phase, RequestState
-from router.retry_budget import RetryBudget
+from router.request_state import Phase, RequestState
 from router.served_kind import Kind
 from router.taken_room import TakenRoom
 from router.timings import timings_of
 from router.validation.resumption import kind_name
 from router.worker_commands import WorkerCommands
-from router.worker_pool import NOTHING_CACHED, WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -69,20 +66,6 @@ MAX_ATTEMPTS = 6
 not reach all of them, while a long stream may lose any number of workers one after the other."""
 ACCOUNT_S = 1.0
 """How long a complete answer waits for the prefill worker to say what its transfer took."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterParts:
-    """What all requests of this router share."""
-
-    pool: WorkerPool
-    queue: RequestQueue
-    prefixes: PrefixLookup
-    budget: RetryBudget
-    forecast: Forecast
-    metrics: RouterMetrics
-    numbers: AttemptNumbers = field(default_factory=AttemptNumbers)
-    """Clients choose request ids and may use one again; attempt numbers tell such requests apart."""
 
 
 class Lifecycle:
@@ -112,11 +95,14 @@ class Lifecycle:
         self._waiting: asyncio.Task[None] | None = None
         self.room: TakenRoom | None = None
         """The room that the last attempt took."""
+        self._stream: MovingStream | None = None
+        """For the running attempt, if it may move."""
+        self._has_moved = False
         self._error: Exception | None = None
         """The error that ended the request."""
         self._num_failures = 0
         """How many of the state's failures are logged and counted so far."""
-        self._deadline = Deadline(asked, parts.forecast)
+        self._deadline = Deadline(asked, parts.forecast, parts.queue, parts.pool)
         self._cached: dict[WorkerKey, int] = {}
         """How many leading blocks of the prompt each worker has cached, according to the prefix index."""
         self._entered_s = asked.arrived_s
@@ -136,7 +122,7 @@ class Lifecycle:
         if self._after is None and self._asked.deadline_s is not None:
             self._deadline.refuse_if_passed()
             if not self._state.num_resumed:  # a resuming client has part of the answer and keeps what comes in time
-                await self._refuse_if_late()
+                await self._deadline.refuse_if_late(lambda: self._cached_blocks(self._asked.prompt_token_ids, None))
         self._entered_s = time.monotonic()
         self.account.entered()
         if self._state.num_resumed:
@@ -155,31 +141,6 @@ class Lifecycle:
         finally:
             self._wind_up(self._state.on(Stopped()))
             self._leave()
-
-    async def _refuse_if_late(self) -> None:
-        """Raise `Overloaded` if the answer could not be complete by its deadline, given the load of all workers and the
-        length of the queue. Asks the prefix index only if the cached part of the prompt could change the decision."""
-        prompt, cached = self._asked.prompt_token_ids, NOTHING_CACHED
-        if self._deadline.is_late(*self._ahead(len(prompt))) and not self._deadline.is_late(*self._ahead(1)):
-            cached = await self._cached_blocks(prompt, None)
-        self._deadline.refuse_if_late(*self._ahead(len(prompt), cached))  # other requests may have come meanwhile
-
-    def _ahead(self, num_tokens: int, cached: Mapping[WorkerKey, int] = NOTHING_CACHED) -> tuple[float, float]:
-        """What now lies ahead of the first token of a prompt with `num_tokens` tokens: the seconds that it would wait
-        for room, and the number of tokens to compute then, its own uncached ones included."""
-        queue, pool, priority = self._parts.queue, self._parts.pool, self._asked.sampling_params.priority
-        first = queue.may_be_overtaken
-        if first is not None and pool.takes_at_once(num_tokens, self.lora_name, cached, first):
-            return 0.0, pool.num_tokens_to_compute(num_tokens, self.lora_name, cached)
-        num_before = queue.num_tokens_before(priority, self._asked.fairness_id, lora_name=self.lora_name)
-        num_to_compute = pool.num_tokens_to_compute(
-            num_tokens,
-            self.lora_name,
-            cached,
-            # In a first burst nobody knows yet how fast the queue moves: no sooner than its prompts are computed.
-            num_waiting_tokens=0 if queue.pace.is_known else num_before,
-        )
-        return queue.pace.queued_s(num_before), num_to_compute
 
     @property
     def has_one_worker(self) -> bool:
@@ -273,6 +234,10 @@ class Lifecycle:
             facts = {"request_id": self.name, "num_failures": self._num_failures, "why": why}
             _log.warning("attempt failed, retrying", extra=facts)
             self._parts.metrics.retried(has_begun=bool(self._state.token_ids))
+        if action.wanted is not None:
+            self._has_moved = True
+            self._parts.metrics.rebalanced()
+        self._end_stream()
         self.account.queued(why)
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
@@ -288,6 +253,7 @@ class Lifecycle:
                 num_cached_blocks=self._cached,
                 needs=self._needs(),
                 avoid=action.avoid,
+                wanted=action.wanted,
                 shared=shared,
                 answer_s=self._deadline.answer_s(),
                 arrived_s=self._entered_s,
@@ -303,10 +269,31 @@ class Lifecycle:
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
             self.account.planned(self.room)
+            self._begin_stream(self.room)
         except Exception as error:  # any error ends the request: nothing else awaits this task
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
         else:
             self._events.put_nowait(Planned(self.room.plan))
+
+    def _begin_stream(self, room: TakenRoom) -> None:
+        """Let the attempt's stream move later, but only once, and not if it decodes beside others' prompts already."""
+        if room.plan.is_stay or self._has_moved:
+            return
+        self._stream = MovingStream(
+            self._parts.rebalancer,
+            self._parts.pool,
+            room.plan,
+            needs=self._commands.needs(room.kind),
+            num_prompt_tokens=len(self._asked.prompt_token_ids),
+            token_ids=self._state.token_ids,
+            max_tokens=self._asked.sampling_params.max_tokens,
+            move_to=lambda worker: self._events.put_nowait(Rebalanced(worker)),
+        )
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.end()
+            self._stream = None
 
     async def _cached_blocks(self, token_ids: list[int], shared: SharedPrefix | None) -> dict[WorkerKey, int]:
         """How many leading blocks of `token_ids` each worker is known to have. `shared`: the prefix that another answer
@@ -389,6 +376,7 @@ class Lifecycle:
             self._parts.queue.leave(self._share)
         if self._waiting is not None:
             self._waiting.cancel()
+        self._end_stream()
         if self.room is not None:
             was_settled = self.room.is_settled
             self.room.end()
@@ -402,6 +390,8 @@ class Lifecycle:
         if self._share is not None:
             self._share.charge_answer(len(emit.token_ids))
         self.account.emitted(len(emit.token_ids), is_resumed=self._state.num_resumed > 0)
+        if self._stream is not None and self._state.phase is Phase.DECODING:
+            self._stream.emitted()
         response, is_stopped = self._messages.delta(emit)
         if emit.offset == self._state.num_resumed:
             assert self._kind is not None, "somebody has computed it"

@@ -4,9 +4,9 @@ has those that are read at scrape time.)
 Names, meanings and histogram edges are vLLM's (vllm/v1/metrics, 0.32) where it has them, behind our prefix, so that
 dashboards only need to change the prefix. Observed on the event loop: a few microseconds per token.
 
-    Account, Lifecycle ──first_token, tokens, retried, resumed──┬──> histograms, counters ──┐
-    Outcome ──answered, failed──────────────────────────────────┘                           ├──> registry
-    RouterGauges: read when somebody looks ─────────────────────────────────────────────────┘
+    Account, Lifecycle ──first_token, tokens, retried, …──┬──> histograms, counters ──┐
+    Outcome ──answered, failed────────────────────────────┘                           ├──> registry
+    RouterGauges: read when somebody looks ───────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class RouterMetrics:
         self._good = self._counter("requests_good", "Requests answered within the objectives.")
         self._retries = self._counter("retries", "Attempts after the first of a request.")
         self._migrations = self._counter("migrations", "Answers that went on at another worker after they had begun.")
+        self._rebalances = self._counter("rebalances", "Answers that moved to a worker with less to do as they ran.")
         self._resumptions = self._counter("resumptions", "Answers that another router had begun, asked for again here.")
 
     # -- observations -------------------------------------------------------------------------------------------
@@ -96,6 +97,10 @@ class RouterMetrics:
         self._retries.inc()
         if has_begun:
             self._migrations.inc()
+
+    def rebalanced(self) -> None:
+        """An answer leaves its decode worker for one that has less to do."""
+        self._rebalances.inc()
 
     def resumed(self) -> None:
         """This router accepted an answer that another router had begun and lost."""

@@ -95,6 +95,11 @@ class Paces:
         line = self._lines_alone.get(worker)
         return line.at(num_blocks) if line is not None else 0.0
 
+    @property
+    def tokens_per_answer(self) -> float:
+        """Mean length of answers. 0: unknown."""
+        return self._tokens_per_answer.value
+
     def answer_s(self, worker: WorkerKey, num_blocks: float) -> float:
         """Expected seconds of a mean answer of the worker with `num_blocks` KV blocks in use. 0: unknown."""
         return self._tokens_per_answer.value * self.token_s(worker, num_blocks)

@@ -18,16 +18,16 @@ any case if no prefill worker can be paired with it, or if it lacks at most `loc
 If the cheaper one has `MAX_BACKLOG_S` of prompts waiting, the request waits here in the router, where the choice stays
 open: how busy the decode worker will be with streams shows only while a burst is computed.
 
-A prefill worker keeps a request and decodes it too, in three cases:
+A prefill worker keeps a request and decodes it too, in two cases:
 
-    decoding takes long     the decode worker has so much KV in use that a token takes `KEEP_RATIO` times as long as it
-                            would on the prefill worker, which is idle now
     a burst                 prompts take long now (`BURST_S`), and answers will take longer. Once the prefill worker
                             would have less KV in use than the decode worker even if it kept all that wait in the
                             router, it keeps them: else it would soon be idle beside a decode worker with all streams.
                             Not one whose first token the decode worker would give far sooner (`KEEP_WAIT_RATIO`)
     no decode worker has    and the prefill worker is idle now. The request waits for a decode worker first, for as long
     room                    as its decoding would hold up prompts
+
+It gets others while they run, if that turns out to be better (`moves`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,6 @@ decode worker cuts prompts so that its streams go on, only slower (engine/schedu
 MAX_BACKLOG_S = 4.0
 """A worker with prompts for longer than this gets no further ones, unless nothing else could compute them. It is enough
 that a worker never runs out of prompts while the router still has some."""
-KEEP_RATIO = 2.0
-"""An idle prefill worker keeps a request if the decode worker would take this many times as long for a token. Since
-streams and prompts slow each other down where they share a worker, a smaller difference is not worth it."""
 BURST_S = 1.0
 """It may be a burst if the soonest prefill worker would take longer than this for its prompts, those of the decode
 worker, and those that wait in the router. Under steady traffic there are seldom so many, and streams that it kept would
@@ -80,6 +77,13 @@ class PolicyConfig:
         metadata={
             "help": "Choose workers by predicted seconds, learned from earlier requests. If off, by tokens and "
             "blocks, as if all workers were equally fast and moving KV took no time."
+        },
+    )
+    rebalance: bool = field(
+        default=True,
+        metadata={
+            "help": "Move streams that run, from a decode worker to a prefill worker that has no prompts and would "
+            "give their tokens much sooner. That worker computes what they have again. Needs learned costs."
         },
     )
     max_prefill_backlog_tokens: int = field(
@@ -233,17 +237,7 @@ def _with_prefill_workers(
         return None if has_backlog(decode) else Plan(decode.key, None)
     if not free:
         return None
-    if _should_keep(soonest, decode, costs, decode.num_blocks(num_tokens)):
-        return Plan(soonest.key, None, is_stay=True)
     return Plan(decode.key, soonest.key)
-
-
-def _should_keep(prefill: PrefillCandidate, decode: DecodeCandidate, costs: Costs, num_blocks: int) -> bool:
-    """Whether the prefill worker should decode a request with `num_blocks` blocks, too, rather than `decode`."""
-    moved_s, kept_s = (
-        costs.paces.token_s(decode.key, worker.num_used_blocks + num_blocks) for worker in (decode, prefill)
-    )
-    return moved_s > KEEP_RATIO * kept_s and _can_keep(prefill, num_blocks)
 
 
 def _is_burst(
@@ -270,11 +264,6 @@ def _should_keep_all(
     return num_kept < decode.num_used_blocks and has_room and not has_less
 
 
-def _can_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
-    """Whether a prefill worker is idle now, and has room to decode a request with `num_blocks` blocks."""
-    return not worker.num_queued_tokens and _has_room_to_keep(worker, num_blocks)
-
-
 def _has_room_to_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
     """Whether a prefill worker has room to decode a request with `num_blocks` blocks.
 
@@ -294,7 +283,8 @@ def _stay(
     """The prefill worker, one that is idle now, that keeps the request and decodes it too."""
     num_needed = decode[0].num_blocks(num_tokens)
     kinds = {d.kind for d in decode}
-    idle = [p for p in prefill if _can_keep(p, num_needed) and p.kind in kinds and p.key not in avoid]
+    idle = [p for p in prefill if not p.num_queued_tokens and p.kind in kinds and p.key not in avoid]
+    idle = [p for p in idle if _has_room_to_keep(p, num_needed)]
     if not idle:
         return None
     soonest = min(idle, key=lambda p: costs.prompt_s(p.key, max(1, num_tokens - p.num_cached_tokens), now_s))

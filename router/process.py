@@ -24,13 +24,14 @@ from router.cluster_servicer import ClusterServicer
 from router.forecast import Forecast
 from router.gauges import RouterGauges
 from router.generation_defaults import GenerationDefaults
-from router.lifecycle import RouterParts
 from router.metrics import RouterMetrics
 from router.model_info import ModelInfo
+from router.parts import RouterParts
 from router.peers import Peers
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
+from router.rebalancer import Rebalancer
 from router.retry_budget import RetryBudget
 from router.served_model import Texts
 from router.servicer import InferenceServicer
@@ -125,7 +126,8 @@ class Router:
             good_tpot_ms=args.good_tpot_ms,
         )
         prefixes = PrefixLookup(self._index, self._pool)
-        parts = RouterParts(self._pool, self._queue, prefixes, RetryBudget(), Forecast(), self._metrics)
+        rebalancer = Rebalancer(policy, self._pool, self._queue)
+        parts = RouterParts(self._pool, self._queue, prefixes, RetryBudget(), Forecast(), self._metrics, rebalancer)
         self._inference = InferenceServicer(
             texts=texts,
             parts=parts,

@@ -36,6 +36,8 @@ class QueuedRequest:
     needs: Needs = NO_NEEDS
     avoid: frozenset[WorkerKey] = frozenset()
     """Workers that have failed this request."""
+    wanted: WorkerKey | None = None
+    """The worker that it should get, if that one has room: it is a stream that moves there."""
     shared: SharedPrefix | None = None
     answer_s: float = 0.0
     """How long its answer may take, from the first token on."""

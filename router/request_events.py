@@ -41,7 +41,7 @@ class Plan:
     decode: WorkerKey
     prefill: WorkerKey | None
     is_stay: bool = False
-    """`decode` is a prefill worker that does everything, since no decode worker had room."""
+    """`decode` is a prefill worker that does everything."""
 
     @property
     def mode(self) -> Mode:
@@ -90,6 +90,13 @@ class WorkerStalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebalanced:
+    """The stream should go on at this worker, which has less to do than its decode worker."""
+
+    worker: WorkerKey
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The answer is no longer wanted, or a stop string has completed it (`finish_reason`), or it has failed
     (`error`)."""
@@ -103,7 +110,7 @@ class AccountOverdue:
     """While SETTLING: the prefill worker did not report in time how long the transfer took."""
 
 
-Event: TypeAlias = Planned | WorkerSaid | WorkerLost | WorkerStalled | Stopped | AccountOverdue
+Event: TypeAlias = Planned | WorkerSaid | WorkerLost | WorkerStalled | Rebalanced | Stopped | AccountOverdue
 
 
 # -- actions --------------------------------------------------------------------------------------------------------
@@ -116,6 +123,8 @@ class EnterQueue:
     is_return: bool
     avoid: frozenset[WorkerKey] = frozenset()
     """Workers that have failed this request."""
+    wanted: WorkerKey | None = None
+    """The worker that should do everything from here on, if it has room."""
 
 
 @dataclass(frozen=True, slots=True)

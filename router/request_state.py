@@ -33,6 +33,7 @@ from router.request_events import (
     NoteSuccess,
     Plan,
     Planned,
+    Rebalanced,
     SendCancel,
     SendGenerate,
     SendPrefill,
@@ -149,6 +150,8 @@ class RequestState:
                 return self._on_lost(worker, "was lost")
             case WorkerStalled(worker):
                 return self._on_stalled(worker)
+            case Rebalanced(worker):
+                return self._on_rebalanced(worker)
             case Stopped(finish_reason, error):
                 return self._end(finish_reason, self._with_last_failure(error))
             case AccountOverdue():
@@ -229,6 +232,15 @@ class RequestState:
         actions = self._on_lost(worker, "is stalled in a step")
         self._has_left_stalled = self.phase is Phase.QUEUED and bool(actions)
         return actions
+
+    def _on_rebalanced(self, worker: WorkerKey) -> list[Action]:
+        """Leave the decode worker for one with less to do: no failure of anybody."""
+        has_begun = len(self.token_ids) > self._first_index
+        if self.plan is None or self.phase is not Phase.DECODING or not has_begun or worker == self.plan.decode:
+            return []
+        cancels = self._cancel_attempt()
+        self.phase = Phase.QUEUED
+        return [*cancels, EnterQueue(is_return=True, avoid=self._avoid, wanted=worker)]
 
     def _on_worker(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:
         plan = self.plan

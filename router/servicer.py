@@ -15,9 +15,10 @@ import grpc
 from protos import tandem_inference_pb2 as pb
 from protos.tandem_inference_pb2_grpc import InferenceServicer as InferenceServicerBase
 from router.asked_answer import names_at_workers
-from router.lifecycle import Lifecycle, RouterParts
+from router.lifecycle import Lifecycle
 from router.open_requests import OpenRequests
 from router.outcome import Outcome, reason_of
+from router.parts import RouterParts
 from router.prepared import prepare
 from router.request_spans import request_spans
 from router.sequences import Sequences

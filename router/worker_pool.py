@@ -193,6 +193,8 @@ class WorkerPool:
         `num_waiting_tokens`: tokens of other requests that wait for workers."""
         request.waits_for_prompts = False
         now_s = self._now_s()
+        if request.wanted is not None and self.has_room_to_move(request.wanted, request.needs, request.num_tokens):
+            return self._take_room(Plan(request.wanted, None), request, now_s)
         decode = self._usable_decode_workers(request.needs)
         # The limit by which requests were admitted. A prefill worker with a shorter context would end some early.
         max_model_len = min((h.facts.max_model_len for h in decode), default=0)
@@ -225,6 +227,19 @@ class WorkerPool:
             request.waits_for_prompts = bool(those_with_room(candidates, request.num_tokens))
             return None
         return self._take_room(plan, request, now_s)
+
+    def has_room_to_move(self, key: WorkerKey, needs: Needs, num_tokens: int) -> bool:
+        """Whether the worker can continue a stream with these needs (its kind among them) and `num_tokens` tokens, and
+        would have half of its pool left."""
+        handle = self.get(key)
+        if handle is None or not handle.is_usable or handle.is_full or not handle.has_free_seqs(1):
+            return False
+        num_left = handle.num_available_blocks - -(-num_tokens // handle.facts.block_size)
+        return 2 * num_left >= handle.load.num_blocks and any(self._of_kind_for(needs, [handle]))
+
+    def is_set_aside(self, key: WorkerKey) -> bool:
+        """Whether the worker is not to be used now, because it failed again and again."""
+        return self._faults.is_set_aside(key, self._now_s())
 
     def _slowness(self, handle: WorkerHandle, now_s: float) -> float:
         return self.costs.paces.slowness(handle.key, now_s) if self._policy.learn_costs else 1.0

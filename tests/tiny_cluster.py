@@ -19,6 +19,7 @@ import worker_service.process
 from decode_service.service import DecodeService
 from engine.config import EngineArgs
 from engine.model_loader import create_engine_config
+from prefill_service.service import PrefillService
 from protos import tandem_worker_pb2 as pb
 from router.args import RouterArgs
 from router.policy import PolicyConfig
@@ -27,6 +28,7 @@ from rpc.tracing import Untraced
 from tandem.client import AsyncClient
 from worker_service.args import WorkerArgs
 from worker_service.process import WorkerProcess, run_worker
+from worker_service.role import MakeService
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 49_152, "hidden_size": 16, "intermediate_size": 24,
@@ -56,9 +58,19 @@ class Cluster:
         self, name: str, model: Path, seed: int = 0, lora_dir: Path | None = None, **settings: Any
     ) -> WorkerProcess:
         """Start a decode worker. `settings`: changes to its `EngineArgs`."""
-        config = await asyncio.to_thread(create_engine_config, replace(_engine_args(model, seed), **settings))
-        args = self._args(name, lora_dir=str(lora_dir or ""))
-        worker = await WorkerProcess.start(pb.Role.ROLE_DECODE, args, config, DecodeService)
+        engine_args = replace(_engine_args(model, seed), **settings)
+        return await self._start(pb.Role.ROLE_DECODE, DecodeService, engine_args, name, lora_dir=str(lora_dir or ""))
+
+    async def start_prefill_worker(self, name: str, model: Path, **settings: Any) -> WorkerProcess:
+        """Likewise a prefill worker."""
+        engine_args = replace(_engine_args(model, 0), **settings)
+        return await self._start(pb.Role.ROLE_PREFILL, PrefillService, engine_args, name)
+
+    async def _start(
+        self, role: pb.Role, service: MakeService, engine_args: EngineArgs, name: str, **flags: Any
+    ) -> WorkerProcess:
+        config = await asyncio.to_thread(create_engine_config, engine_args)
+        worker = await WorkerProcess.start(role, self._args(name, **flags), config, service)
         self.stack.push_async_callback(worker.close)
         return worker
 

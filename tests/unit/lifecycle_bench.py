@@ -12,11 +12,13 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.asked_answer import AskedAnswer, names_at_workers
 from router.forecast import Forecast
-from router.lifecycle import Lifecycle, RouterParts
+from router.lifecycle import Lifecycle
 from router.metrics import RouterMetrics
+from router.parts import RouterParts
 from router.policy import PolicyConfig
 from router.prefix_lookup import PrefixLookup
 from router.queue import RequestQueue
+from router.rebalancer import Rebalancer
 from router.request_events import Event, WorkerKey, WorkerLost, WorkerSaid, WorkerStalled
 from router.request_state import AttemptNumbers
 from router.retry_budget import RetryBudget
@@ -125,7 +127,8 @@ class Bench:
             worker_wait_s=worker_wait_s,
         )
         lookup = cast(PrefixLookup, prefixes or NothingCached())
-        self.cluster = RouterParts(self.pool, self.queue, lookup, RetryBudget(), Forecast(), METRICS)
+        self.rebalancer = Rebalancer(PolicyConfig(), self.pool, self.queue, now_s=lambda: self.now_s)
+        self.cluster = RouterParts(self.pool, self.queue, lookup, RetryBudget(), Forecast(), METRICS, self.rebalancer)
         self.decode = self.add("d", pb.Role.ROLE_DECODE, 2048)
         self.d = cast(ScriptedSession, self.decode.session)
         if with_prefill:

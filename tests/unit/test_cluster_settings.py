@@ -184,7 +184,7 @@ def test_workers_share_a_gpu(settings: dict[str, Any], share: float) -> None:
 
 
 def test_every_setting_of_the_policy_reaches_the_router() -> None:
-    given = PolicyConfig(local_max_uncached_tokens=1, learn_costs=False, max_prefill_backlog_tokens=2)
+    given = PolicyConfig(local_max_uncached_tokens=1, learn_costs=False, rebalance=False, max_prefill_backlog_tokens=2)
     assert not [name for name in vars(given) if getattr(given, name) == getattr(PolicyConfig(), name)]
     for policy in (given, PolicyConfig()):
         spec, command, _ = specs(ClusterArgs(policy=policy))[0]

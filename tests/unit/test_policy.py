@@ -232,26 +232,6 @@ def test_load_decides_between_equals() -> None:
     assert plan == Plan(key("d"), key("b"))
 
 
-def test_where_decoding_takes_twice_as_long_an_idle_prefill_worker_keeps_the_request() -> None:
-    """A token takes 10 ms, and 0.1 ms more for each block in use; the prompt has 50."""
-    costs = learned()
-    for second, num_blocks in enumerate((0, 500) * 10):
-        costs.paces.decoded(key("d"), 100, 0.01 * (100 + num_blocks), num_blocks, NOW_S + second)
-    keeps = prefill("p", available=150)
-    stay = Plan(key("p"), None, is_stay=True)
-
-    def of(worker: PrefillCandidate, used: int) -> Plan | None:
-        return choose(800, [worker], [decode("d", used=used, running=30)], costs=costs)
-
-    assert (of(keeps, 140), of(keeps, 160)) == (THERE, stay)
-    busier = keeps._replace(num_used_blocks=40)
-    assert (of(busier, 220), of(busier, 240)) == (THERE, stay)
-    assert of(prefill("p", available=149), 900) == THERE, "half of its pool stays free"
-    assert of(prefill("p", available=150, queued=1), 900) == THERE, "it has prompts to compute"
-    assert of(prefill("p", available=150, full=True), 900) == THERE
-    assert choose(800, [keeps], [decode("d", used=900, running=30)], costs=learned()) == THERE, "nothing is known"
-
-
 def test_in_a_burst_a_prefill_worker_keeps_what_would_make_the_decode_worker_the_fuller_one() -> None:
     """A prompt's token takes 1 ms, at either worker. This prompt has 50 blocks, and 100 blocks wait behind it."""
     stay = Plan(key("p"), None, is_stay=True)

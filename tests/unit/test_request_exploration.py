@@ -2,10 +2,10 @@
 
 The model is a prefill and a decode worker, each with a stream of messages on its way to the router. From every state
 the search tries all that can happen next: a worker makes its next step, is busy, fails, dies or stalls; a message
-arrives; the client leaves. In each state it checks: positions are contiguous and tokens right; the end comes once; at
-the end, no worker is left with work for the request; something can always still happen; a worker is credited only with
-what it did and blamed only for what it failed itself, once an attempt; there are no more retries than the budget
-allows.
+arrives; the stream moves to the other worker; the client leaves. In each state it checks: positions are contiguous and
+tokens right; the end comes once; at the end, no worker is left with work for the request; something can always still
+happen; a worker is credited only with what it did and blamed only for what it failed itself, once an attempt; there are
+no more retries than the budget allows.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from router.request_events import (
     NoteSuccess,
     Plan,
     Planned,
+    Rebalanced,
     SendCancel,
     SendGenerate,
     SendPrefill,
@@ -71,7 +72,11 @@ class World:
 
     state: RequestState
     num_faults: int
+    may_move: bool = False
+    """The stream may move, once."""
     is_queued: bool = False
+    wanted: WorkerKey | None = None
+    """While it is queued: the worker that it moves to."""
     work: dict[WorkerKey, Work] = field(default_factory=dict)
     inbox: dict[WorkerKey, list[WorkerSaid]] = field(default_factory=lambda: {P: [], D: []})
     emitted: list[int] = field(default_factory=list)
@@ -89,10 +94,8 @@ class World:
         mind = (state.phase, state.attempt, state.num_futile, state.plan, state._first_index, early)
         mind += (state._has_left_stalled,)
         deeds = [sorted((repr(who), n) for who, n in each) for each in (self.at_fault, self.did_well, self.noted)]
-        budget = state.budget.num_tokens
-        return repr(
-            (mind, state._finish_reason, self.num_faults, self.is_queued, self.work, inbox, self.emitted, deeds, budget)
-        )
+        budget, moves = state.budget.num_tokens, (self.may_move, self.is_queued, self.wanted)
+        return repr((mind, state._finish_reason, self.num_faults, moves, self.work, inbox, self.emitted, deeds, budget))
 
 
 def say(world: World, worker: WorkerKey, attempt: int, **event: object) -> None:
@@ -109,9 +112,9 @@ def do(world: World, actions: list[Action]) -> None:
     """Do what the router's shell and the network do with the actions of the state machine."""
     for action in actions:
         match action:
-            case EnterQueue():
+            case EnterQueue(wanted=wanted):
                 assert not world.is_queued
-                world.is_queued = True
+                world.is_queued, world.wanted = True, wanted
             case SendReserve(worker):
                 world.work[worker] = Work(world.state.attempt, "reserve", len(world.emitted))
             case SendGenerate(worker):
@@ -158,12 +161,17 @@ def successors(world: World) -> Iterator[World]:
             after = fork()
             yield deliver(after, after.inbox[worker].pop(0))
     if world.is_queued and world.state.phase is Phase.QUEUED:
-        for plan in (Plan(D, P), Plan(D, None)):
+        moved = [] if world.wanted is None else [Plan(world.wanted, None, is_stay=True)]
+        for plan in (Plan(D, P), Plan(D, None), *moved):
             after = fork()
             after.is_queued = False
             yield deliver(after, Planned(plan))
     if world.state.phase is Phase.SETTLING:
         yield deliver(fork(), AccountOverdue())
+    if world.may_move and world.state.phase is Phase.DECODING:  # at other times it is asked in vain
+        after = fork()
+        after.may_move = False
+        yield deliver(after, Rebalanced(P))
     for worker in world.work:
         after = fork()
         if work_on(after, worker):
@@ -240,14 +248,15 @@ def nothing_follows(ended: World) -> None:
     """Check that late or repeated events do nothing to a request that has ended."""
     late: list[Event] = [event for events in ended.inbox.values() for event in events]
     key = ended.key()
-    for event in [*late, Planned(PAIR), Stopped(), WorkerLost(P), WorkerLost(D), WorkerStalled(D), AccountOverdue()]:
+    late += [Planned(PAIR), Stopped(), WorkerLost(P), WorkerLost(D), WorkerStalled(D), Rebalanced(P), AccountOverdue()]
+    for event in late:
         do(ended, ended.state.on(event))
         assert ended.key() == key, f"{event} after the end"
 
 
-def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, int]:
+def explore(num_faults: int, max_attempts: int, budget: int = 0, *, may_move: bool = False) -> tuple[int, int]:
     """Visit every reachable world. Returns the number of worlds, and how many of them are ends."""
-    first = World(RequestState(max_attempts=max_attempts, budget=RetryBudget(budget)), num_faults)
+    first = World(RequestState(max_attempts=max_attempts, budget=RetryBudget(budget)), num_faults, may_move)
     do(first, first.state.start())
     frontier, seen, num_ends = deque([first]), {first.key()}, 0
     while frontier:
@@ -270,9 +279,18 @@ def explore(num_faults: int, max_attempts: int, budget: int = 0) -> tuple[int, i
     return len(seen), num_ends
 
 
-@pytest.mark.parametrize(("num_faults", "budget"), [(0, 1), (1, 1), (2, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
-def test_every_interleaving(num_faults: int, budget: int) -> None:
-    num_worlds, num_ends = explore(num_faults, max_attempts=3, budget=budget)
+@pytest.mark.parametrize(
+    ("num_faults", "budget", "may_move"),
+    [
+        (0, 1, True),
+        (1, 1, True),
+        (2, 0, False),
+        pytest.param(2, 0, True, marks=pytest.mark.slow),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_every_interleaving(num_faults: int, budget: int, may_move: bool) -> None:
+    num_worlds, num_ends = explore(num_faults, max_attempts=3, budget=budget, may_move=may_move)
     assert num_worlds > 20
     assert num_ends > 0
 
@@ -288,6 +306,15 @@ def test_the_explorer_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(RequestState, "_on_worker", believe_everything)
     with pytest.raises(AssertionError):
         explore(2, max_attempts=3, budget=1)
+    monkeypatch.undo()
+
+    def move_without_a_word(self: RequestState, worker: WorkerKey) -> list[Action]:
+        self.plan, self.phase = None, Phase.QUEUED
+        return [EnterQueue(is_return=True, wanted=worker)]
+
+    monkeypatch.setattr(RequestState, "_on_rebalanced", move_without_a_word)
+    with pytest.raises(AssertionError):
+        explore(0, max_attempts=3, may_move=True)
     monkeypatch.undo()
 
     monkeypatch.setattr("router.request_state.BETWEEN_WORKERS", ())

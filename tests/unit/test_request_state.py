@@ -21,6 +21,7 @@ from router.request_events import (
     NoteSuccess,
     Plan,
     Planned,
+    Rebalanced,
     SendCancel,
     SendGenerate,
     SendPrefill,
@@ -266,6 +267,33 @@ def test_decode_worker_lost_goes_on_at_the_next_index(how: type[WorkerLost | Wor
     assert state.on(tokens(D, 1, 2, 99)) == []  # a late message of the first attempt
     assert emitted(state.on(tokens(D2, 2, 2, 7))) == [(2, [7])]
     assert state.token_ids == [5, 6, 7]
+
+
+def test_a_stream_that_moves_goes_on_at_the_next_index() -> None:
+    state = prefilling()
+    assert state.on(Rebalanced(P)) == [], "it does not stream yet"
+    state.on(tokens(P, 1, 0, 5))
+    assert state.on(Rebalanced(P)) == [], "its KV is on the way"
+    state.on(said(P, 1, handed_over=pb.HandedOver()))
+    state.on(tokens(D, 1, 1, 6))
+    assert state.on(Rebalanced(D)) == [], "it is there"
+    expected = [SendCancel(D, 1), SendCancel(P, 1), EnterQueue(is_return=True, wanted=P)]
+    assert state.on(Rebalanced(P)) == expected
+    assert state.on(Rebalanced(P)) == [], "it is on its way"
+    assert state.on(tokens(D, 1, 2, 7)) == [], "what comes late is computed again"
+    assert state.on(Planned(Plan(P, None, is_stay=True))) == [SendGenerate(P)]
+    assert emitted(state.on(tokens(P, 2, 2, 7))) == [(2, [7])]  # type: ignore[arg-type]
+    assert (state.num_failures, state.num_futile) == (0, 0)
+
+
+def test_one_that_has_not_begun_at_its_worker_does_not_move() -> None:
+    state = RequestState(max_attempts=3, budget=RetryBudget())
+    state.start()
+    assert state.on(Rebalanced(P)) == []
+    state.on(Planned(Plan(D, None)))
+    assert state.on(Rebalanced(P)) == []
+    state.on(tokens(D, 1, 0, 5))
+    assert state.on(Rebalanced(P)) == [SendCancel(D, 1), EnterQueue(is_return=True, wanted=P)]
 
 
 def test_who_meets_a_second_stall_stays_until_it_has_got_something() -> None:

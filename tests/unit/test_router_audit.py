@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ from lifecycle_bench import PROMPT, Asked, Bench, load, settle
 from protos import tandem_worker_pb2 as pb
 from router.audit import find_ownerless
 from router.cluster_servicer import ClusterServicer
-from router.lifecycle import Lifecycle, RouterParts
+from router.lifecycle import Lifecycle
 from router.open_requests import OpenRequests
 from router.prefix_lookup import PrefixLookup
 from router.request_events import WorkerKey
@@ -89,10 +90,7 @@ class ForgetsCancels:
 
 async def test_room_that_is_taken_for_a_client_that_has_left_is_found() -> None:
     bench = Bench()
-    shared = bench.cluster
-    bench.cluster = RouterParts(
-        shared.pool, shared.queue, cast(PrefixLookup, ForgetsCancels()), shared.budget, shared.forecast, shared.metrics
-    )
+    bench.cluster = replace(bench.cluster, prefixes=cast(PrefixLookup, ForgetsCancels()))
     asked = bench.request("r")
     await settle()
     await asked.leave()

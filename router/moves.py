@@ -1,0 +1,102 @@
+"""Which stream moves to another worker while it runs, so that all workers share what there is to decode. Pure.
+
+Whoever decodes a request is chosen before anything shows how long its answer will be, and how many others come. So a
+decode worker may be left with all streams, beside a prefill worker that has nothing to do: after a burst, or with long
+answers to short prompts. Then streams move, one at a time:
+
+    from    the decode worker whose next tokens take longest, by the line over KV in use that the router has learned
+            for it (`paces`)
+    to      the prefill worker that has the least KV in use, of those without prompts
+    if      a token takes `MOVE_RATIO` times as long as it would there, and
+            the rest of the answer gains more than computing it again costs
+    which   the stream of which the other worker has least to compute: no KV is sent, and it has computed the prompt of
+            many of them
+
+A stream moves once at most, so no two workers can pass one to and fro. Decode workers need not share streams in this
+way: new requests go to the one that has less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from router.costs import Costs
+from router.request_events import WorkerKey
+
+MOVE_RATIO = 1.5
+"""With less, streams move that hardly gain, and sit on prefill workers that soon have prompts again."""
+
+LOOK_S = 0.05
+"""The time between two moves of a router at least: by then, workers have reported what the last one changed."""
+
+
+class Loaded(NamedTuple):
+    """A worker, and how much it decodes."""
+
+    key: WorkerKey
+    num_used_blocks: int
+    block_size: int
+
+
+class Movable(Protocol):
+    """A stream that may move."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt, and of the answer so far."""
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Of the answer so far."""
+
+    @property
+    def max_tokens_left(self) -> int:
+        """The most tokens that the answer may still get."""
+
+    def num_tokens_again(self, worker: WorkerKey) -> int:
+        """How many tokens that worker would have to compute before the next one."""
+
+    def may_go_to(self, worker: WorkerKey) -> bool:
+        """Whether that worker can continue it now."""
+
+
+Stream = TypeVar("Stream", bound=Movable)
+
+
+def choose_move(
+    costs: Costs,
+    *,
+    now_s: float,
+    busy: Sequence[Loaded],
+    idle: Sequence[Loaded],
+    streams_of: Callable[[WorkerKey], Iterable[Stream]],
+) -> tuple[Stream, WorkerKey] | None:
+    """The stream that should move now, and where to. None: none.
+
+    busy: the decode workers.
+    idle: the prefill workers that have no prompts to compute.
+    streams_of: the streams of a decode worker that have not moved yet.
+    """
+    if not busy or not idle:
+        return None
+    source = max(busy, key=lambda worker: costs.paces.token_s(worker.key, worker.num_used_blocks))
+    target = min(idle, key=lambda worker: worker.num_used_blocks)
+    streams = [stream for stream in streams_of(source.key) if stream.may_go_to(target.key)]
+    if not streams:
+        return None
+    stream = min(streams, key=lambda stream: stream.num_tokens_again(target.key))
+    return (stream, target.key) if _gains(costs, now_s, stream, source, target) else None
+
+
+def _gains(costs: Costs, now_s: float, stream: Movable, source: Loaded, target: Loaded) -> bool:
+    num_blocks_then = target.num_used_blocks + -(-stream.num_tokens // target.block_size)
+    now_token_s = costs.paces.token_s(source.key, source.num_used_blocks)
+    # Of prefill workers no pace is learned: it would show how many prompts they compute meanwhile.
+    then_token_s = costs.paces.token_s(source.key, num_blocks_then)
+    if not 0 < MOVE_RATIO * then_token_s < now_token_s:
+        return False
+    # An answer that is longer than the mean already may be expected to become twice as long.
+    num_left = max(costs.paces.tokens_per_answer - stream.num_answer_tokens, stream.num_answer_tokens)
+    again_s = costs.prompt_s(target.key, stream.num_tokens_again(target.key), now_s)
+    return again_s < min(num_left, stream.max_tokens_left) * (now_token_s - then_token_s)

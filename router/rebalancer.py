@@ -1,0 +1,162 @@
+"""Moves streams between workers while they run. `moves` decides which; a stream's life cycle does it.
+
+    MovingStream ──emitted──> known here ──look, at most every LOOK_S──> choose_move ──> move_to: it leaves its worker,
+         └─────────ended────> forgotten                                                  and waits for a plan, which is
+                                                                                         the other worker if it has room
+
+Tokens wake it up: a router whose workers decode nothing does nothing here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from protos.tandem_worker_pb2 import ROLE_DECODE, ROLE_PREFILL
+from router.moves import LOOK_S, Loaded, choose_move
+from router.needs import Needs
+from router.policy import PolicyConfig
+from router.queue import RequestQueue
+from router.request_events import Plan, WorkerKey
+from router.worker_handle import WorkerHandle
+from router.worker_pool import WorkerPool
+
+
+class Rebalancer:
+    """One per router."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        pool: WorkerPool,
+        queue: RequestQueue,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._is_on = config.rebalance and config.learn_costs
+        self._pool = pool
+        self._queue = queue
+        self._now_s = now_s
+        self._looked_s = -LOOK_S
+        self._streams: dict[WorkerKey, dict[MovingStream, None]] = {}
+        """The streams that may move, by their decode worker."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._streams.values()))
+
+    def add(self, stream: MovingStream) -> None:
+        self._streams.setdefault(stream.worker, {})[stream] = None
+
+    def discard(self, stream: MovingStream) -> None:
+        """Forget the stream, if it is known."""
+        streams = self._streams.get(stream.worker, {})
+        streams.pop(stream, None)
+        if not streams:
+            self._streams.pop(stream.worker, None)
+
+    def look(self) -> None:
+        """Move a stream, if one gains by it. Not while requests wait: they need the workers more."""
+        now_s = self._now_s()
+        if now_s - self._looked_s < LOOK_S or not self._is_on or len(self._queue):
+            return
+        self._looked_s = now_s
+        chosen = choose_move(
+            self._pool.costs,
+            now_s=now_s,
+            busy=[_loaded(handle) for handle in self._usable(ROLE_DECODE) if handle.key in self._streams],
+            idle=[_loaded(handle) for handle in self._idle()],
+            streams_of=lambda worker: self._streams[worker],
+        )
+        if chosen is not None:
+            stream, worker = chosen
+            self.discard(stream)
+            stream.move_to(worker)
+
+    def _idle(self) -> list[WorkerHandle]:
+        """The prefill workers that could take a stream."""
+        # A shorter context would end some answers early.
+        max_model_len = min((handle.facts.max_model_len for handle in self._usable(ROLE_DECODE)), default=0)
+        return [
+            handle
+            for handle in self._usable(ROLE_PREFILL)
+            if not handle.num_queued_tokens
+            and handle.facts.can_generate
+            and handle.facts.max_model_len >= max_model_len
+            and not self._pool.is_set_aside(handle.key)
+        ]
+
+    def _usable(self, role: int) -> Sequence[WorkerHandle]:
+        roster = self._pool.roster
+        return roster.usable_by.get((role, roster.compat_digest), [])  # type: ignore[arg-type]
+
+
+def _loaded(handle: WorkerHandle) -> Loaded:
+    return Loaded(handle.key, handle.load.num_used_blocks + handle.num_planned_blocks, handle.facts.block_size)
+
+
+class MovingStream:
+    """The part of one attempt in which its decode worker sends tokens."""
+
+    def __init__(
+        self,
+        rebalancer: Rebalancer,
+        pool: WorkerPool,
+        plan: Plan,
+        *,
+        needs: Needs,
+        num_prompt_tokens: int,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        move_to: Callable[[WorkerKey], None],
+    ) -> None:
+        """
+        plan: of the attempt.
+        needs: the request's, with the kind of its workers.
+        token_ids: the answer so far; it grows.
+        max_tokens: the most that the answer may get.
+        move_to: has the request continue at another worker.
+        """
+        self._rebalancer = rebalancer
+        self._pool = pool
+        self._plan = plan
+        self._needs = needs
+        self._num_prompt_tokens = num_prompt_tokens
+        self._token_ids = token_ids
+        self._max_tokens = max_tokens
+        self.move_to = move_to
+        self.worker = plan.decode
+        self._is_known = False
+
+    def emitted(self) -> None:
+        """Its decode worker has sent tokens, and a token of it has reached the client before."""
+        if not self._is_known:
+            self._is_known = True
+            self._rebalancer.add(self)
+        self._rebalancer.look()
+
+    def end(self) -> None:
+        """The attempt is over."""
+        self._rebalancer.discard(self)
+
+    # -- as `moves.Movable` ------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_prompt_tokens + len(self._token_ids)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def max_tokens_left(self) -> int:
+        return self._max_tokens - len(self._token_ids)
+
+    def num_tokens_again(self, worker: WorkerKey) -> int:
+        """The worker that computed the prompt is assumed to keep all full blocks of it."""
+        block_size = self._pool.workers.handles[worker].facts.block_size
+        num_kept = self._num_prompt_tokens // block_size * block_size if worker == self._plan.prefill else 0
+        return max(1, self.num_tokens - num_kept)
+
+    def may_go_to(self, worker: WorkerKey) -> bool:
+        return self._pool.has_room_to_move(worker, self._needs, self.num_tokens)

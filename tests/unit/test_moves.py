@@ -1,0 +1,113 @@
+"""Which stream moves to which worker, with the numbers at which the choice changes.
+
+A token of a worker's streams takes 10 ms, and 0.1 ms more for each KV block in use; a prompt's token takes 1 ms. An
+answer has 200 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from router.costs import Costs
+from router.moves import Loaded, choose_move
+from router.request_events import WorkerKey
+
+BLOCK = 16
+NOW_S = 100.0
+D, D2, P, P2 = (WorkerKey(name, "1") for name in ("d", "d2", "p", "p2"))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream with a prompt of 160 tokens, which `cached_at` keeps."""
+
+    num_answer_tokens: int = 40
+    max_tokens_left: int = 1000
+    cached_at: WorkerKey = P
+    stays: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return 160 + self.num_answer_tokens
+
+    def num_tokens_again(self, worker: WorkerKey) -> int:
+        return self.num_tokens - (160 if worker == self.cached_at else 0)
+
+    def may_go_to(self, worker: WorkerKey) -> bool:
+        return not self.stays
+
+
+def learned(*workers: WorkerKey) -> Costs:
+    costs = Costs()
+    for second, num_blocks in enumerate((0, 500) * 10):
+        for worker in workers or (D,):
+            costs.paces.decoded(worker, 100, 0.01 * (100 + num_blocks), num_blocks, NOW_S + second)
+    for num_tokens in (100, 1000, 4000, 500) * 4:
+        costs.computed(P, num_tokens, num_tokens / 1000, NOW_S)
+    for _ in range(20):
+        costs.paces.answered(200)
+    return costs
+
+
+def loaded(worker: WorkerKey, num_used_blocks: int) -> Loaded:
+    return Loaded(worker, num_used_blocks, BLOCK)
+
+
+def chosen(
+    used: int,
+    *,
+    idle: Sequence[Loaded] = (loaded(P, 0),),
+    streams: Sequence[Stream] = (Stream(),),
+    busy: Sequence[Loaded] = (),
+    costs: Costs | None = None,
+) -> tuple[Stream, WorkerKey] | None:
+    return choose_move(
+        costs or learned(),
+        now_s=NOW_S,
+        busy=[loaded(D, used), *busy],
+        idle=idle,
+        streams_of=lambda worker: streams if worker == D else (),
+    )
+
+
+def test_one_moves_where_a_token_takes_one_and_a_half_times_as_long_as_it_would_elsewhere() -> None:
+    """There, the stream's own 13 blocks are in use: 11.3 ms."""
+    assert (chosen(65), chosen(75)) == (None, (Stream(), P))
+    assert (chosen(95, idle=[loaded(P, 20)]), chosen(105, idle=[loaded(P, 20)])) == (None, (Stream(), P))
+
+
+@pytest.mark.parametrize("idle", [[], [loaded(P, 200)]], ids=["none", "as full"])
+def test_it_stays_where_nobody_is_better(idle: list[Loaded]) -> None:
+    assert chosen(200, idle=idle) is None
+
+
+def test_where_nothing_is_known_of_its_pace_it_stays() -> None:
+    assert chosen(200, costs=Costs()) is None
+
+
+def test_what_it_gains_is_more_than_what_is_computed_again_takes() -> None:
+    """Each token comes 18.7 ms sooner, and what is computed again takes a millisecond a token."""
+    assert chosen(200) is not None
+    assert chosen(200, streams=[Stream(cached_at=D2)]) is not None, "160 tokens to come, 200 to compute"
+    for num_left, moves in ((2, False), (3, True)):
+        assert (chosen(200, streams=[Stream(max_tokens_left=num_left)]) is not None) == moves, "40 to compute"
+    assert chosen(200, streams=[Stream(num_answer_tokens=199)]) is not None, "a long one may become twice as long"
+    assert chosen(90, streams=[Stream(num_answer_tokens=2, max_tokens_left=16, cached_at=D2)]) is None
+
+
+def test_the_one_of_which_least_is_computed_again_moves() -> None:
+    long, short, elsewhere = Stream(90), Stream(30), Stream(10, cached_at=D2)
+    assert chosen(200, streams=[long, elsewhere, short]) == (short, P)
+    assert chosen(200, streams=[long, elsewhere, Stream(30, stays=True)]) == (long, P)
+    assert chosen(200, streams=[Stream(stays=True)]) is None
+
+
+def test_it_leaves_the_slowest_worker_for_the_one_with_least_to_do() -> None:
+    costs = learned(D, D2)
+    assert chosen(200, busy=[loaded(D2, 100)], costs=costs) == (Stream(), P)
+    assert chosen(200, busy=[loaded(D2, 300)], costs=costs) is None, "the slowest one has none that may move"
+    assert chosen(200, idle=[loaded(P, 30), loaded(P2, 20)], costs=costs) == (Stream(), P2)
+    assert chosen(200, idle=[loaded(P, 20), loaded(P2, 30)], costs=costs) == (Stream(), P)

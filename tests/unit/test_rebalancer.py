@@ -1,0 +1,166 @@
+"""A stream moves while it runs: what its workers are told, and what becomes of it. No network."""
+
+from __future__ import annotations
+
+import pytest
+from lifecycle_bench import BLOCK, METRICS, Asked, Bench, load, settle
+
+from protos import tandem_inference_pb2 as inference_pb
+from protos import tandem_worker_pb2 as pb
+from protos.tandem_kv_transfer_pb2 import Grant
+from router.moves import LOOK_S
+from router.policy import PolicyConfig
+from router.rebalancer import Rebalancer
+
+LENGTH = inference_pb.FINISH_REASON_LENGTH
+PROMPT = list(range(4 * BLOCK))
+
+
+class Crowded(Bench):
+    """The decode worker has so many streams that any would come sooner at the prefill worker. It computes the
+    prompts."""
+
+    def __init__(self) -> None:
+        super().__init__(with_prefill=True)
+        self.prefill.record.can_generate = True
+        self.tell(self.prefill)
+        self.prefill.set_load(load(0))  # while it has no room, the decode worker computes the prompts
+        self.decode.set_load(load(100))
+        paces = self.pool.costs.paces
+        for second, num_blocks in enumerate((0, 100) * 10):
+            paces.decoded(self.decode.key, 100, 1.0 + 0.1 * num_blocks, num_blocks, self.now_s - 20 + second)
+        for _ in range(20):
+            paces.answered(500)
+
+    async def stream(self, name: str, *, n: int = 1) -> Asked:
+        """A request that has its first token."""
+        lifecycle = self.lifecycle(name, prompt_token_ids=PROMPT)
+        lifecycle._asked.sampling_params.max_tokens = 1000
+        asked = Asked(lifecycle.run())
+        await settle()
+        if self.d.sent[-1].WhichOneof("command") == "reserve":
+            self.d.say(name, 1, granted=Grant(grant_id=1))
+            await settle()
+            self.p.say(name, 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+            self.p.say(name, 1, handed_over=pb.HandedOver())
+        else:
+            self.d.say(name, 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+        await settle()
+        return asked
+
+    async def crowd(self) -> None:
+        """From now on the decode worker has 80 blocks in use, and the prefill worker none."""
+        self.decode.set_load(load(20, num_running=10))
+        self.prefill.set_load(load(100))
+        self.now_s += 2 * LOOK_S
+
+    async def say_token(self, name: str, attempt: int, index: int, token_id: int) -> None:
+        self.now_s += 2 * LOOK_S
+        self.d.say(name, attempt, tokens=pb.Tokens(index=index, token_ids=[token_id]))
+        await settle()
+
+
+def token_ids(asked: Asked) -> list[int]:
+    return [token_id for response in asked.received for token_id in response.token_ids]
+
+
+def num_moves() -> float:
+    return METRICS.registry.get_sample_value("tandem:rebalances_total", {"model_name": "m"}) or 0.0
+
+
+async def test_it_goes_on_where_its_tokens_come_sooner() -> None:
+    bench, before = Crowded(), num_moves()
+    asked = await bench.stream("r")
+    assert bench.p.sent[-1].WhichOneof("command") == "prefill", "the prefill worker has computed its prompt"
+    await bench.crowd()
+    await bench.say_token("r", 1, 1, 6)
+    assert bench.d.sent[-1].cancel.request_id == "r"
+    generate = bench.p.sent[-1].generate
+    assert (generate.request_id, list(generate.prompt_token_ids)) == ("r", PROMPT)
+    assert list(generate.output_token_ids) == [5, 6]
+    assert num_moves() == before + 1
+    assert not bench.d.inboxes, "whatever it still says is not heard"
+    bench.p.say("r", generate.attempt, tokens=pb.Tokens(index=2, token_ids=[7]))
+    bench.p.say("r", generate.attempt, tokens=pb.Tokens(index=3, token_ids=[8], finish_reason=LENGTH))
+    await asked.task
+    assert token_ids(asked) == [5, 6, 7, 8]
+    last = asked.received[-1]
+    assert (last.timings.decode_worker, last.timings.mode, last.timings.attempts) == ("p", inference_pb.MODE_STAY, 1)
+    assert len(bench.rebalancer) == 0
+    assert not bench.pool.rooms
+    assert bench.cluster.budget.num_tokens == type(bench.cluster.budget)().num_tokens, "no retry was paid for"
+
+
+async def test_it_moves_once() -> None:
+    bench = Crowded()
+    asked = await bench.stream("r")
+    await bench.crowd()
+    await bench.say_token("r", 1, 1, 6)
+    attempt = bench.p.sent[-1].generate.attempt
+    bench.p.say("r", attempt, busy=pb.Busy())
+    await settle()
+    again = bench.d.sent[-1].generate
+    assert (list(again.output_token_ids), again.attempt) == ([5, 6], attempt + 1)
+    bench.prefill.set_load(load(90))
+    bench.prefill.set_load(load(100))  # it has freed something, and may be asked again
+    for index in range(2, 5):
+        await bench.say_token("r", again.attempt, index, index)
+    assert bench.p.sent[-1].WhichOneof("command") == "generate"
+    assert bench.p.sent[-1].generate.attempt == attempt, "nothing came after it"
+    assert not asked.task.done()
+    await asked.leave()
+
+
+async def test_one_moves_at_a_time() -> None:
+    bench = Crowded()
+    streams = [await bench.stream(name) for name in ("a", "b", "c")]
+    await bench.crowd()
+    bench.d.say("a", 1, tokens=pb.Tokens(index=1, token_ids=[6]))
+    bench.d.say("b", 1, tokens=pb.Tokens(index=1, token_ids=[6]))
+    bench.d.say("c", 1, tokens=pb.Tokens(index=1, token_ids=[6]))
+    await settle()
+    moved = [command.generate.request_id for command in bench.p.sent if command.WhichOneof("command") == "generate"]
+    assert len(moved) == 1
+    other = "b" if moved == ["a"] else "a"
+    await bench.say_token(other, 1, 2, 7)
+    assert bench.p.sent[-1].generate.request_id == moved[0], "its prompt is not computed yet"
+    for asked in streams:
+        await asked.leave()
+    assert len(bench.rebalancer) == 0
+    assert not bench.pool.rooms
+
+
+@pytest.mark.parametrize("why", ["requests wait", "it has prompts", "it is ejected", "of another kind", "off"])
+async def test_it_stays(why: str) -> None:
+    bench = Crowded()
+    if why == "off":
+        rebalancer = Rebalancer(PolicyConfig(rebalance=False), bench.pool, bench.queue, now_s=lambda: bench.now_s)
+        object.__setattr__(bench.cluster, "rebalancer", rebalancer)
+    asked = await bench.stream("r")
+    waiting = []
+    await bench.crowd()
+    match why:
+        case "requests wait":
+            bench.decode.set_load(load(1, num_running=10))
+            bench.prefill.set_load(load(10))
+            waiting.append(bench.request("other"))
+            await settle()
+            assert len(bench.queue) == 1
+            bench.prefill.set_load(load(100))
+        case "it has prompts":
+            busy = load(100)
+            busy.num_waiting_tokens = 100
+            bench.prefill.set_load(busy)
+        case "it is ejected":
+            for _ in range(20):
+                bench.pool._faults.count(bench.prefill.key)
+            assert bench.pool.is_set_aside(bench.prefill.key)
+        case "of another kind":
+            bench.tell(bench.prefill, compat_digest="another")
+    num_sent = len(bench.p.sent)
+    await bench.say_token("r", 1, 1, 6)
+    await bench.say_token("r", 1, 2, 7)
+    assert len(bench.p.sent) == num_sent
+    assert token_ids(asked) == [5, 6, 7]
+    for each in (asked, *waiting):
+        await each.leave()
