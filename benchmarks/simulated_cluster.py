@@ -24,7 +24,7 @@ from engine.scheduling.pace import StepPace
 from protos.tandem_inference_pb2 import Mode
 from router.costs import Costs
 from router.moves import LOOK_S, Loaded, choose_move
-from router.paces import MIN_TOKENS
+from router.paces import MIN_TOKENS, MIN_TOKENS_BETWEEN_PROMPTS
 from router.policy import STAY_SHARE, UNKNOWN_ANSWER_S, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.request_events import Plan, WorkerKey
 from tandem.bench.outcome import Outcome, Usage
@@ -133,6 +133,8 @@ class SimulatedWorker:
     """Requests that it will decode, whose prompts another worker computes."""
     had_prompts_s: float = -1.0
     """When a step of it that computed prompts last ended."""
+    slowness: float = 1.0
+    """How many times as long its streams take as `Hardware` says."""
     is_stepping: bool = False
     busy_s: float = 0.0
 
@@ -265,7 +267,7 @@ class SimulatedCluster:
 
     def _move(self) -> None:
         """Move a stream, if one gains."""
-        if self._queue or self._now_s - self._looked_s < LOOK_S:
+        if not self._policy.rebalance or self._queue or self._now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = self._now_s
         chosen = choose_move(
@@ -296,6 +298,9 @@ class SimulatedCluster:
         num_prompt_tokens = sum(num_new for _, num_new in pieces)
         num_context_tokens = sum(request.num_context_tokens for request in streams)
         seconds = self._hardware.step_s(num_prompt_tokens + len(streams), num_context_tokens)
+        if streams:  # reading weights and KV is what streams wait for
+            seconds_of_prompts = self._hardware.step_s(num_prompt_tokens, 0) if pieces else 0.0
+            seconds += (worker.slowness - 1) * (seconds - seconds_of_prompts)
         seconds *= self._noise.uniform(0.95, 1.05)
         worker.busy_s += seconds
 
@@ -341,8 +346,7 @@ class SimulatedCluster:
         outcome, worker = request.outcome, self.workers[request.decoded_by]
         outcome.arrived_s.append(self._now_s)
         outcome.num_tokens += 1
-        if worker.role == "decode":
-            self._note_pace(request, worker)
+        self._note_pace(request, worker)
         if outcome.num_tokens < request.num_wanted:
             return False
         outcome.ended_s = self._now_s
@@ -352,7 +356,8 @@ class SimulatedCluster:
 
     def _note_pace(self, request: SimulatedRequest, worker: SimulatedWorker) -> None:
         num_tokens, (num_before, began_s, num_blocks_then) = request.outcome.num_tokens, request.paced_since
-        is_due = num_before > 0 and num_tokens - num_before >= MIN_TOKENS
+        num_due = MIN_TOKENS if worker.role == "decode" else MIN_TOKENS_BETWEEN_PROMPTS
+        is_due = num_before > 0 and num_tokens - num_before >= num_due
         if not is_due and num_tokens != FIRST_PACED_TOKEN:
             return
         num_blocks = worker.num_used_blocks
@@ -361,7 +366,13 @@ class SimulatedCluster:
             has_prompts = began_s <= worker.had_prompts_s
             num_tokens_since = num_tokens - num_before
             self._costs.paces.decoded(
-                worker.key, num_tokens_since, seconds, mean_blocks, self._now_s, has_prompts=has_prompts
+                worker.key,
+                num_tokens_since,
+                seconds,
+                mean_blocks,
+                self._now_s,
+                has_prompts=has_prompts,
+                is_prefill=worker.role == "prefill",
             )
         request.paced_since = num_tokens, self._now_s, num_blocks
 

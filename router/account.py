@@ -24,7 +24,7 @@ import time
 from router.costs import Costs
 from router.forecast import Forecast
 from router.metrics import RouterMetrics
-from router.paces import MIN_TOKENS, Paces
+from router.paces import MIN_TOKENS, MIN_TOKENS_BETWEEN_PROMPTS, Paces
 from router.request_events import Plan, WorkerSaid
 from router.taken_room import TakenRoom
 from router.timings import AttemptStamps, Stamps
@@ -35,9 +35,10 @@ class _Decoding:
     """Measures how fast an attempt's decode worker steps, from the second token message on: the first message includes
     the prompt's time and the second, if KV moved, the transfer's."""
 
-    def __init__(self, worker: WorkerHandle, paces: Paces) -> None:
+    def __init__(self, worker: WorkerHandle, paces: Paces, *, is_prefill: bool) -> None:
         self._worker = worker
         self._paces = paces
+        self._is_prefill = is_prefill
         self._num_messages = 0
         self._num_tokens = 0
         """Since `_began_s`, when the worker had `_num_blocks` in use."""
@@ -52,7 +53,7 @@ class _Decoding:
         self._has_prompts = self._has_prompts or self._worker.num_queued_tokens > 0
         if self._num_messages > 2:
             self._num_tokens += num_tokens
-            if self._num_tokens < MIN_TOKENS:
+            if self._num_tokens < (MIN_TOKENS_BETWEEN_PROMPTS if self._is_prefill else MIN_TOKENS):
                 return
             if not self._worker.is_forgotten:
                 self._report(now_s)
@@ -63,7 +64,13 @@ class _Decoding:
         num_blocks = (self._num_blocks + self._worker.load.num_used_blocks) / 2
         seconds = now_s - self._began_s
         self._paces.decoded(
-            self._worker.key, self._num_tokens, seconds, num_blocks, now_s, has_prompts=self._has_prompts
+            self._worker.key,
+            self._num_tokens,
+            seconds,
+            num_blocks,
+            now_s,
+            has_prompts=self._has_prompts,
+            is_prefill=self._is_prefill,
         )
 
 
@@ -109,8 +116,7 @@ class Account:
     def planned(self, room: TakenRoom) -> None:
         """The queue has found workers for the attempt."""
         self.attempts[-1].planned_s, self.attempts[-1].plan = time.monotonic(), room.plan
-        # A prefill worker's pace shows how many prompts it computes meanwhile.
-        self._decoding = None if room.plan.is_stay else _Decoding(room.decode, self._costs.paces)
+        self._decoding = _Decoding(room.decode, self._costs.paces, is_prefill=room.plan.is_stay)
 
     def room_asked(self) -> None:
         """The decode worker was asked for room."""

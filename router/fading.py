@@ -87,6 +87,11 @@ class FadingLine:
         weight: float = self._num * 0.5 ** (max(0.0, now_s - self._last_s) / HALF_LIFE_S)
         return weight
 
+    @property
+    def mean(self) -> tuple[float, float]:
+        """The means of tokens and of seconds. Zeros if nothing was added."""
+        return (self._x / self._num, self._y / self._num) if self._num else (0.0, 0.0)
+
     def at(self, num_tokens: float) -> float:
         """The seconds for `num_tokens` tokens: never negative, never less for more tokens. 0 if nothing was added."""
         if self.overhead_tokens is None or (longest := self._longest()) >= num_tokens:

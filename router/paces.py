@@ -12,8 +12,10 @@ report it: otherwise a hundred streams' reports of one moment would outweigh all
 load. Newer seconds count more, and a worker that has decoded nothing for minutes counts as fast as the others, so that
 it is tried again however slow it once was.
 
-A worker that computes prompts beside its streams is slower for as long as that takes. All do so at times, and so it
-does not matter where they are compared; but what streams alone cost is learned without these times.
+A worker that computes prompts beside its streams is slower for as long as that takes. All decode workers do so at
+times, and so it does not matter where they are compared; but what streams alone cost is learned without these times.
+Prefill workers, which may be other hardware, are not compared with them: only their pace without prompts is learned
+(`ratio`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from router.request_events import WorkerKey
 
 MIN_TOKENS = 8
 """Answers report this many tokens or more at a time: fewer show a few steps, not the worker's pace."""
+MIN_TOKENS_BETWEEN_PROMPTS = 2
+"""Those of a prefill worker do so sooner: it has little time between two prompts."""
 NEWS_HALF_LIFE_S = 10.0
 """Seconds after which what was learned before weighs half as much as what is new."""
 MAX_WEIGHT_S = 1.0
@@ -67,10 +71,17 @@ class Paces:
         now_s: float,
         *,
         has_prompts: bool = False,
+        is_prefill: bool = False,
     ) -> None:
         """`worker` has decoded the next `num_tokens` tokens of an answer in `seconds`, until now, with `num_blocks` KV
-        blocks in use. `has_prompts`: it also computed prompts."""
+        blocks in use. `has_prompts`: it also computed prompts. `is_prefill`: it is a prefill worker, which is not
+        compared with the others."""
         token_s = seconds / num_tokens
+        if is_prefill:
+            if not has_prompts:
+                alone = self._lines_alone.setdefault(worker, FadingLine())
+                _add(alone, num_blocks, token_s, seconds, now_s, self._median_s(num_blocks, now_s))
+            return
         line = self._lines.setdefault(worker, FadingLine())
         expected_s = line.at(num_blocks) if line.is_known else self._median_s(num_blocks, now_s)
         weight = _add(line, num_blocks, token_s, seconds, now_s, expected_s)
@@ -94,6 +105,15 @@ class Paces:
         compute. 0: unknown."""
         line = self._lines_alone.get(worker)
         return line.at(num_blocks) if line is not None else 0.0
+
+    def ratio(self, worker: WorkerKey, other: WorkerKey) -> float:
+        """How many times as long `worker` takes for a token as `other` would with as much KV in use, without prompts. 1
+        if too little is known."""
+        own, others = self._lines_alone.get(worker), self._lines_alone.get(other)
+        if own is None or others is None or not own.is_known:
+            return 1.0
+        num_blocks, token_s = own.mean
+        return token_s / max(others.at(num_blocks), MIN_S)
 
     @property
     def tokens_per_answer(self) -> float:

@@ -25,6 +25,12 @@ async def start_both(cluster: Cluster, model: Path) -> None:
     await cluster.wait_for_workers("d", "p")
 
 
+def move_whenever_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, a stream that may move does, however fast its workers are."""
+    monkeypatch.setattr("router.moves._is_slow", lambda *_: True)
+    monkeypatch.setattr("router.moves._gains", lambda *_: True)
+
+
 async def is_at_rest(cluster: Cluster) -> bool:
     return not not_at_rest(await cluster.client.audit())
 
@@ -37,7 +43,7 @@ async def test_the_same_tokens(
     sampling = {**SAMPLINGS[name], "max_tokens": 60, "ignore_eos": name != "held to a grammar"}
     expected = await tiny_cluster.client.generate(PROMPT, **sampling)
     assert (expected.timings.decode_worker, expected.timings.mode) != ("p", pb.MODE_STAY)
-    monkeypatch.setattr("router.moves._gains", lambda *_: True)
+    move_whenever_possible(monkeypatch)
     answer = await tiny_cluster.client.generate(PROMPT, **sampling)
     assert (answer.timings.decode_worker, answer.timings.mode) == ("p", pb.MODE_STAY), "it has moved"
     assert answer.timings.attempts == 1, "nothing has failed"
@@ -53,7 +59,7 @@ async def test_several_answers_move_each_for_itself(
     await start_both(tiny_cluster, tiny_model)
     sampling = {"temperature": 0.9, "seed": 5, "max_tokens": 200, "ignore_eos": True}
     expected = await tiny_cluster.client.generate_n(PROMPT, 3, **sampling)
-    monkeypatch.setattr("router.moves._gains", lambda *_: True)
+    move_whenever_possible(monkeypatch)
     answers = await tiny_cluster.client.generate_n(PROMPT, 3, **sampling)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert "p" in {answer.timings.decode_worker for answer in answers}
@@ -64,7 +70,7 @@ async def test_a_client_that_leaves_as_it_moves_leaves_nothing(
     tiny_cluster: Cluster, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await start_both(tiny_cluster, tiny_model)
-    monkeypatch.setattr("router.moves._gains", lambda *_: True)
+    move_whenever_possible(monkeypatch)
     for num_tokens in range(1, 8):
         received = 0
         stream = tiny_cluster.client.stream(PROMPT, max_tokens=500, temperature=0.0, ignore_eos=True)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from benchmarks.arrangements import main
 from benchmarks.simulated_cluster import HARDWARE, SimulatedCluster
+from router.policy import PolicyConfig
 from tandem.bench.summary import Summary, summarise
 from tandem.bench.workload import RandomShape, TokenSource, Workload, random_workload
 
@@ -132,6 +133,21 @@ def test_prefill_workers_without_prompts_decode(
     assert split.good_share >= both.good_share  # type: ignore[operator]
     assert split.request_throughput > 0.95 * both.request_throughput
     assert split.spreads["e2el"].mean < 1.1 * both.spreads["e2el"].mean
+
+
+@pytest.mark.parametrize(("slowness", "rate"), [(3.0, 2.5), (5.0, 3.0)])
+def test_few_streams_move_to_a_prefill_worker_that_decodes_slowly(slowness: float, rate: float) -> None:
+    """It may be a card that computes well and reads slowly. Where all moved that would on equal cards, tokens came
+    later than without."""
+    means = {}
+    for rebalance in (True, False):
+        cluster = SimulatedCluster(1, 1, HARDWARE["zen4-core"], policy=PolicyConfig(rebalance=rebalance))
+        (prefill,) = (worker for worker in cluster.workers.values() if worker.role == "prefill")
+        prefill.slowness = slowness
+        workload = random_workload(RandomShape(input_len=64, output_len=400), TokenSource(seed=7), rate=rate, count=150)
+        means[rebalance] = summarise(rate, cluster.run(workload), objectives=GOOD).spreads["e2el"].mean
+        assert cluster.num_moves < 20
+    assert means[True] < means[False]
 
 
 def test_prefill_workers_with_prompts_keep_no_streams() -> None:

@@ -84,6 +84,15 @@ def test_it_stays_where_nobody_is_better(idle: list[Loaded]) -> None:
     assert chosen(200, idle=idle) is None
 
 
+def test_a_prefill_worker_that_decodes_slowly_is_known_by_what_it_has_decoded() -> None:
+    """Its tokens took 30 ms with 50 blocks in use, where the decode worker takes 15."""
+    costs = learned()
+    for second in range(20):
+        costs.paces.decoded(P, 10, 0.3, 50, NOW_S + second, is_prefill=True)
+    assert chosen(200, costs=costs) is None, "30 ms here, and 22.6 there"
+    assert chosen(250, costs=costs) == (Stream(), P), "35 ms here"
+
+
 def test_where_nothing_is_known_of_its_pace_it_stays() -> None:
     assert chosen(200, costs=Costs()) is None
 
