@@ -113,7 +113,8 @@ def _gains(costs: Costs, now_s: float, stream: Movable, source: Loaded, target: 
     if not _is_slow(costs, source, target, num_blocks):
         return False
     # An answer that is longer than the mean already may be expected to become twice as long.
-    num_left = max(costs.paces.tokens_per_answer - stream.num_answer_tokens, stream.num_answer_tokens)
+    num_tokens, mean = stream.num_answer_tokens, costs.paces.tokens_per_answer
+    num_left = mean - num_tokens if num_tokens < mean else num_tokens
     again_s = costs.prompt_s(target.key, stream.num_tokens_again(target.key), now_s)
     gain_s = _now_s(costs, source) - _then_s(costs, source, target, num_blocks)
     return again_s < min(num_left, stream.max_tokens_left) * gain_s

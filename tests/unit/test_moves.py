@@ -103,7 +103,9 @@ def test_what_it_gains_is_more_than_what_is_computed_again_takes() -> None:
     assert chosen(200, streams=[Stream(cached_at=D2)]) is not None, "160 tokens to come, 200 to compute"
     for num_left, moves in ((2, False), (3, True)):
         assert (chosen(200, streams=[Stream(max_tokens_left=num_left)]) is not None) == moves, "40 to compute"
-    assert chosen(200, streams=[Stream(num_answer_tokens=199)]) is not None, "a long one may become twice as long"
+    for num_tokens, moves in ((190, False), (210, True)):
+        stream = Stream(num_answer_tokens=num_tokens)
+        assert (chosen(200, streams=[stream]) is not None) == moves, "a long one may become twice as long"
     assert chosen(90, streams=[Stream(num_answer_tokens=2, max_tokens_left=16, cached_at=D2)]) is None
 
 
