@@ -10,11 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from protos import tandem_worker_pb2 as worker_pb
 from protos.tandem_worker_pb2_grpc import WorkerStub
 from tandem.answer import AnswersStream
 from tandem.client import Client
+from tandem.supervision import RestartPolicy
 
 PROMPT = [(13 * i) % 30_000 + 70 for i in range(75)]
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -55,6 +57,20 @@ KINDS = [pytest.param(name, marks=() if name == "held to a grammar" else pytest.
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster], few_layers: Path) -> RunningCluster:
     return start_cluster("--model", str(few_layers), *SMALL)
+
+
+NUM_QUICK_DEATHS = RestartPolicy().max_quick_deaths - 2
+"""After one more in a row, with that of the test that drains the router, `tandem up` would give it up."""
+_kills = count(1)
+
+
+def kill_router(cluster: RunningCluster) -> None:
+    """Kill the router; one that was killed often in a row, only once it has lived long enough."""
+    router = cluster.services()["router"]
+    if next(_kills) % NUM_QUICK_DEATHS == 0:
+        is_old = router.create_time() + RestartPolicy().quick_death_s + 5  # it also has to start
+        wait_until(lambda: time.time() > is_old, 30, "the router has run for a while")
+    router.kill()
 
 
 @pytest.fixture
@@ -139,7 +155,7 @@ def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: st
         for message in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
             messages.append(message)
             if len(messages) == 20:
-                cluster.services()["router"].kill()
+                kill_router(cluster)
     assert [token_id for message in messages for token_id in message.token_ids] == expected.token_ids
     assert "".join(message.text for message in messages) == expected.text
     assert [each for message in messages for each in message.logprobs] == expected.logprobs
@@ -158,7 +174,7 @@ def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -
         for number, message in enumerate(client.stream(messages, n=3, **sampling)):  # type: ignore[arg-type]
             answers.accept(message)
             if number == 40:
-                cluster.services()["router"].kill()
+                kill_router(cluster)
         assert [(a.token_ids, a.text, a.logprobs, a.prompt_token_ids) for a in answers.answers()] == [
             (a.token_ids, a.text, a.logprobs, a.prompt_token_ids) for a in expected
         ]
@@ -179,7 +195,7 @@ def test_a_killed_router_is_no_end_of_several_answers_over_http(
     for number, event in enumerate(openai_client.chat.completions.create(**asked, stream=True)):
         texts[event.choices[0].index] += event.choices[0].delta.content or ""
         if number == 40:
-            cluster.services()["router"].kill()
+            kill_router(cluster)
     assert texts == expected
     cluster.wait_until_at_rest(60)
 
@@ -196,7 +212,7 @@ def test_a_killed_router_is_no_end_of_a_call(cluster: RunningCluster, openai_cli
         for number, event in enumerate(openai_client.chat.completions.create(**asked, stream=True)):
             yield event
             if number == 8:
-                cluster.services()["router"].kill()
+                kill_router(cluster)
 
     assert added_up(killing()) == expected
     cluster.wait_until_at_rest(60)
@@ -276,7 +292,7 @@ def test_what_a_killed_router_had_not_begun_to_answer_is_asked_of_the_next(clust
     with Client(cluster.address) as client, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(client.generate_n, prompt, 2, **sampling)  # type: ignore[arg-type]
         wait_until(lambda: client.status().num_running_requests > 0, 20, "the router has taken it on")
-        cluster.services()["router"].kill()
+        kill_router(cluster)
         answers = asked.result(60)
         again = client.generate_n(prompt, 2, **sampling)  # type: ignore[arg-type]
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in again]
