@@ -164,3 +164,24 @@ async def test_it_stays(why: str) -> None:
     assert token_ids(asked) == [5, 6, 7]
     for each in (asked, *waiting):
         await each.leave()
+
+
+@pytest.mark.parametrize(
+    ("num_free", "num_running", "num_free_seqs", "moves"),
+    [(100, 0, 1, True), (80, 1, None, True), (79, 1, None, False), (100, 3, 5, True), (100, 4, 4, False)],
+)
+async def test_no_worker_is_asked_that_would_say_busy(
+    num_free: int, num_running: int, num_free_seqs: int | None, moves: bool
+) -> None:
+    """A prefill worker counts each stream with twice its tokens, and keeps half of its pool and of its sequences for
+    prompts (`prefill_service.prefill`). A stream that it refuses is computed again for nothing, where it was."""
+    bench = Crowded()
+    asked = await bench.stream("r")
+    await bench.crowd()
+    theirs = load(num_free, num_running=num_running)
+    if num_free_seqs is not None:
+        theirs.num_free_seqs = num_free_seqs
+    bench.prefill.set_load(theirs)
+    await bench.say_token("r", 1, 1, 6)
+    assert (bench.p.sent[-1].WhichOneof("command") == "generate") == moves, "its 66 tokens take 5 blocks"
+    await asked.leave()
