@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Set
 
 from protos import tandem_inference_pb2 as inference_pb
 from router.account import Account
@@ -269,13 +269,13 @@ class Lifecycle:
                 give_up_s=None if self._state.token_ids else self._deadline.give_up_s(),
             )
             self.account.planned(self.room)
-            self._begin_stream(self.room)
+            self._begin_stream(self.room, action.avoid)
         except Exception as error:  # any error ends the request: nothing else awaits this task
             self._events.put_nowait(Stopped(inference_pb.FINISH_REASON_ERROR, error))
         else:
             self._events.put_nowait(Planned(self.room.plan))
 
-    def _begin_stream(self, room: TakenRoom) -> None:
+    def _begin_stream(self, room: TakenRoom, avoid: Set[WorkerKey]) -> None:
         """Let the attempt's stream move later, but only once, and not if it decodes beside others' prompts already."""
         if room.plan.is_stay or self._has_moved:
             return
@@ -284,6 +284,7 @@ class Lifecycle:
             self._parts.pool,
             room.plan,
             needs=self._commands.needs(room.kind),
+            avoid=avoid,
             num_prompt_tokens=len(self._asked.prompt_token_ids),
             token_ids=self._state.token_ids,
             max_tokens=self._asked.sampling_params.max_tokens,

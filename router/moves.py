@@ -82,7 +82,7 @@ def choose_move(
         return None
     target = min(idle, key=lambda worker: worker.num_used_blocks)
     source = max(busy, key=lambda worker: costs.paces.token_s(worker.key, worker.num_used_blocks))
-    if not _is_slow(costs, source, target, target.num_used_blocks):
+    if not _is_slow(costs, now_s, source, target, target.num_used_blocks):
         return None
     streams = [stream for stream in streams_of(source.key) if stream.may_go_to(target.key)]
     if not streams:
@@ -91,9 +91,9 @@ def choose_move(
     return (stream, target.key) if _gains(costs, now_s, stream, source, target) else None
 
 
-def _is_slow(costs: Costs, source: Loaded, target: Loaded, num_blocks: int) -> bool:
+def _is_slow(costs: Costs, now_s: float, source: Loaded, target: Loaded, num_blocks: int) -> bool:
     """Whether a token takes much longer than at `target` with `num_blocks` blocks in use."""
-    return 0 < MOVE_RATIO * _then_s(costs, source, target, num_blocks) < _now_s(costs, source)
+    return 0 < MOVE_RATIO * _then_s(costs, now_s, source, target, num_blocks) < _now_s(costs, source)
 
 
 def _now_s(costs: Costs, source: Loaded) -> float:
@@ -101,20 +101,20 @@ def _now_s(costs: Costs, source: Loaded) -> float:
     return costs.paces.token_s(source.key, source.num_used_blocks)
 
 
-def _then_s(costs: Costs, source: Loaded, target: Loaded, num_blocks: int) -> float:
+def _then_s(costs: Costs, now_s: float, source: Loaded, target: Loaded, num_blocks: int) -> float:
     """Seconds per token at `target` with `num_blocks` blocks in use. It may have had streams of one load only, so the
     line is that of `source`, as far above or below it as those streams were."""
-    return costs.paces.token_s(source.key, num_blocks) * costs.paces.ratio(target.key, source.key)
+    return costs.paces.token_s(source.key, num_blocks) * costs.paces.ratio(target.key, source.key, now_s)
 
 
 def _gains(costs: Costs, now_s: float, stream: Movable, source: Loaded, target: Loaded) -> bool:
     """Whether the rest of the answer gains more than computing it again costs."""
     num_blocks = target.num_used_blocks + -(-stream.num_tokens // target.block_size)
-    if not _is_slow(costs, source, target, num_blocks):
+    if not _is_slow(costs, now_s, source, target, num_blocks):
         return False
     # An answer that is longer than the mean already may be expected to become twice as long.
     num_tokens, mean = stream.num_answer_tokens, costs.paces.tokens_per_answer
     num_left = mean - num_tokens if num_tokens < mean else num_tokens
     again_s = costs.prompt_s(target.key, stream.num_tokens_again(target.key), now_s)
-    gain_s = _now_s(costs, source) - _then_s(costs, source, target, num_blocks)
+    gain_s = _now_s(costs, source) - _then_s(costs, now_s, source, target, num_blocks)
     return again_s < min(num_left, stream.max_tokens_left) * gain_s

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from router.fading import FADE, MIN_S, FadingLine, FadingRatio
+from router.fading import FADE, MIN_KNOWN, MIN_S, FadingLine, FadingRatio
 from router.request_events import WorkerKey
 
 MIN_TOKENS = 8
@@ -106,11 +106,11 @@ class Paces:
         line = self._lines_alone.get(worker)
         return line.at(num_blocks) if line is not None else 0.0
 
-    def ratio(self, worker: WorkerKey, other: WorkerKey) -> float:
+    def ratio(self, worker: WorkerKey, other: WorkerKey, now_s: float) -> float:
         """How many times as long `worker` takes for a token as `other` would with as much KV in use, without prompts. 1
-        if too little is known."""
+        if too little is known, or what is known is too old."""
         own, others = self._lines_alone.get(worker), self._lines_alone.get(other)
-        if own is None or others is None or not own.is_known:
+        if own is None or others is None or own.weight(now_s) < MIN_KNOWN:
             return 1.0
         num_blocks, token_s = own.mean
         return token_s / max(others.at(num_blocks), MIN_S)

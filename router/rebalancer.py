@@ -10,7 +10,7 @@ Tokens wake it up: a router whose workers decode nothing does nothing here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from protos.tandem_worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from router.moves import LOOK_S, Loaded, choose_move
@@ -104,6 +104,7 @@ class MovingStream:
         plan: Plan,
         *,
         needs: Needs,
+        avoid: Set[WorkerKey],
         num_prompt_tokens: int,
         token_ids: Sequence[int],
         max_tokens: int,
@@ -112,6 +113,7 @@ class MovingStream:
         """
         plan: of the attempt.
         needs: the request's, with the kind of its workers.
+        avoid: workers that have failed the request.
         token_ids: the answer so far; it grows.
         max_tokens: the most that the answer may get.
         move_to: has the request continue at another worker.
@@ -120,6 +122,7 @@ class MovingStream:
         self._pool = pool
         self._plan = plan
         self._needs = needs
+        self._avoid = avoid
         self._num_prompt_tokens = num_prompt_tokens
         self._token_ids = token_ids
         self._max_tokens = max_tokens
@@ -159,4 +162,4 @@ class MovingStream:
         return max(1, self.num_tokens - num_kept)
 
     def may_go_to(self, worker: WorkerKey) -> bool:
-        return self._pool.has_room_to_move(worker, self._needs, self.num_tokens)
+        return worker not in self._avoid and self._pool.has_room_to_move(worker, self._needs, self.num_tokens)

@@ -124,6 +124,7 @@ class RequestState:
     num_cached_tokens: int = 0
     """Tokens of the prompt that were cached, as the first worker that prefilled it said."""
     transfer: KVTransferStats | None = None
+    """The last attempt's."""
     _first_index: int = 0
     """Index of the running attempt's first token."""
     _early: list[Tokens] = field(default_factory=list)
@@ -165,6 +166,7 @@ class RequestState:
         self.plan = plan
         self._first_index = len(self.token_ids)
         self._early = []
+        self.transfer = None
         if plan.prefill is None:
             self.phase = Phase.DECODING
             return [SendGenerate(plan.decode)]
@@ -240,6 +242,7 @@ class RequestState:
             return []
         cancels = self._cancel_attempt()
         self.phase = Phase.QUEUED
+        self.num_futile = 0  # this attempt has brought tokens, and has not failed
         return [*cancels, EnterQueue(is_return=True, avoid=self._avoid, wanted=worker)]
 
     def _on_worker(self, worker: WorkerKey, said: WorkerEvent) -> list[Action]:

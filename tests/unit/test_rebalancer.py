@@ -185,3 +185,20 @@ async def test_no_worker_is_asked_that_would_say_busy(
     await bench.say_token("r", 1, 1, 6)
     assert (bench.p.sent[-1].WhichOneof("command") == "generate") == moves, "its 66 tokens take 5 blocks"
     await asked.leave()
+
+
+async def test_it_does_not_go_to_a_worker_that_has_failed_it() -> None:
+    bench = Crowded()
+    asked = Asked(bench.lifecycle("q", prompt_token_ids=PROMPT).run())
+    await settle()
+    bench.d.say("q", 1, granted=Grant(grant_id=2))
+    await settle()
+    bench.p.say("q", 1, failed=pb.Failed(code=13, message="why", can_retry=True))
+    await settle()
+    assert bench.d.sent[-1].generate.attempt == 2, "the decode worker computes its prompt"
+    bench.d.say("q", 2, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await bench.crowd()
+    num_sent = len(bench.p.sent)
+    await bench.say_token("q", 2, 1, 6)
+    assert len(bench.p.sent) == num_sent
+    await asked.leave()

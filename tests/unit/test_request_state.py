@@ -286,6 +286,30 @@ def test_a_stream_that_moves_goes_on_at_the_next_index() -> None:
     assert (state.num_failures, state.num_futile) == (0, 0)
 
 
+def test_the_first_retry_after_a_move_is_free() -> None:
+    """The attempt that the stream left had brought tokens, so what failed before it does not count any more."""
+    state = RequestState(max_attempts=2, budget=RetryBudget(0))
+    state.start()
+    state.on(Planned(Plan(D, None)))
+    state.on(failed(D, 1, can_retry=True))
+    state.on(Planned(Plan(D2, None)))
+    state.on(tokens(D2, 2, 0, 5))
+    state.on(Rebalanced(P))
+    state.on(Planned(Plan(P, None, is_stay=True)))
+    assert EnterQueue(is_return=True, avoid=frozenset({D, P})) in state.on(failed(P, 3, can_retry=True))
+
+
+def test_the_transfer_is_that_of_the_last_attempt() -> None:
+    state = prefilling()
+    state.on(tokens(P, 1, 0, 5))
+    state.on(said(P, 1, handed_over=pb.HandedOver(stats=inference_pb.KVTransferStats(num_bytes=3))))
+    assert state.transfer is not None
+    state.on(tokens(D, 1, 1, 6))
+    state.on(Rebalanced(P))
+    state.on(Planned(Plan(P, None, is_stay=True)))
+    assert state.transfer is None
+
+
 def test_one_that_has_not_begun_at_its_worker_does_not_move() -> None:
     state = RequestState(max_attempts=3, budget=RetryBudget())
     state.start()
