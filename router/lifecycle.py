@@ -347,6 +347,11 @@ class Lifecycle:
         """Whether the state must act on `event`. Also notes what workers say."""
         if isinstance(event, WorkerSaid):
             self._note(event)
+        if isinstance(event, Rebalanced) and not self._events.empty():
+            # Its worker was sooner than its client, or this router: what it has computed would be computed again.
+            if self._stream is not None:
+                self._stream.stays()
+            return False
         return not isinstance(event, WorkerStalled) or self._is_better_off_without(event.worker)
 
     def _is_better_off_without(self, worker: WorkerKey) -> bool:

@@ -137,6 +137,10 @@ class MovingStream:
             self._rebalancer.add(self)
         self._rebalancer.look()
 
+    def stays(self) -> None:
+        """It was to move and did not. It may move later."""
+        self._is_known = False
+
     def end(self) -> None:
         """The attempt is over."""
         self._rebalancer.discard(self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from lifecycle_bench import BLOCK, METRICS, Asked, Bench, load, settle
 
@@ -202,3 +204,44 @@ async def test_it_does_not_go_to_a_worker_that_has_failed_it() -> None:
     await bench.say_token("q", 2, 1, 6)
     assert len(bench.p.sent) == num_sent
     await asked.leave()
+
+
+async def test_tokens_that_wait_for_a_slow_client_are_not_computed_again() -> None:
+    """It was to move while its client read nothing. Then its worker gave more tokens: it would gain nothing by a
+    move."""
+    bench = Crowded()
+    lifecycle = bench.lifecycle("slow", prompt_token_ids=PROMPT)
+    lifecycle._asked.sampling_params.max_tokens = 1000
+    slow = lifecycle.run()
+    first = asyncio.ensure_future(anext(slow))
+    await settle()
+    bench.d.say("slow", 1, granted=Grant(grant_id=1))
+    await settle()
+    bench.p.say("slow", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    bench.p.say("slow", 1, handed_over=pb.HandedOver())
+    bench.d.say("slow", 1, tokens=pb.Tokens(index=1, token_ids=[6]))
+    received = [*(await first).token_ids, *(await anext(slow)).token_ids]
+    assert received == [5, 6]
+    other = await bench.stream("longer")
+    for index in range(1, 40):
+        bench.d.say("longer", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
+    await settle()
+    await bench.crowd()
+    assert len(bench.rebalancer) == 2
+    await bench.say_token("longer", 1, 40, 7)
+    assert len(bench.rebalancer) == 1, "the slow one is to move"
+    for index in range(2, 20):
+        bench.d.say("slow", 1, tokens=pb.Tokens(index=index, token_ids=[7]))
+    bench.now_s -= LOOK_S  # none is sought now
+    async with asyncio.timeout(1.0):  # had it moved, the other worker would have to say something first
+        received += (await anext(slow)).token_ids
+    assert len(received) == 20
+    assert bench.p.sent[-1].WhichOneof("command") == "prefill", "nothing has moved"
+    assert len(bench.rebalancer) == 2, "it may move later"
+    bench.now_s += 2 * LOOK_S
+    bench.d.say("slow", 1, tokens=pb.Tokens(index=20, token_ids=[7], finish_reason=LENGTH))
+    received += [token_id async for response in slow for token_id in response.token_ids]
+    assert len(received) == 21
+    await other.leave()
+    assert len(bench.rebalancer) == 0
+    assert not bench.pool.rooms
