@@ -114,8 +114,9 @@ class WorkerPool:
         return self.roster.served_decode
 
     def has_decode_worker_for(self, request: QueuedRequest) -> bool:
-        """Whether waiting makes sense for `request`: a decode worker that can serve it is usable, or expected to be."""
-        return any(self._of_kind_for(request.needs, self.roster.expected_decode))
+        """Whether waiting makes sense for `request`: a decode worker that can serve it is usable, or expected to be; or
+        it is to move to a worker that has room."""
+        return any(self._of_kind_for(request.needs, self.roster.expected_decode)) or self._has_wanted(request)
 
     def is_apart(self, request: QueuedRequest) -> bool:
         """Whether `request` cannot use all workers that new requests go to: it has begun on workers of another kind, or
@@ -193,7 +194,8 @@ class WorkerPool:
         `num_waiting_tokens`: tokens of other requests that wait for workers."""
         request.waits_for_prompts = False
         now_s = self._now_s()
-        if request.wanted is not None and self.has_room_to_move(request.wanted, request.needs, request.num_tokens):
+        if self._has_wanted(request):
+            assert request.wanted is not None
             return self._take_room(Plan(request.wanted, None), request, now_s)
         decode = self._usable_decode_workers(request.needs)
         # The limit by which requests were admitted. A prefill worker with a shorter context would end some early.
@@ -244,6 +246,10 @@ class WorkerPool:
             if load.num_free_seqs is not None and 2 * (num_others + 1) > load.num_active + load.num_free_seqs:
                 return False
         return any(self._of_kind_for(needs, [handle]))
+
+    def _has_wanted(self, request: QueuedRequest) -> bool:
+        key = request.wanted
+        return key is not None and self.has_room_to_move(key, request.needs, request.num_tokens)
 
     def is_set_aside(self, key: WorkerKey) -> bool:
         """Whether the worker is not to be used now, because it failed again and again."""

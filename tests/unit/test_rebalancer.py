@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
-from lifecycle_bench import BLOCK, METRICS, Asked, Bench, load, settle
+from lifecycle_bench import BLOCK, METRICS, Asked, Bench, NothingCached, load, settle
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -13,6 +14,7 @@ from protos.tandem_kv_transfer_pb2 import Grant
 from router.moves import LOOK_S
 from router.policy import PolicyConfig
 from router.rebalancer import Rebalancer
+from router.request_events import WorkerKey
 
 LENGTH = inference_pb.FINISH_REASON_LENGTH
 PROMPT = list(range(4 * BLOCK))
@@ -22,8 +24,8 @@ class Crowded(Bench):
     """The decode worker has so many streams that any would come sooner at the prefill worker. It computes the
     prompts."""
 
-    def __init__(self) -> None:
-        super().__init__(with_prefill=True)
+    def __init__(self, prefixes: Any = None) -> None:
+        super().__init__(with_prefill=True, prefixes=prefixes)
         self.prefill.record.can_generate = True
         self.tell(self.prefill)
         self.prefill.set_load(load(0))  # while it has no room, the decode worker computes the prompts
@@ -245,3 +247,20 @@ async def test_tokens_that_wait_for_a_slow_client_are_not_computed_again() -> No
     await other.leave()
     assert len(bench.rebalancer) == 0
     assert not bench.pool.rooms
+
+
+async def test_it_goes_on_although_its_worker_is_the_last_and_begins_to_drain() -> None:
+    """It would have ended there. Now no decode worker is left, but the one that it moves to has room."""
+
+    class Lookup(NothingCached):
+        async def longest_match(self, token_ids: list[int], *args: str) -> dict[WorkerKey, int]:
+            if token_ids != PROMPT:
+                bench.hear_load(bench.decode, load(20, num_running=9, is_draining=True))
+            return {}
+
+    bench = Crowded(Lookup())
+    asked = await bench.stream("r")
+    await bench.crowd()
+    await bench.say_token("r", 1, 1, 6)
+    assert list(bench.p.sent[-1].generate.output_token_ids) == [5, 6]
+    await asked.leave()
