@@ -58,7 +58,7 @@ class Movable(Protocol):
         """How many tokens that worker would have to compute before the next one."""
 
     def may_go_to(self, worker: WorkerKey) -> bool:
-        """Whether that worker can continue it now."""
+        """Whether that worker can continue it now, and would."""
 
 
 Stream = TypeVar("Stream", bound=Movable)

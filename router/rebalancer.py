@@ -131,7 +131,7 @@ class MovingStream:
         self._is_known = False
 
     def emitted(self) -> None:
-        """Its decode worker has sent tokens, and a token of it has reached the client before."""
+        """Tokens are on their way to the client, and its decode worker goes on."""
         if not self._is_known:
             self._is_known = True
             self._rebalancer.add(self)
