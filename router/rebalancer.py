@@ -79,7 +79,7 @@ class Rebalancer:
         return [
             handle
             for handle in self._usable(ROLE_PREFILL)
-            if not handle.num_queued_tokens
+            if not (handle.num_queued_tokens or handle.is_full)
             and handle.facts.can_generate
             and handle.facts.max_model_len >= max_model_len
             and not self._pool.is_set_aside(handle.key)

@@ -264,3 +264,19 @@ async def test_it_goes_on_although_its_worker_is_the_last_and_begins_to_drain() 
     await bench.say_token("r", 1, 1, 6)
     assert list(bench.p.sent[-1].generate.output_token_ids) == [5, 6]
     await asked.leave()
+
+
+async def test_it_goes_to_one_that_has_not_just_said_busy() -> None:
+    bench = Crowded()
+    other = bench.add("p2", pb.Role.ROLE_PREFILL, 2048)
+    other.record.can_generate = True
+    bench.tell(other)
+    other.set_load(load(0))
+    asked = await bench.stream("r")
+    await bench.crowd()
+    other.set_load(load(90))
+    bench.prefill.note_busy(bench.prefill.num_frees)
+    await bench.say_token("r", 1, 1, 6)
+    assert other.session is not None
+    assert other.session.sent[-1].generate.request_id == "r"  # type: ignore[attr-defined]
+    await asked.leave()
