@@ -23,7 +23,7 @@ from typing import Literal
 from engine.scheduling.pace import StepPace
 from protos.tandem_inference_pb2 import Mode
 from router.costs import Costs
-from router.moves import LOOK_S, Loaded, choose_move
+from router.moves import LOOK_S, Loaded, PromptShares, choose_move
 from router.paces import MIN_TOKENS, MIN_TOKENS_BETWEEN_PROMPTS
 from router.policy import STAY_SHARE, UNKNOWN_ANSWER_S, DecodeCandidate, PolicyConfig, PrefillCandidate, choose_plan
 from router.request_events import Plan, WorkerKey
@@ -197,6 +197,7 @@ class SimulatedCluster:
         self._queue: deque[SimulatedRequest] = deque()
         self._ended: list[SimulatedRequest] = []
         self._looked_s = -math.inf
+        self._shares = PromptShares()
         self.num_moves = 0
         self.workers = {worker.key: worker for worker in self._workers(num_prefill, num_decode)}
 
@@ -267,14 +268,22 @@ class SimulatedCluster:
 
     def _move(self) -> None:
         """Move a stream, if one gains."""
-        if not self._policy.rebalance or self._queue or self._now_s - self._looked_s < LOOK_S:
+        if not self._policy.rebalance or self._now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = self._now_s
+        prefill = [worker for worker in self.workers.values() if worker.role == "prefill"]
+        self._shares.note([(worker.key, bool(worker.prompts)) for worker in prefill], self._now_s)
+        if self._queue:
+            return
         chosen = choose_move(
             self._costs,
             now_s=self._now_s,
             busy=[_loaded(worker) for worker in self.workers.values() if worker.role == "decode"],
-            idle=[_loaded(worker) for worker in self.workers.values() if worker.role == "prefill" and worker.is_idle],
+            idle=[
+                _loaded(worker)._replace(prompt_share=self._shares.of(worker.key))
+                for worker in prefill
+                if worker.is_idle
+            ],
             streams_of=lambda key: [stream for stream in self.workers[key].streams if not stream.has_moved],
         )
         if chosen is None:

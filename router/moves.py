@@ -7,8 +7,8 @@ answers to short prompts. Then streams move, one at a time:
     from    the decode worker whose next tokens take longest, by the line over KV in use that the router has learned
             for it (`paces`)
     to      the prefill worker that has the least KV in use, of those without prompts
-    if      a token takes `MOVE_RATIO` times as long as it would there, and
-            the rest of the answer gains more than computing it again costs
+    if      a token takes `MOVE_RATIO` times as long as it would there, beside the prompts that are to come (as of late:
+            `PromptShares`), and the rest of the answer gains more than computing it again costs
     which   the stream of which the other worker has least to compute: no KV is sent, and it has computed the prompt of
             many of them
 
@@ -18,15 +18,20 @@ way: new requests go to the one that has less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from router.costs import Costs
+from router.fading import MIN_S, FadingRatio
 from router.request_events import WorkerKey
 
-MOVE_RATIO = 1.5
-"""With less, streams move that hardly gain, and sit on prefill workers that soon have prompts again."""
-
+MOVE_RATIO = 1.2
+"""A smaller difference may be chance."""
+UNKNOWN_RATIO = 1.5
+"""The same while nothing is known of how fast the other worker decodes. It may be other hardware."""
+SHARE_HALF_LIFE_S = 2.0
+"""Half-life of what is known of a worker's prompts."""
 LOOK_S = 0.05
 """The time between two moves of a router at least: by then, workers have reported what the last one changed."""
 
@@ -37,6 +42,28 @@ class Loaded(NamedTuple):
     key: WorkerKey
     num_used_blocks: int
     block_size: int
+    prompt_share: float = 0.0
+    """The share of its time in which it computes prompts."""
+
+
+class PromptShares:
+    """In which share of the time each prefill worker has had prompts to compute. Meanwhile its streams wait."""
+
+    def __init__(self) -> None:
+        self._shares: dict[WorkerKey, FadingRatio] = {}
+        self._noted_s = -math.inf
+
+    def note(self, workers: Iterable[tuple[WorkerKey, bool]], now_s: float) -> None:
+        """Take in all prefill workers, and whether each has prompts now."""
+        passed_s = min(now_s - self._noted_s, SHARE_HALF_LIFE_S)
+        before, self._shares, self._noted_s = self._shares, {}, now_s
+        for worker, has_prompts in workers:
+            share = self._shares[worker] = before.get(worker) or FadingRatio()
+            share.add(passed_s if has_prompts else 0.0, passed_s, 0.5 ** (passed_s / SHARE_HALF_LIFE_S))
+
+    def of(self, worker: WorkerKey) -> float:
+        share = self._shares.get(worker)
+        return 0.0 if share is None else share.value
 
 
 class Movable(Protocol):
@@ -93,7 +120,9 @@ def choose_move(
 
 def _is_slow(costs: Costs, now_s: float, source: Loaded, target: Loaded, num_blocks: int) -> bool:
     """Whether a token takes much longer than at `target` with `num_blocks` blocks in use."""
-    return 0 < MOVE_RATIO * _then_s(costs, now_s, source, target, num_blocks) < _now_s(costs, source)
+    is_known = costs.paces.ratio(target.key, source.key, now_s) is not None
+    ratio = MOVE_RATIO if is_known else UNKNOWN_RATIO
+    return 0 < ratio * _then_s(costs, now_s, source, target, num_blocks) < _now_s(costs, source)
 
 
 def _now_s(costs: Costs, source: Loaded) -> float:
@@ -102,9 +131,11 @@ def _now_s(costs: Costs, source: Loaded) -> float:
 
 
 def _then_s(costs: Costs, now_s: float, source: Loaded, target: Loaded, num_blocks: int) -> float:
-    """Seconds per token at `target` with `num_blocks` blocks in use. It may have had streams of one load only, so the
-    line is that of `source`, as far above or below it as those streams were."""
-    return costs.paces.token_s(source.key, num_blocks) * costs.paces.ratio(target.key, source.key, now_s)
+    """Seconds per token at `target` with `num_blocks` blocks in use, its prompts included. It may have had streams of
+    one load only, so the line is that of `source`, as far above or below it as those streams were."""
+    ratio = costs.paces.ratio(target.key, source.key, now_s)
+    alone_s = costs.paces.token_s(source.key, num_blocks) * (1.0 if ratio is None else ratio)
+    return alone_s / max(1 - target.prompt_share, MIN_S)
 
 
 def _gains(costs: Costs, now_s: float, stream: Movable, source: Loaded, target: Loaded) -> bool:

@@ -106,12 +106,12 @@ class Paces:
         line = self._lines_alone.get(worker)
         return line.at(num_blocks) if line is not None else 0.0
 
-    def ratio(self, worker: WorkerKey, other: WorkerKey, now_s: float) -> float:
-        """How many times as long `worker` takes for a token as `other` would with as much KV in use, without prompts. 1
-        if too little is known, or what is known is too old."""
+    def ratio(self, worker: WorkerKey, other: WorkerKey, now_s: float) -> float | None:
+        """How many times as long `worker` takes for a token as `other` would with as much KV in use, without prompts.
+        None: too little is known, or what is known is too old."""
         own, others = self._lines_alone.get(worker), self._lines_alone.get(other)
         if own is None or others is None or own.weight(now_s) < MIN_KNOWN:
-            return 1.0
+            return None
         num_blocks, token_s = own.mean
         return token_s / max(others.at(num_blocks), MIN_S)
 

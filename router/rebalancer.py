@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 
 from protos.tandem_worker_pb2 import ROLE_DECODE, ROLE_PREFILL
-from router.moves import LOOK_S, Loaded, choose_move
+from router.moves import LOOK_S, Loaded, PromptShares, choose_move
 from router.needs import Needs
 from router.policy import PolicyConfig
 from router.queue import RequestQueue
@@ -38,6 +38,7 @@ class Rebalancer:
         self._queue = queue
         self._now_s = now_s
         self._looked_s = -LOOK_S
+        self._shares = PromptShares()
         self._streams: dict[WorkerKey, dict[MovingStream, None]] = {}
         """The streams that may move, by their decode worker."""
 
@@ -57,14 +58,17 @@ class Rebalancer:
     def look(self) -> None:
         """Move a stream, if one gains by it. Not while requests wait: they need the workers more."""
         now_s = self._now_s()
-        if now_s - self._looked_s < LOOK_S or not self._is_on or len(self._queue):
+        if now_s - self._looked_s < LOOK_S or not self._is_on:
             return
         self._looked_s = now_s
+        self._shares.note(((h.key, h.num_queued_tokens > 0) for h in self._usable(ROLE_PREFILL)), now_s)
+        if len(self._queue):
+            return
         chosen = choose_move(
             self._pool.costs,
             now_s=now_s,
             busy=[_loaded(handle) for handle in self._usable(ROLE_DECODE) if handle.key in self._streams],
-            idle=[_loaded(handle) for handle in self._idle()],
+            idle=[_loaded(handle)._replace(prompt_share=self._shares.of(handle.key)) for handle in self._idle()],
             streams_of=lambda worker: self._streams[worker],
         )
         if chosen is not None:

@@ -132,7 +132,7 @@ def test_prefill_workers_without_prompts_decode(
     assert cluster.num_moves > 20
     assert split.good_share >= both.good_share  # type: ignore[operator]
     assert split.request_throughput > 0.95 * both.request_throughput
-    assert split.spreads["e2el"].mean < 1.1 * both.spreads["e2el"].mean
+    assert split.spreads["e2el"].mean < 1.15 * both.spreads["e2el"].mean
 
 
 @pytest.mark.parametrize(("slowness", "rate"), [(3.0, 2.5), (5.0, 3.0)])
@@ -146,7 +146,7 @@ def test_few_streams_move_to_a_prefill_worker_that_decodes_slowly(slowness: floa
         prefill.slowness = slowness
         workload = random_workload(RandomShape(input_len=64, output_len=400), TokenSource(seed=7), rate=rate, count=150)
         means[rebalance] = summarise(rate, cluster.run(workload), objectives=GOOD).spreads["e2el"].mean
-        assert cluster.num_moves < 20
+        assert cluster.num_moves < 30
     assert means[True] < means[False]
 
 

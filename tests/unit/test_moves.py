@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from router.costs import Costs
-from router.moves import Loaded, choose_move
+from router.moves import Loaded, PromptShares, choose_move
 from router.request_events import WorkerKey
 
 BLOCK = 16
@@ -73,10 +73,48 @@ def chosen(
     )
 
 
-def test_one_moves_where_a_token_takes_one_and_a_half_times_as_long_as_it_would_elsewhere() -> None:
+def with_pace_of_p(token_s: float) -> Costs:
+    """As `learned`, and P's tokens took so long with 50 blocks in use, where D takes 15 ms."""
+    costs = learned()
+    for second in range(20):
+        costs.paces.decoded(P, 10, 10 * token_s, 50, NOW_S + second, is_prefill=True)
+    return costs
+
+
+def test_one_moves_where_a_token_takes_a_fifth_longer_than_it_would_elsewhere() -> None:
     """There, the stream's own 13 blocks are in use: 11.3 ms."""
+    costs = with_pace_of_p(0.0155)
+    assert (chosen(30, costs=costs), chosen(45, costs=costs)) == (None, (Stream(), P))
+    others = [loaded(P, 20)]
+    assert (chosen(55, idle=others, costs=costs), chosen(70, idle=others, costs=costs)) == (None, (Stream(), P))
+
+
+def test_and_one_and_a_half_times_as_long_where_that_worker_has_decoded_nothing_yet() -> None:
     assert (chosen(65), chosen(75)) == (None, (Stream(), P))
     assert (chosen(95, idle=[loaded(P, 20)]), chosen(105, idle=[loaded(P, 20)])) == (None, (Stream(), P))
+
+
+def test_prompts_that_a_worker_has_as_of_late_leave_its_streams_the_rest_of_the_time() -> None:
+    """With prompts for half of the time, 22.6 ms; with prompts all the time, none."""
+    half, whole = (loaded(P, 0)._replace(prompt_share=share) for share in (0.5, 1.0))
+    assert (chosen(230, idle=[half]), chosen(250, idle=[half])) == (None, (Stream(), P))
+    assert chosen(10_000, idle=[whole]) is None
+
+
+def test_what_share_of_the_time_a_worker_has_prompts_fades() -> None:
+    shares = PromptShares()
+    assert shares.of(P) == 0
+    shares.note([(P, True), (P2, False)], NOW_S)
+    assert (shares.of(P), shares.of(P2)) == (1, 0)
+    for step in range(1, 41):  # every other moment
+        shares.note([(P, step % 2 == 0)], NOW_S + 0.5 * step)
+    assert 0.4 < shares.of(P) < 0.6
+    assert shares.of(P2) == 0, "it has left"
+    for step in range(1, 5):
+        shares.note([(P, False)], NOW_S + 20 + 2 * step)
+    assert shares.of(P) < 0.1
+    shares.note([(P, True)], NOW_S + 1000)
+    assert shares.of(P) > 0.5, "one look after a long time tells more than what was"
 
 
 @pytest.mark.parametrize("idle", [[], [loaded(P, 200)]], ids=["none", "as full"])
@@ -85,12 +123,10 @@ def test_it_stays_where_nobody_is_better(idle: list[Loaded]) -> None:
 
 
 def test_a_prefill_worker_that_decodes_slowly_is_known_by_what_it_has_decoded() -> None:
-    """Its tokens took 30 ms with 50 blocks in use, where the decode worker takes 15."""
-    costs = learned()
-    for second in range(20):
-        costs.paces.decoded(P, 10, 0.3, 50, NOW_S + second, is_prefill=True)
-    assert chosen(200, costs=costs) is None, "30 ms here, and 22.6 there"
-    assert chosen(250, costs=costs) == (Stream(), P), "35 ms here"
+    """It takes twice as long: 22.6 ms for the stream that would come."""
+    costs = with_pace_of_p(0.03)
+    assert chosen(160, costs=costs) is None, "26 ms here"
+    assert chosen(190, costs=costs) == (Stream(), P), "29 ms here"
 
 
 def test_where_nothing_is_known_of_its_pace_it_stays() -> None:

@@ -235,17 +235,17 @@ async def test_nothing_is_learned_of_a_worker_that_is_gone() -> None:
 
 def test_a_prefill_worker_is_compared_by_its_tokens_between_prompts_alone() -> None:
     paces, decode, prefill = Paces(), WorkerKey("d", "1"), WorkerKey("p", "1")
-    assert paces.ratio(prefill, decode, 0) == 1.0
+    assert paces.ratio(prefill, decode, 0) is None
     for second, num_blocks in enumerate((0, 1000) * 10):
         paces.decoded(decode, 10, 0.001 * (100 + num_blocks), num_blocks, second)
-    assert paces.ratio(prefill, decode, 20) == 1.0, "nothing is known of it"
+    assert paces.ratio(prefill, decode, 20) is None, "nothing is known of it"
     paces.decoded(prefill, 20, 2.4, 500, 20, is_prefill=True)
-    assert paces.ratio(prefill, decode, 20) == 1.0, "too little is known of it"
+    assert paces.ratio(prefill, decode, 20) is None, "too little is known of it"
     for second in range(21, 41):
         paces.decoded(prefill, 20, 2.4, 500, second, is_prefill=True)
         paces.decoded(prefill, 2, 9.0, 500, second, is_prefill=True, has_prompts=True)
     assert paces.ratio(prefill, decode, 41) == pytest.approx(2.0, rel=0.05)
-    assert paces.ratio(prefill, decode, 41 + 6 * HALF_LIFE_S) == 1.0, "it is tried again however slow it once was"
+    assert paces.ratio(prefill, decode, 41 + 6 * HALF_LIFE_S) is None, "it is tried again however slow it once was"
     assert paces.slowness(decode, 50.0) == 1.0, "decode workers are compared with each other only"
     paces.forget(prefill)
-    assert paces.ratio(prefill, decode, 41) == 1.0
+    assert paces.ratio(prefill, decode, 41) is None
