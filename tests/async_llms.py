@@ -36,8 +36,10 @@ def engine_threads() -> list[threading.Thread]:
 @contextmanager
 def running(settings: dict[str, Any]) -> Iterator[AsyncLLM]:
     llm = AsyncLLM(**settings)
-    yield llm
-    llm.shutdown()
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
     assert not engine_threads()
 
 

@@ -116,7 +116,7 @@ async def test_who_begins_goes_on_with_the_one_it_began_with(
 ) -> None:
     """All n answers of a request use its adapter, although the engine adds all but the first only after the first
     token, when the name already belongs to another adapter."""
-    prompt, params = [5 + i % 200 for i in range(2000)], replace(SEEDED, n=3)
+    prompt, params = [5 + i % 200 for i in range(2000)], replace(SEEDED, n=3, max_tokens=150)
     with running(settings | {"max_loras": 2, "max_num_batched_tokens": 16}) as llm:
 
         async def several(name: str) -> list[list[int]]:
