@@ -119,8 +119,14 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_moved_though_it_is_cached(clus
     """The whole prompt is computed: the decode worker's cached blocks only save the transfer."""
     prompt = tokens(77, 320)
     ask(cluster, prompt)
-    cached = ask_until_found(cluster, lambda _: prompt)
-    assert cached.timings.mode == pb.MODE_LOCAL
+    found: list[Answer] = []
+
+    def is_found_at_the_decode_worker() -> bool:  # that the prefill worker has it may be known sooner
+        found.append(ask(cluster, prompt))
+        return found[-1].timings.mode == pb.MODE_LOCAL
+
+    wait_until(is_found_at_the_decode_worker, 10, "the decode worker's cached blocks are known", lambda: found[-1])
+    cached = found[-1]
     with Client(cluster.address) as client:
         told = client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=0)
     assert told.timings.mode == pb.MODE_DISAGGREGATED

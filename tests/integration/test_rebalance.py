@@ -15,7 +15,7 @@ PROMPT = [(13 * i) % 30_000 + 70 for i in range(100)]
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "logprobs": 2},
     "seeded": {"temperature": 0.9, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-    "held to a grammar": {"temperature": 1.0, "seed": 7, "structured_outputs": {"regex": "([a-z]{3} ){20}"}},
+    "held to a grammar": {"temperature": 1.0, "seed": 7, "structured_outputs": {"regex": "([a-z]{3} ){900}"}},
 }
 
 
@@ -40,7 +40,7 @@ async def test_the_same_tokens(
     tiny_cluster: Cluster, tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await start_both(tiny_cluster, tiny_model)
-    sampling = {**SAMPLINGS[name], "max_tokens": 60, "ignore_eos": name != "held to a grammar"}
+    sampling = {**SAMPLINGS[name], "max_tokens": 300, "ignore_eos": name != "held to a grammar"}
     expected = await tiny_cluster.client.generate(PROMPT, **sampling)
     assert (expected.timings.decode_worker, expected.timings.mode) != ("p", pb.MODE_STAY)
     move_whenever_possible(monkeypatch)
@@ -57,7 +57,7 @@ async def test_several_answers_move_each_for_itself(
     tiny_cluster: Cluster, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await start_both(tiny_cluster, tiny_model)
-    sampling = {"temperature": 0.9, "seed": 5, "max_tokens": 200, "ignore_eos": True}
+    sampling = {"temperature": 0.9, "seed": 5, "max_tokens": 300, "ignore_eos": True}
     expected = await tiny_cluster.client.generate_n(PROMPT, 3, **sampling)
     move_whenever_possible(monkeypatch)
     answers = await tiny_cluster.client.generate_n(PROMPT, 3, **sampling)
