@@ -119,18 +119,18 @@ def choose_move(
 
 
 def _is_slow(costs: Costs, now_s: float, source: Loaded, target: Loaded, num_blocks: int) -> bool:
-    """Whether a token takes much longer than at `target` with `num_blocks` blocks in use."""
+    """Whether a token of `source` takes much longer than it would at `target` with `num_blocks` blocks in use."""
     is_known = costs.paces.ratio(target.key, source.key, now_s) is not None
     ratio = MOVE_RATIO if is_known else UNKNOWN_RATIO
-    return 0 < ratio * _then_s(costs, now_s, source, target, num_blocks) < _now_s(costs, source)
+    return 0 < ratio * _there_s(costs, now_s, source, target, num_blocks) < _here_s(costs, source)
 
 
-def _now_s(costs: Costs, source: Loaded) -> float:
+def _here_s(costs: Costs, source: Loaded) -> float:
     """Seconds per token at `source`."""
     return costs.paces.token_s(source.key, source.num_used_blocks)
 
 
-def _then_s(costs: Costs, now_s: float, source: Loaded, target: Loaded, num_blocks: int) -> float:
+def _there_s(costs: Costs, now_s: float, source: Loaded, target: Loaded, num_blocks: int) -> float:
     """Seconds per token at `target` with `num_blocks` blocks in use, its prompts included. It may have had streams of
     one load only, so the line is that of `source`, as far above or below it as those streams were."""
     ratio = costs.paces.ratio(target.key, source.key, now_s)
@@ -147,5 +147,5 @@ def _gains(costs: Costs, now_s: float, stream: Movable, source: Loaded, target: 
     num_tokens, mean = stream.num_answer_tokens, costs.paces.tokens_per_answer
     num_left = mean - num_tokens if num_tokens < mean else num_tokens
     again_s = costs.prompt_s(target.key, stream.num_tokens_again(target.key), now_s)
-    gain_s = _now_s(costs, source) - _then_s(costs, now_s, source, target, num_blocks)
+    gain_s = _here_s(costs, source) - _there_s(costs, now_s, source, target, num_blocks)
     return again_s < min(num_left, stream.max_tokens_left) * gain_s
