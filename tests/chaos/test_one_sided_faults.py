@@ -49,6 +49,16 @@ def long_prompts() -> list[list[int]]:
     return [[token for part in fresh_prompts(3) for token in part] for _ in range(2)]
 
 
+def wait_until_router_knows(cluster: FragileCluster) -> None:
+    """Wait until the router has heard, too, that nothing is left to be computed. An audit may be answered before the
+    news of the same step arrives; prompts that are sent in between go past the prefill worker."""
+    with cluster.client() as client:
+        wait_until(
+            lambda: not any(worker.record.load.num_waiting_tokens for worker in client.status().workers),
+            20, "the router knows that no prompt waits at a worker",
+        )  # fmt: skip
+
+
 def wait_for_receiver(cluster: FragileCluster) -> str:
     """Return a decode worker that is being written to: part of its prompt is computed, the rest is still to come."""
     found: list[str] = []
@@ -67,6 +77,7 @@ def wait_for_receiver(cluster: FragileCluster) -> str:
 def strike(cluster: FragileCluster, fault: Callable[[str], None]) -> tuple[list[list[int]], list[list[int]]]:
     """Call `fault` with the name of a decode worker that is being written to. Return prompts and answers."""
     prompts = long_prompts()
+    wait_until_router_knows(cluster)
     with cluster.client() as client, ThreadPoolExecutor(len(prompts)) as threads:
         asked = [threads.submit(client.generate, prompt, **SAMPLING) for prompt in prompts]
         fault(wait_for_receiver(cluster))
