@@ -324,7 +324,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "total_ms", "time_to_first_token_ms", "time_per_output_token_ms", "mode", "prefill_worker", "decode_worker", "kv_transfer", "attempts")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "total_ms", "time_to_first_token_ms", "time_per_output_token_ms", "mode", "prefill_worker", "decode_worker", "kv_transfer", "attempts", "moves")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +337,7 @@ class Timings(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_ms: float
@@ -349,7 +350,8 @@ class Timings(_message.Message):
     decode_worker: str
     kv_transfer: KVTransferStats
     attempts: int
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., time_to_first_token_ms: _Optional[float] = ..., time_per_output_token_ms: _Optional[float] = ..., mode: _Optional[_Union[Mode, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., kv_transfer: _Optional[_Union[KVTransferStats, _Mapping]] = ..., attempts: _Optional[int] = ...) -> None: ...
+    moves: int
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., time_to_first_token_ms: _Optional[float] = ..., time_per_output_token_ms: _Optional[float] = ..., mode: _Optional[_Union[Mode, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., kv_transfer: _Optional[_Union[KVTransferStats, _Mapping]] = ..., attempts: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class KVTransferStats(_message.Message):
     __slots__ = ("transport", "num_bytes", "num_blocks", "num_cached_blocks", "push_ms", "commit_ms")

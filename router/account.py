@@ -104,10 +104,11 @@ class Account:
         """Whether the request waits for workers."""
         return not self.attempts or self.attempts[-1].plan is None
 
-    def queued(self, why: str = "") -> None:
-        """Another attempt begins. `why`: the reason why the previous one failed, if it did."""
+    def queued(self, why: str = "", moved_to: str = "") -> None:
+        """Another attempt begins. `why`: the reason why the previous one failed, if it did. `moved_to`: the id of the
+        worker that the stream moves to, if that ended the previous one."""
         now_s = time.monotonic()
-        self._end_attempt(now_s, why)
+        self._end_attempt(now_s, why, moved_to)
         if self._is_answering:
             self._is_answering = False
             self._forecast.interrupted(now_s)
@@ -208,7 +209,8 @@ class Account:
             if is_complete:
                 self._costs.paces.answered(num_answer_tokens)
 
-    def _end_attempt(self, now_s: float, why: str) -> None:
+    def _end_attempt(self, now_s: float, why: str, moved_to: str = "") -> None:
         if self.attempts:
-            self.attempts[-1].ended_s, self.attempts[-1].why = now_s, why
+            last = self.attempts[-1]
+            last.ended_s, last.why, last.moved_to = now_s, why, moved_to
         self._decoding = None

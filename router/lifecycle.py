@@ -228,17 +228,17 @@ class Lifecycle:
                     self._parts.pool.note_fault(who, self.room)
 
     def _enter_queue(self, action: EnterQueue) -> None:
-        why = ""
+        why = moved_to = ""
         if self._state.num_failures > self._num_failures:
             self._num_failures, why = self._state.num_failures, self._state.last_failure
             facts = {"request_id": self.name, "num_failures": self._num_failures, "why": why}
             _log.warning("attempt failed, retrying", extra=facts)
             self._parts.metrics.retried(has_begun=bool(self._state.token_ids))
         if action.wanted is not None:
-            self._has_moved = True
+            self._has_moved, moved_to = True, action.wanted.worker_id
             self._parts.metrics.rebalanced()
         self._end_stream()
-        self.account.queued(why)
+        self.account.queued(why, moved_to)
         self._waiting = asyncio.create_task(self._wait_for_plan(action))
 
     async def _wait_for_plan(self, action: EnterQueue) -> None:
@@ -410,6 +410,7 @@ class Lifecycle:
             self.account.stamps,
             num_tokens=self._messages.num_tokens - self._state.num_resumed,
             num_attempts=self._state.num_failures + 1,
+            num_moves=int(self._has_moved),
             plan=self._last_plan,
             transfer=self._state.transfer,
         )

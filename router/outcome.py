@@ -79,6 +79,8 @@ class Outcome:
                 "ttft_ms": first.timings.time_to_first_token_ms,
                 "attempts": sum(last.timings.attempts for last in self.lasts),
             }
+            if num_moves := sum(last.timings.moves for last in self.lasts):
+                facts["moves"] = num_moves
             if self._num_answers > 1:
                 facts["n"] = self._num_answers
         if not self.is_complete or self.error is not None:

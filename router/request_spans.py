@@ -43,11 +43,12 @@ def _attempt_spans(attempt: AttemptStamps, attributes: dict[str, Value]) -> Iter
         )
         return
     yield Span(name="queue", start_s=attempt.queued_s, end_s=attempt.planned_s, attributes=attributes)
+    moved: dict[str, Value] = {"tandem.moved_to": attempt.moved_to} if attempt.moved_to else {}
     yield Span(
         name="attempt",
         start_s=attempt.planned_s,
         end_s=attempt.ended_s,
-        attributes={**attributes, **_plan_attributes(attempt.plan), "tandem.is_busy": attempt.is_busy},
+        attributes={**attributes, **_plan_attributes(attempt.plan), "tandem.is_busy": attempt.is_busy, **moved},
         error=attempt.why,
         children=list(_steps(attempt, attempt.plan, attempt.ended_s)),
     )

@@ -45,6 +45,8 @@ class AttemptStamps:
     """Why the attempt failed, if it did."""
     is_busy: bool = False
     """A worker had no room, which does not count as a failure."""
+    moved_to: str = ""
+    """The worker that the stream moved to, which ended the attempt, if it did."""
 
 
 def timings_of(
@@ -52,6 +54,7 @@ def timings_of(
     *,
     num_tokens: int,
     num_attempts: int,
+    num_moves: int,
     plan: Plan | None,
     transfer: inference_pb.KVTransferStats | None,
 ) -> inference_pb.Timings:
@@ -69,6 +72,7 @@ def timings_of(
         total_ms=1e3 * (stamps.ended_s - stamps.arrived_s),
         time_to_first_token_ms=1e3 * (first_token_s - stamps.arrived_s),
         attempts=num_attempts,
+        moves=num_moves,
     )
     if num_tokens > 1:
         timings.time_per_output_token_ms = 1e3 * (stamps.ended_s - first_token_s) / (num_tokens - 1)

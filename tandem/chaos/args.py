@@ -8,10 +8,13 @@ from typing import Any
 
 from engine.config import EngineArgs
 from engine.lora.modules import check_lora_folder, parse_lora_modules
+from router.policy import PolicyConfig
 from tandem.chaos.exchanged import adapters_in
 
 ENGINE: dict[str, Any] = {"num_kv_blocks": 256, "kv_offloading_size": 0.2, "max_model_len": 2048}
 """Default settings of the workers, with so few blocks that some KV must move to host memory and back."""
+POLICY: dict[str, Any] = {"learn_costs": False}
+"""Default settings of the routers' choices, so that KV travels, which the faults are to break."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class SoakArgs:
     """Folder of adapters that are exchanged for one another. Empty: none are."""
     engine: EngineArgs = field(default_factory=lambda: EngineArgs(**ENGINE))
     """The workers' engine. Requests select its adapters."""
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(**POLICY))
 
     def __post_init__(self) -> None:
         if not 5 <= self.seconds <= 86_400:

@@ -84,6 +84,8 @@ class Asked:
     error: str = ""
     num_attempts: int = 0
     """The largest number of attempts that the answers' last messages report."""
+    num_moves: int = 0
+    """How many of the answers moved to another worker as they ran, without a fault."""
     num_resumed: int = 0
     """How often the client resumed an answer because its stream broke. Over HTTP, the gateway does so without telling
     the client."""

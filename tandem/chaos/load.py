@@ -28,6 +28,10 @@ RESUME_S = 30.0
 """How long a stream waits for a router: longer than a router takes to be started again."""
 LEAVING_SHARE = 0.1
 """Share of requests whose client leaves early."""
+SHORT_ANSWER, LONG_ANSWER = (4, 32), (100, 300)
+"""The least and the most tokens of an answer."""
+LONG_SHARE = 0.1
+"""Fraction of requests with long answers: they outlive several faults, and may move as they run."""
 SEVERAL_SHARE = 0.15
 """Share of requests for several answers."""
 RETURNING_SHARE = 0.2
@@ -104,7 +108,8 @@ class Load:
         dice = self._dice
         way = dice.choice(self._ways_over_http) if dice.random() < HTTP_SHARE else Way.GRPC
         prompt = self._prompt(way is Way.CHATS, max_prompt_tokens)
-        sampling: dict[str, Any] = {"max_tokens": dice.randint(4, 32), "ignore_eos": True, "temperature": 0.0}
+        max_tokens = dice.randint(*(LONG_ANSWER if dice.random() < LONG_SHARE else SHORT_ANSWER))
+        sampling: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0}
         if dice.random() < 0.7:
             sampling |= {"temperature": 0.8, "top_p": 0.95, "seed": dice.randrange(1 << 40)}
         if dice.random() < 0.3:
@@ -180,6 +185,7 @@ class Load:
                 if message.finish_reason:
                     heard.finish_reason = short_name(FinishReason.DESCRIPTOR, message.finish_reason)
                 asked.num_attempts = max(asked.num_attempts, message.timings.attempts)
+                asked.num_moves += message.timings.moves
 
 
 def _without_conflicts(sampling: dict[str, Any]) -> dict[str, Any]:

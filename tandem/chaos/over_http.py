@@ -80,7 +80,9 @@ def _accept(asked: Asked, event: dict[str, Any]) -> None:
         heard.finish_reason = choice["finish_reason"] or ""
         if "logprobs" in asked.sampling and token_ids:
             heard.logprobs += _numbers_of(choice["logprobs"], token_ids)
-    asked.num_attempts = max(asked.num_attempts, event.get("timings", {}).get("attempts", 0))
+    timings = event.get("timings", {})
+    asked.num_attempts = max(asked.num_attempts, timings.get("attempts", 0))
+    asked.num_moves += timings.get("moves", 0)
 
 
 def _numbers_of(logprobs: dict[str, Any], token_ids: list[int]) -> list[tuple[float, int]]:

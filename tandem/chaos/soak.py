@@ -23,7 +23,6 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from router.policy import PolicyConfig
 from rpc.errors import TandemError
 from tandem.chaos.args import SoakArgs
 from tandem.chaos.asked import DEADLINE_S, Asked, Heard
@@ -116,7 +115,7 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
     cluster_args = ClusterArgs(
         engine=replace(args.engine, max_loras=room),
         lora_dir=links.name if adapters else "",
-        policy=PolicyConfig(learn_costs=False),  # so that KV travels, which the faults are to break
+        policy=args.policy,
         num_prefill=args.num_prefill,
         num_decode=args.num_decode,
         num_routers=args.num_routers,

@@ -91,6 +91,8 @@ class Verdict:
     """Answers that took more than one attempt."""
     num_resumed: int
     """Streams that outlived their router."""
+    num_moved: int
+    """Requests of whose answers some moved to a worker with less to do, as they ran."""
     findings: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,6 +106,7 @@ class Verdict:
             "wrong": self.num_wrong,
             "retried": self.num_retried,
             "resumed": self.num_resumed,
+            "moved": self.num_moved,
             "findings": self.findings,
         }
 
@@ -142,6 +145,7 @@ def judge(
         by_model[asked.model] += 1
         counts["retried"] += asked.num_attempts > 1
         counts["resumed"] += asked.num_resumed > 0
+        counts["moved"] += asked.num_moves > 0
         if needs_check(asked):
             counts["checked"] += asked.num_tokens
         wanted = [expected[asked.number], *(of_others or {}).get(asked.number, ())] if needs_check(asked) else [[]]
@@ -162,6 +166,7 @@ def judge(
         num_wrong=counts["wrong"],
         num_retried=counts["retried"],
         num_resumed=counts["resumed"],
+        num_moved=counts["moved"],
         findings=findings[:MAX_FINDINGS],
     )
 

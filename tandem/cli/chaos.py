@@ -13,8 +13,9 @@ import click
 
 from engine.config import EngineArgs
 from kv_transfer import TRANSPORTS
+from router.policy import PolicyConfig
 from rpc.entrypoint import build, options_of
-from tandem.chaos.args import ENGINE, SoakArgs
+from tandem.chaos.args import ENGINE, POLICY, SoakArgs
 from tandem.cli.options import examples, json_option
 from tandem.cluster_args import ClusterArgs
 from tandem.stderr import tell
@@ -27,6 +28,7 @@ from tandem.stderr import tell
         "tandem chaos --seconds 600 --seed 7 --decode 3",
         "tandem chaos --transport nixl",
         "tandem chaos --routers 2 --gateways 2",
+        "tandem chaos --learn-costs",
         "tandem chaos --lora-modules sql=/models/sql-adapter",
         "tandem chaos --lora-dir /models/adapters",
         "tandem chaos --model ~/models/Qwen3-0.6B --tensor-parallel-size 2 --quantization int8",
@@ -47,6 +49,7 @@ from tandem.stderr import tell
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
 @json_option
 @options_of(EngineArgs, defaults=ENGINE, leave_out={"seed"})
+@options_of(PolicyConfig, defaults=POLICY)
 def chaos(
     is_json: bool,
     is_verbose: bool,
@@ -73,7 +76,8 @@ def chaos(
 
     Workers take the same settings as in `tandem up`: use those that you are going to run. With some settings, which
     say so (--batch-invariant on GPUs; 8-bit KV on CPUs), tokens that are almost equally likely depend on the batch;
-    this command finds such differences.
+    this command finds such differences. Routers choose as with `tandem up`, except that they do not learn costs: then
+    more KV travels. With --learn-costs, as in `tandem up`, streams also move while they run.
 
     Exits with 0 if all checks pass. Otherwise prints what was found and where the log is, and exits with 1.
     """
@@ -82,7 +86,7 @@ def chaos(
     from tandem.chaos.soak import run_soak
     from tandem.cluster import ClusterError
 
-    engine = build(EngineArgs, options)
+    engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     try:
         args = SoakArgs(
             seconds=seconds,
@@ -94,6 +98,7 @@ def chaos(
             transport=transport,
             lora_dir=lora_dir,
             engine=engine,
+            policy=policy,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -140,7 +145,8 @@ def describe(report: dict[str, Any]) -> str:
         f"{listed(report['faults'])}",
         f"requests  {sum(report['requests'].values())}: {listed(report['requests'])}",
         f"          {listed(report['ways'])}{of_models(report['models'])}",
-        f"          {report['retried']} answers took more than one attempt, {report['resumed']} survived their router",
+        f"          {report['retried']} answers took more than one attempt, {report['resumed']} survived their router, "
+        f"{report['moved']} moved to a worker with less to do",
         f"tokens    {report['tokens_checked']:,} compared with a run without faults; requests lost {report['lost']}, "
         f"with repeated tokens {report['repeated']}, with wrong ones {report['wrong']}",
         f"memory    {len(report['leaks'])} leaks; every block free or cached {report['rest_s']:.1f} s after the last "

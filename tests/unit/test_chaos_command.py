@@ -103,7 +103,7 @@ def test_a_report_says_over_what_requests_came_and_for_whom() -> None:
     endings = {"answered": 5, "cut off with their gateway": 1}
     verdict = Verdict(
         num_by_ending=endings, num_by_way={"gRPC": 4, "chats": 2}, num_by_model={"": 1, "sql": 5},
-        num_tokens_checked=90, num_lost=0, num_repeated=0, num_wrong=0, num_retried=2, num_resumed=1,
+        num_tokens_checked=90, num_lost=0, num_repeated=0, num_wrong=0, num_retried=2, num_resumed=1, num_moved=3,
     )  # fmt: skip
     report = soak.Report(args=soak.SoakArgs(), num_faults={"killed": 1, "muted": 2}, verdict=verdict, rest_s=0.1)
     lines = describe(report.to_dict()).splitlines()
@@ -112,13 +112,18 @@ def test_a_report_says_over_what_requests_came_and_for_whom() -> None:
         "requests  6: 5 answered, 1 cut off with their gateway",
         "          4 gRPC, 2 chats; of 5 sql, 1 the model itself",
     ]
+    assert lines[3].split(", ") == [
+        "          2 answers took more than one attempt",
+        "1 survived their router",
+        "3 moved to a worker with less to do",
+    ]
     assert lines[-1] == "passed"
 
 
 def test_a_soak_in_which_nobody_was_answered_proves_nothing() -> None:
     verdict = Verdict(
         num_by_ending={"refused: overload": 6}, num_by_way={"gRPC": 6}, num_by_model={"": 6}, num_tokens_checked=0,
-        num_lost=0, num_repeated=0, num_wrong=0, num_retried=0, num_resumed=0,
+        num_lost=0, num_repeated=0, num_wrong=0, num_retried=0, num_resumed=0, num_moved=0,
     )  # fmt: skip
     report = soak.Report(args=soak.SoakArgs(), num_faults={"killed": 1}, verdict=verdict, rest_s=0.1)
     lines = describe(report.to_dict()).splitlines()

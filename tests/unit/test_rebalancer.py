@@ -11,10 +11,12 @@ from lifecycle_bench import BLOCK, METRICS, Asked, Bench, NothingCached, load, s
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
+from router.lifecycle import Lifecycle
 from router.moves import LOOK_S
 from router.policy import PolicyConfig
 from router.rebalancer import Rebalancer
 from router.request_events import WorkerKey
+from router.request_spans import request_spans
 
 LENGTH = inference_pb.FINISH_REASON_LENGTH
 PROMPT = list(range(4 * BLOCK))
@@ -35,10 +37,11 @@ class Crowded(Bench):
             paces.decoded(self.decode.key, 100, 1.0 + 0.1 * num_blocks, num_blocks, self.now_s - 20 + second)
         for _ in range(20):
             paces.answered(500)
+        self.lifecycles: dict[str, Lifecycle] = {}
 
     async def stream(self, name: str, *, n: int = 1) -> Asked:
         """A request that has its first token."""
-        lifecycle = self.lifecycle(name, prompt_token_ids=PROMPT)
+        lifecycle = self.lifecycles[name] = self.lifecycle(name, prompt_token_ids=PROMPT)
         lifecycle._asked.sampling_params.max_tokens = 1000
         asked = Asked(lifecycle.run())
         await settle()
@@ -89,7 +92,11 @@ async def test_it_goes_on_where_its_tokens_come_sooner() -> None:
     await asked.task
     assert token_ids(asked) == [5, 6, 7, 8]
     last = asked.received[-1]
-    assert (last.timings.decode_worker, last.timings.mode, last.timings.attempts) == ("p", inference_pb.MODE_STAY, 1)
+    assert (last.timings.decode_worker, last.timings.mode) == ("p", inference_pb.MODE_STAY)
+    assert (last.timings.attempts, last.timings.moves) == (1, 1), "nothing has failed"
+    spans = [each for each in request_spans(0, {0: bench.lifecycles["r"].account.attempts}) if each.name == "attempt"]
+    assert [each.attributes.get("tandem.moved_to") for each in spans] == ["p", None]
+    assert not any(each.error for each in spans)
     assert len(bench.rebalancer) == 0
     assert not bench.pool.rooms
     assert bench.cluster.budget.num_tokens == type(bench.cluster.budget)().num_tokens, "no retry was paid for"
