@@ -5,7 +5,7 @@ the device's limits?
     python benchmarks/gpu.py --only kernels,model         some parts; floors are always measured
     python benchmarks/gpu.py --tiny                       the same script on any machine, with a toy: to test the script
 
-    floors ─> kernels, model, answers ─> attention ─> flash ─> digests ─> steps ─> offload ─> push ─> servers
+    floors ─> kernels, model, answers ─> attention ─> flash ─> digests ─> steps, drafts ─> offload ─> push ─> servers
     ─> products ─> deepseek ─> gpt-oss ─> int4-experts ─> steps in 8 bits ─> batch_invariant (each a module of
     gpu_parts/); by name: vllm, other launch configurations
 
@@ -39,6 +39,7 @@ from benchmarks.gpu_parts import (
     attention,
     deepseek,
     digests,
+    drafts,
     flash,
     floors,
     gpt_oss,
@@ -66,6 +67,7 @@ PARTS = (
     Part(name="flash", about="the FlashAttention that is there, alone", measure=flash.measure, limit_s=90),
     Part(name="digests", about="of blocks, alone", measure=digests.measure, limit_s=40),
     Part(name="steps", about="of an engine", measure=steps.measure, limit_s=120),
+    Part(name="steps-drafts", about="the same with guesses", measure=drafts.measure, limit_s=60),
     Part(name="offload", about="KV to the host's memory and back", measure=offload.measure, limit_s=90),
     Part(name="push-ipc", about="KV between two processes", measure=push.measure_ipc, limit_s=60),
     Part(name="push-nixl", about="KV between two processes", measure=push.measure_nixl, limit_s=60),

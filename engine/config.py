@@ -140,6 +140,14 @@ class SchedulerConfig:
     draft_batch_tokens: int
     """A step takes no further draft once it has this many rows for decoding sequences."""
 
+    @property
+    def max_decode_rows(self) -> int:
+        """The most rows of decoding sequences, drafts included, in a step."""
+        if self.speculation is None:
+            return self.max_num_seqs
+        num_wanted = self.max_num_seqs * (1 + self.speculation.num_speculative_tokens)
+        return max(self.max_num_seqs, min(num_wanted, self.draft_batch_tokens))
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:

@@ -5,6 +5,10 @@
 Owns its arrays, on the host. It is built from sequences, but keeps no reference to them: only the sampler needs
 sequences, computing the model does not.
 
+A sequence with drafts may be laid out as several, one for each of its tokens, which share its blocks. Each attends to
+those before it, since a layer writes all keys and values before any token attends. So a step of drafts is a step in
+which every sequence decodes, which a recording can compute.
+
 Shapes: T tokens, S sequences, R rows that are sampled.
 """
 
@@ -50,16 +54,23 @@ class StepInput:
     """`on_layer_written` is called for each layer of this step."""
 
     @staticmethod
-    def of(output: SchedulerOutput, block_size: int, row_of: Mapping[int, int]) -> StepInput:
+    def of(
+        output: SchedulerOutput, block_size: int, row_of: Mapping[int, int], max_tokens_read_again: int = 0
+    ) -> StepInput:
         """Each block table must cover its sequence's new tokens. `row_of`: by `seq_id`, the index of a pending token
-        among those that the last launched step samples."""
+        among those that the last launched step samples. `max_tokens_read_again`: each draft is laid out as a sequence
+        of its own if attention then reads the keys and values of at most so many tokens more than once."""
         token_ids: list[int] = []
         begun_blocks: list[int] = []
         sample_rows: list[int] = []
         pending_rows: list[int] = []
         rows_before: list[int] = []
         prompt_rows: list[tuple[int, int]] = []
+        firsts: list[int] = []
+        query_lens: list[int] = []
+        lora_ids: list[int] = []
         tables: list[list[int]] = []
+        num_read_again = sum(item.end * len(item.draft_token_ids) for item in output.scheduled)
         for item in output.scheduled:
             seq, first, end = item.seq, item.first, item.end
             if asked := item.prompt_positions:
@@ -68,14 +79,17 @@ class StepInput:
             if token_ids[-1] == PENDING_TOKEN:
                 pending_rows.append(len(token_ids) - 1)
                 rows_before.append(row_of[seq.seq_id])
-            tables.append(seq.block_table[: -(-end // block_size)])
+            is_split = item.draft_token_ids and num_read_again <= max_tokens_read_again
+            num_queries = 1 if is_split else item.num_new_tokens
+            for start in range(first, end, num_queries):
+                firsts.append(start)
+                query_lens.append(num_queries)
+                lora_ids.append(seq.lora_id)
+                tables.append(seq.block_table[: -(-(start + num_queries) // block_size)])
             if first <= (begun := end // block_size) * block_size < end:
                 begun_blocks.append(seq.block_table[begun])
             sample_rows += range(len(token_ids) - item.num_sampled, len(token_ids))
-        firsts = _integers([item.first for item in output.scheduled])
-        query_lens = _integers([item.num_new_tokens for item in output.scheduled])
-        lora_ids = _integers([item.seq.lora_id for item in output.scheduled])
-        positions, layout = _lay_out(firsts, query_lens, tables, block_size)
+        positions, layout = _lay_out(_integers(firsts), _integers(query_lens), tables, block_size)
         return StepInput(
             token_ids=_integers(token_ids),
             positions=positions,
@@ -85,7 +99,7 @@ class StepInput:
             rows_before=_integers(rows_before),
             prompt_rows=_integers(prompt_rows).reshape(-1, 2),
             begun_blocks=_integers(begun_blocks),
-            adapter_ids=np.repeat(lora_ids, query_lens) if lora_ids.any() else lora_ids[:0],
+            adapter_ids=np.repeat(_integers(lora_ids), query_lens) if any(lora_ids) else _integers([]),
             has_exports=bool(output.exports),
         )
 

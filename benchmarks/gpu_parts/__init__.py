@@ -10,6 +10,7 @@
     attention.py  attention alone, and its launch configurations
     digests.py    digests of blocks alone
     steps.py      an engine's steps, and how long the device idles in them
+    drafts.py     the same engine's steps with guesses at the next tokens
     push.py       KV between two processes on one card
     servers.py    one prefill and one decode worker on one card, against one that does both
 

@@ -4,7 +4,8 @@ kernel by kernel takes the CPU longer than the GPU needs to compute it; a replay
 Owns the recordings, their inputs at fixed addresses (token ids, positions, an attention plan, and each row's adapter),
 and the memory that all of them write their logits to. A recording is made for a number of sequences and a context
 length (a rung of each ladder), with adapters or without. A step uses the smallest recording that it fits; rows beyond
-its sequences write nothing, and nobody reads what they compute.
+its sequences write nothing, and nobody reads what they compute. Drafts are sequences of their own here
+(`engine.step_input`).
 
     at start ── record_all ──> Recordings ── each step that fits one: refill, replay ──> logits of its first rows
 

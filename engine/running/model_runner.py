@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from engine.tensor_parallel.group import RankGroup
 
 
+MAX_TOKENS_READ_AGAIN = 32_768
+"""With Triton's kernels, drafts are rows of their own while this adds at most so many tokens to what attention reads: 4
+GB for Llama-3.1-8B, which an H200 copies in a millisecond. A recorded step saves more than that. By arithmetic, not
+measured."""
+
+
 class Computed(NamedTuple):
     """What the model computes in a step."""
 
@@ -63,7 +69,8 @@ class ModelRunner:
         self._on_layer_written = on_layer_written
         self._block_size = config.cache.block_size
         self._device = config.device.device
-        self._max_num_seqs, self._max_model_len = config.scheduler.max_num_seqs, config.model.max_model_len
+        self._max_decode_rows, self._max_model_len = config.scheduler.max_decode_rows, config.model.max_model_len
+        self._max_tokens_read_again = MAX_TOKENS_READ_AGAIN if config.device.uses_triton else 0
         self._graphs = self._make_graphs(config)
         self._sampler = make_sampler(config)
         # Without async scheduling, only the sampling rank needs the sampled tokens.
@@ -80,7 +87,7 @@ class ModelRunner:
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
         """Build the input of the step that is launched next."""
-        return StepInput.of(output, self._block_size, self._row_of)
+        return StepInput.of(output, self._block_size, self._row_of, self._max_tokens_read_again)
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
@@ -140,7 +147,7 @@ class ModelRunner:
     def record_largest_decode_step(self) -> int:
         """Allocate what decoding needs at most, recorded or not, so that it can be measured. Returns the bytes that all
         recordings will keep in addition to what torch counts as allocated."""
-        self._backend.keep_scratch(self._max_num_seqs, self._max_model_len)
+        self._backend.keep_scratch(self._max_decode_rows, self._max_model_len)
         if self._graphs is None:
             return 0
         with torch.inference_mode():
@@ -166,7 +173,7 @@ class ModelRunner:
             backend=self._backend,  # type: ignore[arg-type]  # the configuration ensures it
             recorder=CudaRecorder(),
             adapters=model.adapters,  # type: ignore[arg-type]  # with graphs, adapters are Triton's
-            max_num_seqs=self._max_num_seqs,
+            max_num_seqs=self._max_decode_rows,
             max_context_len=min(config.device.max_seq_len_to_capture, self._max_model_len),
             device=config.device.device,
         )

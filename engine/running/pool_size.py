@@ -50,10 +50,10 @@ def dummy(
 
 
 def largest_step(config: EngineConfig) -> tuple[int, SchedulerOutput]:
-    """Return how many blocks the largest step takes, and that step: the most prompt tokens, in the most sequences, all
-    of them sampled with every option and computed with an adapter."""
+    """Return how many blocks the largest step takes, and that step: the most prompt tokens, in as many sequences as
+    rows may be sampled, all of them with every option and computed with an adapter."""
     scheduler, block_size = config.scheduler, config.cache.block_size
-    num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    num_seqs = min(scheduler.max_decode_rows, scheduler.max_num_batched_tokens)
     length = min(scheduler.max_num_batched_tokens // num_seqs, config.model.max_model_len)
     blocks_each = -(-length // block_size)
     lora_id = _largest_adapter(config)

@@ -157,18 +157,77 @@ def test_prompts_by_flash_attention(
     assert answers == answers_of(make_engine(tmp_path, config, **settings | other), NUMBERS)
 
 
-def test_drafts_are_checked_by_flash_attention(gpu: PretendGpu, nums_queries: list[int], tmp_path: Path) -> None:
-    params = replace(GREEDY, max_tokens=12, repetition_penalty=0.6)
+GUESSING = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'}
+REPEATING = replace(GREEDY, max_tokens=12, repetition_penalty=0.6)
+
+
+@pytest.fixture
+def nums_replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects the number of rows of each replay."""
+    nums = list[int]()
+    run = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda self, batch: nums.append(len(batch.token_ids)) or run(self, batch))
+    return nums
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "other"),
+    [
+        (WIDE, {}, {"attention_backend": "torch"}),
+        (WIDE, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, IN_TURN),
+        (EXPERTS, {"dtype": "bfloat16"}, IN_TURN),
+        (GEMMA2, {}, {"attention_backend": "torch"}),
+    ],
+    ids=["float32", "fp8", "deepseek", "gemma2"],
+)
+def test_drafts_in_recorded_steps(
+    gpu: PretendGpu,
+    nums_replayed: list[int],
+    tmp_path: Path,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    other: dict[str, Any],
+) -> None:
+    """Every step after the prompt is a replay, with a row for each draft: more rows than there may be sequences."""
+    settings = SMALL | {"max_num_seqs": 1} | settings
+    drafting = make_engine(tmp_path, config, **settings | GUESSING)
+    assert drafting.config.device.uses_graphs
+    nums_replayed.clear()
+    prompt = [7, 9, 11] * 4
+    answer = alone(drafting, prompt, REPEATING)
+    stats = drafting.stats
+    assert stats.num_accepted_tokens
+    assert max(nums_replayed) == 5
+    assert len(nums_replayed) == REPEATING.max_tokens - 1 - stats.num_accepted_tokens
+    assert sum(nums_replayed) == len(nums_replayed) + stats.num_draft_tokens
+    assert answer == alone(make_engine(tmp_path, config, **settings | other), prompt, REPEATING)
+
+
+def test_drafts_with_long_contexts_stay_with_their_sequence(
+    gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention would read each context once for every draft."""
+    monkeypatch.setattr("engine.running.model_runner.MAX_TOKENS_READ_AGAIN", 30)
+    settings = SMALL | {"max_num_seqs": 1}
+    drafting = make_engine(tmp_path, WIDE, **settings | GUESSING)
+    nums_replayed.clear()
+    prompt = [7, 9, 11] * 4
+    answer = alone(drafting, prompt, REPEATING)
+    assert drafting.stats.num_accepted_tokens > 0
+    assert sum(nums_replayed) < len(nums_replayed) + drafting.stats.num_draft_tokens
+    assert answer == alone(make_engine(tmp_path, WIDE, **settings | {"attention_backend": "torch"}), prompt, REPEATING)
+
+
+def test_drafts_are_not_checked_by_flash_attention(gpu: PretendGpu, nums_queries: list[int], tmp_path: Path) -> None:
+    """It computes prompts; drafts are rows that decode."""
     settings = SMALL | FLASH | {"max_num_seqs": 1, "max_num_batched_tokens": 16}
-    drafting = make_engine(
-        tmp_path, WIDE, speculative_config='{"method": "ngram", "num_speculative_tokens": 4}', **settings
-    )
+    drafting = make_engine(tmp_path, WIDE, **settings | GUESSING)
     nums_queries.clear()
     prompt = [7, 9, 11] * 4
-    answer = alone(drafting, prompt, params)
+    answer = alone(drafting, prompt, REPEATING)
     assert drafting.stats.num_accepted_tokens
-    assert sum(nums_queries) > WIDE["num_hidden_layers"] * len(prompt)
-    assert answer == alone(make_engine(tmp_path, WIDE, **settings | {"attention_backend": "torch"}), prompt, params)
+    assert sum(nums_queries) == WIDE["num_hidden_layers"] * len(prompt)
+    assert answer == alone(make_engine(tmp_path, WIDE, **settings | {"attention_backend": "torch"}), prompt, REPEATING)
 
 
 def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

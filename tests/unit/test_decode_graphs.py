@@ -234,8 +234,10 @@ def test_an_engine_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(
         model=SimpleNamespace(max_model_len=8, eos_token_ids=frozenset()),
         cache=SimpleNamespace(block_size=4),
-        scheduler=SimpleNamespace(max_num_seqs=2, async_scheduling=False),
-        device=SimpleNamespace(device="cpu", uses_graphs=True, max_seq_len_to_capture=8, attention_backend="torch"),
+        scheduler=SimpleNamespace(max_decode_rows=2, async_scheduling=False),
+        device=SimpleNamespace(
+            device="cpu", uses_graphs=True, uses_triton=False, max_seq_len_to_capture=8, attention_backend="torch"
+        ),
     )
     runner = model_runner.ModelRunner(config, model, Backend(), torch.zeros(1), None)  # type: ignore[arg-type]
     assert runner.record_decode_steps(lambda *_: None) == 2

@@ -160,6 +160,21 @@ def test_offline_it_may_be_a_dict(wrong: object) -> None:
 # -- in the scheduler -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "num_drafts", "draft_batch", "expected"),
+    [(8, 4, 256, 40), (64, 4, 256, 256), (256, 4, 256, 256), (300, 4, 256, 300), (8, 1, 12, 12), (8, 0, 256, 8)],
+)
+def test_the_most_rows_that_decode_in_a_step(
+    max_num_seqs: int, num_drafts: int, draft_batch: int, expected: int
+) -> None:
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=512, prefill_chunk_tokens=64, prefill_batch_tokens=64,
+        max_itl_ms=0, stream_interval=1, async_scheduling=False, draft_batch_tokens=draft_batch,
+        speculation=SpeculativeConfig(num_speculative_tokens=num_drafts) if num_drafts else None,
+    )  # fmt: skip
+    assert config.max_decode_rows == expected
+
+
 def make(*, num_blocks: int = 64, budget: int = 64, draft_batch: int = 16, num_drafts: int = 4) -> Scheduler:
     manager = BlockManager(num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True)
     config = SchedulerConfig(

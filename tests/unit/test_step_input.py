@@ -55,3 +55,43 @@ def test_what_arrives_is_what_was_sent(seed: int) -> None:
     assert numbers_of(arrived) == numbers_of(step)
     assert arrived.token_ids.flags.writeable
     assert type(arrived.has_exports) is bool
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drafts_as_sequences_of_their_own(seed: int) -> None:
+    """Each attends to what is before it and writes where it did; nothing else changes."""
+    output, row_of = random_output(random.Random(seed))
+    together = StepInput.of(output, BLOCK_SIZE, row_of)
+    num_read_again = sum(item.end * len(item.draft_token_ids) for item in output.scheduled)
+    assert numbers_of(StepInput.of(output, BLOCK_SIZE, row_of, num_read_again - 1)) == numbers_of(together)
+    apart = StepInput.of(output, BLOCK_SIZE, row_of, num_read_again)
+    changed = {"query_lens", "context_lens", "block_tables", "num_decodes"}
+    before, after = numbers_of(together), numbers_of(apart)
+    assert {name: before[name] for name in before.keys() - changed} == {
+        name: after[name] for name in after.keys() - changed
+    }
+    layout, row, number = apart.layout, 0, 0
+    for item in output.scheduled:
+        lens = [1] * item.num_new_tokens if item.draft_token_ids else [item.num_new_tokens]
+        for num_queries in lens:
+            row += num_queries
+            assert layout.query_lens[number] == num_queries
+            assert layout.context_lens[number] == apart.positions[row - 1] + 1
+            num_blocks = -(-int(layout.context_lens[number]) // BLOCK_SIZE)
+            assert layout.block_tables[number][:num_blocks].tolist() == item.seq.block_table[:num_blocks]
+            number += 1
+    assert number == len(layout.query_lens)
+    assert row == len(apart.token_ids)
+
+
+def test_a_step_of_drafts_is_one_in_which_all_decode() -> None:
+    scheduled = []
+    for number, drafts in enumerate(([], [5, 6], [7])):
+        seq = Sequence(number, str(number), list(range(9 + number)), 9, SamplingParams(), block_table=list(range(4)))
+        seq.num_computed_tokens = len(seq) - 1
+        scheduled.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
+    output = SchedulerOutput(scheduled, [])
+    assert StepInput.of(output, BLOCK_SIZE, {}).layout.num_decodes == 1
+    step = StepInput.of(output, BLOCK_SIZE, {}, 1000)
+    assert step.layout.num_decodes == len(step.token_ids) == len(step.sample_rows) == 6
+    assert step.layout.context_lens.tolist() == [9, 10, 11, 12, 11, 12]

@@ -1,0 +1,60 @@
+"""Measures decoding steps with drafts (docs/speculation.md), of the engine of `steps`. Each draft is a row of its own
+of a recorded step. All are wrong, so that every step has as many.
+
+The limit is a step's without drafts: the bytes that it reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, MutableSequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from benchmarks.gpu_parts import floors
+from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.runner import Setting
+from benchmarks.gpu_parts.shapes import write_model
+from benchmarks.gpu_parts.steps import NUM_STEPS, decode_limit_ms, decoding, open_engine
+from benchmarks.stepping import timed_step
+from engine.llm_engine import LLMEngine
+from engine.scheduling.speculation import DraftHistory, SpeculativeConfig
+
+NUM_DRAFTS = 4
+BATCHES = (1, 8)
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    sizes = setting.sizes
+    context = sizes.decode_steps[0][1]
+    most = max(batch for batch, _, _ in sizes.decode_steps)
+    batches = [batch for batch in BATCHES if batch <= most]
+    config = f'{{"method": "ngram", "num_speculative_tokens": {NUM_DRAFTS}}}'
+    with TemporaryDirectory() as name:
+        engine = open_engine(write_model(Path(name), sizes.model.config), setting, speculative_config=config)
+        for batch in batches:
+            limit_ms = decode_limit_ms(sizes, batch, context, setting.known.get(floors.COPY))
+            for num_drafts in (0, NUM_DRAFTS):
+                yield Row(
+                    what=f"decode step, {batch} x {context}, {num_drafts} drafts each",
+                    value=step_ms(engine, batch, context, num_drafts), unit="ms", limit=limit_ms,
+                )  # fmt: skip
+
+
+def step_ms(engine: LLMEngine, batch: int, context: int, num_drafts: int) -> float:
+    """The time of a step in which each sequence has `num_drafts` drafts."""
+
+    def propose(token_ids: MutableSequence[int], config: SpeculativeConfig, num_wanted: int) -> list[int]:
+        del config
+        return [int(token_ids[-1]) ^ 1] * num_wanted
+
+    with (
+        patch.object(DraftHistory, "num_wanted", lambda *_: num_drafts),  # else fewer and fewer, since none is right
+        patch("engine.scheduling.drafting.propose", propose),
+        decoding(engine, batch, context),
+    ):
+        before = engine.stats.num_draft_tokens
+        times_s = [timed_step(engine) for _ in range(NUM_STEPS)]
+        assert engine.stats.num_draft_tokens - before == NUM_STEPS * batch * num_drafts
+    return 1e3 * statistics.median(times_s)
