@@ -6,7 +6,8 @@ answers to short prompts. Then streams move, one at a time:
 
     from    the decode worker whose next tokens take longest, by the line over KV in use that the router has learned
             for it (`paces`)
-    to      the prefill worker that has the least KV in use, of those without prompts
+    to      the prefill worker that has the least KV in use, of those without prompts; if none of the streams may go
+            there, such as for an adapter, the next one, then from the next decode worker
     if      a token takes `MOVE_RATIO` times as long as it would there, beside the prompts that are to come (as of late:
             `PromptShares`), and the rest of the answer gains more than computing it again costs
     which   the stream of which the other worker has least to compute: no KV is sent, and it has computed the prompt of
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from heapq import nlargest, nsmallest
+from itertools import product
 from typing import NamedTuple, Protocol, TypeVar
 
 from router.costs import Costs
@@ -32,6 +35,8 @@ UNKNOWN_RATIO = 1.5
 """The same while nothing is known of how fast the other worker decodes. It may be other hardware."""
 SHARE_HALF_LIFE_S = 2.0
 """Half-life of what is known of a worker's prompts."""
+MAX_TRIED = 4
+"""So many decode workers, and so many prefill workers, are looked at for one move: a fleet may have hundreds."""
 LOOK_S = 0.05
 """The time between two moves of a router at least: by then, workers have reported what the last one changed."""
 
@@ -107,15 +112,17 @@ def choose_move(
     """
     if not busy or not idle:
         return None
-    target = min(idle, key=lambda worker: worker.num_used_blocks)
-    source = max(busy, key=lambda worker: costs.paces.token_s(worker.key, worker.num_used_blocks))
-    if not _is_slow(costs, now_s, source, target, target.num_used_blocks):
-        return None
-    streams = [stream for stream in streams_of(source.key) if stream.may_go_to(target.key)]
-    if not streams:
-        return None
-    stream = min(streams, key=lambda stream: stream.num_tokens_again(target.key))
-    return (stream, target.key) if _gains(costs, now_s, stream, source, target) else None
+    sources = nlargest(MAX_TRIED, busy, key=lambda worker: _here_s(costs, worker))
+    targets = nsmallest(MAX_TRIED, idle, key=lambda worker: worker.num_used_blocks)
+    for source, target in product(sources, targets):
+        if not _is_slow(costs, now_s, source, target, target.num_used_blocks):
+            continue
+        streams = [stream for stream in streams_of(source.key) if stream.may_go_to(target.key)]
+        if streams:
+            stream = min(streams, key=lambda stream: stream.num_tokens_again(target.key))
+            if _gains(costs, now_s, stream, source, target):
+                return stream, target.key
+    return None
 
 
 def _is_slow(costs: Costs, now_s: float, source: Loaded, target: Loaded, num_blocks: int) -> bool:

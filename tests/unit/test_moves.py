@@ -155,6 +155,31 @@ def test_the_one_of_which_least_is_computed_again_moves() -> None:
 def test_it_leaves_the_slowest_worker_for_the_one_with_least_to_do() -> None:
     costs = learned(D, D2)
     assert chosen(200, busy=[loaded(D2, 100)], costs=costs) == (Stream(), P)
-    assert chosen(200, busy=[loaded(D2, 300)], costs=costs) is None, "the slowest one has none that may move"
+    assert chosen(200, busy=[loaded(D2, 300)], costs=costs) == (Stream(), P), "the slowest one has none that may move"
     assert chosen(200, idle=[loaded(P, 30), loaded(P2, 20)], costs=costs) == (Stream(), P2)
     assert chosen(200, idle=[loaded(P, 20), loaded(P2, 30)], costs=costs) == (Stream(), P)
+
+
+def test_where_the_slowest_or_the_best_cannot_the_next_ones_share() -> None:
+    """The slowest worker's stream may go to no one; the next one's, only to the prefill worker with more to do."""
+
+    class Choosy(Stream):
+        def may_go_to(self, worker: WorkerKey) -> bool:
+            return worker == P2
+
+    choosy, costs = Choosy(), learned(D, D2)
+    streams = {D: [Stream(stays=True)], D2: [choosy]}
+
+    def choose(num_used_blocks: int) -> tuple[Stream, WorkerKey] | None:
+        return choose_move(
+            costs,
+            now_s=NOW_S,
+            busy=[loaded(D, 400), loaded(D2, 300)],
+            idle=[loaded(P, 0), loaded(P2, num_used_blocks)],
+            streams_of=lambda worker: streams[worker],
+        )
+
+    assert choose(10) == (choosy, P2)
+    assert choose(290) is None, "it has as much to do"
+    streams[D] = [Stream()]
+    assert choose(10) == (Stream(), P), "the slowest one first, to the best"
