@@ -16,7 +16,7 @@ from rich.console import Console
 
 from engine.cache_dir import PROGRESS
 from engine.config import EngineArgs
-from protos.tandem_inference_pb2 import Mode, Timings
+from protos.tandem_inference_pb2 import Timings
 from protos.tandem_worker_pb2 import ClusterAudit
 from router.policy import PolicyConfig
 from rpc.entrypoint import stop_signals
@@ -28,7 +28,7 @@ from tandem.cluster_args import ClusterArgs
 from tandem.interrupts import INTERRUPTED
 from tandem.stderr import tell
 from tandem.supervision import ProcessEvent
-from tandem.tables import audit_problems, audit_table, format_table
+from tandem.tables import audit_problems, audit_table, format_table, mode_text
 
 QUESTION = "Explain in a few sentences why the sky is blue."
 FOLLOW_UP = "Thank you! Now say the same in one short sentence."
@@ -181,14 +181,6 @@ def describe(answer: Answer) -> list[tuple[str, str]]:
         ("first token (TTFT)", f"after {timings.time_to_first_token_ms:.1f} ms"),
         ("each later one (TPOT)", f"{timings.time_per_output_token_ms:.1f} ms"),
     ]
-
-
-def mode_text(timings: Timings) -> str:
-    """The workers that served the request."""
-    if timings.mode == Mode.MODE_DISAGGREGATED:
-        return f"{timings.prefill_worker} -> {timings.decode_worker}"
-    name = "local" if timings.mode == Mode.MODE_LOCAL else "stay"
-    return f"{name}: {timings.decode_worker} alone"
 
 
 def _transfer_lines(timings: Timings) -> list[tuple[str, str]]:

@@ -21,6 +21,11 @@ INTERRUPTED = 130
 _ALIKE = (signal.SIGTERM, signal.SIGHUP)
 
 
+def is_told_to_end() -> bool:
+    """Whether a Ctrl-C was SIGTERM, or a terminal that was closed: nobody is there to go on."""
+    return all(signal.getsignal(number) is signal.SIG_IGN for number in _ALIKE)
+
+
 def _leave(signum: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 

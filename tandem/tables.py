@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protos.tandem_inference_pb2 import Logprob, TokenLogprobs
+from protos.tandem_inference_pb2 import Logprob, Mode, Timings, TokenLogprobs
 from protos.tandem_worker_pb2 import (
     BlockLedger,
     ClusterAudit,
@@ -35,6 +35,14 @@ def router_line(status: ClusterStatus, address: str) -> str:
         f"router {status.router_id} at {address}: {status.num_running_requests} running, "
         f"{status.num_queued_requests} queued ({status.num_queued_tokens} tokens){registry}"
     )
+
+
+def mode_text(timings: Timings) -> str:
+    """The workers that served the request."""
+    if timings.mode == Mode.MODE_DISAGGREGATED:
+        return f"{timings.prefill_worker} -> {timings.decode_worker}"
+    name = "local" if timings.mode == Mode.MODE_LOCAL else "stay"
+    return f"{name}: {timings.decode_worker} alone"
 
 
 def seen_by_all(statuses: Sequence[ClusterStatus]) -> ClusterStatus:

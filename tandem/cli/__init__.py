@@ -29,6 +29,7 @@ COMMANDS = {
     "demo": "tandem.cli.demo",
     "up": "tandem.cli.up",
     "generate": "tandem.cli.generate",
+    "chat": "tandem.cli.chat",
     "status": "tandem.cli.status",
     "top": "tandem.cli.top",
     "audit": "tandem.cli.status",
@@ -42,7 +43,6 @@ COMMANDS = {
 """Name of each sub-command (and of its function) -> its module."""
 ELSEWHERE = {
     "serve": "tandem up --model MODEL",
-    "chat": "tandem generate --chat TEXT",
     "complete": "tandem generate TEXT",
 }
 """vLLM's commands -> what does that here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,8 @@ from rpc.errors import (
     Unreachable,
 )
 from tandem.answer import StreamBroken
+from tandem.resume import OnBroken
+from tandem.stderr import tell
 
 SAMPLING_PREFIX = "sampling_params."
 FLAGS = {"model": "--model", "cache_salt": "--cache-salt", "chat.template_kwargs": "--chat-template-kwargs"}
@@ -58,6 +61,19 @@ def _flag(field: str) -> str:
     if field.startswith("chat.tool"):
         return "--tools" + field.removeprefix("chat.tools") if field.startswith("chat.tools") else "--tool-choice"
     return "PROMPT" if field.split(".")[0] in ("text", "chat", "prompt") else field
+
+
+def told_of_broken(address: str, *, is_in_line: bool = True) -> OnBroken:
+    """An `on_broken` that tells the user why the answer has stopped. `is_in_line`: the answer is printed as it comes,
+    and may be in the middle of a line."""
+
+    def on_broken(error: TandemError, left_s: float) -> None:
+        if is_in_line and sys.stdout and sys.stdout.isatty():
+            tell("")
+        what = f"waiting up to {left_s:.0f} s for a router that goes on"
+        tell(f"the router at {address} stopped answering ({error.message}): {what}")
+
+    return on_broken
 
 
 @contextmanager

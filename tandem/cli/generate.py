@@ -13,14 +13,21 @@ import click
 from protos.tandem_inference_pb2 import TokenLogprobs
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
 from rpc.entrypoint import with_flags
-from rpc.errors import TandemError
 from rpc.tls import ClientTLS
-from tandem.cli.errors import readable_errors
-from tandem.cli.options import examples, json_option, key_option, no_nan, router_option, tls_option
+from tandem.cli.errors import readable_errors, told_of_broken
+from tandem.cli.options import (
+    examples,
+    json_option,
+    key_option,
+    no_nan,
+    router_option,
+    template_kwargs_option,
+    tls_option,
+)
+from tandem.cli.printed import PrintedAnswer
 from tandem.client import Client
 from tandem.interrupts import INTERRUPTED
 from tandem.requests import Prompt, Sampling, generate_request
-from tandem.resume import OnBroken
 from tandem.stderr import tell
 from tandem.tables import logprobs_table, print_table
 from tandem.tools import CHOICES, CallsStream
@@ -106,11 +113,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     metavar="CHOICE",
     help="Whether to call tools: auto, none, required, or the name of the tool to call.",
 )
-@click.option(
-    "--chat-template-kwargs",
-    metavar="JSON",
-    help="Variables for the model's chat template, such as '{\"enable_thinking\": false}'. Implies --chat.",
-)
+@template_kwargs_option("Implies --chat.")
 @click.option(
     "--thinking-token-budget",
     type=int,
@@ -153,10 +156,11 @@ def generate(
         raise click.UsageError("PROMPT: must not be empty")
     asked = _as_chat(text, system) if is_chat else text
     _check_can_be_sent(asked, sampling)
+    on_broken = told_of_broken(address, is_in_line=not is_json)
     try:
         with (
             readable_errors(address),
-            Client(address, api_key=api_key, tls=tls, on_broken=_said(address, is_json)) as client,
+            Client(address, api_key=api_key, tls=tls, on_broken=on_broken) as client,
         ):
             if is_json:
                 answer = client.generate(asked, model=model, timeout_s=timeout_s, **sampling)
@@ -176,7 +180,6 @@ def _sampling_of(
     json_schema: str | None,
     tools: str | None,
     tool_choice: str | None,
-    chat_template_kwargs: str | None,
     **plain: Any,
 ) -> Sampling:
     """The sampling parameters from the flags. `plain`: flags whose values are sent as they are."""
@@ -192,8 +195,6 @@ def _sampling_of(
         sampling["tool_choice"] = _tool_choice(tool_choice)
     elif tool_choice is not None:
         raise click.UsageError("--tool-choice: needs --tools")
-    if chat_template_kwargs is not None:
-        sampling["chat_template_kwargs"] = _read_template_kwargs(chat_template_kwargs)
     return sampling
 
 
@@ -205,18 +206,6 @@ def _check_can_be_sent(prompt: Prompt, sampling: Sampling) -> None:
     if num_bytes > (most := DEFAULT_MAX_MESSAGE_BYTES):
         bound = f"the request has {num_bytes} bytes, the maximum is {most}"
         raise click.UsageError(f"PROMPT: is too long: {bound}")
-
-
-def _said(address: str, is_json: bool) -> OnBroken:
-    """An `on_broken` that tells the user why the answer has stopped."""
-
-    def on_broken(error: TandemError, left_s: float) -> None:
-        if not is_json and sys.stdout and sys.stdout.isatty():  # the answer may be in the middle of a line
-            tell("")
-        what = f"waiting up to {left_s:.0f} s for a router that goes on"
-        tell(f"the router at {address} stopped answering ({error.message}): {what}")
-
-    return on_broken
 
 
 def _stdin() -> bytes:
@@ -236,16 +225,6 @@ def _read_tools(path: str) -> list[Any]:
     if not isinstance(tools, list) or not tools:
         raise click.UsageError(f"--tools: {path} must hold a list of tools, [{{...}}, ...], holds {tools!s:.60}")
     return tools
-
-
-def _read_template_kwargs(text: str) -> dict[str, Any]:
-    try:
-        variables = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"--chat-template-kwargs: is not JSON: {error}") from error
-    if not isinstance(variables, dict):
-        raise click.UsageError(f"--chat-template-kwargs: must be a JSON object, is {text:.60}")
-    return variables
 
 
 def _tool_choice(choice: str | None) -> str | dict[str, Any] | None:
@@ -268,27 +247,18 @@ def _as_chat(text: str, system: str | None) -> Prompt:
 
 
 def _stream(client: Client, prompt: Prompt, model: str, timeout_s: float | None, sampling: Sampling) -> None:
-    has_printed = has_thought = False
+    printed = PrintedAnswer()
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     calls = CallsStream()
     try:
         for message in client.stream(prompt, model=model, timeout_s=timeout_s, **sampling):
-            if message.reasoning:
-                click.secho(message.reasoning, dim=True, nl=False, err=True)
-                has_thought = True
-            if message.text and has_thought and not has_printed:
-                click.echo("\n", err=True)
-            click.echo(message.text, nl=False)
-            has_printed = has_printed or bool(message.text)
+            printed.accept(message)
             logprobs += message.logprobs
             calls.accept(message.tool_calls)
             prompt_logprobs += message.prompt_logprobs
     finally:
-        if has_printed:  # so that an error starts on a new line
-            click.echo()
-        elif has_thought:
-            click.echo(err=True)
+        printed.end()
     for call in calls.calls():
         click.echo(f"{call.name}({call.arguments})")
     if prompt_logprobs:

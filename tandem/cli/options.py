@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -16,6 +17,7 @@ from tandem.client import DEFAULT_ADDRESS
 from tandem.client_base import checked_address
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _read_by(read: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str], T]:
@@ -64,6 +66,31 @@ tls_option = click.option(
     callback=_read_by(lambda path: ClientTLS.of_files(ca=path) if path else None),
     help="PEM file of the CA that signed the router's certificate. If given, the router is called over TLS.",
 )
+
+
+def template_kwargs_option(also: str = "") -> Callable[[F], F]:
+    """`also`: what else its help should say."""
+    return click.option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        callback=_read_template_kwargs,
+        help=f"Variables for the model's chat template, such as '{{\"enable_thinking\": false}}'. {also}".rstrip(),
+    )
+
+
+def _read_template_kwargs(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        variables = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"--chat-template-kwargs: is not JSON: {error}") from error
+    if not isinstance(variables, dict):
+        raise click.UsageError(f"--chat-template-kwargs: must be a JSON object, is {text:.60}")
+    return variables
+
 
 json_option = click.option("--json", "is_json", is_flag=True, help="Print one JSON object to stdout, for programs.")
 
