@@ -294,7 +294,7 @@ class EngineArgs:
         metadata={
             "help": "Fraction of a GPU's memory for weights, KV pool and a step's working memory, in (0, 1]; used if "
             "the pool's size is not given. Engines that share a GPU need smaller fractions; tandem up divides the "
-            "default among its workers."
+            "default among workers that share one."
         },
     )
     enable_prefix_caching: bool = field(

@@ -47,6 +47,7 @@ from tandem.cluster_args import (
     router_spec,
     worker_spec,
 )
+from tandem.gpus import in_words, share_out, visible_gpus
 from tandem.local_redis import LocalRedis, LocalRedisError
 from tandem.process_run import ProcessSpec, dying_with_us
 from tandem.stderr import tell
@@ -171,13 +172,22 @@ class Cluster:
             await self._or_failure(self._supervise(self._redis.spec(REDIS)).wait_running())
         for name in self.args.router_names:
             self._supervise(router_spec(self.args, name, folder, self.redis_url))
-        for name in self.args.worker_names:
-            self._supervise(worker_spec(self.args, name, folder, self.redis_url, self._advertise.get(name, "")))
+        self._start_workers(folder)
         if self.args.gateway_names:
             for name in self.args.router_names:
                 await self._or_failure(self._processes[name].wait_running())
             self._start_gateways()
         await self._or_failure(self._wait_ready())
+
+    def _start_workers(self, folder: Path) -> None:
+        args, names = self.args, self.args.worker_names
+        gpus = visible_gpus() if args.engine.device != "cpu" else ()
+        shares = share_out(gpus, names, args.engine.tensor_parallel_size)
+        if len(gpus) > 1 and shares:
+            self._on_line("tandem", in_words(shares))
+        for name in names:
+            advertise = self._advertise.get(name, "")
+            self._supervise(worker_spec(args, name, folder, self.redis_url, advertise, shares.get(name)))
 
     def _start_gateways(self) -> None:
         """Start the gateways. Several share one port, which this process holds from now on."""

@@ -23,6 +23,7 @@ from rpc.entrypoint import ServiceArgs, with_flags
 from rpc.server import split_address
 from rpc.targets import target_of
 from rpc.tls import SSL_FIELDS, SslArgs
+from tandem.gpus import VISIBLE, Gpus
 from tandem.process_run import ProcessSpec
 from worker_service.args import WorkerArgs
 
@@ -187,12 +188,11 @@ class ClusterArgs:
         several_gateways = self.gateway_names if self.num_gateways > 1 else []
         return [*self.router_names, *self.worker_names, *several_gateways]
 
-    @property
-    def gpu_share(self) -> float:
-        """Fraction of a GPU's memory for each worker: all workers use the machine's first GPU, or first ones. The
-        default fraction is meant for one engine and divided among the workers; a given one applies to each worker."""
+    def gpu_share(self, num_sharing: int) -> float:
+        """Fraction of a GPU's memory for each of `num_sharing` workers that have it. The default fraction is meant for
+        one engine and divided among the workers; a given one applies to each worker."""
         asked = self.engine.gpu_memory_utilization
-        return asked if asked != EngineArgs.gpu_memory_utilization else asked / len(self.worker_names)
+        return asked if asked != EngineArgs.gpu_memory_utilization else asked / num_sharing
 
     @property
     def served_model_name(self) -> str:
@@ -278,9 +278,12 @@ def gateway_spec(args: ClusterArgs, name: str, listen: str, router: str) -> Proc
     return ProcessSpec(name=name, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 
-def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, advertise: str = "") -> ProcessSpec:
+def worker_spec(
+    args: ClusterArgs, name: str, folder: Path, redis_url: str, advertise: str = "", gpus: Gpus | None = None
+) -> ProcessSpec:
     """The worker `name`; its role is the part of the name before the dash. `advertise`: the address at which others
-    reach it, if that is not where it listens."""
+    reach it, if that is not where it listens. `gpus`: the worker's; None: it takes the first ones that it sees, as all
+    others do."""
     num_threads = args.engine.num_threads or max(1, num_cores() // len(args.worker_names))
     engine = replace(
         args.engine,
@@ -289,7 +292,7 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
         load_format="auto" if args.engine.load_format == "gguf" else args.engine.load_format,
         served_model_name=args.served_model_name,
         num_threads=num_threads,
-        gpu_memory_utilization=args.gpu_share,
+        gpu_memory_utilization=args.gpu_share(gpus.num_sharing if gpus else len(args.worker_names)),
     )
     module = "prefill_service" if name.startswith("prefill") else "decode_service"
     own = {
@@ -301,6 +304,8 @@ def worker_spec(args: ClusterArgs, name: str, folder: Path, redis_url: str, adve
     }
     command = _command(module, own, args.settings_of(WorkerArgs), vars(engine))
     env = {**python_env(), "REDIS_URL": redis_url, "OMP_NUM_THREADS": str(num_threads), **WAITING_THREADS}
+    if gpus:
+        env[VISIBLE] = gpus.visible
     return ProcessSpec(name=name, command=lambda _: command, ready_pattern=LISTENING, env=env)
 
 

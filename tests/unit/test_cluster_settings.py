@@ -26,6 +26,7 @@ from rpc.entrypoint import build
 from rpc.tls import SSL_FIELDS, SslArgs
 from tandem.cli.up import up
 from tandem.cluster_args import OWN, SERVICES, ClusterArgs, gateway_spec, router_spec, worker_spec
+from tandem.gpus import VISIBLE, Gpus
 from tandem.process_run import ProcessSpec
 from worker_service.args import WorkerArgs
 
@@ -179,8 +180,22 @@ def test_every_engine_setting_reaches_the_worker() -> None:
 )
 def test_workers_share_a_gpu(settings: dict[str, Any], share: float) -> None:
     """If each worker took nine tenths of it, nothing would be left for the second."""
-    command = worker_spec(ClusterArgs(**settings), "decode-1", FOLDER, REDIS).command("")
-    assert float(command[command.index("--gpu-memory-utilization") + 1]) == pytest.approx(share)
+    spec = worker_spec(ClusterArgs(**settings), "decode-1", FOLDER, REDIS)
+    assert share_of(spec) == pytest.approx(share)
+    assert VISIBLE not in spec.env
+
+
+@pytest.mark.parametrize(("asked", "num_sharing", "share"), [(0.9, 1, 0.9), (0.9, 2, 0.45), (0.4, 2, 0.4)])
+def test_a_worker_sees_its_own_gpus(asked: float, num_sharing: int, share: float) -> None:
+    args = ClusterArgs(num_decode=3, engine=EngineArgs(gpu_memory_utilization=asked))
+    spec = worker_spec(args, "decode-1", FOLDER, REDIS, gpus=Gpus(("2", "3"), ("0", "1"), num_sharing))
+    assert spec.env[VISIBLE] == "2,3,0,1"
+    assert share_of(spec) == pytest.approx(share)
+
+
+def share_of(spec: ProcessSpec) -> float:
+    command = spec.command("")
+    return float(command[command.index("--gpu-memory-utilization") + 1])
 
 
 def test_every_setting_of_the_policy_reaches_the_router() -> None:

@@ -43,7 +43,7 @@ def cluster(
     (folder / "template").write_text(TEMPLATE.read_text().rstrip("\n") + THINKING)
     flags = (*LITTLE_ROOM, "--chat-template", str(folder / "template"), "--metrics-port", "0")
     traced = ("--otlp-traces-endpoint", collector.endpoint)
-    env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+    env = {"OTEL_BSP_SCHEDULE_DELAY": "100", "CUDA_VISIBLE_DEVICES": "5,3"}  # GPUs for test_worker_gpus.py; none here
     with run_cluster(folder / "log", "--model", str(model), *FLAGS, *flags, *traced, env=env) as running:
         yield running
 

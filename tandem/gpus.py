@@ -1,0 +1,82 @@
+"""Which of this machine's GPUs each worker of a local cluster gets.
+
+    visible_gpus ──> share_out ──> for each worker: CUDA_VISIBLE_DEVICES, and how many workers have these GPUs
+
+A worker has a GPU for each of its ranks: GPUs of its own as long as there are enough, otherwise the workers share all
+that there are. It takes the first ones that it sees, so its own come first. It sees the others, too, since CUDA opens
+a peer's memory (`--transport ipc`) only on a GPU that is visible.
+
+Owns nothing. Imports no torch, which would take the starting process seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NVML = "libnvidia-ml.so.1"
+"""NVIDIA's library about GPUs, which comes with the driver."""
+
+
+class Gpus(NamedTuple):
+    """What one worker gets."""
+
+    own: tuple[str, ...]
+    """As in CUDA_VISIBLE_DEVICES, one for each rank."""
+    others: tuple[str, ...]
+    """All others of the machine."""
+    num_sharing: int
+    """How many workers have the same GPUs for their own, this one included."""
+
+    @property
+    def visible(self) -> str:
+        """CUDA_VISIBLE_DEVICES for the worker."""
+        return ",".join([*self.own, *self.others])
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that processes started from here see, named as in CUDA_VISIBLE_DEVICES; empty if there is none."""
+    if (given := os.environ.get(VISIBLE)) is not None:
+        # CUDA ignores what follows a name that is none.
+        return tuple(takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in given.split(","))))
+    return tuple(str(number) for number in range(_num_gpus()))
+
+
+def share_out(gpus: Sequence[str], workers: Sequence[str], num_ranks: int) -> Mapping[str, Gpus]:
+    """Each worker's GPUs, by its name: in turn, so that those which share GPUs are of both roles, if there are as many
+    of each. Empty if there are fewer GPUs than a worker has ranks: workers then say so themselves."""
+    num_places = len(gpus) // num_ranks
+    if not num_places:
+        return {}
+    places = [number % num_places for number in range(len(workers))]
+    num_at = Counter(places)
+
+    def at(place: int) -> Gpus:
+        begin, end = place * num_ranks, (place + 1) * num_ranks
+        return Gpus(tuple(gpus[begin:end]), (*gpus[:begin], *gpus[end:]), num_at[place])
+
+    return {worker: at(place) for worker, place in zip(workers, places, strict=True)}
+
+
+def in_words(shares: Mapping[str, Gpus]) -> str:
+    """ "prefill-1 on GPU 0, decode-1 on GPU 1"."""
+    return ", ".join(f"{worker} on GPU {' and '.join(gpus.own)}" for worker, gpus in shares.items())
+
+
+def _num_gpus() -> int:
+    """By NVIDIA's driver; 0 without one."""
+    try:
+        nvml = ctypes.CDLL(NVML)
+        if nvml.nvmlInit_v2():
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    number = ctypes.c_uint()
+    has_failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(number))
+    nvml.nvmlShutdown()
+    return 0 if has_failed else number.value

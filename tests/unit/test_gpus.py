@@ -1,0 +1,89 @@
+"""Which GPUs the workers of a local cluster get. The driver's library is one of ours, which only counts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.gpus import NVML, VISIBLE, in_words, share_out, visible_gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUR = ("prefill-1", "prefill-2", "decode-1", "decode-2")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "workers", "num_ranks", "expected"),
+    [
+        (1, FOUR, 1, [("0", 4)] * 4),
+        (2, FOUR, 1, [("0", 2), ("1", 2)] * 2),
+        (3, FOUR, 1, [("0", 2), ("1", 1), ("2", 1), ("0", 2)]),
+        (8, FOUR, 1, [(str(number), 1) for number in range(4)]),
+        (8, FOUR, 2, [(f"{number},{number + 1}", 1) for number in (0, 2, 4, 6)]),
+        (5, FOUR[1:3], 2, [("0,1", 1), ("2,3", 1)]),
+        (3, FOUR[1:3], 2, [("0,1", 2)] * 2),
+    ],
+)
+def test_each_has_its_own_as_long_as_there_are_enough(
+    num_gpus: int, workers: tuple[str, ...], num_ranks: int, expected: list[tuple[str, int]]
+) -> None:
+    names = [str(number) for number in range(num_gpus)]
+    shares = share_out(names, workers, num_ranks)
+    assert list(shares) == list(workers)
+    assert [(",".join(gpus.own), gpus.num_sharing) for gpus in shares.values()] == expected
+    for gpus in shares.values():
+        assert gpus.visible.startswith(",".join(gpus.own))
+        assert sorted(gpus.visible.split(",")) == names
+
+
+@pytest.mark.parametrize(("num_gpus", "num_ranks"), [(0, 1), (1, 2)])
+def test_without_enough_for_one_worker_nothing_is_shared_out(num_gpus: int, num_ranks: int) -> None:
+    assert share_out(["0"] * num_gpus, FOUR, num_ranks) == {}
+
+
+def test_in_words() -> None:
+    shares = share_out(["0", "1", "GPU-5", "7"], ("prefill-1", "decode-1"), 2)
+    assert in_words(shares) == "prefill-1 on GPU 0 and 1, decode-1 on GPU GPU-5 and 7"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("2, GPU-5f ,0", ("2", "GPU-5f", "0")), ("0,-1,1", ("0",)), ("", ()), ("-1", ()), ("1,,2", ("1",))],
+)
+def test_only_those_that_we_see_ourselves(
+    monkeypatch: pytest.MonkeyPatch, given: str, expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(VISIBLE, given)
+    assert visible_gpus() == expected
+
+
+COUNTING = """
+int nvmlInit_v2(void) {{ return {init}; }}
+int nvmlDeviceGetCount_v2(unsigned int *number) {{ *number = 3; return {count}; }}
+int nvmlShutdown(void) {{ return 0; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [
+        (COUNTING.format(init=0, count=0), "('0', '1', '2')"),
+        (COUNTING.format(init=9, count=0), "()"),
+        (COUNTING.format(init=0, count=15), "()"),
+        ("int nothing;", "()"),
+        ("", "()"),
+    ],
+    ids=["three", "no driver", "none to be counted", "another library", "no library"],
+)
+def test_otherwise_the_driver_counts_them(tmp_path: Path, library: str, expected: str) -> None:
+    if library:
+        (tmp_path / "nvml.c").write_text(library)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / NVML, tmp_path / "nvml.c"], check=True)
+    env = {name: value for name, value in os.environ.items() if name != VISIBLE}
+    env |= {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    asked = "import sys; from tandem.gpus import visible_gpus; print(visible_gpus()); assert 'torch' not in sys.modules"
+    told = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == expected
