@@ -17,13 +17,14 @@ from typing import Any
 
 from engine.config import EngineArgs
 from gateway.args import GatewayArgs
+from kv_transfer import TRANSPORTS
 from router.args import RouterArgs
 from router.policy import PolicyConfig
 from rpc.entrypoint import ServiceArgs, with_flags
 from rpc.server import split_address
 from rpc.targets import target_of
 from rpc.tls import SSL_FIELDS, SslArgs
-from tandem.gpus import VISIBLE, Gpus
+from tandem.gpus import VISIBLE, Gpus, has_cuda_ipc
 from tandem.process_run import ProcessSpec
 from worker_service.args import WorkerArgs
 
@@ -35,6 +36,8 @@ MAX_WORKERS = 64
 """Workers of one role on one machine: each is a process that loads the model."""
 MAX_FRONTS = 64
 """Routers, or gateways, on one machine."""
+AUTO = "auto"
+"""The transport is chosen by `transport_of`."""
 SERVICES: tuple[type[SslArgs], ...] = (RouterArgs, WorkerArgs, GatewayArgs)
 """Services whose settings a cluster takes, beside those of an engine and of the router's policy."""
 NO_TLS = dict.fromkeys(SSL_FIELDS, "")
@@ -53,6 +56,7 @@ OWN = {
     "router_api_key": "likewise: the first of them",
     "worker_id": "the worker's name",
     "advertise": "where it listens, unless the cluster is told what stands in between",
+    "transport": "the cluster's, once the workers' GPUs are known",
     "failpoints": "for tests, which start workers by themselves",
 }
 """Settings of services that are not passed on as they are, each with where its value comes from instead."""
@@ -81,7 +85,7 @@ class ClusterArgs:
     """The router's address; port 0 takes a free one. Further routers take the ports after it, or free ones."""
     http_port: int | None = None
     """Port of all gateways (OpenAI's HTTP API), on the router's host; 0 takes a free one. None: there is no gateway."""
-    transport: str = "grpc"
+    transport: str = AUTO
     redis_url: str = ""
     """Empty: the cluster starts its own Redis."""
     namespace: str = "tandem"
@@ -124,6 +128,8 @@ class ClusterArgs:
             raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
         if self.num_prefill > MAX_WORKERS:
             raise ValueError(f"--prefill must be at most {MAX_WORKERS}, is {self.num_prefill}")
+        if self.transport not in (transports := (AUTO, *TRANSPORTS)):
+            raise ValueError(f"--transport must be one of {', '.join(transports)}, is {self.transport!r}")
         for flag, number in (("--routers", self.num_routers), ("--gateways", self.num_gateways)):
             if not 1 <= number <= MAX_FRONTS:
                 raise ValueError(f"{flag} must be in [1, {MAX_FRONTS}], is {number}")
@@ -278,6 +284,15 @@ def gateway_spec(args: ClusterArgs, name: str, listen: str, router: str) -> Proc
     return ProcessSpec(name=name, command=command, ready_pattern=LISTENING, env=env, must_start=True)
 
 
+def transport_of(args: ClusterArgs, gpus: Gpus | None) -> str:
+    """The transport of a worker with these GPUs. With `auto`, workers of one GPU write into each other's memory on it,
+    where `grpc` would take each block to the host and back."""
+    if args.transport != AUTO:
+        return args.transport
+    have_one_gpu = gpus is not None and gpus.num_sharing == len(args.worker_names)
+    return "ipc" if have_one_gpu and has_cuda_ipc() else WorkerArgs.transport
+
+
 def worker_spec(
     args: ClusterArgs, name: str, folder: Path, redis_url: str, advertise: str = "", gpus: Gpus | None = None
 ) -> ProcessSpec:
@@ -299,6 +314,7 @@ def worker_spec(
         "listen": "127.0.0.1:0",
         "worker_id": args.worker_id(name),
         "advertise": advertise,
+        "transport": transport_of(args, gpus),
         "failpoints": "",
         "metrics_listen": args.metrics_listen(name),
     }

@@ -15,6 +15,7 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -66,6 +67,15 @@ def share_out(gpus: Sequence[str], workers: Sequence[str], num_ranks: int) -> Ma
 def in_words(shares: Mapping[str, Gpus]) -> str:
     """ "prefill-1 on GPU 0, decode-1 on GPU 1"."""
     return ", ".join(f"{worker} on GPU {' and '.join(gpus.own)}" for worker, gpus in shares.items())
+
+
+def has_cuda_ipc() -> bool:
+    """Whether workers on one GPU can write into each other's memory there: what `--transport ipc` needs for that is
+    installed."""
+    try:
+        return all(find_spec(name) is not None for name in ("triton", "cuda.bindings"))
+    except ModuleNotFoundError:  # of `cuda`
+        return False
 
 
 def _num_gpus() -> int:

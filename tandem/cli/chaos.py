@@ -17,8 +17,8 @@ from router.policy import PolicyConfig
 from rpc.entrypoint import build, options_of
 from tandem.chaos.args import ENGINE, POLICY, SoakArgs
 from tandem.cli.options import examples, json_option
-from tandem.cluster_args import ClusterArgs
 from tandem.stderr import tell
+from worker_service.args import WorkerArgs
 
 
 @click.command(
@@ -41,7 +41,7 @@ from tandem.stderr import tell
 @click.option("--decode", "num_decode", type=int, default=2, show_default=True, help="Number of decode workers.")
 @click.option("--routers", "num_routers", type=int, default=1, show_default=True, help="Number of routers.")
 @click.option("--gateways", "num_gateways", type=int, default=1, show_default=True, help="Number of HTTP gateways.")
-@click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
+@click.option("--transport", type=click.Choice(TRANSPORTS), default=WorkerArgs.transport, show_default=True,
               help="Transport for KV between workers. Only over grpc is KV damaged in transit.")  # fmt: skip
 @click.option("--lora-dir", default="",
               help="Folder of two or more LoRA adapters, in PEFT's layout. Workers watch a folder of links to them, "

@@ -9,7 +9,7 @@ import click
 
 from kv_transfer import TRANSPORTS
 from tandem.cli.options import examples
-from tandem.cluster_args import ClusterArgs
+from worker_service.args import WorkerArgs
 
 
 @click.command(
@@ -17,7 +17,7 @@ from tandem.cluster_args import ClusterArgs
     epilog=examples("tandem demo", "tandem demo --prompt 'What is a KV cache?' --transport nixl"),
 )
 @click.option("--prompt", default="", help="What to ask. Default: a question whose answer takes a few sentences.")
-@click.option("--transport", type=click.Choice(TRANSPORTS), default=ClusterArgs.transport, show_default=True,
+@click.option("--transport", type=click.Choice(TRANSPORTS), default=WorkerArgs.transport, show_default=True,
               help="How KV moves from the prefill to the decode worker.")  # fmt: skip
 @click.option("--verbose", "is_verbose", is_flag=True, help="Show the log lines of all processes.")
 def demo(prompt: str, transport: str, is_verbose: bool) -> None:

@@ -18,7 +18,7 @@ from router.policy import PolicyConfig
 from rpc.entrypoint import Several, build, options_of, stop_signals
 from tandem.cli.options import examples
 from tandem.cluster import Cluster, ClusterError
-from tandem.cluster_args import OWN, SERVICES, ClusterArgs
+from tandem.cluster_args import AUTO, OWN, SERVICES, ClusterArgs
 from tandem.stderr import tell
 from tandem.vllm_settings import instead_of_flag
 
@@ -99,6 +99,9 @@ class _Up(click.Command):
 @_option("--redis", "redis_url", default="", envvar="REDIS_URL", metavar="URL",
          help="Redis to use: redis://HOST:PORT or unix://PATH. Default: start one, which stops with the "
               "cluster.")  # fmt: skip
+@_option("--transport", default=AUTO,
+         help="Transport for KV blocks between workers: grpc, ipc (writes into the other worker's memory), nixl "
+              "(NVIDIA's NIXL) or auto (ipc if all workers have the same GPU, else grpc).")  # fmt: skip
 @_service_options
 @options_of(PolicyConfig)
 @options_of(EngineArgs)

@@ -44,7 +44,6 @@ TEXTS = {
     "reasoning_parser": "none",
     "scheduling_policy": "fcfs",
     "tool_call_parser": "hermes",
-    "transport": "nixl",
 }
 """Differs from the default."""
 
@@ -193,6 +192,24 @@ def test_a_worker_sees_its_own_gpus(asked: float, num_sharing: int, share: float
     assert share_of(spec) == pytest.approx(share)
 
 
+@pytest.mark.parametrize(
+    ("asked", "num_sharing", "has_cuda_ipc", "expected"),
+    [
+        ("auto", 4, True, "ipc"), ("auto", 4, False, "grpc"), ("auto", 2, True, "grpc"), ("auto", 0, True, "grpc"),
+        ("grpc", 4, True, "grpc"), ("nixl", 2, True, "nixl"), ("ipc", 0, False, "ipc"),
+    ],
+)  # fmt: skip
+def test_workers_of_one_gpu_write_into_each_others_memory(
+    monkeypatch: pytest.MonkeyPatch, asked: str, num_sharing: int, has_cuda_ipc: bool, expected: str
+) -> None:
+    """`num_sharing`, of four workers; 0: there is no GPU."""
+    monkeypatch.setattr("tandem.cluster_args.has_cuda_ipc", lambda: has_cuda_ipc)
+    args = ClusterArgs(num_prefill=2, num_decode=2, transport=asked)
+    gpus = Gpus(("0",), (), num_sharing) if num_sharing else None
+    command = worker_spec(args, "decode-1", FOLDER, REDIS, gpus=gpus).command("")
+    assert command[command.index("--transport") + 1] == expected
+
+
 def share_of(spec: ProcessSpec) -> float:
     command = spec.command("")
     return float(command[command.index("--gpu-memory-utilization") + 1])
@@ -211,7 +228,7 @@ def test_every_setting_of_the_policy_reaches_the_router() -> None:
     [
         ({"num_decode": 0}, "--decode must be in [1, 64], is 0"),
         ({"num_prefill": 0}, "--prefill must be at least 1"),
-        ({"transport": "tcp"}, "--transport must be one of grpc, ipc, nixl"),
+        ({"transport": "tcp"}, "--transport must be one of auto, grpc, ipc, nixl"),
         ({"listen": "nowhere"}, "--listen: must be HOST:PORT"),
         ({"redis_url": "localhost"}, "--redis must be a redis://"),
         ({"namespace": "a b"}, "--namespace must be"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.gpus import NVML, VISIBLE, in_words, share_out, visible_gpus
+from tandem.gpus import NVML, VISIBLE, has_cuda_ipc, in_words, share_out, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUR = ("prefill-1", "prefill-2", "decode-1", "decode-2")
@@ -87,3 +87,24 @@ def test_otherwise_the_driver_counts_them(tmp_path: Path, library: str, expected
     asked = "import sys; from tandem.gpus import visible_gpus; print(visible_gpus()); assert 'torch' not in sys.modules"
     told = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        (("triton", "cuda/bindings"), True),
+        (("triton", "cuda"), False),
+        (("triton",), False),
+        (("cuda/bindings",), False),
+    ],
+)
+def test_what_writing_into_a_peers_gpu_memory_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], expected: bool
+) -> None:
+    for package in installed:
+        (tmp_path / package).mkdir(parents=True)
+        (tmp_path / package / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("cuda", "triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert has_cuda_ipc() is expected
