@@ -111,7 +111,7 @@ class DevicePeers:
         except RuntimeError as error:
             raise TransportMissing(
                 f"other processes cannot open this GPU's memory ({error}). PYTORCH_CUDA_ALLOC_CONF must not ask for "
-                "expandable_segments or cudaMallocAsync"
+                "expandable_segments or cudaMallocAsync; --transport grpc works without"
             ) from error
         return pb.CudaMemory(handle=handle, offset=offset, num_bytes=num_bytes)
 
