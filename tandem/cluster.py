@@ -40,6 +40,7 @@ from rpc.server import CannotListen, is_any_host, split_address
 from rpc.targets import addresses_of, target_of
 from tandem.client_base import INFERENCE_SERVICE
 from tandem.cluster_args import (
+    AUTO,
     REDIS,
     ClusterArgs,
     gateway_spec,
@@ -47,7 +48,7 @@ from tandem.cluster_args import (
     router_spec,
     worker_spec,
 )
-from tandem.gpus import in_words, share_out, visible_gpus
+from tandem.gpus import IPC_IS_FASTER, in_words, share_out, visible_gpus
 from tandem.local_redis import LocalRedis, LocalRedisError
 from tandem.process_run import ProcessSpec, dying_with_us
 from tandem.stderr import tell
@@ -185,6 +186,9 @@ class Cluster:
         shares = share_out(gpus, names, args.engine.tensor_parallel_size)
         if len(gpus) > 1 and shares:
             self._on_line("tandem", in_words(shares))
+            is_apart = args.transport == AUTO and any(each.num_sharing < len(names) for each in shares.values())
+            if is_apart and not args.is_aggregated:
+                self._on_line("tandem", IPC_IS_FASTER)
         for name in names:
             advertise = self._advertise.get(name, "")
             self._supervise(worker_spec(args, name, folder, self.redis_url, advertise, shares.get(name)))

@@ -23,6 +23,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 NVML = "libnvidia-ml.so.1"
 """NVIDIA's library about GPUs, which comes with the driver."""
 
+IPC_IS_FASTER = (
+    "KV goes over grpc, through the host. If the GPUs have access to each other (NVLink), --transport ipc is many "
+    "times faster"
+)
+
 
 class Gpus(NamedTuple):
     """What one worker gets."""

@@ -11,6 +11,9 @@ from tandem.client import Client
 
 
 def test_each_worker_sees_its_own_first(cluster: RunningCluster) -> None:
+    log = cluster.log.read_text()
+    assert "prefill-1 on GPU 5, decode-1 on GPU 3\n" in log
+    assert "--transport ipc is many times faster\n" in log
     with Client(cluster.address) as client:
         pids = {each.record.worker_id: each.record.pid for each in client.status().workers}
     seen = {
