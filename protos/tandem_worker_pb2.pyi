@@ -239,7 +239,7 @@ class HostLedger(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ..., num_saving: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "takes_thinking_budgets", "lora_digests", "leaving_loras", "transport", "traits", "rival_address")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "takes_thinking_budgets", "lora_digests", "leaving_loras", "exchanged_lora_names", "transport", "traits", "rival_address")
     class LoraDigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,7 @@ class WorkerRecord(_message.Message):
     TAKES_THINKING_BUDGETS_FIELD_NUMBER: _ClassVar[int]
     LORA_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_LORAS_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGED_LORA_NAMES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRAITS_FIELD_NUMBER: _ClassVar[int]
     RIVAL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -292,10 +293,11 @@ class WorkerRecord(_message.Message):
     takes_thinking_budgets: bool
     lora_digests: _containers.ScalarMap[str, str]
     leaving_loras: _containers.RepeatedCompositeFieldContainer[LeavingLoRA]
+    exchanged_lora_names: _containers.RepeatedScalarFieldContainer[str]
     transport: str
     traits: ModelTraits
     rival_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., takes_thinking_budgets: _Optional[bool] = ..., lora_digests: _Optional[_Mapping[str, str]] = ..., leaving_loras: _Optional[_Iterable[_Union[LeavingLoRA, _Mapping]]] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ..., rival_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., takes_thinking_budgets: _Optional[bool] = ..., lora_digests: _Optional[_Mapping[str, str]] = ..., leaving_loras: _Optional[_Iterable[_Union[LeavingLoRA, _Mapping]]] = ..., exchanged_lora_names: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ..., rival_address: _Optional[str] = ...) -> None: ...
 
 class LeavingLoRA(_message.Message):
     __slots__ = ("lora_name", "lora_digest")

@@ -367,6 +367,7 @@ def _standing(records: dict[str, pb.WorkerRecord]) -> dict[str, tuple[object, ..
         worker_id: (
             record.incarnation, record.address, record.role, record.is_draining, record.rival_address,
             dict(record.lora_digests), [(each.lora_name, each.lora_digest) for each in record.leaving_loras],
+            list(record.exchanged_lora_names),
         )
         for worker_id, record in records.items()
     }  # fmt: skip

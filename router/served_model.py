@@ -68,7 +68,10 @@ class ServedModel:
         }
         shortest = min(workers, key=lambda record: record.model.max_model_len)
         leaving = {each.lora_name for record in workers for each in record.leaving_loras}
-        self._known = self._model.with_worker(shortest.model, self._there.keys() | self._gone_s.keys(), leaving)
+        exchanged = {name for record in workers for name in record.exchanged_lora_names}  # soon there again
+        self._known = self._model.with_worker(
+            shortest.model, self._there.keys() | self._gone_s.keys() | exchanged, leaving
+        )
 
 
 def _key_of(record: WorkerRecord) -> WorkerKey:

@@ -48,7 +48,7 @@ class LoRAFolder:
         on_change: Callable[[], object],
     ) -> None:
         """`names_of_others`: the model's names, which no adapter may have. `on_change` is called when the adapters that
-        requests may ask for have changed."""
+        requests may ask for, or `exchanged`, have changed."""
         self._folder = folder
         self._engine = engine
         self._names_of_others = frozenset(names_of_others)
@@ -64,6 +64,11 @@ class LoRAFolder:
         self._unseen: set[str] = set()
         """Adapters whose files could not be examined. Logged."""
         self._is_missing = False
+
+    @property
+    def exchanged(self) -> list[str]:
+        """The names of adapters that made room for the next one of their name, which has not come yet."""
+        return [name for name, made_room in self._waiting.items() if made_room]
 
     async def follow(self) -> None:
         """Look again and again, until cancelled or until the engine has ended."""
@@ -83,8 +88,8 @@ class LoRAFolder:
         before, self._seen = self._seen, there
         for name in set(before) - set(there):
             self._done.pop(name, None)
-            self._waiting.pop(name, None)
             await self._take_out(name)
+            self._wait_no_longer(name)
         coming = [
             name for name, stamp in there.items()
             if self._done.get(name) != stamp and (not waits or before.get(name) == stamp)
@@ -98,6 +103,7 @@ class LoRAFolder:
                 raise
             except Exception as error:  # other adapters are not affected
                 log_bug(error, f"reading the adapter {name!r}")
+                self._wait_no_longer(name)
         now_s = time.monotonic()
         for number in await self._engine.call(lambda engine: engine.loras.leaving):
             self._leaving.setdefault(number, now_s)
@@ -171,6 +177,7 @@ class LoRAFolder:
             self._waiting[name] = made_room or self._waiting.get(name, False)
         except (ValueError, OSError) as error:
             _cannot_be_served(name, error)
+            self._wait_no_longer(name)
         else:
             self._waiting.pop(name, None)
             _log.info("adapter is served", extra={"lora_name": name, "lora_digest": module.digest})
@@ -183,6 +190,11 @@ class LoRAFolder:
             _log.info("adapter is no longer served", extra={"lora_name": name})
             self._on_change()
         return is_removed
+
+    def _wait_no_longer(self, name: str) -> None:
+        """The adapter will not come, at least not as its files are now."""
+        if self._waiting.pop(name, False):
+            self._on_change()
 
     def _check_name(self, name: str) -> None:
         if not NAME.fullmatch(name):

@@ -152,6 +152,7 @@ class WorkerProcess:
         )
         self._watchdog: asyncio.Task[None] | None = None
         self._lora_dir = Path(args.lora_dir).expanduser() if args.lora_dir else None
+        self._lora_folder: LoRAFolder | None = None
         self._lora_task: asyncio.Task[None] | None = None
         self._ranks = RankExits(self._on_failure)
         self._metrics: WorkerMetrics | None = None
@@ -204,14 +205,14 @@ class WorkerProcess:
         """Load the folder's adapters before others learn of this worker, and follow the folder from then on."""
         if self._lora_dir is None:
             return
-        folder = LoRAFolder(
+        self._lora_folder = LoRAFolder(
             self._lora_dir,
             self.engine,
             names_of_others=[self._config.model.served_model_name, *self._config.model.aliases],
             on_change=self._registration.beat_now,
         )
-        await folder.look(waits=False)
-        self._lora_task = asyncio.create_task(folder.follow())
+        await self._lora_folder.look(waits=False)
+        self._lora_task = asyncio.create_task(self._lora_folder.follow())
 
     def _make_services(self, pool: KVPool, make_service: MakeService) -> None:
         """Make the role's services, and `Worker`."""
@@ -401,6 +402,7 @@ class WorkerProcess:
                 pb.LeavingLoRA(lora_name=module.name, lora_digest=module.digest)
                 for module in self.engine.leaving_adapters
             ],
+            exchanged_lora_names=[] if self._lora_folder is None else self._lora_folder.exchanged,
             transport=self._args.transport,
             traits=self._traits,
             rival_address=self._registration.rival_address,

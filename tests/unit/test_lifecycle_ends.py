@@ -188,6 +188,10 @@ async def test_an_adapter_that_has_gone_for_good_is_unknown() -> None:
     now_s += KEPT_S
     assert served.now().lora_names == ("poet", "sql")
     assert names("sql") == ("sql",), "its worker lives, and was told to let it go"
+    worker.exchanged_lora_names.append("sql")
+    assert names() == ("sql",), "its worker will have another one of that name"
+    worker.exchanged_lora_names.clear()
+    assert names() == ()
 
 
 @pytest.mark.parametrize(("is_reachable", "words"), [(True, "start one"), (False, "Redis does not answer")])
