@@ -58,7 +58,8 @@ class _Up(click.Command):
             raise
         except click.UsageError as error:
             if error.message.startswith("Got unexpected extra argument"):
-                raise click.UsageError(f"{error.message}. A model is named with --model", ctx) from error
+                hint = "A model is named with --model; several values of a flag have commas between them: a,b"
+                raise click.UsageError(f"{error.message}. {hint}", ctx) from error
             raise
 
 
