@@ -49,8 +49,20 @@ class SoakArgs:
                 check_lora_folder(name, folder)
             except ValueError as error:
                 raise ValueError(f"--lora-modules: {error}") from error
-        if both := sorted(stay.keys() & self.adapters_to_exchange().keys()):
+        exchanged = self.adapters_to_exchange()
+        if both := sorted(stay.keys() & exchanged.keys()):
             raise ValueError(f"--lora-dir and --lora-modules must not have the same name; both have {both[0]!r}")
+        if exchanged and 0 < self.engine.max_loras < self.max_loras:
+            raise ValueError(
+                f"--max-loras must be at least {self.max_loras}, to exchange {len(exchanged)} adapters without "
+                f"refusing requests for them, or left out; is {self.engine.max_loras}"
+            )
+
+    @property
+    def max_loras(self) -> int:
+        """Adapters that a worker has room for: with less, those that leave keep others of their name away."""
+        num = len(self.adapters_to_exchange())
+        return max(self.engine.max_loras, 2 * num + 2 if num else 0)
 
     def adapters_to_exchange(self) -> dict[str, Path]:
         """The folders of the adapters to exchange, by name."""

@@ -109,11 +109,10 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
     Raises `ClusterError` if the cluster cannot be started, or if a process dies again and again.
     """
     adapters = args.adapters_to_exchange()
-    room = args.engine.max_loras or (2 * len(adapters) + 2 if adapters else 0)
     links = TemporaryDirectory(prefix="tandem-chaos-adapters-")
     exchanged = ExchangedAdapters(adapters, links.name)
     cluster_args = ClusterArgs(
-        engine=replace(args.engine, max_loras=room),
+        engine=replace(args.engine, max_loras=args.max_loras),
         lora_dir=links.name if adapters else "",
         policy=args.policy,
         num_prefill=args.num_prefill,

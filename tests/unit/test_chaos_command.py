@@ -99,6 +99,14 @@ def test_an_adapter_stays_or_is_exchanged(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"Error: {why}")
 
 
+def test_adapters_need_room_to_be_exchanged_while_requests_ask_for_them(tmp_path: Path) -> None:
+    for name in "ab":
+        write_adapter(tmp_path / name)
+    result = CliRunner().invoke(main, ["chaos", "--lora-dir", str(tmp_path), "--max-loras", "2"])
+    why = "--max-loras must be at least 6, to exchange 2 adapters without refusing requests for them, or left out; is 2"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, f"Error: {why}")
+
+
 def test_a_report_says_over_what_requests_came_and_for_whom() -> None:
     endings = {"answered": 5, "cut off with their gateway": 1}
     verdict = Verdict(
