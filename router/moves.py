@@ -6,8 +6,8 @@ answers to short prompts. Then streams move, one at a time:
 
     from    the decode worker whose next tokens take longest, by the line over KV in use that the router has learned
             for it (`paces`)
-    to      the prefill worker that has the least KV in use, of those without prompts; if none of the streams may go
-            there, such as for an adapter, the next one, then from the next decode worker
+    to      the prefill worker that has the least KV in use, of those without prompts and with room; if none of the
+            streams may go there, such as for an adapter, the next one, or from the next decode worker
     if      a token takes `MOVE_RATIO` times as long as it would there, beside the prompts that are to come (as of late:
             `PromptShares`), and the rest of the answer gains more than computing it again costs
     which   the stream of which the other worker has least to compute: no KV is sent, and it has computed the prompt of
@@ -37,6 +37,9 @@ SHARE_HALF_LIFE_S = 2.0
 """Half-life of what is known of a worker's prompts."""
 MAX_TRIED = 4
 """So many decode workers, and so many prefill workers, are looked at for one move: a fleet may have hundreds."""
+MAX_ASKED = 1024
+"""Once so many streams have been asked whether they may go to a worker, no further two workers are looked at: the
+router does nothing else meanwhile."""
 LOOK_S = 0.05
 """The time between two moves of a router at least: by then, workers have reported what the last one changed."""
 
@@ -107,21 +110,27 @@ def choose_move(
     """The stream that should move now, and where to. None: none.
 
     busy: the decode workers.
-    idle: the prefill workers that have no prompts to compute.
+    idle: the prefill workers that have no prompts to compute, and room.
     streams_of: the streams of a decode worker that have not moved yet.
     """
     if not busy or not idle:
         return None
     sources = nlargest(MAX_TRIED, busy, key=lambda worker: _here_s(costs, worker))
     targets = nsmallest(MAX_TRIED, idle, key=lambda worker: worker.num_used_blocks)
-    for source, target in product(sources, targets):
+    num_asked = 0
+    for number, other in sorted(product(range(len(sources)), range(len(targets))), key=sum):
+        source, target = sources[number], targets[other]
         if not _is_slow(costs, now_s, source, target, target.num_used_blocks):
             continue
-        streams = [stream for stream in streams_of(source.key) if stream.may_go_to(target.key)]
-        if streams:
-            stream = min(streams, key=lambda stream: stream.num_tokens_again(target.key))
+        streams = list(streams_of(source.key))
+        num_asked += len(streams)
+        if may_go := [stream for stream in streams if stream.may_go_to(target.key)]:
+            # Not the next ones: the gain is a guess, and when further streams moved, clusters answered less in all.
+            stream = min(may_go, key=lambda stream: stream.num_tokens_again(target.key))
             if _gains(costs, now_s, stream, source, target):
                 return stream, target.key
+        if num_asked >= MAX_ASKED:
+            break
     return None
 
 

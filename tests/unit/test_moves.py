@@ -183,3 +183,26 @@ def test_where_the_slowest_or_the_best_cannot_the_next_ones_share() -> None:
     assert choose(290) is None, "it has as much to do"
     streams[D] = [Stream()]
     assert choose(10) == (Stream(), P), "the slowest one first, to the best"
+
+
+@pytest.mark.parametrize("may_go", [False, True])
+def test_a_look_does_not_take_long_with_many_streams(may_go: bool) -> None:
+    """A router does so every few milliseconds, and does nothing else meanwhile."""
+    num_asked = 0
+
+    class Counting(Stream):
+        def may_go_to(self, worker: WorkerKey) -> bool:
+            nonlocal num_asked
+            num_asked += 1
+            return may_go
+
+    sources = [WorkerKey(f"d{number}", "1") for number in range(20)]
+    streams = [Counting(max_tokens_left=1)] * 1000
+    assert choose_move(
+        learned(*sources),
+        now_s=NOW_S,
+        busy=[loaded(source, 300) for source in sources],
+        idle=[loaded(WorkerKey(f"p{number}", "1"), 0) for number in range(20)],
+        streams_of=lambda _: streams,
+    ) is None  # fmt: skip
+    assert 1000 <= num_asked <= 2000, "of 20,000"
