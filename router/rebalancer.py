@@ -83,7 +83,8 @@ class Rebalancer:
         return [
             handle
             for handle in self._usable(ROLE_PREFILL)
-            if not (handle.num_queued_tokens or handle.is_full)
+            if not handle.num_queued_tokens
+            and handle.has_room_to_move(1)
             and handle.facts.can_generate
             and handle.facts.max_model_len >= max_model_len
             and not self._pool.is_set_aside(handle.key)

@@ -189,6 +189,22 @@ class WorkerHandle:
         returns to the front of the queue, before all fair shares: they would have no effect any more."""
         return self.load.num_free_seqs is None or self.load.num_free_seqs >= self.num_planned_seqs + num_seqs
 
+    def has_room_to_move(self, num_tokens: int) -> bool:
+        """Whether a prefill worker will not say Busy to a stream that moves there with `num_tokens` tokens: it would
+        have half of its pool left, and beside other streams, which it expects to become twice as long, half of its
+        sequences too."""
+        if not self.is_usable or self.is_full or not self.has_free_seqs(1):
+            return False
+        load, num_own = self.load, -(-num_tokens // self.facts.block_size)
+        if 2 * (self.num_available_blocks - num_own) < load.num_blocks:
+            return False
+        if num_others := load.num_active + self.num_planned_seqs:
+            if 4 * (load.num_used_blocks + self.num_planned_blocks + num_own) > load.num_blocks:
+                return False
+            if load.num_free_seqs is not None and 2 * (num_others + 1) > load.num_active + load.num_free_seqs:
+                return False
+        return True
+
     def take_record(self, record: pb.WorkerRecord) -> None:
         """Take over the registry's current record of the same process. Not its load: the session's is newer."""
         self.record = record

@@ -232,20 +232,9 @@ class WorkerPool:
 
     def has_room_to_move(self, key: WorkerKey, needs: Needs, num_tokens: int) -> bool:
         """Whether the prefill worker can continue a stream with these needs (its kind among them) and `num_tokens`
-        tokens, and will not say Busy: it would have half of its pool left, and beside other streams, which it expects
-        to become twice as long, half of its sequences too."""
+        tokens, and will not say Busy."""
         handle = self.get(key)
-        if handle is None or not handle.is_usable or handle.is_full or not handle.has_free_seqs(1):
-            return False
-        load, num_own = handle.load, -(-num_tokens // handle.facts.block_size)
-        if 2 * (handle.num_available_blocks - num_own) < load.num_blocks:
-            return False
-        if num_others := load.num_active + handle.num_planned_seqs:
-            if 4 * (load.num_used_blocks + handle.num_planned_blocks + num_own) > load.num_blocks:
-                return False
-            if load.num_free_seqs is not None and 2 * (num_others + 1) > load.num_active + load.num_free_seqs:
-                return False
-        return any(self._of_kind_for(needs, [handle]))
+        return handle is not None and handle.has_room_to_move(num_tokens) and any(self._of_kind_for(needs, [handle]))
 
     def _has_wanted(self, request: QueuedRequest) -> bool:
         key = request.wanted

@@ -287,3 +287,23 @@ async def test_it_goes_to_one_that_has_not_just_said_busy() -> None:
     assert other.session is not None
     assert other.session.sent[-1].generate.request_id == "r"  # type: ignore[attr-defined]
     await asked.leave()
+
+
+async def test_it_goes_to_one_with_room_though_many_have_none() -> None:
+    """Those have no KV in use and no prompts, but hardly any room for sequences."""
+    bench = Crowded()
+    for number in range(10):
+        other = bench.add(f"p{number}", pb.Role.ROLE_PREFILL, 2048)
+        other.record.can_generate = True
+        bench.tell(other)
+        other.set_load(load(0))
+    asked = await bench.stream("r")
+    await bench.crowd()
+    for handle in bench.pool.usable(pb.Role.ROLE_PREFILL):
+        theirs = load(100, num_running=4)
+        theirs.num_free_seqs = 4
+        handle.set_load(theirs)
+    bench.prefill.set_load(load(90))
+    await bench.say_token("r", 1, 1, 6)
+    assert bench.p.sent[-1].WhichOneof("command") == "generate"
+    await asked.leave()
