@@ -89,16 +89,19 @@ class Outcome:
         _log.info(self.word, extra=facts)
 
     def _as_far_as_it_came(self, attempts: Mapping[int, Sequence[AttemptStamps]]) -> dict[str, object]:
-        plans = [each.plan for of_one in attempts.values() for each in of_one if each.plan is not None]
+        every = [each for of_one in attempts.values() for each in of_one]
+        plans = [each.plan for each in every if each.plan is not None]
         if not plans:
             return {"attempts": 0}
+        num_moves = sum(bool(each.moved_to) for each in every)
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "mode": pb.Mode.Name(plans[-1].mode),
             "prefill_worker": plans[-1].prefill.worker_id if plans[-1].prefill is not None else "-",
             "decode_worker": plans[-1].decode.worker_id,
-            "attempts": len(plans),
+            "attempts": max(1, len(plans) - num_moves),  # a stream that moves is no failure
+            **({"moves": num_moves} if num_moves else {}),
         }
 
     def trace_attributes(self, model: str) -> dict[str, Value]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from protos import tandem_worker_pb2 as pb
 from protos.tandem_kv_transfer_pb2 import Grant
 from router.lifecycle import Lifecycle
 from router.moves import LOOK_S
+from router.outcome import Outcome
 from router.policy import PolicyConfig
 from router.rebalancer import Rebalancer
 from router.request_events import WorkerKey
@@ -100,6 +102,24 @@ async def test_it_goes_on_where_its_tokens_come_sooner() -> None:
     assert len(bench.rebalancer) == 0
     assert not bench.pool.rooms
     assert bench.cluster.budget.num_tokens == type(bench.cluster.budget)().num_tokens, "no retry was paid for"
+
+
+async def test_the_log_tells_of_moves_though_the_client_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    bench = Crowded()
+    asked = await bench.stream("r")
+    await bench.crowd()
+    await bench.say_token("r", 1, 1, 6)
+    assert bench.p.sent[-1].WhichOneof("command") == "generate"
+    await asked.leave()
+    sampling_params = inference_pb.SamplingParams()
+    request: Any = SimpleNamespace(
+        request_id="r", lora_name="", fairness_id="", sampling_params=sampling_params, open_sequences=(0,)
+    )
+    Outcome(request, arrived_s=0.0).log({0: bench.lifecycles["r"].account.attempts})
+    facts = vars(caplog.records[-1])
+    assert (facts["message"], facts["decode_worker"]) == ("cancelled", "p")
+    assert (facts["attempts"], facts["moves"]) == (1, 1), "nothing has failed"
 
 
 async def test_it_moves_once() -> None:
