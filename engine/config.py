@@ -146,7 +146,7 @@ class SchedulerConfig:
         if self.speculation is None:
             return self.max_num_seqs
         num_wanted = self.max_num_seqs * (1 + self.speculation.num_speculative_tokens)
-        return max(self.max_num_seqs, min(num_wanted, self.draft_batch_tokens))
+        return max(self.max_num_seqs, min(num_wanted, self.draft_batch_tokens, self.max_num_batched_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,14 +161,17 @@ def test_offline_it_may_be_a_dict(wrong: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "num_drafts", "draft_batch", "expected"),
-    [(8, 4, 256, 40), (64, 4, 256, 256), (256, 4, 256, 256), (300, 4, 256, 300), (8, 1, 12, 12), (8, 0, 256, 8)],
-)
+    ("max_num_seqs", "num_drafts", "draft_batch", "most", "expected"),
+    [
+        (8, 4, 256, 512, 40), (64, 4, 256, 512, 256), (256, 4, 256, 512, 256), (300, 4, 256, 512, 300),
+        (8, 1, 12, 512, 12), (8, 0, 256, 512, 8), (8, 4, 256, 16, 16), (8, 4, 256, 8, 8),
+    ],
+)  # fmt: skip
 def test_the_most_rows_that_decode_in_a_step(
-    max_num_seqs: int, num_drafts: int, draft_batch: int, expected: int
+    max_num_seqs: int, num_drafts: int, draft_batch: int, most: int, expected: int
 ) -> None:
     config = SchedulerConfig(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=512, prefill_chunk_tokens=64, prefill_batch_tokens=64,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=most, prefill_chunk_tokens=64, prefill_batch_tokens=64,
         max_itl_ms=0, stream_interval=1, async_scheduling=False, draft_batch_tokens=draft_batch,
         speculation=SpeculativeConfig(num_speculative_tokens=num_drafts) if num_drafts else None,
     )  # fmt: skip
