@@ -19,6 +19,7 @@ from benchmarks.gpu_parts import (
     attention,
     deepseek,
     digests,
+    drafts,
     flash,
     floors,
     gpt_oss,
@@ -35,8 +36,10 @@ from benchmarks.gpu_parts.shapes import (
     FULL,
     INT4_BYTES,
     QWEN_30B,
+    TINY,
     TOY,
     ModelShape,
+    Sizes,
     attention_bytes,
     expert_numbers,
     write_model,
@@ -44,8 +47,17 @@ from benchmarks.gpu_parts.shapes import (
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
 from engine.kernels.gpu import why_no_triton
 from engine.quantization_choice import INT4_GROUP_SIZE
+from engine.running.model_runner import MAX_TOKENS_READ_AGAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("sizes", [FULL, TINY], ids=["full", "tiny"])
+def test_drafts_are_measured_as_rows(sizes: Sizes) -> None:
+    """With more to read again, the sequences would stay whole, and their steps would be no recorded ones."""
+    batch, context = max(drafts.batches(sizes)), sizes.decode_steps[0][1]
+    longest = context + steps.NUM_WARM_UP_STEPS + steps.NUM_STEPS + 1 + drafts.NUM_DRAFTS
+    assert batch * longest * drafts.NUM_DRAFTS <= MAX_TOKENS_READ_AGAIN
 
 
 def test_beside_vllm_where_it_is_installed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
