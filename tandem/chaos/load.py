@@ -31,7 +31,10 @@ LEAVING_SHARE = 0.1
 SHORT_ANSWER, LONG_ANSWER = (4, 32), (100, 300)
 """The least and the most tokens of an answer."""
 LONG_SHARE = 0.1
-"""Fraction of requests with long answers: they outlive several faults, and may move as they run."""
+"""Share of requests with long answers, if every prompt leaves room for them: they outlive several faults, and may move
+as they run."""
+BURST_PROMPT_TOKENS = 500
+"""The most tokens of a prompt in a burst, and as many again if it begins like an earlier one."""
 SEVERAL_SHARE = 0.15
 """Share of requests for several answers."""
 RETURNING_SHARE = 0.2
@@ -65,6 +68,8 @@ class Load:
         self._token_ids = range(min(100, info.vocab_size // 2), min(40_000, info.vocab_size))
         self._models = ["", *info.lora_names]
         self._ways_over_http = [Way.COMPLETIONS, *([Way.CHATS] if info.has_chat_template else [])]
+        longest = 2 * BURST_PROMPT_TOKENS + LONG_ANSWER[1]
+        self._long_share = LONG_SHARE if info.max_model_len >= longest else 0.0
         self._gateway = gateway
         self.history: list[Asked] = []
         self._prompts: dict[bool, list[Prompt]] = {False: [], True: []}
@@ -84,7 +89,7 @@ class Load:
         """Send `num_requests` requests at once."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_requests):
-                group.create_task(self._ask(self._invent(max_prompt_tokens=500)))
+                group.create_task(self._ask(self._invent(max_prompt_tokens=BURST_PROMPT_TOKENS)))
 
     def end(self) -> None:
         """Send no new requests."""
@@ -108,7 +113,7 @@ class Load:
         dice = self._dice
         way = dice.choice(self._ways_over_http) if dice.random() < HTTP_SHARE else Way.GRPC
         prompt = self._prompt(way is Way.CHATS, max_prompt_tokens)
-        max_tokens = dice.randint(*(LONG_ANSWER if dice.random() < LONG_SHARE else SHORT_ANSWER))
+        max_tokens = dice.randint(*(LONG_ANSWER if dice.random() < self._long_share else SHORT_ANSWER))
         sampling: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0}
         if dice.random() < 0.7:
             sampling |= {"temperature": 0.8, "top_p": 0.95, "seed": dice.randrange(1 << 40)}
