@@ -32,7 +32,7 @@ from benchmarks.engine import check_batch
 from benchmarks.flags import COUNT, Numbers, wrong_usage
 from benchmarks.machine import machine
 from benchmarks.stepping import new_prompt, timed_step
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config, resolve_model
 from engine.sampling_params import SamplingParams

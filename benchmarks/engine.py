@@ -34,7 +34,7 @@ from benchmarks.machine import machine
 from benchmarks.peers import PEERS, Case, Rates
 from benchmarks.report import save
 from benchmarks.stepping import new_prompt, timed_step
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

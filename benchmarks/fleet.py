@@ -33,7 +33,7 @@ if __name__ == "__main__":
 from benchmarks.flags import COUNT, Numbers, Positive, wrong_usage
 from benchmarks.machine import machine
 from benchmarks.streams import cpu_seconds, tiny_model
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from prefix_hash import block_hashes
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb

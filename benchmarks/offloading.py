@@ -30,7 +30,8 @@ from benchmarks.flags import COUNT, Numbers, wrong_usage
 from benchmarks.machine import machine
 from benchmarks.report import keep, path_of
 from benchmarks.stepping import new_prompt
-from engine.config import GIB, EngineArgs
+from engine.config import GIB
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 from benchmarks.flags import COUNT, Positive, wrong_usage
 from benchmarks.machine import machine
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from rpc.errors import DeadlinePassed, Overloaded, TandemError
 from tandem.bench.summary import percentile
 from tandem.client import AsyncClient

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 from benchmarks.flags import COUNT, wrong_usage
 from benchmarks.machine import machine
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import resolve_model
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster

@@ -20,7 +20,7 @@ from typing import IO
 import httpx2
 
 from benchmarks.peers import existing
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from tandem.bench.backends import GrpcBackend, HttpServer, Sending, open_http
 from tandem.bench.run import Backend
 from tandem.client import AsyncClient

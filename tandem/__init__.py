@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from engine.async_llm_engine import EngineDeadError
-    from engine.config import EngineArgs
+    from engine.engine_args import EngineArgs
     from rpc.errors import (
         CorruptKV,
         DeadlinePassed,
@@ -56,7 +56,7 @@ _HOME = {
     "AsyncEngineArgs": "tandem.async_llm",
     "AsyncLLM": "tandem.async_llm",
     "EngineDeadError": "tandem.async_llm",
-    "EngineArgs": "engine.config",
+    "EngineArgs": "engine.engine_args",
     "SamplingParams": "tandem.sampling_params",
     "BeamSearchOutput": "tandem.beam_search",
     "BeamSearchParams": "tandem.sampling_params",

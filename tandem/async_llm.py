@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from tandem.async_loras import AsyncLoRAs
 from tandem.async_requests import AsyncRequests

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from gateway.args import GatewayArgs
 from kv_transfer import TRANSPORTS
 from router.args import RouterArgs

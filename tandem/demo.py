@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from engine.cache_dir import PROGRESS
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from protos.tandem_inference_pb2 import Timings
 from protos.tandem_worker_pb2 import ClusterAudit
 from router.policy import PolicyConfig

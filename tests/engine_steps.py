@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
 from engine.running.model_runner import ModelRunner

@@ -17,7 +17,7 @@ import pytest
 import router.process
 import worker_service.process
 from decode_service.service import DecodeService
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from prefill_service.service import PrefillService
 from protos import tandem_worker_pb2 as pb

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from protos import tandem_worker_pb2 as pb
 from rpc import failpoints
 from rpc.entrypoint import build, options_of, run_until_signal, setup_logging

@@ -28,7 +28,8 @@ from typing import Any
 import click
 
 from engine.async_llm_engine import AsyncLLMEngine, StepNews
-from engine.config import EngineArgs, EngineConfig
+from engine.config import EngineConfig
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.scheduling.sequence import BlockExport

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.gpu_parts.model import Plan, random_tokens, save_model
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

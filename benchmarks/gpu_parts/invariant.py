@@ -27,7 +27,7 @@ from benchmarks.gpu_parts.shapes import attention_bytes, attention_flop, write_m
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets
 from benchmarks.gpu_parts.variants import Choice, Job, launches_over_weights, rows_in_use, rows_of_variants
 from benchmarks.stepping import new_prompt
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.llm_engine import LLMEngine

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor

@@ -44,7 +44,7 @@ def new_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[list
 
 
 def tandem(case: dict[str, Any]) -> tuple[Generate, int, str]:
-    from engine.config import EngineArgs
+    from engine.engine_args import EngineArgs
     from engine.llm_engine import LLMEngine
     from engine.model_loader import create_engine_config
     from engine.sampling_params import SamplingParams

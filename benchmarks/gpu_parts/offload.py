@@ -20,7 +20,8 @@ from benchmarks.gpu_parts.steps import NUM_STEPS, decoding
 from benchmarks.gpu_parts.timing import synchronize
 from benchmarks.offloading import first_token
 from benchmarks.stepping import new_prompt, timed_step
-from engine.config import GIB, EngineArgs
+from engine.config import GIB
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.running.host_copies import HostCopies

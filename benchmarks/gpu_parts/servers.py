@@ -27,7 +27,7 @@ from benchmarks.gpu_parts.push import IPC_PUSH, NIXL_PUSH
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting, is_installed, require
 from benchmarks.gpu_parts.shapes import write_model
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.kernels.gpu import why_no_triton
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from benchmarks.gpu_parts.shapes import INT4_BYTES, Sizes, write_model
 from benchmarks.gpu_parts.timing import synchronize, waiting_seconds_of
 from benchmarks.stepping import new_prompt, timed_step
 from engine.attention.flash_calls import FlashUnavailable, load_flash_calls
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.running.model_runner import make_sampler

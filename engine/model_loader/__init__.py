@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cache_dir import default_download_dir, report
-from engine.config import EngineArgs, EngineConfig
+from engine.config import EngineConfig
+from engine.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from engine.attention import PagedBackend

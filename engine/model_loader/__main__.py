@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import resolve_model
 
 

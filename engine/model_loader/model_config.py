@@ -27,13 +27,13 @@ from engine.cache_dir import report
 from engine.config import (
     CacheConfig,
     DeviceConfig,
-    EngineArgs,
     EngineConfig,
     LoadConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
+from engine.engine_args import EngineArgs
 from engine.kernels.build import cpu_arithmetic
 from engine.kv_cache import KV_FORMAT_VERSION
 from engine.kv_shape import kv_dtype_of

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.config import GIB, OTHER_NAMES_OF_DTYPES, EngineArgs
+from engine.config import GIB
+from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.lora.modules import check_lora_folder, parse_lora_modules
 from router.policy import PolicyConfig
 from tandem.chaos.exchanged import adapters_in

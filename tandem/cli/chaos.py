@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from kv_transfer import TRANSPORTS
 from router.policy import PolicyConfig
 from rpc.entrypoint import build, options_of

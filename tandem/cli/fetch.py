@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import resolve_model
 from tandem.cli.options import examples
 

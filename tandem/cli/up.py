@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from gateway.args import API_KEY_HELP
 from router.policy import PolicyConfig
 from rpc.entrypoint import Several, build, options_of, stop_signals

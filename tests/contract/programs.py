@@ -15,7 +15,7 @@ import gateway.__main__
 import prefill_service.__main__
 import router.__main__
 from decode_service import service as decode
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from gateway.args import GatewayArgs
 from prefill_service import service as prefill
 from router.args import RouterArgs

@@ -12,7 +12,7 @@ from lora_folders import CONFIG, write_model
 
 import kv_transfer
 from engine.async_llm_engine import AsyncLLMEngine
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from kv_transfer import Identity, PeerUnreachable
 from protos import tandem_worker_pb2 as pb

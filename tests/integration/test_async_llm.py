@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from async_llms import LONG, SEEDED, ask, is_at_rest, running, write_settings
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from tandem import LLM, AsyncLLM, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from tandem import RequestOutputKind as Kind
 from tandem.offline_answer import CompletionOutput

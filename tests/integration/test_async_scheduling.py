@@ -11,7 +11,7 @@ import pytest
 import torch
 from many_endings import CONFIG, Answers, answers_alone, answers_of, check_told, params_of, prompt_of
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason

@@ -22,7 +22,7 @@ import pytest_asyncio
 import router.process
 import worker_service.process
 from decode_service.service import DecodeService
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
 from engine.sampling.sampled_tokens import SampledTokens

@@ -22,7 +22,8 @@ import pytest
 from grammar_cases import EOS, KINDS, grammar_text, tokenizer
 from lora_folders import CONFIG, write_adapter
 
-from engine.config import GIB, EngineArgs
+from engine.config import GIB
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs

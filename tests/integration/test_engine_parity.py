@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from reference import NUM_TOKENS, Reference
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

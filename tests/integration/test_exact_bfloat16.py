@@ -14,7 +14,7 @@ import torch
 from clusters import RunningCluster
 from reference import Reference
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

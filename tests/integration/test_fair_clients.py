@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clusters import RunningCluster
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from tandem.client import AsyncClient
 
 NUM_FLOOD = 40

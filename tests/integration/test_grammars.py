@@ -31,7 +31,7 @@ from pretend_gpu import pretend_gpu
 from pretend_gpu.streams import without_waiting
 
 from engine.async_llm_engine import AsyncLLMEngine, StepNews
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, RequestOutput

@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference import Reference
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams

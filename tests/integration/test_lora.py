@@ -14,7 +14,8 @@ import torch
 from handover import alone, handed_over
 from lora_folders import ALPHA, CONFIG, PRODUCTS, merge, write_adapter
 
-from engine.config import EngineArgs, EngineConfig
+from engine.config import EngineConfig
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.models.layer import PlainLayers

@@ -20,7 +20,7 @@ from handover import alone
 from lora_folders import CONFIG, write_adapter, write_model
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from lora_folders import products_of, write_adapter
 from tiny_cluster import CONFIG, Cluster, wait_for
 
 from engine.async_llm_engine import AsyncLLMEngine
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule

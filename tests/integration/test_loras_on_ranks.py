@@ -20,7 +20,7 @@ import torch
 from handover import alone
 from lora_folders import CONFIG, PRODUCTS, write_adapter, write_model
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.lora.adapters import MAX_HEADER_BYTES, MAX_NUMBER_BYTES, ReadAdapter
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule

@@ -16,7 +16,7 @@ import pytest
 from handover import alone, handed_over
 from lora_folders import PRODUCTS, write_adapter, write_model
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.lora.modules import WEIGHTS_FILE
 from engine.lora.table import AdapterGone, NoRoomForAdapter

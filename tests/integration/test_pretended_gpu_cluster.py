@@ -19,7 +19,7 @@ from nixl_marks import needs_nixl
 from pretend_gpu.__main__ import write_python
 from pretend_gpu.races import Race
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

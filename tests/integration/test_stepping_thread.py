@@ -14,7 +14,7 @@ import pytest
 
 from decode_service.service import DecodeService
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError, ProfilingError, StepNews
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.running.executor import RankLost

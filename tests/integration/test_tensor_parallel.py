@@ -26,7 +26,8 @@ from clusters import RunningCluster, wait_until
 from handover import alone, bytes_of, handed_over
 from reference import Reference
 
-from engine.config import EngineArgs, EngineConfig
+from engine.config import EngineConfig
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import RequestOutput
@@ -240,7 +241,7 @@ def test_no_rank_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     script = textwrap.dedent(
         f"""
-        from engine.config import EngineArgs
+        from engine.engine_args import EngineArgs
         from engine.llm_engine import LLMEngine
         from engine.model_loader import create_engine_config
         from engine.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from clusters import RunningCluster
 from model_bench import save_model
 from transformers_cases import GEMMA2
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

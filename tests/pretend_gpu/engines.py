@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.kv_memory import KVMemory
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config

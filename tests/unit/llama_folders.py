@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.config import EngineArgs, EngineConfig
+from engine.config import EngineConfig
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams

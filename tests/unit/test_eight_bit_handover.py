@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from handover import alone, bytes_of, handed_over
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling_params import SamplingParams

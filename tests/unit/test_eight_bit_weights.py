@@ -17,7 +17,7 @@ from quantized_checkpoints import FORMS, quantized, save_checkpoint
 from safetensors.torch import load_file
 
 from engine import scaled_weight
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.model_loader.eight_bit_weights import DummyEightBitWeights, EightBitWeights
 from engine.model_loader.weights import DummyWeights, SafetensorsWeights

@@ -17,7 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from rpc.entrypoint import LineFormatter, ServiceArgs, build, options_of, with_flags
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.models import load_decoder_config
 

@@ -40,7 +40,7 @@ from engine.attention.flash_calls import (
     torch_calls,
 )
 from engine.attention.torch_backend import TorchAttention
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.running import model_runner

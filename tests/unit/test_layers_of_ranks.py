@@ -15,7 +15,7 @@ import torch
 from many_endings import CONFIG
 
 from engine.attention import create_attention_backend
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import kv_cache_shape
 from engine.model_loader import create_engine_config, load_model

@@ -11,7 +11,7 @@ import torch
 from lora_folders import write_adapter, write_model
 
 from engine.attention import create_attention_backend
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.model_loader import create_engine_config, load_model, model_config
 from prefix_hash import prefix_key, salted_key

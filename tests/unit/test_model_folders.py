@@ -15,7 +15,7 @@ from llama_folders import folder_with
 from safetensors.torch import load_file
 
 from engine.cache_dir import build_once
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config, resolve_model
 from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
 
@@ -79,7 +79,7 @@ def test_prints_the_folder(tmp_path: Path) -> None:
 def test_loading_imports_no_transformers(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "m")
     program = (
-        "import sys; from engine.config import EngineArgs; from engine.running.executor import Executor\n"
+        "import sys; from engine.engine_args import EngineArgs; from engine.running.executor import Executor\n"
         "from engine.model_loader import create_engine_config\n"
         f"Executor(create_engine_config(EngineArgs(model={str(folder)!r}, load_format='dummy', num_kv_blocks=99)))\n"
         "print([name for name in ('transformers', 'gguf', 'huggingface_hub') if name in sys.modules])"

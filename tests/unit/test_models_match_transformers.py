@@ -20,7 +20,8 @@ from model_bench import (
 )  # fmt: skip
 from model_bench import save_model as save
 
-from engine.config import EngineArgs, EngineConfig
+from engine.config import EngineConfig
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.quantization import quantize_int8
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from prefix_hash.compat import compat_difference, join_parts
 from protos import tandem_inference_pb2 as inference_pb

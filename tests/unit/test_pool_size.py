@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from deepseek_cases import config_of
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
 from engine.running.pool_size import largest_step, measured_steps, num_blocks_left, unfolding_step

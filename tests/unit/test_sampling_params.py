@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from tandem import LLM, SamplingParams, StructuredOutputsParams
 from tandem.cli import command

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.layers import Linear
 from engine.model_loader import create_engine_config
 from engine.model_loader.eight_bit_weights import DummyEightBitWeights

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from engine.config import EngineArgs, SchedulerConfig
+from engine.config import SchedulerConfig
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.outputs import FinishReason, RequestOutput

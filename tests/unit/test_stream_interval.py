@@ -9,7 +9,7 @@ import pytest
 import transformers
 from model_bench import SMALL, engine_config, save_model
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineArgs
+from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
 from engine.running.warm_up import prompt_lengths, warm_up
