@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
@@ -26,7 +27,11 @@ from engine.lora.modules import CONFIG_FILE, NAME, WEIGHTS_FILE
 from engine.lora.table import NoRoomForAdapter
 from rpc.interceptors import log_bug
 
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
+"""An adapter has both."""
 LOOK_S = 3.0
+LOOKS_UNTIL_INCOMPLETE = 3
+"""A folder with one of the files is called incomplete at this look: copying the other has begun long before."""
 LEAVING_S = 30.0
 """As long as a router's requests wait for a worker of the same kind as the one that they began on."""
 
@@ -63,6 +68,8 @@ class LoRAFolder:
         """By name: adapters that wait for room, and whether they made some themselves (these come first). Logged."""
         self._unseen: set[str] = set()
         """Adapters whose files could not be examined. Logged."""
+        self._incomplete: dict[str, int] = {}
+        """Folders with only one of an adapter's files: in how many looks in a row."""
         self._is_missing = False
 
     @property
@@ -150,7 +157,20 @@ class LoRAFolder:
                 self._unseen.discard(folder.name)
             if stamp is not None:
                 found[folder.name] = stamp
+        self._note_incomplete([folder for folder in folders if folder.name not in found])
         return found
+
+    def _note_incomplete(self, folders: Sequence[Path]) -> None:
+        """Log each of `folders` once that has only one of an adapter's files, look after look: at first it may be in
+        the middle of being copied."""
+        before, self._incomplete = self._incomplete, {}
+        for folder in folders:
+            missing = [name for name in FILES if not os.path.exists(folder / name)]
+            if len(missing) != 1:
+                continue
+            num_looks = self._incomplete[folder.name] = before.get(folder.name, 0) + 1
+            if num_looks == LOOKS_UNTIL_INCOMPLETE:
+                _cannot_be_served(folder.name, FileNotFoundError(f"the folder has no {missing[0]} yet"))
 
     async def _put(self, name: str, stamp: Stamp) -> None:
         """Read and serve an adapter, unless it cannot be served, or has changed while it was read."""
@@ -206,7 +226,7 @@ class LoRAFolder:
 def _stamp(folder: Path) -> Stamp | None:
     """The stamp of a subfolder; None if it is no adapter. Raises `OSError` if its files cannot be examined."""
     try:
-        stats = [(folder / file).stat() for file in (CONFIG_FILE, WEIGHTS_FILE)]
+        stats = [(folder / file).stat() for file in FILES]
     except (FileNotFoundError, NotADirectoryError):
         return None
     return tuple((each.st_ctime_ns, each.st_mtime_ns, each.st_size, each.st_ino) for each in stats)
