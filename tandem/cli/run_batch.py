@@ -81,12 +81,9 @@ def run_batch(is_json: bool, **options: Any) -> None:
         sys.exit(INTERRUPTED)
     click.echo(json.dumps(summary_of(progress)) if is_json else described(progress, args))
     if progress.num_failed:
-        failed = (
-            "1 request failed; its line says why"
-            if progress.num_failed == 1
-            else (f"{progress.num_failed} requests failed; their lines say why. The last")
-        )
-        raise click.ClickException(f"{failed}: {progress.last_failure}")
+        is_one = progress.num_failed == 1
+        what = "request failed; its line says why" if is_one else "requests failed; their lines say why. The last"
+        raise click.ClickException(f"{progress.num_failed} {what}: {progress.last_failure}")
 
 
 async def _run(args: BatchArgs, progress: BatchProgress) -> None:
