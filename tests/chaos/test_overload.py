@@ -32,5 +32,8 @@ def test_ten_times_the_sustainable_load() -> None:
     assert after["goodput_per_s"] >= 0.1 * before["goodput_per_s"], summary
     assert during["p99_refusal_ms"] < 2000, summary
     assert during["p50_retry_after_s"] > 0, summary
-    assert max(summary["memory_growth_mib"].values()) < 64, summary
+    growth_mib = summary["memory_growth_mib"]
+    assert max(growth_mib["redis"], growth_mib["router"]) < 64, summary
+    # A worker's KV pool has 512 MiB, whose pages count once they are used: the faster the machine, the more are.
+    assert max(growth_mib["prefill-1"], growth_mib["decode-1"]) < 64 + 512, summary
     assert summary["at_rest"]

@@ -86,7 +86,7 @@ def model(openai_client: openai.OpenAI) -> str:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: str) -> None:
-    sampling = {"max_tokens": 120, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
+    sampling = {"max_tokens": 400, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         received: list[int] = []
@@ -106,7 +106,13 @@ def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: 
 
 
 def test_several_answers_go_on_each_at_its_next_position(cluster: RunningCluster) -> None:
-    sampling = {**SAMPLINGS["seeded"], "max_tokens": 120, "ignore_eos": True, "n": 3}
+    """They are so long that they still run when their worker is found, on any machine."""
+    sampling = {
+        **SAMPLINGS["seeded"],
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "n": 3,
+    }
     with Client(cluster.address) as client:
         whole, received = AnswersStream(3), AnswersStream(3)
         for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
