@@ -21,7 +21,7 @@ from rpc.errors import InvalidRequest, TandemError
 from rpc.tls import ClientTLS
 from tandem.answer import StreamBroken
 from tandem.cli.errors import explain, readable_errors, told_of_broken
-from tandem.cli.options import examples, key_option, router_option, template_kwargs_option, tls_option
+from tandem.cli.options import examples, key_option, model_option, router_option, template_kwargs_option, tls_option
 from tandem.cli.printed import PrintedAnswer
 from tandem.client import Client
 from tandem.interrupts import INTERRUPTED, is_told_to_end
@@ -42,9 +42,7 @@ PROMPT = "> "
         "printf 'My name is Ada.\\nWhat is my name?\\n' | tandem chat",
     ),
 )
-@click.option(
-    "--model", default="", help="Name of the model, or of a LoRA adapter (--lora-modules). Default: the model."
-)
+@model_option
 @click.option("--system", help="System message.")
 @click.option(
     "--max-tokens",

@@ -19,6 +19,7 @@ from tandem.cli.options import (
     examples,
     json_option,
     key_option,
+    model_option,
     no_nan,
     router_option,
     template_kwargs_option,
@@ -47,9 +48,7 @@ MAX_TIMEOUT_S = 30 * 86_400.0
     ),
 )
 @click.argument("prompt")
-@click.option(
-    "--model", default="", help="Name of the model, or of a LoRA adapter (--lora-modules). Default: the model."
-)
+@model_option
 @click.option(
     "--chat", "is_chat", is_flag=True, help="Send PROMPT as a user's message, through the model's chat template."
 )

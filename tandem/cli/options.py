@@ -92,6 +92,10 @@ def _read_template_kwargs(
     return variables
 
 
+model_option = click.option(
+    "--model", default="", help="Name of the model, or of a LoRA adapter (--lora-modules). Default: the model."
+)
+
 json_option = click.option("--json", "is_json", is_flag=True, help="Print one JSON object to stdout, for programs.")
 
 
