@@ -293,14 +293,13 @@ async def test_requests_for_one_that_is_exchanged_in_a_full_room_may_be_retried(
         [worker] = (await tiny_cluster.client.status()).workers
         return bool(worker.record.leaving_loras)
 
-    begun = tiny_cluster.client.stream(PROMPT, model="a", max_tokens=1500, **GREEDY)
+    begun = tiny_cluster.client.stream(PROMPT, model="a", max_tokens=1900, **GREEDY)
     await anext(begun)
     write(folder / "a", seed=2)
     await wait_for(is_leaving, "it makes room")
-    for _ in range(10):  # also once the router has heard of it
+    for _ in range(3):
         with pytest.raises(NoWorker):
             await ask(tiny_cluster, "a")
-        await asyncio.sleep(0.1)
     assert await known(tiny_cluster) == ["a"]
     shutil.rmtree(folder / "a")
     await wait_until_known(tiny_cluster)
