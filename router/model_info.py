@@ -21,6 +21,9 @@ from router.text.reasoning import HARMONY, NONE, parser_of_template
 from router.text.tokenizer import read_json
 from router.text.tool_formats import AUTO, FORMATS, format_of_template
 
+VOCAB_SIZES = {"gemma3_text": 262208}
+"""By the `model_type` of a text part that may leave out `vocab_size`: transformers' default."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
@@ -86,7 +89,7 @@ class ModelInfo:
             raise ValueError(f"{folder} has no config.json: it is not a model folder")
         config = {**config, **(config.get("text_config") or {})}  # models that also see or hear nest their text part
         generation = read_json(folder / "generation_config.json")
-        vocab_size = config.get("vocab_size")
+        vocab_size = config.get("vocab_size", VOCAB_SIZES.get(config.get("model_type", "")))
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ValueError(f"{folder}/config.json: vocab_size must be 1 or more, is {vocab_size!r}")
         name, *aliases = map(str.strip, (served_model_name or folder.resolve().name).split(","))

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from engine.kv_cache import TORCH_DTYPES
 from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.modules import WEIGHTS_FILE, LoRAModule, LoRARoom
-from engine.model_loader.weights import PLAIN_DTYPES, TensorsInMemory, open_tensors, opening
+from engine.model_loader.folder import opening
+from engine.model_loader.weights import PLAIN_DTYPES, TensorsInMemory, open_tensors
 from engine.to_device import to_device
 from engine.weight import Weight
 from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf, uncut

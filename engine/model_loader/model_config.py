@@ -44,6 +44,8 @@ from engine.lora.modules import (
     check_lora_folder,
     read_lora_module,
 )
+from engine.model_loader.folder import read_json, safetensors_files
+from engine.model_loader.language_part import read_config
 from engine.model_loader.settings import (
     aliases_of,
     check_adapter,
@@ -52,10 +54,9 @@ from engine.model_loader.settings import (
     max_model_len_of,
     num_blocks_of,
     offloading_bytes_of,
-    read_json,
     served_model_name_of,
 )
-from engine.model_loader.weights import check_size, digest_by_reading, digest_files, dummy_digest, safetensors_files
+from engine.model_loader.weights import check_size, digest_by_reading, digest_files, dummy_digest
 from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
 from engine.models.stored_weights import AS_STORED, StoredWeights
@@ -78,7 +79,7 @@ GPU_DRAFT_BATCH_TOKENS = 256
 
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
-    hf_config = read_json(folder / "config.json")
+    hf_config = read_config(folder)
     num_ranks = args.tensor_parallel_size
     shape = share_of(load_model_shape(hf_config, args.model_impl), num_ranks)
     # For models by transformers' code, `load_model_shape` has checked this: their weights are plain in use.

@@ -7,7 +7,6 @@ EngineArgs, folder ──check_settings──> ValueError, or nothing: before an
 from __future__ import annotations
 
 import ctypes
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib
+from engine.model_loader.language_part import read_config
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
 from engine.quantization_choice import check_quantization
 from engine.tensor_parallel.shares import share_of
@@ -30,7 +30,7 @@ AMD_DRIVER = Path("/dev/kfd")
 def check_settings(args: EngineArgs, folder: Path) -> None:
     """Raise `ValueError`, naming the field, if the engine would refuse `args` for the model in `folder`. It may still
     refuse what this leaves out: what depends on the device, and a model that transformers' code computes."""
-    hf_config = read_json(folder / "config.json")
+    hf_config = read_config(folder)
     is_ours = is_for_our_decoder(hf_config, args.model_impl)
     for name, path in lora_folders(args, can_adapt=is_ours).items():
         check_adapter(name, path)
@@ -158,16 +158,3 @@ def offloading_bytes_of(args: EngineArgs) -> int:
             f"{args.kv_offloading_size:g}"
         )
     return int(args.kv_offloading_size * GIB)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of the model's folder."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"{path.parent} is not a model folder: it has no {path.name}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return content

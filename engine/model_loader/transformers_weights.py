@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
+from engine.model_loader.folder import opening
 from engine.model_loader.mxfp4 import check_all, widen_all
-from engine.model_loader.weights import opening, safetensors_files
+from engine.model_loader.weights import open_checkpoint
 from engine.models.stored_weights import is_mxfp4
 from engine.models.transformers_experts import FourBitExperts, WithFourBitExperts, with_four_bit_experts
 from engine.models.transformers_model import PAGED
@@ -87,8 +87,8 @@ def _loaded(
 def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the files, which are memory-mapped."""
     tensors: dict[str, torch.Tensor] = {}
-    for path in safetensors_files(folder):
-        with opening(path), safe_open(path, framework="pt", device="cpu") as file:
+    for path, file in open_checkpoint(folder, "cpu").items():
+        with opening(path):
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return tensors
 

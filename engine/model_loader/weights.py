@@ -7,75 +7,26 @@ memory-mapped: nothing is read before it is taken, and the map is released with 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, deserialize, safe_open
+from safetensors import deserialize, safe_open
 
 from engine.kv_cache import TORCH_DTYPES
+from engine.model_loader.folder import opening, read_json, safetensors_files
+from engine.model_loader.language_part import LanguageTensors, Tensors, body_in, is_whole
 from engine.weight import Weight
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of tensors that need no scales."""
 _DTYPES_IN_FILES = dict(zip(("F32", "BF16", "F16", "F64"), PLAIN_DTYPES, strict=True))
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights, sorted by name. Raises `ValueError` if there are none, or one is missing."""
-    index = folder / INDEX_FILE
-    if (folder / SINGLE_FILE).is_file() and not index.is_file():
-        return _not_empty([folder / SINGLE_FILE])
-    if not index.is_file():
-        if pickled := sorted(path.name for path in folder.glob("pytorch_model*.bin*")):
-            raise ValueError(
-                f"{folder} has pickled weights ({pickled[0]}), which are not read; convert them to safetensors: "
-                'python -c "from transformers import AutoModelForCausalLM as M; '
-                f"M.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder)!r})\""
-            )
-        raise ValueError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; for random weights give load_format dummy"
-        )
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} has no weight_map from tensors to files") from error
-    others = [name for name in names if not isinstance(name, str) or not name.endswith(".safetensors")]
-    if others:
-        raise ValueError(f"{index} names files that are not safetensors: {', '.join(map(str, others))}")
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ValueError(f"{index} names files in other folders: {', '.join(outside)}")
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{index} names missing files: {', '.join(missing)}")
-    return _not_empty([folder / name for name in names])
-
-
-def _not_empty(files: list[Path]) -> list[Path]:
-    for path in files:
-        if path.stat().st_size == 0:
-            raise ValueError(f"{path} is empty; copy or download it again")
-    return files
-
-
-@contextmanager
-def opening(path: Path, whose: str = "") -> Iterator[None]:
-    """Context for reading a file. Raises `ValueError` if the file turns out to be broken."""
-    try:
-        yield
-    except SafetensorError as error:
-        of = f"{whose}: " if whose else ""
-        raise ValueError(f"{of}{path} is not a safetensors file, or not a complete one: {error}") from error
 
 
 def open_tensors(path: Path, device: str, whose: str = "") -> Any:
@@ -88,6 +39,16 @@ def open_tensors(path: Path, device: str, whose: str = "") -> Any:
         device = f"cuda:{torch.cuda.current_device()}"
     with opening(path, whose):
         return safe_open(path, framework="pt", device=device)
+
+
+def open_checkpoint(folder: Path, device: str) -> dict[Path, Tensors]:
+    """Open the files of a model's folder. Of a checkpoint for text and images, only the language model's tensors are
+    there, as if it were the whole checkpoint."""
+    files = {path: open_tensors(path, device) for path in safetensors_files(folder)}
+    if not is_whole(read_json(folder / "config.json")):
+        return files
+    body = body_in(chain.from_iterable(file.keys() for file in files.values()), folder)
+    return {path: LanguageTensors(file, body) for path, file in files.items()}
 
 
 class TensorsInMemory:
@@ -187,10 +148,9 @@ class SafetensorsWeights(Weights):
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         super().__init__(dtype, device)
         self._folder = folder
-        self._handle_of: dict[str, Any] = {}
+        self._handle_of: dict[str, Tensors] = {}
         self._file_of: dict[str, Path] = {}
-        for path in safetensors_files(folder):
-            handle = open_tensors(path, device)
+        for path, handle in open_checkpoint(folder, device).items():
             for name in handle.keys():  # noqa: SIM118
                 self._handle_of[name], self._file_of[name] = handle, path
         self._left = set(self._handle_of)

@@ -92,16 +92,18 @@ class ChatTemplate:
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
         """The template of a model folder; None if it has none.
 
-        Read from chat_template.jinja, else from `chat_template` in tokenizer_config.json: a string, or a list of named
-        templates, of which "default" is used, and "tool_use" for chats with tools. The latter may also be a file in
-        additional_chat_templates. Raises `ValueError` for a list without a default, and for a broken template.
+        Read from chat_template.jinja, else from `chat_template` in tokenizer_config.json, or in chat_template.json,
+        where models that also see may have it: a string, or a list of named templates, of which "default" is used, and
+        "tool_use" for chats with tools. The latter may also be a file in additional_chat_templates. Raises `ValueError`
+        for a list without a default, and for a broken template.
         """
         folder = Path(folder)
         file = folder / "chat_template.jinja"
         if file.is_file():
             source: Any = file.read_text(encoding="utf-8")
         else:
-            source = read_json(folder / "tokenizer_config.json").get("chat_template")
+            files = (folder / "tokenizer_config.json", folder / "chat_template.json")
+            source = next(filter(None, (read_json(path).get("chat_template") for path in files)), None)
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
         tool_source = tool_file.read_text(encoding="utf-8") if tool_file.is_file() else None
         if isinstance(source, list):

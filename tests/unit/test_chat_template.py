@@ -103,6 +103,8 @@ def test_the_folders_template_is_found_where_transformers_looks(tmp_path: Path) 
         assert template is not None
         return template.render([])
 
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of a model that also sees"}))
+    assert render() == "of a model that also sees"
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "config {{ bos_token }}", "bos_token": "<s>"}))
     assert render() == "config <s>"
