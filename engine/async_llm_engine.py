@@ -159,6 +159,11 @@ class AsyncLLMEngine:
         return self._engine.executor.kv_shape
 
     @property
+    def num_state_blocks(self) -> int:
+        """Blocks that carry a prompt's recurrent state to another engine; 0 for models without such states."""
+        return self._engine.block_manager.num_state_blocks
+
+    @property
     def rank_pids(self) -> list[int]:
         """See `Executor.rank_pids`."""
         return self._engine.executor.rank_pids

@@ -52,6 +52,8 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     weights_digest: str
     """Digest of the weights' bytes (or of the dummy seed): weights with equal digests compute equal KV."""
+    recurrent_bytes: int = 0
+    """What a sequence keeps besides keys and values (engine/models/recurrent_states.py); 0: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

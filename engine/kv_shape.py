@@ -60,6 +60,12 @@ def kv_cache_shape(model: ModelShape | ModelConfig, *, num_blocks: int, block_si
     )
 
 
+def num_state_blocks_of(recurrent_bytes: int, all_layers_bytes: int) -> int:
+    """How many blocks of the pool carry a sequence's recurrent states to another engine. `all_layers_bytes`: of one
+    block."""
+    return -(-recurrent_bytes // all_layers_bytes)
+
+
 def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:
     """The pool's dtype, from `EngineArgs.kv_cache_dtype` and the model's dtype."""
     return dtype if kv_cache_dtype == "auto" else FLOAT8

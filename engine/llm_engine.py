@@ -25,6 +25,7 @@ from typing import Unpack
 from engine.config import EngineConfig
 from engine.input_processor import FurtherArguments, InputProcessor
 from engine.kv_memory import KVMemory
+from engine.kv_shape import num_state_blocks_of
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
 from engine.lora.table import AdapterTable
@@ -97,6 +98,7 @@ class LLMEngine:
             prefix_key=config.prefix_key,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             num_host_blocks=self.executor.num_host_blocks,
+            num_state_blocks=num_state_blocks_of(config.model.recurrent_bytes, self.executor.kv_shape.all_layers_bytes),
         )
         self._scheduler = Scheduler(
             config.scheduler,
@@ -155,6 +157,7 @@ class LLMEngine:
         """
         seq = self._processor.process(request_id, prompt_token_ids, sampling_params, **further)
         seq.is_prefill_only = True
+        seq.num_state_blocks = self.block_manager.num_state_blocks
         seq.num_exported_blocks = num_receiver_blocks
         self._scheduler.add(seq)
         return self._prompt_digest(seq)
@@ -169,11 +172,12 @@ class LLMEngine:
         """Reserve blocks for a request that another engine prefills. Returns None if too few blocks are available."""
         seq = self._processor.process(request_id, prompt_token_ids, sampling_params, **further)
         seq.prompt_logprobs = None  # the prefilling engine reports them
+        seq.num_state_blocks = self.block_manager.num_state_blocks
         if not self._scheduler.reserve(seq):
             _refuse(seq)
             return None
         num_cached_blocks = seq.num_computed_tokens // self.block_manager.block_size
-        return Reservation(list(seq.block_table), num_cached_blocks, self._prompt_digest(seq))
+        return Reservation([*seq.block_table, *seq.state_block_ids], num_cached_blocks, self._prompt_digest(seq))
 
     def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
         """Start decoding a reserved request: its blocks now hold the KV of all `num_tokens` tokens, and the other
@@ -297,11 +301,15 @@ class LLMEngine:
 
     def audit(self) -> tuple[BlockLedger, list[str]]:
         """Return the ledger, and the errors that a recount of the whole pool finds."""
-        return self.block_manager.ledger(), self.block_manager.check_integrity()
+        return self.block_manager.ledger(), self._scheduler.check_integrity()
 
     def granted_block_ids(self) -> set[int]:
         """Return the blocks that are reserved for KV from other engines."""
-        return {block_id for seq in self._scheduler.granted.values() for block_id in seq.block_table}
+        return {
+            block_id
+            for seq in self._scheduler.granted.values()
+            for block_id in (*seq.block_table, *seq.state_block_ids)
+        }
 
     # -- adapters that come and go ------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from engine.attention import StepLayout
 from engine.scheduling.sequence import PENDING_TOKEN, SchedulerOutput
 
 Integers = NDArray[np.int64]
-_NUM_ARRAYS = 12
+_NUM_ARRAYS = 15
 _HAS_ONE_AXIS = -1
 
 
@@ -50,16 +50,28 @@ class StepInput:
     """Blocks that this step begins to fill and leaves partly empty."""
     adapter_ids: Integers
     """[T] each token's adapter, 0 for none; shape [0] if no token has one."""
+    state_slots: Integers
+    """[S] each sequence's row of the recurrent states, NO_SLOT for none; shape [0] for models without such states."""
+    loaded_states: Integers
+    """[states to load before the step, 1 + blocks] a row, and the blocks that carry its content."""
+    saved_states: Integers
+    """[states to save after the step, 1 + blocks] likewise."""
     has_exports: bool
     """`on_layer_written` is called for each layer of this step."""
 
     @staticmethod
     def of(
-        output: SchedulerOutput, block_size: int, row_of: Mapping[int, int], max_tokens_read_again: int = 0
+        output: SchedulerOutput,
+        block_size: int,
+        row_of: Mapping[int, int],
+        max_tokens_read_again: int = 0,
+        *,
+        has_states: bool = False,
     ) -> StepInput:
         """Each block table must cover its sequence's new tokens. `row_of`: by `seq_id`, the index of a pending token
         among those that the last launched step samples. `max_tokens_read_again`: each draft is laid out as a sequence
-        of its own if attention then reads the keys and values of at most so many tokens more than once."""
+        of its own if attention then reads the keys and values of at most so many tokens more than once. `has_states`:
+        the model has recurrent states (and there are no drafts)."""
         token_ids: list[int] = []
         begun_blocks: list[int] = []
         sample_rows: list[int] = []
@@ -89,6 +101,9 @@ class StepInput:
             if first <= (begun := end // block_size) * block_size < end:
                 begun_blocks.append(seq.block_table[begun])
             sample_rows += range(len(token_ids) - item.num_sampled, len(token_ids))
+        saved = [[each.state_slot, *each.blocks.block_ids] for each in output.state_exports]
+        loading = [item.seq for item in output.scheduled if item.seq.has_state_to_load]
+        loaded = [[seq.state_slot, *seq.state_block_ids] for seq in loading]
         positions, layout = _lay_out(_integers(firsts), _integers(query_lens), tables, block_size)
         return StepInput(
             token_ids=_integers(token_ids),
@@ -100,7 +115,10 @@ class StepInput:
             prompt_rows=_integers(prompt_rows).reshape(-1, 2),
             begun_blocks=_integers(begun_blocks),
             adapter_ids=np.repeat(_integers(lora_ids), query_lens) if any(lora_ids) else _integers([]),
-            has_exports=bool(output.exports),
+            state_slots=_integers([item.seq.state_slot for item in output.scheduled] if has_states else []),
+            loaded_states=_table(loaded),
+            saved_states=_table(saved),
+            has_exports=bool(output.exports or output.state_exports),
         )
 
     def to_bytes(self) -> bytes:
@@ -124,10 +142,11 @@ class StepInput:
             start = end
         query_lens, context_lens, tables, slots, token_ids, positions, *lists = arrays
         layout = StepLayout(query_lens, context_lens, tables, slots, num_decodes)
-        sampled, pending, before, prompts, begun, adapters = lists
+        sampled, pending, before, prompts, begun, adapters, slots, loaded, saved = lists
         return StepInput(
-            token_ids, positions, layout, sampled, pending, before, prompts, begun, adapters, bool(has_exports)
-        )
+            token_ids, positions, layout, sampled, pending, before, prompts, begun, adapters, slots, loaded, saved,
+            bool(has_exports),
+        )  # fmt: skip
 
     def _arrays(self) -> tuple[Integers, ...]:
         """The layout's arrays, then its own, in the order of the fields."""
@@ -135,7 +154,7 @@ class StepInput:
         return (
             layout.query_lens, layout.context_lens, layout.block_tables, layout.slot_mapping,
             self.token_ids, self.positions, self.sample_rows, self.pending_rows, self.rows_before, self.prompt_rows,
-            self.begun_blocks, self.adapter_ids,
+            self.begun_blocks, self.adapter_ids, self.state_slots, self.loaded_states, self.saved_states,
         )  # fmt: skip
 
 
@@ -162,6 +181,11 @@ def _lay_out(
         num_decodes=int(is_longer.argmax()) if is_longer.any() else num_seqs,
     )
     return positions, layout
+
+
+def _table(rows: Sequence[Sequence[int]]) -> Integers:
+    """Rows of equal lengths, at least one number each; shape [0, 1] if there are none."""
+    return np.array(rows, dtype=np.int64) if rows else np.empty((0, 1), dtype=np.int64)
 
 
 def _integers(values: Sequence[object]) -> Integers:

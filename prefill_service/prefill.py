@@ -121,7 +121,7 @@ class PrefillRole:
     async def _serve(self, stream: Stream, command: pb.PrefillRequest) -> None:
         arguments = engine_arguments(command.request)
         num_tokens = len(command.request.prompt_token_ids) + len(command.request.output_token_ids)
-        check_grant_fits(command.grant, num_tokens, self._engine.config.cache.block_size)
+        check_grant_fits(command.grant, num_tokens, self._engine.config.cache.block_size, self._engine.num_state_blocks)
         push = await self._sender.open(command.grant)
         stream.first_token = asyncio.get_running_loop().create_future()
         self._pushes[stream.engine_id] = push
@@ -135,8 +135,7 @@ class PrefillRole:
                 stats = await push.commit(
                     num_prompt_tokens=num_tokens,
                     first_token_id=output.token_ids[-1],
-                    # The first token was sampled after the prompt: its block, if it is a new one, is still empty.
-                    src_block_ids=output.held_block_ids[: len(command.grant.block_ids)],
+                    src_block_ids=output.held_block_ids,
                 )
                 is_settled = True
                 self._on_handed_over(stats)
@@ -175,12 +174,13 @@ class _Size(NamedTuple):
         return -(-min(2 * (self.num_tokens + stream.num_tokens), self.most) // block_size)
 
 
-def check_grant_fits(grant: Grant, num_tokens: int, block_size: int) -> None:
+def check_grant_fits(grant: Grant, num_tokens: int, block_size: int, num_state_blocks: int = 0) -> None:
     """Refuse a grant that does not fit a prompt of `num_tokens` tokens, before anything is computed.
+    `num_state_blocks`: blocks that carry its recurrent state.
 
     Raises `ValueError`.
     """
-    num_blocks = -(-num_tokens // block_size)
+    num_blocks = -(-num_tokens // block_size) + num_state_blocks
     if len(grant.block_ids) != num_blocks:
         raise ValueError(f"grant must have {num_blocks} blocks for {num_tokens} tokens, has {len(grant.block_ids)}")
     if grant.num_cached_blocks > num_blocks:

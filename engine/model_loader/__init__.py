@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engine.models import DecoderConfig, ModelShape
     from engine.models.model import Model
     from engine.models.parts import Parts
+    from engine.models.recurrent_states import RecurrentStates
+    from engine.models.transformers_config import TransformersConfig
     from engine.models.transformers_model import TransformersModel
     from engine.tensor_parallel.group import RankGroup
     from engine.weight_cut import CutOf
@@ -151,7 +153,25 @@ def _load_transformers_model(
     assert isinstance(shape, TransformersConfig)
     assert isinstance(backend, AttentionBackend)
     causal_lm = load_causal_lm(config, keeps_four_bits=parts.four_bit_experts is not None)
-    return TransformersModel(shape, causal_lm, backend, parts)
+    return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape))
+
+
+def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStates | None:
+    from engine.kv_cache import TORCH_DTYPES
+    from engine.kv_shape import kv_cache_shape, num_state_blocks_of
+    from engine.models.recurrent_states import RecurrentStates
+
+    if not shape.delta_layers:
+        return None
+    cache = config.cache
+    block = kv_cache_shape(config.model, num_blocks=1, block_size=cache.block_size, kv_dtype=cache.kv_dtype)
+    return RecurrentStates(
+        shape.delta_layers,
+        config.scheduler.max_num_seqs,
+        num_state_blocks_of(config.model.recurrent_bytes, block.pool_bytes) * block.pool_bytes,
+        TORCH_DTYPES[config.model.dtype],
+        config.device.device,
+    )
 
 
 def _weights_of(config: EngineConfig) -> Weights:

@@ -36,7 +36,7 @@ from engine.config import (
 from engine.engine_args import EngineArgs
 from engine.kernels.build import cpu_arithmetic
 from engine.kv_cache import KV_FORMAT_VERSION
-from engine.kv_shape import kv_dtype_of
+from engine.kv_shape import DTYPE_BYTES, kv_dtype_of
 from engine.lora.modules import (
     WEIGHTS_FILE,
     LoRAModule,
@@ -59,6 +59,7 @@ from engine.model_loader.settings import (
 from engine.model_loader.weights import check_size, digest_by_reading, digest_files, dummy_digest
 from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
+from engine.models.recurrent_shape import recurrent_bytes
 from engine.models.stored_weights import AS_STORED, StoredWeights
 from engine.quantization_choice import resolve_quantization
 from engine.scheduling.speculation import SpeculativeConfig
@@ -105,7 +106,15 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     )
     model = _model_config(args, folder, hf_config, shape, device, dtype=dtype, quantization=quantization)
     max_model_len = max_model_len_of(args, shape)
-    num_blocks = num_blocks_of(args, shape, max_model_len=max_model_len, kv_dtype=kv_dtype, device=device)
+    _check_recurrent(args, model)
+    num_blocks = num_blocks_of(
+        args,
+        shape,
+        max_model_len=max_model_len,
+        kv_dtype=kv_dtype,
+        device=device,
+        recurrent_bytes=model.recurrent_bytes,
+    )
     has_float8_products = quantization == "fp8" or (quantization == AS_STORED and "fp8" in stored.quantizations)
     needs = replace(needs, quantization=quantization, has_float8_products=has_float8_products)
     backend = choose_attention_backend(args.attention_backend, needs)
@@ -116,7 +125,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         kv_dtype=kv_dtype,
         num_blocks=num_blocks,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        enable_prefix_caching=args.enable_prefix_caching,
+        enable_prefix_caching=args.enable_prefix_caching and not model.recurrent_bytes,
         kv_offloading_bytes=offloading_bytes_of(args),
         kv_order=kv_order_of(backend, shape),
     )
@@ -133,6 +142,20 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
             shape, stored, _as_computed(args, model, stored, backend), cache, num_ranks, _arithmetic(backend, needs)
         ),
     )  # fmt: skip
+
+
+def _check_recurrent(args: EngineArgs, model: ModelConfig) -> None:
+    """Raise `ValueError` if settings cannot work with layers that keep a state, which cannot go back to an earlier
+    token."""
+    if not model.recurrent_bytes:
+        return
+    why = "the model has layers that keep a state in place of keys and values"
+    if args.speculative_config:
+        raise ValueError(f"speculative_config must be empty: {why}, and no step takes back a wrong guess")
+    if args.kv_offloading_size:
+        raise ValueError(f"kv_offloading_size must be 0: {why}, so that no prefix is cached")
+    if args.enable_prefix_caching:
+        report(f"no prefixes are cached: {why}")
 
 
 def _device_config(args: EngineArgs, backend: str, needs: Needs) -> DeviceConfig:
@@ -266,6 +289,7 @@ def _model_config(
         hidden_size=shape.hidden_size,
         eos_token_ids=_eos_token_ids(folder, hf_config, shape.vocab_size),
         weights_digest=weights_digest,
+        recurrent_bytes=recurrent_bytes(shape.delta_layers, DTYPE_BYTES[dtype]),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import GIB
 from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
-from engine.kv_shape import kv_cache_shape, kv_dtype_of
+from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib
 from engine.model_loader.language_part import read_config
@@ -115,14 +115,21 @@ def max_model_len_of(args: EngineArgs, shape: ModelShape) -> int:
 
 
 def num_blocks_of(
-    args: EngineArgs, shape: ModelShape, *, max_model_len: int, kv_dtype: str, device: str, knows_device: bool = True
+    args: EngineArgs,
+    shape: ModelShape,
+    *,
+    max_model_len: int,
+    kv_dtype: str,
+    device: str,
+    knows_device: bool = True,
+    recurrent_bytes: int = 0,
 ) -> int:
     """The number of KV blocks; 0: to be measured. `shape`: what one rank computes. Without `knows_device`, `device`
-    is a guess, and its memory is not looked at."""
+    is a guess, and its memory is not looked at. `recurrent_bytes`: see `ModelConfig`."""
     if device == "cuda" and not args.num_kv_blocks and not args.kv_cache_gib:
         return 0
     block = kv_cache_shape(shape, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
-    needed = -(-max_model_len // args.block_size)
+    needed = -(-max_model_len // args.block_size) + num_state_blocks_of(recurrent_bytes, block.pool_bytes)
     # On a CPU the pools of all ranks share the same memory.
     block_bytes = block.pool_bytes * (args.tensor_parallel_size if device == "cpu" else 1)
     most = memory_bytes(device) // block_bytes if knows_device else None

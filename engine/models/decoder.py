@@ -26,6 +26,7 @@ from engine.models.head_attention import HeadAttention
 from engine.models.latent_attention import LatentAttention
 from engine.models.layer import Attention, DecoderLayer, FeedForward, OnLayer
 from engine.models.parts import PLAIN_PARTS, Parts, PartsFactory
+from engine.models.recurrent_states import RecurrentStates
 
 __all__ = ["PLAIN_PARTS", "Decoder", "Parts"]
 
@@ -57,6 +58,7 @@ class Decoder:
         for further in range(config.num_nextn_predict_layers):
             weights.ignore_layer(config.num_layers + further)
         weights.check_all_taken()
+        self.states: RecurrentStates | None = None
         self.adapters = parts.adapters
         if parts.adapters is not None:
             parts.adapters.check_all_taken()

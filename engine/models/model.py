@@ -11,6 +11,7 @@ from engine.models.layer import OnLayer
 
 if TYPE_CHECKING:
     from engine.lora.adapters import Adapters
+    from engine.models.recurrent_states import RecurrentStates
 
 
 class Model(Protocol):
@@ -21,6 +22,10 @@ class Model(Protocol):
 
     adapters: Adapters | None
     """The engine's adapters. The caller of `forward` must first assign the step's rows to them (`Adapters.assign`)."""
+
+    states: RecurrentStates | None
+    """What layers keep besides keys and values; None: nothing. The caller of `forward` must first assign the step's
+    sequences to them (`RecurrentStates.assign`)."""
 
     reads_back: bool
     """A step reads values back from the device, so that steps cannot be recorded."""

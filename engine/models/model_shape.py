@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.models.deepseek_config import LatentConfig
 from engine.models.experts_config import ExpertsConfig
+from engine.models.recurrent_shape import DeltaLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,9 @@ class ModelShape:
     mla: LatentConfig | None = None
     """None: the pool holds keys and values of heads."""
     moe: ExpertsConfig | None = None
+
+    delta_layers: tuple[DeltaLayer, ...] = ()
+    """Layers that keep a state in place of keys and values. They are not among the `num_layers` of the pool."""
 
     @property
     def model_impl(self) -> str:

@@ -25,6 +25,7 @@ from engine.layers import (
 )
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
+from engine.models.delta_net import TORCH_DELTA_OPS, DeltaOps
 from engine.models.expert_choice import ChooseExperts, choose_experts
 from engine.models.expert_products import (
     ExpertProducts,
@@ -68,6 +69,7 @@ class Parts:
     four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
     """Takes (gate and up, down) in MXFP4. None: such weights are dequantised when they are loaded."""
     sum_of_experts: SumOfExperts = sum_of_experts
+    delta_ops: DeltaOps = TORCH_DELTA_OPS
     sum_over_ranks: SumOverRanks | None = None
     """None: one rank computes the whole model."""
     adapters: Adapters | None = None

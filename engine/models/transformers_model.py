@@ -6,6 +6,7 @@ two users. And transformers' code must take a token's place from its position id
 both when a model is made.
 
     forward(tokens) ──> transformers' body ──(layer i: q, k, v)──> AttentionBackend.project, attend ──> … ──> [T, D]
+                                         └──(layers of delta rules)──> DeltaNet, over RecurrentStates
     compute_logits  ──> the rest of its causal language model (`Head`)
 
 Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H head dim.
@@ -23,8 +24,10 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.attention import AttentionBackend
 from engine.layers import HeadProjection, Linear, Unrotated
+from engine.models.delta_net import DeltaNet
 from engine.models.layer import CosSin, OnLayer
 from engine.models.parts import Parts
+from engine.models.recurrent_states import RecurrentStates
 from engine.models.scores import Scores
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_experts import FourBitExperts
@@ -44,15 +47,27 @@ class TransformersModel:
     """Raises `ValueError` at construction if tokens see each other outside of attention."""
 
     def __init__(
-        self, config: TransformersConfig, causal_lm: Any, backend: AttentionBackend[Any], parts: Parts
+        self,
+        config: TransformersConfig,
+        causal_lm: Any,
+        backend: AttentionBackend[Any],
+        parts: Parts,
+        states: RecurrentStates | None = None,
     ) -> None:
-        """`causal_lm`: transformers' model, with weights on the device and `PAGED` attention. This modifies it."""
+        """`causal_lm`: transformers' model, with weights on the device and `PAGED` attention. This modifies it.
+        `states`: of `config.delta_layers`; None if there are none."""
         self.adapters: Adapters | None = None
+        self.states = states
         self.reads_back = False  # if it does read back, the configuration has already turned recording off
         replace_products(causal_lm, parts)
         for module in causal_lm.modules():
             if isinstance(module, FourBitExperts):
                 module.compute_by(parts)
+        for number, layer in enumerate(config.delta_layers):
+            assert states is not None
+            parent, _, attribute = layer.name.rpartition(".")
+            delta_net = DeltaNet(causal_lm.get_submodule(layer.name), layer, number, states, parts.delta_ops)
+            setattr(causal_lm.get_submodule(parent), attribute, delta_net)
         self._embedding = causal_lm.get_input_embeddings()
         self._body = causal_lm.get_submodule(config.body)
         attending = [causal_lm.get_submodule(module.name) for module in config.attention]
@@ -98,6 +113,8 @@ class TransformersModel:
             module.tandem_attention = _ToItself()  # type: ignore[assignment]
         device = self._embedding.weight.device
         num_tokens = min(NUM_TRIED, config.max_positions)
+        if self.states is not None:
+            self.states.reserve_decodes(num_tokens)  # each token by itself
         positions = torch.arange(num_tokens, device=device)
         # Take tokens from the end of the vocabulary, where special tokens are rare: padding tokens get own positions.
         tokens = (len(self._embedding.weight) - 1 - 3 * positions).clamp_min(0)

@@ -8,7 +8,8 @@ arguments and compute nothing.
 
 A model can be served if its tokens interact only in attention, once per layer, causally, in full or in a sliding
 window, with keys and values of one size. That tokens do not interact elsewhere can only be tested with weights:
-engine/models/transformers_model.py does that.
+engine/models/transformers_model.py does that. Layers of `DELTA_NETS` are replaced by our own, which keep a state; here
+they are only recorded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from engine.models.recurrent_shape import DeltaLayer
 from engine.models.scores import AttentionModule, Scores
 
 WATCHED = "tandem_watched"
@@ -39,6 +41,8 @@ MAKING = threading.Lock()
 """
 SINKS = "s_aux"
 """transformers' name of attention sinks: scores without values, one per query head."""
+DELTA_NETS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
+"""transformers' classes of layers that `DeltaNet` replaces (engine/models/delta_net.py)."""
 HARMLESS = frozenset({
     "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
     SINKS,
@@ -50,6 +54,7 @@ HARMLESS = frozenset({
 class Step:
     attention: tuple[AttentionModule, ...]
     """In the order of the calls."""
+    delta_layers: tuple[DeltaLayer, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -95,9 +100,10 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
     try:
         model = _model_without_weights(config)
         body = _body_of(model)
+        delta_layers = _take_delta_layers(model)
         for module_name, module in model.named_modules():
             module.tandem_watcher = _Watcher(module_name, calls, max_positions)
-        hidden_1TD = _hidden_states(model, body)
+        hidden_1TD = _hidden_states(model, body, has_delta_layers=len(delta_layers) > 0)
         if not calls:
             raise _CannotServeError(_why_no_calls(model))
         if not _takes_positions(model.get_decoder()):
@@ -107,13 +113,14 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
     except Exception as error:  # transformers' code may raise anything
         raise ValueError(f"config.json: {name} models cannot be served: {_meaning_of(error)}") from error
-    why_not = _why_not(calls, getattr(config, "num_hidden_layers", 0))
+    why_not = _why_not(calls, getattr(config, "num_hidden_layers", 0) - len(delta_layers))
     if why_not:
         raise ValueError(f"config.json: {name} models cannot be served: {why_not}")
     return Step(
         attention=tuple(
             AttentionModule(name=call.name, scores=call.scores, has_sinks=call.has_sinks) for call in calls
         ),
+        delta_layers=delta_layers,
         num_heads=calls[0].num_heads,
         num_kv_heads=calls[0].num_kv_heads,
         head_dim=calls[0].head_dim,
@@ -277,6 +284,32 @@ def _model_without_weights(config: Any) -> Any:
     return model.eval().to(torch.bfloat16)
 
 
+def _take_delta_layers(model: Any) -> tuple[DeltaLayer, ...]:
+    """Describe the layers of `DELTA_NETS`, and replace them by modules that compute nothing."""
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in DELTA_NETS]
+    for name, _ in found:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, _Passed())
+    return tuple(
+        DeltaLayer(
+            name=name,
+            num_key_heads=module.num_k_heads,
+            num_value_heads=module.num_v_heads,
+            key_dim=module.head_k_dim,
+            value_dim=module.head_v_dim,
+            num_taps=module.conv_kernel_size,
+        )
+        for name, module in found
+    )
+
+
+class _Passed(nn.Module):
+    """Returns what it gets."""
+
+    def forward(self, hidden_states: torch.Tensor, **_further: object) -> torch.Tensor:
+        return hidden_states
+
+
 def _body_of(model: Any) -> str:
     """Name of the module whose last hidden state is the head's input."""
     decoder = model.get_decoder()
@@ -290,16 +323,28 @@ def _takes_positions(decoder: Any) -> bool:
     return "position_ids" in inspect.signature(decoder.forward).parameters
 
 
-def _hidden_states(model: Any, body: str) -> torch.Tensor:
+def _hidden_states(model: Any, body: str, *, has_delta_layers: bool) -> torch.Tensor:
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     decoder = model.get_submodule(body)
     positions = {"position_ids": tokens} if _takes_positions(decoder) else {}
     hidden_1TD: torch.Tensor = decoder(
-        input_ids=tokens, attention_mask=tokens, use_cache=False, **positions
+        input_ids=tokens, attention_mask=_masks_of(model.config, tokens, has_delta_layers), use_cache=False, **positions
     ).last_hidden_state
     if hidden_1TD.ndim != 3 or hidden_1TD.shape[:2] != tokens.shape:
         raise _CannotServeError(f"hidden states have shape {list(hidden_1TD.shape)}")
     return hidden_1TD
+
+
+def _masks_of(config: Any, tokens: torch.Tensor, has_delta_layers: bool) -> Any:
+    """The tokens, all of which are there, or with layers of delta rules the mask of each kind of layer: to make one for
+    those layers, transformers' code would look whether all tokens are there."""
+    if not has_delta_layers:
+        return tokens
+    embeds = torch.empty(*tokens.shape, config.hidden_size, device="meta")
+    causal = transformers.masking_utils.create_causal_mask(
+        config=config, inputs_embeds=embeds, attention_mask=tokens, past_key_values=None, position_ids=tokens
+    )
+    return {"full_attention": causal, "linear_attention": None}
 
 
 def _meaning_of(error: Exception) -> str:

@@ -59,6 +59,14 @@ class AdapterKeeper(Protocol):
     def refill(self, reserved: Any, adapter_ids: Integers) -> None: ...
 
 
+class StateKeeper(Protocol):
+    """Recurrent states whose sequences can be refilled at fixed addresses (`engine.models.recurrent_states`)."""
+
+    def reserve_decodes(self, num_seqs: int) -> Any: ...
+
+    def refill(self, reserved: Any, context_lens: Integers, slots: Integers) -> None: ...
+
+
 class Recorder(Protocol):
     def record(self, launch: Callable[[], None]) -> Replay:
         """Return a function that repeats all launches of `launch`, on the same tensors."""
@@ -93,6 +101,8 @@ class Recording:
     plan: Any
     adapters: Any
     """Each row's adapter; None: the recording launches no adapter."""
+    states: Any
+    """Each row's recurrent state; None: the model has none."""
     replay: Replay
 
 
@@ -124,14 +134,16 @@ class DecodeGraphs:
         max_context_len: int,
         device: str,
         adapters: AdapterKeeper | None = None,
+        states: StateKeeper | None = None,
     ) -> None:
         """`forward` maps token ids, positions and a plan to logits [S, V], with the same launches for equal shapes.
-        `adapters`: the engine's adapters, which `forward` applies; None if it has none."""
+        `adapters`: the engine's adapters, which `forward` applies; None if it has none. `states`: likewise."""
         self._forward = forward
         self._backend = backend
         self._recorder = recorder
         self._device = device
         self._adapters = adapters
+        self._states = states
         self._batch_sizes = batch_ladder(max_num_seqs)
         self._context_lens = context_ladder(max_context_len)
         # Record with and without adapters: adapter launches would slow down steps that use no adapter.
@@ -197,6 +209,8 @@ class DecodeGraphs:
         self._backend.refill(recording.plan, batch.layout)
         if self._adapters is not None and recording.adapters is not None:
             self._adapters.refill(recording.adapters, batch.adapter_ids)
+        if self._states is not None:
+            self._states.refill(recording.states, batch.layout.context_lens, batch.state_slots)
         recording.replay()
         assert self._logits_SV is not None
         return self._logits_SV[:num_seqs]
@@ -211,6 +225,7 @@ class DecodeGraphs:
             adapters = self._adapters.reserve_decodes(num_seqs)
         elif self._adapters is not None:
             self._adapters.assign(np.zeros(0, dtype=np.int64))
+        states = None if self._states is None else self._states.reserve_decodes(num_seqs)
 
         def launch() -> None:
             logits_SV = self._forward(token_ids, positions, plan)
@@ -219,7 +234,7 @@ class DecodeGraphs:
             # Copied, so that all recordings can share their working memory; this takes 0.2 % of a step.
             self._logits_SV[:num_seqs].copy_(logits_SV)
 
-        return Recording(token_ids, positions, plan, adapters, self._recorder.record(launch))
+        return Recording(token_ids, positions, plan, adapters, states, self._recorder.record(launch))
 
 
 def _rung(ladder: list[int], wanted: int) -> int:

@@ -28,7 +28,8 @@ class InputBatch:
     sample_rows: torch.Tensor | None
     """[R] rows of T whose logits are sampled; None: all rows, in order."""
     adapter_ids: Integers
-    """See `StepInput`. Stays on the host."""
+    """See `StepInput`. Stays on the host, as `state_slots` does."""
+    state_slots: Integers
 
     @property
     def last_token_ids(self) -> torch.Tensor:
@@ -53,4 +54,5 @@ def build_input_batch(step: StepInput, device: str, sampled_before: torch.Tensor
         layout=step.layout,
         sample_rows=None if len(step.sample_rows) == len(step.token_ids) else sample_rows_R,
         adapter_ids=step.adapter_ids,
+        state_slots=step.state_slots,
     )

@@ -71,6 +71,7 @@ class ModelRunner:
         self._device = config.device.device
         self._max_decode_rows, self._max_model_len = config.scheduler.max_decode_rows, config.model.max_model_len
         self._max_tokens_read_again = MAX_TOKENS_READ_AGAIN if config.device.uses_triton else 0
+        self._states = model.states
         self._graphs = self._make_graphs(config)
         self._sampler = make_sampler(config)
         # Without async scheduling, only the sampling rank needs the sampled tokens.
@@ -87,13 +88,16 @@ class ModelRunner:
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
         """Build the input of the step that is launched next."""
-        return StepInput.of(output, self._block_size, self._row_of, self._max_tokens_read_again)
+        return StepInput.of(
+            output, self._block_size, self._row_of, self._max_tokens_read_again, has_states=self._states is not None
+        )
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
         """Begin to compute a step. The previous step may still be running, and this one may continue from its tokens.
         `step`: the result of `prepare(output)`."""
         batch, logits, logits_of_prompts = self.compute(step, self._layer_callback(output))
+        self._tell_of_states(output)
         of_prompts = prompt_logprobs(output, logits_of_prompts)
         token_ids = logprobs = None
         if logits is not None:
@@ -119,12 +123,20 @@ class ModelRunner:
         batch = build_input_batch(step, self._device, self._sampled)
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)
+        for slot, *block_ids in step.loaded_states.tolist():
+            assert self._states is not None
+            self._states.load(self._kv_pool, slot, block_ids)
         if self._graphs is not None and not step.has_exports and self._graphs.can_run(batch):
             return Computed(batch, self._graphs.run(batch), iter(()))
         if self._model.adapters is not None:
             self._model.adapters.assign(batch.adapter_ids)
+        if self._states is not None:
+            self._states.assign(batch.layout.query_lens, batch.layout.context_lens, batch.state_slots)
         plan = self._backend.prepare(batch.layout)
         x_TD = self._model.forward(batch.token_ids, batch.positions, plan, self._kv_pool, on_layer)
+        for slot, *block_ids in step.saved_states.tolist():
+            assert self._states is not None
+            self._states.save(self._kv_pool, slot, block_ids)
         of_prompts = prompt_logits(step, x_TD, self._model.compute_logits)
         if not len(step.sample_rows):
             return Computed(batch, None, of_prompts)
@@ -173,6 +185,7 @@ class ModelRunner:
             backend=self._backend,  # type: ignore[arg-type]  # the configuration ensures it
             recorder=CudaRecorder(),
             adapters=model.adapters,  # type: ignore[arg-type]  # with graphs, adapters are Triton's
+            states=model.states,
             max_num_seqs=self._max_decode_rows,
             max_context_len=min(config.device.max_seq_len_to_capture, self._max_model_len),
             device=config.device.device,
@@ -183,6 +196,13 @@ class ModelRunner:
         if self._sharing_group is None or token_ids is None or not len(token_ids):
             return token_ids
         return self._sharing_group.share_first(token_ids)
+
+    def _tell_of_states(self, output: SchedulerOutput) -> None:
+        """The step has written the states of these prompts to all layers of their blocks."""
+        if self._on_layer_written is not None and output.state_exports:
+            exports = [export.blocks for export in output.state_exports]
+            for layer in range(len(self._kv_pool)):
+                self._on_layer_written(layer, exports)
 
     def _layer_callback(self, output: SchedulerOutput) -> OnLayer | None:
         on_layer_written, exports = self._on_layer_written, output.exports

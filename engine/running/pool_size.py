@@ -17,7 +17,7 @@ import torch
 
 from engine.attention.latent_forms import Unfolding
 from engine.config import EngineConfig
-from engine.kv_shape import KVCacheShape
+from engine.kv_shape import KVCacheShape, num_state_blocks_of
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
@@ -124,7 +124,8 @@ def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_steps: Run
         free_bytes=free - (peak - torch.cuda.memory_allocated()),
         utilization=config.cache.gpu_memory_utilization,
         block_bytes=replace(shape, num_blocks=1).pool_bytes,
-        num_needed=-(-config.model.max_model_len // config.cache.block_size),
+        num_needed=-(-config.model.max_model_len // config.cache.block_size)
+        + num_state_blocks_of(config.model.recurrent_bytes, shape.all_layers_bytes),
     )
 
 

@@ -14,6 +14,9 @@ free blocks, so that evicting them loses nothing; prefixes are looked up in both
 from the host is already in a table and findable. Until it is loaded, its sequence (`Sequence.num_loading_blocks`) must
 be neither computed nor freed. `take_copies` returns the copies to make; the caller reports each by `end_copy`.
 
+With models whose layers keep a state, the blocks that carry one to another engine are in the same table as the
+sequence's others, until `free_state` or `free`.
+
 A table has one kind of owner; `hand_over` changes it (a committed grant becomes a sequence, a computed prompt becomes
 held). A block in several tables counts for the strongest kind: SEQUENCE, then GRANT, then HELD. The five counts (free,
 cached and these three) always sum up to the pool; `check_integrity` recounts them from the tables.
@@ -22,7 +25,8 @@ cached and these three) always sum up to the pool; `check_integrity` recounts th
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 from engine.scheduling.block_ledger import BlockLedger, BlockOwner, CacheEvent, HostLedger
 from engine.scheduling.evictor import LRUEvictor
@@ -39,6 +43,8 @@ class _Table:
     block_ids: list[int]
     num_registered: int = 0
     """Leading blocks whose hashes have been offered to the prefix cache."""
+    state_ids: list[int] = field(default_factory=list)
+    """Blocks that carry the sequence's recurrent state. The same list object as `Sequence.state_block_ids`."""
 
 
 READY_SHARE = 4
@@ -63,9 +69,12 @@ class BlockManager:
         prefix_key: bytes,
         enable_prefix_caching: bool,
         num_host_blocks: int = 0,
+        num_state_blocks: int = 0,
     ) -> None:
+        """`num_state_blocks`: blocks that carry a sequence's recurrent state; 0 for models without."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_state_blocks = num_state_blocks
         self._tables: dict[int, _Table] = {}
         self._free: deque[int] = deque(range(num_blocks))
         self._evictor = LRUEvictor()
@@ -98,6 +107,10 @@ class BlockManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_needed(self, seq: Sequence) -> int:
+        """How many blocks `seq`, which has none yet, needs for its tokens and its state."""
+        return self.num_blocks_for(len(seq)) + seq.num_state_blocks
 
     def num_shared_blocks(self, seq: Sequence) -> int:
         """How many prefix blocks `seq`, which has no blocks yet, would share with tables of others, and so need not
@@ -132,7 +145,7 @@ class BlockManager:
     # -- a table's life -----------------------------------------------------------------------------------------
 
     def allocate(self, seq: Sequence, owner: BlockOwner, *, num_reusable_tokens: int, num_spare_blocks: int) -> bool:
-        """Give `seq` blocks for all its tokens, beginning with the blocks of a cached prefix.
+        """Give `seq` blocks for all its tokens, beginning with the blocks of a cached prefix, and `num_state_blocks`.
 
         Takes at most `num_reusable_tokens` tokens from the prefix cache and leaves `num_spare_blocks` available. Sets
         `seq.block_table`, `seq.num_computed_tokens` and `seq.num_loading_blocks`. Returns False and changes nothing if
@@ -142,7 +155,7 @@ class BlockManager:
         hashes = self.prefixes.hashes_of(seq, num_reusable_tokens)
         matched = self.prefixes.match(hashes)
         cached = [block_id for block_id in matched if block_id is not None]
-        num_new = self.num_blocks_for(len(seq)) - len(cached)
+        num_new = self.num_blocks_needed(seq) - len(cached)
         num_evictable = sum(block_id in self._evictor for block_id in cached)
         if self.num_available - num_evictable < num_new + num_spare_blocks:
             return False
@@ -153,8 +166,9 @@ class BlockManager:
             self._load(block_id, hashes[i])
         prefix = [loaded[i] if block_id is None else block_id for i, block_id in enumerate(matched)]
         rest = [self._new_block(owner) for _ in range(num_new - len(loaded))]
-        seq.block_table = prefix + rest
-        self._tables[seq.seq_id] = _Table(owner, seq.block_table, num_registered=len(prefix))
+        num_of_tokens = len(rest) - seq.num_state_blocks
+        seq.block_table, seq.state_block_ids = prefix + rest[:num_of_tokens], rest[num_of_tokens:]
+        self._tables[seq.seq_id] = _Table(owner, seq.block_table, len(prefix), seq.state_block_ids)
         seq.num_computed_tokens = len(prefix) * self.block_size
         self._wait_for_loads(seq, prefix)
         return True
@@ -206,18 +220,24 @@ class BlockManager:
     def hand_over(self, seq: Sequence, owner: BlockOwner) -> None:
         """Change the owner kind of the blocks of `seq`."""
         table = self._tables[seq.seq_id]
-        for block_id in table.block_ids:
+        for block_id in chain(table.block_ids, table.state_ids):
             self._add_ref(block_id, owner)
             self._drop_ref(block_id, table.owner)
         table.owner = owner
+
+    def free_state(self, seq: Sequence) -> None:
+        """Drop the blocks that carried the state of `seq`."""
+        table = self._tables[seq.seq_id]
+        while table.state_ids:
+            self._drop_ref(table.state_ids.pop(), table.owner)
 
     def free(self, seq: Sequence) -> None:
         """Drop every block of `seq`. The last blocks of the sequence will be evicted first."""
         assert not seq.num_loading_blocks, f"blocks of sequence {seq.seq_id} are being written"
         table = self._tables.pop(seq.seq_id)
-        for block_id in reversed(table.block_ids):
+        for block_id in chain(table.state_ids, reversed(table.block_ids)):
             self._drop_ref(block_id, table.owner)
-        seq.block_table = []
+        seq.block_table, seq.state_block_ids = [], []
 
     # -- copies -------------------------------------------------------------------------------------------------
 
@@ -339,9 +359,10 @@ class BlockManager:
         problems = []
         refs = [[0] * self.num_blocks for _ in BlockOwner]
         for seq_id, table in self._tables.items():
-            if len(set(table.block_ids)) != len(table.block_ids):
+            block_ids = [*table.block_ids, *table.state_ids]
+            if len(set(block_ids)) != len(block_ids):
                 problems.append(f"sequence {seq_id} holds a block twice")
-            for block_id in table.block_ids:
+            for block_id in block_ids:
                 refs[table.owner][block_id] += 1
         if refs != self._refs:
             problems.append("reference counts differ from the block tables")

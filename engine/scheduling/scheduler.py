@@ -47,8 +47,10 @@ from engine.scheduling.sequence import (
     SchedulerOutput,
     Sequence,
     SequenceStatus,
+    state_export,
     take_export,
 )
+from engine.scheduling.state_slots import StateSlots
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
 
@@ -71,6 +73,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._stop_rule = StopRule(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._drafting = Drafting(config, block_manager, self._stop_rule, self.stats)
+        self._slots = StateSlots(config.max_num_seqs if block_manager.num_state_blocks else 0)
         self._num_steps_in_flight = 0
         self._missing_grammar: GrammarState | None = None
         """The first grammar that was not ready in the last `schedule`."""
@@ -83,6 +86,10 @@ class Scheduler:
     def lora_ids(self) -> set[int]:
         """The adapters of all requests in the engine; contains 0 if some use no adapter."""
         return {seq.lora_id for seq in self._seqs.values()}
+
+    def check_integrity(self) -> list[str]:
+        """Recount blocks and rows of states. Returns one sentence per error; empty if there are none."""
+        return self.block_manager.check_integrity() + self._slots.check_integrity(self.running)
 
     def __contains__(self, request_id: object) -> bool:
         """Whether the request is in the engine, in any state, and has not ended."""
@@ -113,7 +120,7 @@ class Scheduler:
         if not self.num_free_seqs:
             return False
         seqs = [newcomer, *self.waiting]
-        num_needed = sum(self.block_manager.num_blocks_for(len(seq)) for seq in seqs) + self._num_spare()
+        num_needed = sum(map(self.block_manager.num_blocks_needed, seqs)) + self._num_spare()
         num_missing = num_needed - self.block_manager.num_available
         return num_missing <= 0 or num_missing <= sum(map(self.block_manager.num_shared_blocks, seqs))
 
@@ -154,6 +161,7 @@ class Scheduler:
         seq = self.granted.pop(request_id)
         seq.num_computed_tokens = len(seq)
         self.block_manager.hand_over(seq, BlockOwner.SEQUENCE)
+        seq.has_state_to_load = seq.num_state_blocks > 0
         self.block_manager.register_computed(seq, num_tokens)
         seq.token_ids.append(token_id)
         self._run(seq)
@@ -206,8 +214,13 @@ class Scheduler:
         prefills = self._schedule_prefills(prefill_budget)
         budget -= sum(each.num_new_tokens for each in prefills)
         scheduled = self._drafting.add(decodes, budget) + prefills
-        exports = [take_export(each, self.block_manager.block_size) for each in scheduled if each.seq.is_prefill_only]
-        return SchedulerOutput(scheduled, [export for export in exports if export.block_ids])
+        for_others = [each for each in scheduled if each.seq.is_prefill_only]
+        exports = [take_export(each, self.block_manager.block_size) for each in for_others]
+        return SchedulerOutput(
+            scheduled,
+            [export for export in exports if export.block_ids],
+            [export for export in map(state_export, for_others) if export is not None],
+        )
 
     def wait_for_grammar(self) -> bool:
         """Wait for the first grammar that was not ready in the last `schedule`; call it only if there is nothing else
@@ -294,12 +307,19 @@ class Scheduler:
         else:
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
+            self._slots.take(seq)
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._slots.give_back(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         assert not seq.num_steps_in_flight
-        self.running.remove(seq)
+        self._stop_running(seq)
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
+        if seq.has_state_to_load:  # it is computed from its tokens instead
+            seq.has_state_to_load, seq.num_state_blocks = False, 0
         seq.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
@@ -313,6 +333,7 @@ class Scheduler:
             seq = scheduled.seq
             seq.num_steps_in_flight += 1
             seq.num_computed_tokens = scheduled.end
+            seq.has_state_to_load = False
             if scheduled.is_sampled:
                 seq.token_ids.extend(scheduled.draft_token_ids)
                 seq.token_ids.append(PENDING_TOKEN)
@@ -337,6 +358,9 @@ class Scheduler:
             if seq.status is not SequenceStatus.RUNNING:
                 self._free_ended(seq)  # it ended or was held while the step was computed
                 continue
+            if seq.state_block_ids and not seq.is_prefill_only:
+                self.block_manager.free_state(seq)  # the step has loaded it
+                seq.num_state_blocks = 0
             if seq.prompt_logprobs is not None:
                 seq.prompt_logprobs += prompt_logprobs.get(seq.seq_id, ())
             num_wrong = self._drafting.drop_wrong(scheduled, sampled_ids) if scheduled.draft_token_ids else 0
@@ -382,7 +406,7 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         elif seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
+            self._stop_running(seq)
         elif seq.status is SequenceStatus.LOADING:
             del self.loading[seq.request_id]
         else:

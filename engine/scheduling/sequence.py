@@ -9,6 +9,9 @@
 GRANTED: a decode engine has reserved the blocks, and another engine fills them. HELD: a prefill engine has computed the
 blocks and keeps them until another engine has them. Progress is one integer, `num_computed_tokens`; chunked prefill,
 prefix caching, preemption and hand-over all follow from it.
+
+With layers that keep a state besides keys and values (engine/models/recurrent_states.py), a running sequence also has a
+row of these states, its slot. A prompt's state is handed over in blocks of its own, behind those of its tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from engine.scheduling.thinking import Thinking
 
 INVALID_TOKEN = -1
 """Sampled for a sequence whose logits contain a NaN: only this sequence fails."""
+
+NO_SLOT = -1
+"""The `state_slot` of a sequence that has none."""
 
 PENDING_TOKEN = -2
 """The last token of a sequence while a launched step samples it: its value is not known yet."""
@@ -71,6 +77,14 @@ class Sequence:
     """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
     block_table: list[int] = field(default_factory=list)
     """Block ids, in order. The block manager owns this list; others only read it."""
+    num_state_blocks: int = 0
+    """Blocks that its state needs to be handed over, from admission on; 0: nothing is handed over, or only KV is."""
+    state_block_ids: list[int] = field(default_factory=list)
+    """These blocks. The block manager owns this list. A decode engine frees them once they are loaded."""
+    has_state_to_load: bool = False
+    """The next step must first load the state from `state_block_ids`."""
+    state_slot: int = NO_SLOT
+    """The row of the recurrent states that a running sequence has, if the model has such states."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the leading full blocks, computed on demand. They depend on the tokens alone and survive preemption."""
     num_exported_blocks: int = 0
@@ -142,7 +156,7 @@ class Sequence:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar_error=grammar_error,
-            held_block_ids=tuple(self.block_table) if self.is_prefill_only else (),
+            held_block_ids=(*self.block_table, *self.state_block_ids) if self.is_prefill_only else (),
         )
 
     def followed_by(self, token_ids: Seq[int]) -> Sequence:
@@ -219,6 +233,15 @@ class BlockExport:
     block_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StateExport:
+    """Blocks that carry a prompt's recurrent state, which is final once this step has computed the prompt's last
+    token. They come after the prompt's other blocks."""
+
+    state_slot: int
+    blocks: BlockExport
+
+
 def take_export(scheduled: ScheduledSequence, block_size: int) -> BlockExport:
     """Return the blocks of a prefill-only sequence that a step completes and its receiver lacks; may be empty. Each
     block is returned once, and counts as exported from then on."""
@@ -226,6 +249,15 @@ def take_export(scheduled: ScheduledSequence, block_size: int) -> BlockExport:
     end = len(seq.block_table) if scheduled.is_sampled else scheduled.end // block_size
     seq.num_exported_blocks = max(first, end)
     return BlockExport(seq.request_id, first, tuple(seq.block_table[first:end]))
+
+
+def state_export(scheduled: ScheduledSequence) -> StateExport | None:
+    """The state of a prefill-only sequence, if the step completes it and there is one."""
+    seq = scheduled.seq
+    if not seq.state_block_ids or not scheduled.is_sampled:
+        return None
+    export = BlockExport(seq.request_id, len(seq.block_table), tuple(seq.state_block_ids))
+    return StateExport(seq.state_slot, export)
 
 
 OnLayerWritten: TypeAlias = Callable[[int, list[BlockExport]], None]
@@ -241,6 +273,7 @@ class SchedulerOutput:
 
     scheduled: list[ScheduledSequence]
     exports: list[BlockExport]
+    state_exports: list[StateExport] = field(default_factory=list)
 
     @property
     def sampled_seqs(self) -> list[Sequence]:

@@ -155,6 +155,7 @@ class Engine:
     """The part of an engine that the role uses: a scheduler, and a queue of commands that are run between two steps."""
 
     config = SimpleNamespace(cache=SimpleNamespace(block_size=BLOCK_SIZE))
+    num_state_blocks = 0
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -42,6 +42,7 @@ def step_of(
         layout=layout,
         sample_rows=None if samples_all else torch.tensor([0]),
         adapter_ids=np.array(adapter_ids or [], dtype=np.int64),
+        state_slots=np.array([], dtype=np.int64),
     )
 
 
@@ -228,6 +229,7 @@ def test_an_engine_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
     model: Any = SimpleNamespace(
         adapters=None,
+        states=None,
         forward=lambda token_ids, positions, plan, pool, _: forward(token_ids, positions, plan) + pool,
         compute_logits=lambda x: x,
     )

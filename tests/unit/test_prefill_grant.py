@@ -84,3 +84,9 @@ def test_answers_that_stay_get_half_of_the_sequences() -> None:
 
 def test_one_answer_may_stay_however_long_it_may_grow() -> None:
     assert staying(num_blocks=64, max_num_seqs=1)._take(*answer(100, 100_000))
+
+
+def test_a_grant_has_blocks_for_the_state_of_a_prompt() -> None:
+    check_grant_fits(Grant(block_ids=range(5)), 17, 16, 3)
+    with pytest.raises(ValueError, match="grant must have 5 blocks for 17 tokens, has 2"):
+        check_grant_fits(Grant(block_ids=range(2)), 17, 16, 3)

@@ -68,13 +68,29 @@ class Pool:
             expected = (seq.cache_salt, *seq.token_ids[: position + 1])
             assert content == expected, f"foreign KV is read at {position} of {seq.token_ids}"
 
+    @staticmethod
+    def state_of(seq: Sequence, end: int) -> tuple[str | int, ...]:
+        return ("state", *seq.token_ids[:end])
+
+    def write_state(self, block_ids: list[int], state: tuple[str | int, ...]) -> None:
+        for number, block_id in enumerate(block_ids):
+            self.slots[block_id] = [(number, *state)] * self.block_size
+
+    def check_state(self, block_ids: list[int], seq: Sequence, end: int) -> None:
+        for number, block_id in enumerate(block_ids):
+            assert self.slots[block_id][0] == (number, *self.state_of(seq, end)), f"a foreign state in block {block_id}"
+
 
 @dataclass
 class Launched:
-    """A launched step, with the block tables of that time."""
+    """A launched step, with the block tables and rows of that time."""
 
     output: SchedulerOutput
     tables: list[list[int]]
+    rows: list[int]
+    """Each sequence's row of recurrent states."""
+    loads: list[list[int]]
+    """For each sequence, the blocks that its row is loaded from first."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -91,16 +107,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.begin(num_blocks, block_size, budget, caching, num_drafts, num_host_blocks=0)
 
     def begin(
-        self, num_blocks: int, block_size: int, budget: int, caching: bool, num_drafts: int, num_host_blocks: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        caching: bool,
+        num_drafts: int,
+        num_host_blocks: int,
+        num_state_blocks: int = 0,
     ) -> None:
         # One sequence of full length must fit, as the engine's configuration demands.
-        num_blocks = max(num_blocks, -(-MAX_MODEL_LEN // block_size) + 1)
+        num_blocks = max(num_blocks, -(-MAX_MODEL_LEN // block_size) + 1 + num_state_blocks)
         self.manager = BlockManager(
             num_blocks=num_blocks,
             block_size=block_size,
             prefix_key=b"k" * 32,
             enable_prefix_caching=caching,
             num_host_blocks=num_host_blocks,
+            num_state_blocks=num_state_blocks,
         )
         speculation = SpeculativeConfig(num_speculative_tokens=max(1, num_drafts), prompt_lookup_min=1)
         config = SchedulerConfig(
@@ -135,6 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **extra,  # type: ignore[arg-type]
         )
         self.seqs[seq.request_id] = seq
+        seq.num_state_blocks = self.manager.num_state_blocks if seq.is_prefill_only else 0
         return seq
 
     @rule(target=requests, prompt=prompts, max_tokens=st.integers(1, 12))
@@ -154,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.reserve_of(self.new_sequence(prompt, 5))
 
     def reserve_of(self, seq: Sequence) -> object:
+        seq.num_state_blocks = self.manager.num_state_blocks
         if not self.scheduler.reserve(seq):
             return multiple()
         if not seq.num_loading_blocks:
@@ -167,6 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="num_tokens must be"):
                 self.scheduler.commit(request_id, token, len(seq) + 1)
             self.pool.write(seq.block_table, seq, seq.num_computed_tokens, len(seq))
+            self.pool.write_state(seq.state_block_ids, self.pool.state_of(seq, len(seq)))
             self.scheduler.commit(request_id, token, len(seq))
 
     @rule(request_id=consumes(requests))
@@ -178,6 +205,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             and not seq.num_loading_blocks + seq.num_steps_in_flight
         ):
             self.pool.check(seq.block_table, seq, seq.num_computed_tokens)  # a transfer could read it until now
+            if seq.num_computed_tokens >= seq.num_prompt_tokens:
+                self.pool.check_state(seq.state_block_ids, seq, seq.num_computed_tokens)
         was_there = seq.status is not SequenceStatus.FINISHED
         assert self.scheduler.abort(request_id) == was_there
 
@@ -228,12 +257,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not output.scheduled:
             return False
         assert all(scheduled.num_new_tokens >= 1 for scheduled in output.scheduled), "nothing computed, nothing sampled"
-        self.in_flight.append(Launched(output, [list(scheduled.seq.block_table) for scheduled in output.scheduled]))
+        seqs = [scheduled.seq for scheduled in output.scheduled]
+        loads = [list(seq.state_block_ids) if seq.has_state_to_load else [] for seq in seqs]
+        rows = [seq.state_slot for seq in seqs]
+        self.in_flight.append(Launched(output, [list(seq.block_table) for seq in seqs], rows, loads))
         self.scheduler.begin(output)
         return True
 
     def finish(self, launched: Launched, token: int) -> None:
         scheduled = launched.output.scheduled
+        self.compute_states(launched)
         for item, table in zip(scheduled, launched.tables, strict=True):
             self.pool.write(table, item.seq, item.first, item.end)
         for item, table in zip(scheduled, launched.tables, strict=True):
@@ -251,10 +284,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert PENDING_TOKEN not in seq.token_ids[:end]
             assert output.offset + len(output.token_ids) <= seq.sampling_params.max_tokens
 
+    def compute_states(self, launched: Launched) -> None:
+        assert not any(launched.loads)
+
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "manager"):
-            assert self.manager.check_integrity() == []
+            assert self.scheduler.check_integrity() == []
             assert self.scheduler.stats.num_loaded_tokens <= self.scheduler.stats.num_prefix_hits_tokens
             for event in self.manager.take_cache_events():
                 assert event.is_stored != (event.block_hash in self.findable), "told twice"
@@ -288,6 +324,49 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.manager.check_integrity() == []
         host = self.manager.host_ledger()
         assert host.num_free + host.num_kept == host.num_blocks
+
+
+class RecurrentMachine(SchedulerMachine):
+    """The same for a model whose layers keep a state, which moves from and to rows in blocks of its own."""
+
+    @initialize(
+        num_blocks=st.integers(12, 30),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.integers(8, 20),
+        num_state_blocks=st.integers(1, 5),
+    )
+    def make(self, num_blocks: int, block_size: int, budget: int, num_state_blocks: int) -> None:
+        self.begin(num_blocks, block_size, budget, False, 0, 0, num_state_blocks)
+        self.rows: dict[int, tuple[str | int, ...]] = {}
+
+    @rule(
+        target=SchedulerMachine.requests,
+        text=st.sampled_from(TEXTS),
+        length=st.integers(1, 24),
+        is_launched=st.booleans(),
+    )
+    def take_over(self, text: list[int], length: int, is_launched: bool) -> object:
+        """A prompt from another engine, whose first step may be in flight while the next one comes."""
+        seq = self.new_sequence(text[:length], 5)
+        self.reserve_of(seq)
+        self.commit(seq.request_id, 3)
+        if is_launched:
+            self.launch()
+        return seq.request_id if seq.status is SequenceStatus.RUNNING else multiple()
+
+    def compute_states(self, launched: Launched) -> None:
+        """Load, go on from what the rows hold, save. Steps do so in the order of their launches."""
+        assert len(set(launched.rows)) == len(launched.rows), "two sequences have one row"
+        for item, row, loaded in zip(launched.output.scheduled, launched.rows, launched.loads, strict=True):
+            is_wanted = item.seq.status is SequenceStatus.RUNNING
+            if loaded and is_wanted:
+                self.pool.check_state(loaded, item.seq, item.first)
+            if loaded or not item.first:
+                self.rows[row] = self.pool.state_of(item.seq, item.first)
+            assert not is_wanted or self.rows[row] == self.pool.state_of(item.seq, item.first), "a foreign state"
+            self.rows[row] = self.pool.state_of(item.seq, item.end)
+        for export in launched.output.state_exports:
+            self.pool.write_state(list(export.blocks.block_ids), self.rows[export.state_slot])
 
 
 class OffloadingMachine(SchedulerMachine):
@@ -358,6 +437,7 @@ class OffloadingMachine(SchedulerMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestOffloadingMachine = OffloadingMachine.TestCase
-TestSchedulerMachine.settings = TestOffloadingMachine.settings = settings(
+TestRecurrentMachine = RecurrentMachine.TestCase
+TestSchedulerMachine.settings = TestOffloadingMachine.settings = TestRecurrentMachine.settings = settings(
     max_examples=150, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )

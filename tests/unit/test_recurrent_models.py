@@ -1,0 +1,172 @@
+"""Models whose layers keep a state besides keys and values: their tokens are those of transformers, whatever else a
+step computes, after a preemption, and where another engine goes on from the state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handover import alone, finish, handed_over
+from model_bench import Bench, assert_close, engine_config, random_tokens, reference, save_model
+from recurrent_cases import CONFIGS
+
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True)
+
+
+def engine_of(folder: Path, **settings: Any) -> LLMEngine:
+    return LLMEngine(engine_config(folder, **{"max_model_len": 100, "max_num_seqs": 4} | settings))
+
+
+def continued(model: Any, prompt: list[int], num_tokens: int = GREEDY.max_tokens) -> list[int]:
+    """What transformers says after the prompt."""
+    tokens = torch.tensor([prompt])
+    whole = model.generate(
+        tokens, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    found: list[int] = whole[0, len(prompt) :].tolist()
+    return found
+
+
+def check_at_rest(engine: LLMEngine) -> None:
+    ledger, problems = engine.audit()
+    assert not problems
+    assert ledger.num_free == ledger.num_blocks
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def model_and_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    return save_model(CONFIGS[request.param](), tmp_path), tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(CONFIGS["qwen3.5"](), tmp_path)
+    return tmp_path
+
+
+def test_logits_are_those_of_transformers(model_and_folder: tuple[Any, Path]) -> None:
+    """With chunks beside decodes, of one token and shorter than the convolution, and a row that another sequence had
+    before."""
+    model, folder = model_and_folder
+    bench = Bench(engine_config(folder, max_num_seqs=4))
+    before = bench.sequence(random_tokens(40, seed=9), num_blocks=10)
+    before.state_slot = 2
+    bench.logits((before, 40))
+    running, late = [bench.sequence(random_tokens(n, seed=n)) for n in (2, 31)], bench.sequence(random_tokens(29, 99))
+    for slot, seq in enumerate((*running, late)):
+        seq.state_slot = slot
+    bench.logits(*[(seq, len(seq)) for seq in running])
+    for num_late_tokens in (1, 2, 25, 1):
+        for seq in running:
+            seq.token_ids.append(random_tokens(1, seed=len(seq))[0])
+        logits = bench.logits(*[(seq, 1) for seq in running], (late, num_late_tokens))
+    assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in (*running, late)]))
+
+
+def test_tokens_of_requests_that_preempt_each_other(model_and_folder: tuple[Any, Path]) -> None:
+    model, folder = model_and_folder
+    engine = engine_of(folder, num_kv_blocks=27, max_model_len=60, max_num_batched_tokens=16)
+    prompts = [random_tokens(n, seed=n) for n in (21, 1, 30, 13, 2, 25)]
+    params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    assert engine.stats.num_preemptions > 0
+    assert list(tokens.values()) == [continued(model, prompt, 25) for prompt in prompts]
+    check_at_rest(engine)
+
+
+def test_another_engine_goes_on_from_the_state(model_and_folder: tuple[Any, Path]) -> None:
+    model, folder = model_and_folder
+    prefill, decode = engine_of(folder, max_num_batched_tokens=16), engine_of(folder)
+    assert decode.block_manager.num_state_blocks > 1
+    for length in (1, 3, 4, 33):
+        prompt = random_tokens(length, seed=length)
+        expected = continued(model, prompt)
+        assert handed_over(prefill, decode, prompt, GREEDY) == expected == alone(decode, prompt, GREEDY)
+        assert handed_over(prefill, decode, prompt, SEEDED) == alone(prefill, prompt, SEEDED)
+    check_at_rest(prefill)
+    check_at_rest(decode)
+
+
+def test_a_state_that_has_not_been_loaded_is_computed_again(folder: Path) -> None:
+    """A reserved prompt is committed while the pool is full, and preempted before its first step."""
+    prefill = engine_of(folder)
+    num_blocks = 8 + 5 + 1 + prefill.block_manager.num_state_blocks
+    decode = engine_of(folder, num_kv_blocks=num_blocks, max_model_len=52)
+    prompts = random_tokens(30, seed=1), random_tokens(19, seed=2)
+    expected = [alone(prefill, prompt, SEEDED) for prompt in prompts]
+    decode.add_request("first", prompts[0], SEEDED)
+    tokens: dict[str, list[int]] = {"first": [], "r": []}
+
+    def step() -> None:
+        for output in decode.step():
+            tokens[output.request_id] += output.token_ids
+
+    step()
+    assert decode.reserve("r", prompts[1], SEEDED) is not None
+    while decode.block_manager.num_available or len(decode._scheduler.running[0]) % 4 != 1:
+        step()  # until the first one needs a block for its next token
+    decode.commit("r", expected[1][0], len(prompts[1]))
+    assert decode._scheduler.running[1].has_state_to_load
+    step()
+    assert decode.stats.num_preemptions == 1
+    while decode.has_unfinished_requests():
+        step()
+    assert [tokens["first"], [expected[1][0], *tokens["r"]]] == expected
+    check_at_rest(decode)
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefilled", "granted", "committed", "loaded"])
+def test_nothing_is_left_of_a_request_that_ends_early(when: str, folder: Path) -> None:
+    prefill, decode = engine_of(folder), engine_of(folder)
+    prompt = random_tokens(9, seed=1)
+    prefill.add_prefill("r", prompt, GREEDY)
+    if when == "prefilled":
+        prefill.step()
+    prefill.hold("r")
+    prefill.abort("r")
+    assert decode.reserve("r", prompt, GREEDY) is not None
+    if when in ("committed", "loaded"):
+        decode.commit("r", 3, len(prompt))
+    if when == "loaded":
+        assert decode.audit()[0].num_sequence == 3 + decode.block_manager.num_state_blocks
+        decode.step()
+        assert decode.audit()[0].num_sequence == 3
+    decode.abort("r")
+    check_at_rest(prefill)
+    check_at_rest(decode)
+    assert alone(decode, prompt, GREEDY) == alone(prefill, prompt, GREEDY)
+
+
+def test_rows_of_states_are_recounted(folder: Path) -> None:
+    engine = engine_of(folder)
+    engine.add_request("r", random_tokens(9, seed=1), GREEDY)
+    engine.step()
+    assert not engine.audit()[1]
+    engine._scheduler.running[0].state_slot = 3
+    assert engine.audit()[1] == ["of 4 rows of states, 3 are free and 1 taken: [3]"]
+
+
+def test_what_cannot_go_back_to_an_earlier_token_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
+    for setting, value in (("speculative_config", drafts), ("kv_offloading_size", 1)):
+        with pytest.raises(ValueError, match=f"{setting} must be .* keep a state in place of keys and values"):
+            engine_config(folder, **{setting: value})
+    capfd.readouterr()
+    assert not engine_config(folder).cache.enable_prefix_caching
+    assert "no prefixes are cached: the model has layers that keep a state" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="num_kv_blocks must be at least"):
+        engine_config(folder, num_kv_blocks=26, max_model_len=100)
+    assert finish(engine_of(folder)) == []
