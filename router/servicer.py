@@ -25,6 +25,7 @@ from router.sequences import Sequences
 from router.served_model import ServedModel, Texts
 from router.validation.grammar_checker import GrammarChecker
 from router.validation.request import MAX_REQUEST_ID_CHARS, ValidatedRequest, check_size, validate
+from router.validation.unknown_fields import check_known_fields
 from rpc.errors import DeadlinePassed, Draining, TandemError
 from rpc.metadata import ACCEPTED_KEY
 from rpc.tracing import OpenSpan, Tracing, Untraced, trace_headers_of
@@ -106,6 +107,7 @@ class InferenceServicer(InferenceServicerBase):  # type: ignore[misc]
         check_size(request, self._max_request_bytes)
         if self._is_draining:
             raise Draining("this router is shutting down; retry at another router", retry_after_s=1.0)
+        check_known_fields(request)
         model = self._model.now()
         if not model.max_model_len or not (model.knows_workers or model.has_name(request.model)):
             # Only workers know how long a prompt may be, and which adapters exist.

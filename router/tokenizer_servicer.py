@@ -16,6 +16,7 @@ from router.served_model import ServedModel, Texts
 from router.validation.prompt import tokenize_prompt
 from router.validation.request import check_size
 from router.validation.tokens import check_num_bytes, check_num_tokens, prompt_to_tokenize, token_ids_to_read
+from router.validation.unknown_fields import check_known_fields
 from router.worker_pool import WorkerPool
 
 NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
@@ -36,6 +37,7 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
         check_size(request, self._max_request_bytes)
+        check_known_fields(request)
         model = self._model.now()
         prompt = prompt_to_tokenize(request, model)
         tokenizer, template = self._texts.tokenizer, self._texts.chat_template
@@ -50,6 +52,7 @@ class TokenizerServicer(TokenizerServicerBase):  # type: ignore[misc]
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         check_size(request, self._max_request_bytes)
+        check_known_fields(request)
         token_ids = token_ids_to_read(request, self._model.now())
         text = await self._in_thread(self._texts.tokenizer.decode, token_ids, request.skip_special_tokens)
         check_num_bytes(text)

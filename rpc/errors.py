@@ -15,6 +15,7 @@ makes the same class again on the other side. The interceptor that calls `to_sta
     ├── DeadlinePassed      DEADLINE_EXCEEDED    the client's deadline has passed
     ├── NoWorker            UNAVAILABLE          no worker can serve it now; says when to retry
     ├── Draining            UNAVAILABLE          this process is leaving; says when to retry
+    ├── Outdated            UNAVAILABLE          this process does not know all fields of the request
     ├── Unreachable         UNAVAILABLE          the peer's connection failed (made by clients, from gRPC's own status)
     ├── CorruptKV           DATA_LOSS            KV failed verification and every repair
     └── InternalError       INTERNAL             a bug
@@ -129,6 +130,10 @@ class Draining(TandemError):
     """This process takes no new work."""
 
 
+class Outdated(TandemError):
+    """This process is older than the client: it does not know all fields of the request."""
+
+
 class Unreachable(TandemError):
     """The connection to the peer failed or broke. It is unknown what the peer did."""
 
@@ -153,6 +158,7 @@ STATUS_CODES: dict[type[TandemError], grpc.StatusCode] = {
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     NoWorker: grpc.StatusCode.UNAVAILABLE,
     Draining: grpc.StatusCode.UNAVAILABLE,
+    Outdated: grpc.StatusCode.UNAVAILABLE,
     Unreachable: grpc.StatusCode.UNAVAILABLE,
     CorruptKV: grpc.StatusCode.DATA_LOSS,
     InternalError: grpc.StatusCode.INTERNAL,

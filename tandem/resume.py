@@ -2,16 +2,16 @@
 
     ASKED ── accepted ──> OPEN ── the stream breaks ──> BROKEN ── wait ──> asked for what is missing ──> OPEN
       └─ refused: the caller's, unless by a router         └─ `resume_s` without a message: the error is raised
-         that leaves and is one of several
+         that leaves or is too old, one of several
 
 The client sends what it has received to the router as the beginning of the answer. With the seed, and the kind of
 workers on which the answer began, the continuation is the one that would have followed. If nothing has been received
 yet, the client sends the whole request again, provided that a router had accepted it; otherwise the caller gets the
 error at once, or, if there may be several routers, after one try at another one. (If that router answers that the
-request is running, it is the first router, whose acceptance was lost.) If a router refused because it leaves, more
-tries follow, for up to `ANOTHER_ROUTER_S`: its successor runs already, or starts, and is found within that time. The
-caller also gets the error if the router named no kind of workers, since it is older than this feature. Each of several
-answers continues where it was; complete ones are not requested again.
+request is running, it is the first router, whose acceptance was lost.) If a router refused because it leaves, or is
+too old for the request, more tries follow, for up to `ANOTHER_ROUTER_S`: its successor runs already, or starts, and is
+found within that time. The caller also gets the error if the router named no kind of workers, since it is older than
+this feature. Each of several answers continues where it was; complete ones are not requested again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from protos import tandem_inference_pb2 as pb
-from rpc.errors import DeadlinePassed, Draining, NoWorker, Overloaded, RequestExists, TandemError, Unreachable
+from rpc.errors import DeadlinePassed, Draining, NoWorker, Outdated, Overloaded, RequestExists, TandemError, Unreachable
 from rpc.metadata import ACCEPTED_KEY
 from tandem.answer import AnswersStream
 
@@ -34,11 +34,12 @@ LAST_WAIT_S = 1.0
 """First and longest wait between two tries, unless the router names a time."""
 
 ANOTHER_ROUTER_S = 10.0
-"""How long a request that nobody has accepted waits for another router, if one refused it because it leaves: longer
-than a `SpreadChannel` takes to look up the routers' addresses again."""
+"""How long a request that nobody has accepted waits for another router, if one refused it because it leaves or is too
+old: longer than a `SpreadChannel` takes to look up the routers' addresses again."""
 
-LOST = (Unreachable, Draining)
-"""The router is gone, or is leaving. Not `NoWorker`: a router that gives a request up must be believed."""
+LOST = (Unreachable, Draining, Outdated)
+"""The router is gone, is leaving, or is older than the request. Not `NoWorker`: a router that gives a request up must
+be believed."""
 NOT_YET = (*LOST, NoWorker, Overloaded, RequestExists)
 """Errors that a further try may not have. NoWorker: the next router does not know its workers yet. RequestExists: it is
 the same router, and has not noticed yet that the stream broke."""
@@ -85,8 +86,8 @@ class ResumableStream:
         self._has_others = has_others
         self._refused_s: float | None = None
         """When the first router did not accept the request; None before."""
-        self._is_one_leaving = False
-        """A router refused the request because it leaves."""
+        self._has_successor = False
+        """A router refused the request because it leaves, or is too old."""
         self._has_told_of_refusals = False
         self._may_be_running = False
         """The request may be running at a router that was lost before it could accept it."""
@@ -168,16 +169,16 @@ class ResumableStream:
 
     def _wait_for_another_s(self, error: Exception, now_s: float) -> float | None:
         """How long to wait before asking another router for a request that none has accepted; None if none is to be
-        asked. The time to retry that a leaving router names is for those who know no other."""
+        asked. The time to retry that such a router names is for those who know no other."""
         if not isinstance(error, LOST):
             return None
         self._may_be_running = self._may_be_running or isinstance(error, Unreachable)
-        self._is_one_leaving = self._is_one_leaving or isinstance(error, Draining)
+        self._has_successor = self._has_successor or isinstance(error, Draining | Outdated)
         if self._refused_s is None:
             self._refused_s = now_s
             return 0.0
         left_s = self._refused_s + min(self._resume_s, ANOTHER_ROUTER_S) - now_s
-        if not self._is_one_leaving or left_s <= 0:
+        if not self._has_successor or left_s <= 0:
             return None
         left_s = min(left_s, self._deadline_left_s(now_s))
         if not self._has_told_of_refusals:

@@ -2,6 +2,7 @@
 
     request          all of it: sizes, names, the prompt          sampling      its parameters
     tools            messages, tools, and their grammar           resumption    answers that it continues
+    unknown_fields   fields of newer clients
     grammar_checker  compiles grammars in a separate process, where a bad one does no harm
     violations       the violations, by field, that all of these report
 

@@ -15,7 +15,16 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rpc.errors import STATUS_CODES, DeadlinePassed, Draining, NoWorker, Overloaded, TandemError, Unauthenticated
+from rpc.errors import (
+    STATUS_CODES,
+    DeadlinePassed,
+    Draining,
+    NoWorker,
+    Outdated,
+    Overloaded,
+    TandemError,
+    Unauthenticated,
+)
 from rpc.tls import ClientTLS
 from tandem.bench.openai_stream import OpenAIStream, ServerError
 from tandem.bench.outcome import Usage
@@ -24,7 +33,7 @@ from tandem.bench.workload import Request, Tokens
 from tandem.client import AsyncClient
 
 BACKENDS = ("grpc", "openai", "openai-chat")
-REFUSALS: tuple[type[TandemError], ...] = (Overloaded, NoWorker, Draining)
+REFUSALS: tuple[type[TandemError], ...] = (Overloaded, NoWorker, Draining, Outdated)
 HTTP_REFUSALS = (429, 503)
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT = "timeout"
