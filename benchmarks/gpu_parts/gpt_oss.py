@@ -43,7 +43,7 @@ def expert_row(
     x_RD, ends_E = random_rows(sizes, num_tokens, dtype, setting)
     num_numbers = 3 * sizes.hidden_size * sizes.expert_size
     num_bytes = int(min(num_rows, num_experts) * num_numbers * item_bytes)
-    all_experts = [make(sizes, dtype, setting) for _ in range(num_sets(num_bytes, cache_bytes(x_RD.device)))]
+    all_experts = [make(sizes, dtype, setting) for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))]
     seconds = timed([lambda experts=experts: experts(x_RD, ends_E) for experts in all_experts], setting)
     what = f"experts in {form}, {num_experts} of {sizes.expert_size}, {num_tokens} tokens"
     if num_rows <= num_experts * FEW_ROWS:

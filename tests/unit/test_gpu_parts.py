@@ -12,6 +12,7 @@ from typing import Any
 import flash_reference
 import pytest
 import torch
+from pretend_gpu import pretend_gpu
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import (
@@ -44,6 +45,7 @@ from benchmarks.gpu_parts.shapes import (
     expert_numbers,
     write_model,
 )
+from benchmarks.gpu_parts.timing import MAX_SETS
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
 from engine.kernels.gpu import why_no_triton
 from engine.quantization_choice import INT4_GROUP_SIZE
@@ -217,6 +219,28 @@ def test_experts_in_four_bits(setting: Setting) -> None:
     assert error.value < 1e-5, "in float32, where the order of sums is all that differs"
     assert (row.what, row.unit, row.limit) == ("experts in int4, 4 of 32, 3 tokens", "GB/s", 10.0)
     assert row.value
+
+
+def test_few_experts_rotate_among_more_weights_than_a_cache_holds(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that one token reads, 21 MB of int4, would otherwise stay in an H200's cache of 50 MB."""
+    num_made, num_timed = 0, 0
+
+    def make(*_: object) -> Callable[..., torch.Tensor]:
+        nonlocal num_made
+        num_made += 1
+        return lambda x_RD, ends_E: x_RD
+
+    def timed(works: list[Callable[[], object]], _: Setting) -> float:
+        nonlocal num_timed
+        num_timed = len(works)
+        return 1.0
+
+    monkeypatch.setattr(gpt_oss, "timed", timed)
+    with pretend_gpu():
+        gpt_oss.expert_row(replace(setting, device="cuda"), setting.sizes.int4_experts, 1, "int4", 0.5, make)  # type: ignore[arg-type]
+    assert num_made == num_timed == MAX_SETS, "a toy's experts are small"
 
 
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
