@@ -17,12 +17,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple
+
+from engine.kernels.gpu import why_no_triton
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NVML = "libnvidia-ml.so.1"
 """NVIDIA's library about GPUs, which comes with the driver."""
 
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment of torch's allocator; the second is the older name."""
+NOT_EXPORTED = ("expandable_segments:True", "backend:cudaMallocAsync")
+"""With these settings, CUDA exports no handle of torch's memory."""
+KERNEL_VERSION = Path("/proc/version")
 IPC_IS_FASTER = (
     "KV goes over grpc, through the host. If the GPUs have access to each other (NVLink), --transport ipc is many "
     "times faster"
@@ -75,11 +83,28 @@ def in_words(shares: Mapping[str, Gpus]) -> str:
 
 
 def has_cuda_ipc() -> bool:
-    """Whether workers on one GPU can write into each other's memory there: what `--transport ipc` needs for that is
-    installed."""
+    """Whether workers on one GPU can write into each other's memory there, as far as can be told without the GPU: what
+    `--transport ipc` needs for that is installed, and nothing is known to be in its way. A worker that is told to use
+    `ipc`, and cannot, does not start."""
     try:
-        return all(find_spec(name) is not None for name in ("triton", "cuda.bindings"))
+        has_bindings = find_spec("cuda.bindings") is not None
     except ModuleNotFoundError:  # of `cuda`
+        has_bindings = False
+    return has_bindings and not why_no_triton("cuda") and _is_memory_exported() and not _is_windows()
+
+
+def _is_memory_exported() -> bool:
+    """Whether torch's allocator takes its memory by `cudaMalloc`, as by default."""
+    settings = [os.environ.get(name, "").replace(" ", "") for name in ALLOCATOR_SETTINGS]
+    return not any(setting in each.split(",") for each in settings for setting in NOT_EXPORTED)
+
+
+def _is_windows() -> bool:
+    """Whether this is Windows' subsystem for Linux, where CUDA has no interprocess handles (sgl-project/sglang issue
+    35385)."""
+    try:
+        return "microsoft" in KERNEL_VERSION.read_text().lower()
+    except OSError:
         return False
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.gpus import NVML, VISIBLE, has_cuda_ipc, in_words, share_out, visible_gpus
+from tandem.gpus import ALLOCATOR_SETTINGS, NVML, VISIBLE, has_cuda_ipc, in_words, share_out, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUR = ("prefill-1", "prefill-2", "decode-1", "decode-2")
@@ -104,7 +104,57 @@ def test_what_writing_into_a_peers_gpu_memory_needs(
     for package in installed:
         (tmp_path / package).mkdir(parents=True)
         (tmp_path / package / "__init__.py").touch()
+    monkeypatch.setattr("engine.kernels.gpu.why_no_c_compiler", lambda: "")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for name in [name for name in sys.modules if name.partition(".")[0] in ("cuda", "triton")]:
         monkeypatch.delitem(sys.modules, name)
     assert has_cuda_ipc() is expected
+
+
+@pytest.fixture
+def with_cuda_ipc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that has all that it takes. Returns its file of the kernel's version."""
+    monkeypatch.setattr("tandem.gpus.find_spec", lambda _: object())
+    monkeypatch.setattr("engine.kernels.gpu.find_spec", lambda _: object())
+    monkeypatch.setattr("engine.kernels.gpu.why_no_c_compiler", lambda: "")
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    version = tmp_path / "version"
+    version.write_text("Linux version 6.8.0-45-generic (buildd@lcy02) (gcc 13.2.0)")
+    monkeypatch.setattr("tandem.gpus.KERNEL_VERSION", version)
+    assert has_cuda_ipc()
+    return version
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("expandable_segments:True", False),
+        ("max_split_size_mb:512, expandable_segments : True", False),
+        ("backend:cudaMallocAsync", False),
+        ("expandable_segments:False,backend:native", True),
+        ("garbage_collection_threshold:0.8", True),
+        ("", True),
+    ],
+)
+@pytest.mark.usefixtures("with_cuda_ipc")
+def test_memory_that_cuda_does_not_export_is_not_counted_on(
+    monkeypatch: pytest.MonkeyPatch, name: str, settings: str, expected: bool
+) -> None:
+    """A worker refuses `--transport ipc` with these allocators."""
+    monkeypatch.setenv(name, settings)
+    assert has_cuda_ipc() is expected
+
+
+def test_windows_subsystem_for_linux_has_no_cuda_ipc(with_cuda_ipc: Path) -> None:
+    with_cuda_ipc.write_text("Linux version 6.6.87.2-microsoft-standard-WSL2 (root@439a258ad544)")
+    assert not has_cuda_ipc()
+    with_cuda_ipc.unlink()
+    assert has_cuda_ipc()
+
+
+@pytest.mark.usefixtures("with_cuda_ipc")
+def test_the_kernel_that_copies_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.kernels.gpu.why_no_c_compiler", lambda: "there is none")
+    assert not has_cuda_ipc()
