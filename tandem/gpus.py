@@ -55,10 +55,16 @@ class Gpus(NamedTuple):
 
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs that processes started from here see, named as in CUDA_VISIBLE_DEVICES; empty if there is none."""
-    if (given := os.environ.get(VISIBLE)) is not None:
-        # CUDA ignores what follows a name that is none.
-        return tuple(takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in given.split(","))))
-    return tuple(str(number) for number in range(_num_gpus()))
+    num_gpus = _num_gpus()
+    if (given := os.environ.get(VISIBLE)) is None:
+        return tuple(str(number) for number in range(num_gpus))
+
+    def is_name(name: str) -> bool:
+        is_no_number = bool(num_gpus) and name.isdecimal() and int(name) >= num_gpus
+        return name not in ("", "-1") and not is_no_number
+
+    # CUDA ignores what follows a name that is none.
+    return tuple(takewhile(is_name, (name.strip() for name in given.split(","))))
 
 
 def share_out(gpus: Sequence[str], workers: Sequence[str], num_ranks: int) -> Mapping[str, Gpus]:

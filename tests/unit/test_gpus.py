@@ -60,6 +60,22 @@ def test_only_those_that_we_see_ourselves(
     assert visible_gpus() == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "num_gpus", "expected"),
+    [
+        ("0,1,2,3", 2, ("0", "1")), ("1,5,0", 2, ("1",)), ("2", 2, ()), ("GPU-5f,1", 2, ("GPU-5f", "1")),
+        ("0,1", 0, ("0", "1")),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_gpu_has_are_not_shared_out(
+    monkeypatch: pytest.MonkeyPatch, given: str, num_gpus: int, expected: tuple[str, ...]
+) -> None:
+    """A worker that got such a number would see no GPU, and compute on the CPU. 0: the driver does not tell."""
+    monkeypatch.setenv(VISIBLE, given)
+    monkeypatch.setattr("tandem.gpus._num_gpus", lambda: num_gpus)
+    assert visible_gpus() == expected
+
+
 COUNTING = """
 int nvmlInit_v2(void) {{ return {init}; }}
 int nvmlDeviceGetCount_v2(unsigned int *number) {{ *number = 3; return {count}; }}
