@@ -450,5 +450,6 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
         "_latent_prefill_kernel", "_latent_project_kernel", "_unfolded_kernel", "_bounds_kernel", "_race_kernel",
         "_one_row_kernel", "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",
         "_expert_row_product_kernel", "_sum_kernel", "_sum_pieces_kernel", "_choose_kernel", "_pieces_kernel",
-        "_reduce_pieces_kernel", "_int4_kernel", "_widen_int4_kernel", "_int4_expert_kernel",
+        "_reduce_pieces_kernel", "_int4_kernel", "_widen_int4_kernel", "_int4_expert_kernel", "_four_bit_kernel",
+        "_gate_kernel",
     }  # fmt: skip

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,8 +23,19 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 from lora_folders import products_of, write_adapter
 
-from benchmarks.gpu_parts import attention, digests, floors, invariant, products, steps
+from benchmarks.gpu_parts import (
+    attention,
+    digests,
+    drafts,
+    floors,
+    gpt_oss,
+    int4_experts,
+    invariant,
+    products,
+    steps,
+)
 from benchmarks.gpu_parts.profiling import DeviceWork
+from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting
 from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.llm_engine import LLMEngine
@@ -78,7 +89,20 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "batch invariant deepseek": (DEEPSEEK, {"batch_invariant": True}),
     "adapters": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),
 }
-PARTS = {part.__name__.rpartition(".")[2]: part for part in (floors, attention, digests, steps, products, invariant)}
+Measure = Callable[[Setting], Iterator[Row]]
+PARTS: dict[str, Measure] = {
+    "floors": floors.measure,
+    "attention": attention.measure,
+    "digests": digests.measure,
+    "steps": steps.measure,
+    "steps-drafts": drafts.measure,
+    "products": products.measure,
+    "gpt-oss": gpt_oss.measure,
+    "int4-experts": int4_experts.measure,
+    "steps-int4": steps.measure_int4,
+    "steps-mixture": steps.measure_mixture,
+    "invariant": invariant.measure,
+}
 PROMPTS = (1, 17, 300, 2500, 40, 100, 20, 600)
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
@@ -115,9 +139,9 @@ def finish(engine: LLMEngine) -> None:
         engine.step()
 
 
-def measure(part: Any, compiled: Variants) -> Variants:
+def measure(part: Measure, compiled: Variants) -> Variants:
     with TemporaryDirectory() as folder:
-        list(part.measure(Setting(device="cuda", is_tiny=True, results=Path(folder))))
+        list(part(Setting(device="cuda", is_tiny=True, results=Path(folder))))
     return compiled
 
 
