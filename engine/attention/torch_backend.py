@@ -19,6 +19,9 @@ from engine.attention.paged_groups import Group, PagedGroups, TorchPlan, in_toke
 from engine.layers import HeadProjection
 from engine.models.scores import Scores
 
+FLASH_CAPABILITY = (8, 0)
+"""The lowest compute capability that torch's flash kernel runs on."""
+
 
 class TorchAttention(AttentionBackend[TorchPlan]):
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, device: str) -> None:
@@ -93,7 +96,7 @@ def _weighted_values(
     if scores.soft_cap or sinks_NL is not None:
         return _weighted_values_by_hand(q_BNLH, k_BKCH, v_BKCH, mask, scores, sinks_NL)
     shares_keys = q_BNLH.shape[1] != k_BKCH.shape[1]
-    if shares_keys and q_BNLH.is_cuda and (mask is not None or q_BNLH.dtype == torch.float32):
+    if shares_keys and q_BNLH.is_cuda and not _takes_flash(q_BNLH, mask):
         return weighted_values_head_by_head(q_BNLH, k_BKCH, v_BKCH, mask, scores.scale)
     return F.scaled_dot_product_attention(
         q_BNLH,
@@ -106,12 +109,18 @@ def _weighted_values(
     )
 
 
+def _takes_flash(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether torch's flash kernel computes this on q's GPU."""
+    is_plain = mask is None and q.dtype != torch.float32
+    return is_plain and torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY
+
+
 def weighted_values_head_by_head(
     q_BNLH: torch.Tensor, k_BKCH: torch.Tensor, v_BKCH: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """Like `_weighted_values`, with calls in which each query head has its own key head. On a GPU, torch's flash kernel
-    takes neither masks nor float32, and its memory-efficient kernel no shared key heads, so that torch would write all
-    scores to memory: gigabytes for a chunk of a long context. No keys are copied here."""
+    takes neither masks nor float32, and exists only from 8.0 on; its memory-efficient kernel takes no shared key heads.
+    So torch would write all scores to memory: gigabytes for a chunk of a long context. No keys are copied here."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)

@@ -10,10 +10,14 @@ import torch
 from attention_cases import LENS, NUM_BLOCKS, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pretend_gpu import pretend_gpu
 
+from engine.attention import torch_backend
 from engine.attention.paged_groups import MAX_PADDING, split_by_padding
 from engine.attention.torch_backend import TorchAttention, weighted_values_head_by_head
 from engine.attention.torch_latents import TorchLatentAttention
+from engine.kernels.gpu.gpu_kind import GpuKind
+from engine.models.scores import Scores
 
 
 def run(
@@ -140,6 +144,31 @@ def test_heads_that_share_keys_without_torch_knowing(num_seqs: int, is_masked: b
         q, k, v, attn_mask=mask, is_causal=not is_masked, scale=0.3, enable_gqa=True
     )
     torch.testing.assert_close(weighted_values_head_by_head(q, k, v, mask, 0.3), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and none to be pretended")
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((8, 0), torch.float16, 2), ((8, 0), torch.float32, 6), ((7, 5), torch.float16, 6), ((7, 5), torch.float32, 6),
+    ],
+)  # fmt: skip
+def test_key_heads_of_prompts_where_torch_has_no_flash_kernel(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, expected: int
+) -> None:
+    """Before 8.0, only the memory-efficient kernel is left, which takes as many key heads as query heads."""
+    nums_keys: list[int] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: object) -> torch.Tensor:
+        nums_keys.append(k.shape[0] * k.shape[1])
+        return attend(q, k, v, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    with pretend_gpu(kind=GpuKind(capability, 64 << 10)):
+        q, k, v = (torch.ones(1, heads, 5, 8, dtype=dtype, device="cuda") for heads in (6, 2, 2))
+        torch_backend._weighted_values(q, k, v, None, Scores.of(8), None)
+    assert nums_keys == [expected]
 
 
 @pytest.fixture
