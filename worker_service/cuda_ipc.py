@@ -124,7 +124,7 @@ class DevicePeers:
         except RuntimeError as error:
             raise PeerUnreachable(
                 f"cannot open the peer's GPU memory ({error}). The ipc transport needs both workers on one GPU, or on "
-                "two with peer access, and containers to share the host's IPC and PID namespaces"
+                "two with peer access, containers to share the host's IPC and PID namespaces, and no WSL 2"
             ) from error
         return DevicePeerPool(self, source, base, memory.offset)
 
