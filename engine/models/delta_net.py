@@ -43,6 +43,15 @@ class DeltaOps:
 
     convolve: Convolve
     delta_rule: DeltaRule
+    key_grain: int = 1
+    """Dims of keys must be a multiple of this."""
+    value_grain: int = 1
+    most_key_dim: int = 1 << 30
+
+    def fit(self, layer: DeltaLayer) -> bool:
+        """Whether they can compute the layer."""
+        has_keys = layer.key_dim % self.key_grain == 0 and layer.key_dim <= self.most_key_dim
+        return has_keys and layer.value_dim % self.value_grain == 0
 
 
 def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
@@ -129,7 +138,8 @@ class DeltaNet(nn.Module):
         self._weight_CJ = module.conv1d.weight.data.squeeze(1).contiguous()
         self._rate_N = module.A_log.data.float().exp()
         self._dt_bias_N = module.dt_bias.data.float()
-        self._layer, self._number, self._states, self._ops = layer, number, states, ops
+        self._layer, self._number, self._states = layer, number, states
+        self._ops = ops if ops.fit(layer) else TORCH_DELTA_OPS
 
     def forward(self, hidden_states: torch.Tensor, **_further: object) -> torch.Tensor:
         """[1, T, D] -> [1, T, D]"""

@@ -5,7 +5,7 @@
 //   vectors.h  <-  huge_pages.h  <-  panels.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h  <-  this file
 //              <-  adapters.h                                                       <-
 //              <-  rows.h, attention.h                                                          <-
-//              <-  filters.h  <-  sampling.h                                                                  <-
+//              <-  filters.h  <-  sampling.h; delta.h                                                         <-
 //   attention_pairs.h, attention_tiles.h  <-  attention.h; tiles.h  <-  product_tiles.h, attention_tiles.h
 //   read_ahead.h  <-  product_pairs.h, layers.h
 
@@ -13,6 +13,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "delta.h"
 #include "layers.h"
 #include "matmul.h"
 #include "rows.h"
@@ -83,6 +84,14 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "paged_attention(Tensor q, Tensor kv, Tensor block_tables, Tensor query_lens, Tensor context_lens, float scale, "
       "int window, Tensor? sinks=None) -> Tensor",
       &paged_attention);
+  m.def(
+      "convolve(Tensor x, Tensor weight, Tensor(a!) inputs, Tensor firsts, Tensor lengths, Tensor slots, Tensor is_new) -> "
+      "Tensor",
+      &convolve);
+  m.def(
+      "delta_rule(Tensor qkv, Tensor decay, Tensor beta, Tensor(a!) matrices, Tensor firsts, Tensor lengths, Tensor slots, "
+      "Tensor is_new) -> Tensor",
+      &delta_rule);
   m.def("largest(Tensor logits) -> Tensor", &largest);
   m.def("sample(Tensor(a!) logits, Tensor integers, Tensor numbers) -> Tensor", &sample);
   m.def("keep_freed_memory() -> ()", &keep_freed_memory);

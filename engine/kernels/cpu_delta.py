@@ -1,0 +1,27 @@
+"""Layers of gated delta rules, by the CPU kernels (source/delta.h), in bfloat16. Call `load_cpu_kernels` first."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.models.delta_net import DeltaOps
+from engine.models.recurrent_states import RecurrentStep
+
+
+def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+    y_TC: torch.Tensor = torch.ops.tandem_cpu.convolve(x_TC, weight_CJ, inputs, *_sequences(step))
+    return y_TC
+
+
+def delta_rule(
+    qkv_TC: torch.Tensor, decay_TN: torch.Tensor, beta_TN: torch.Tensor, matrices: torch.Tensor, step: RecurrentStep
+) -> torch.Tensor:
+    y_TNV: torch.Tensor = torch.ops.tandem_cpu.delta_rule(qkv_TC, decay_TN, beta_TN, matrices, *_sequences(step))
+    return y_TNV
+
+
+def _sequences(step: RecurrentStep) -> tuple[torch.Tensor, ...]:
+    return step.firsts, step.lengths, step.slots, step.is_new
+
+
+CPU_DELTA_OPS = DeltaOps(convolve, delta_rule, key_grain=16, value_grain=32, most_key_dim=256)

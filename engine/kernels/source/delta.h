@@ -1,0 +1,201 @@
+// Layers of gated delta rules: the causal convolution of each sequence's channels, and the rule itself, over the rows of
+// the engine's states (engine/models/recurrent_states.py). Each sequence is computed by itself, token after token, so its
+// numbers depend neither on the others nor on the chunks that its prompt comes in.
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include "vectors.h"
+
+namespace tandem {
+
+// A step's sequences: see RecurrentStep.
+struct Sequences {
+  const int64_t *firsts, *lengths, *slots;
+  const bool* is_new;
+  int64_t num_seqs;
+
+  Sequences(const at::Tensor& firsts, const at::Tensor& lengths, const at::Tensor& slots, const at::Tensor& is_new)
+      : firsts(firsts.const_data_ptr<int64_t>()),
+        lengths(lengths.const_data_ptr<int64_t>()),
+        slots(slots.const_data_ptr<int64_t>()),
+        is_new(is_new.const_data_ptr<bool>()),
+        num_seqs(firsts.numel()) {
+    TORCH_CHECK(lengths.numel() == num_seqs && slots.numel() == num_seqs && is_new.numel() == num_seqs, "one number for each sequence");
+    TORCH_CHECK(
+        firsts.is_contiguous() && lengths.is_contiguous() && slots.is_contiguous() && is_new.is_contiguous(), "contiguous");
+  }
+
+  // The sequences lie in T rows one after the other, and their slots among R rows of states.
+  void check(int64_t T, int64_t R) const {
+    int64_t next = 0;
+    for (int64_t s = 0; s < num_seqs; s++) {
+      TORCH_CHECK(firsts[s] == next && lengths[s] > 0 && 0 <= slots[s] && slots[s] < R, "sequence ", s);
+      next += lengths[s];
+    }
+    TORCH_CHECK(next == T, "sequences of ", next, " tokens, for ", T);
+  }
+};
+
+constexpr int64_t CHANNELS = 16 * REGISTER;  // of an item of the convolution
+constexpr int64_t MOST_TAPS = 8;
+
+inline Sums load_floats(const bf16* p) {
+  float f[REGISTER];
+  for (int i = 0; i < REGISTER; i++) f[i] = to_float(p[i]);
+  return load<Sums>(f);
+}
+
+inline Sums silu(Sums x) {
+  Sums shrinking = exp_of(x < 0.0f ? x : -x);  // exp(-|x|)
+  return x * (x < 0.0f ? shrinking : broadcast(1.0f)) / (shrinking + 1.0f);
+}
+
+// SiLU of the convolution: [T, C]. x [T, C] and weight [C, J] contiguous; inputs [R, J - 1, C], of which each sequence's
+// row holds its last inputs, and does so afterwards.
+at::Tensor convolve(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& inputs, const at::Tensor& firsts,
+    const at::Tensor& lengths, const at::Tensor& slots, const at::Tensor& is_new) {
+  int64_t T = x.size(0), C = x.size(1), J = weight.size(1), kept = J - 1;
+  Sequences seqs(firsts, lengths, slots, is_new);
+  seqs.check(T, inputs.size(0));
+  TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && weight.size(0) == C, "x [T, C] and weight [C, J], contiguous");
+  TORCH_CHECK(
+      inputs.dim() == 3 && inputs.size(1) == kept && inputs.size(2) == C && inputs.stride(2) == 1 && inputs.stride(1) == C,
+      "inputs [R, J - 1, C], with contiguous rows");
+  TORCH_CHECK(C % REGISTER == 0 && 1 <= J && J <= MOST_TAPS, C, " channels, ", J, " taps");
+  at::Tensor out = at::empty({T, C}, x.options());
+  const bf16 *xp = data_of(x), *wp = data_of(weight);
+  bf16 *op = data_of(out), *ip = data_of(inputs);
+  int64_t items = (C + CHANNELS - 1) / CHANNELS, row_stride = inputs.stride(0);
+  for_each_item(seqs.num_seqs * items, [&](int64_t item) {
+    int64_t s = item / items, begin = item % items * CHANNELS, end = std::min(C, begin + CHANNELS);
+    bf16* state = ip + seqs.slots[s] * row_stride;
+    const bf16* own = xp + seqs.firsts[s] * C;
+    const bf16 none[REGISTER] = {};
+    bf16 last[MOST_TAPS][CHANNELS];
+    // The input at a place counted from the sequence's first token of this step.
+    auto input = [&](int64_t place, int64_t c) {
+      if (place >= 0) return own + place * C + c;
+      return seqs.is_new[s] ? none : static_cast<const bf16*>(state + (place + kept) * C + c);
+    };
+    for (int64_t c = begin; c < end; c += REGISTER) {
+      Sums w[MOST_TAPS];
+      for (int64_t j = 0; j < J; j++)
+        for (int i = 0; i < REGISTER; i++) w[j][i] = to_float(wp[(c + i) * J + j]);
+      for (int64_t t = 0; t < seqs.lengths[s]; t++) {
+        Sums sum{};
+        for (int64_t j = 0; j < J; j++) sum += load_floats(input(t + j - kept, c)) * w[j];
+        store_bf16(op + (seqs.firsts[s] + t) * C + c, silu(sum));
+      }
+      for (int64_t j = 0; j < kept; j++)
+        std::memcpy(&last[j][c - begin], input(seqs.lengths[s] + j - kept, c), sizeof(none));
+    }
+    for (int64_t j = 0; j < kept; j++) std::memcpy(state + j * C + begin, last[j], (end - begin) * sizeof(bf16));
+  });
+  return out;
+}
+
+constexpr int64_t COLUMNS = 32;  // of a matrix, in an item of the rule: its part then stays in the first cache
+constexpr int64_t MOST_KEY_DIM = 256;
+
+// Columns of one sequence's matrix S of one head: for each token, with its query, key and value,
+//   S = decay * S;  S += key (beta * (value - key S));  y = query S.
+class DeltaColumns {
+ public:
+  DeltaColumns(float* matrix, int64_t K, int64_t V, bool is_new) : matrix(matrix), K(K), V(V) {
+    for (int64_t k = 0; k < K; k++) {
+      if (is_new) std::memset(part[k], 0, sizeof(part[k]));
+      else std::memcpy(part[k], matrix + k * V, sizeof(part[k]));
+    }
+  }
+
+  void step(const float* q, const float* key, const bf16* value, float decay, float beta, bf16* y) {
+    // Several sums at once, since an addition waits for the one before.
+    Sums sums[AT_ONCE][REGISTERS] = {};
+    for (int64_t k = 0; k < K; k += AT_ONCE)
+      for (int u = 0; u < AT_ONCE; u++)
+        for (int r = 0; r < REGISTERS; r++) sums[u][r] += load<Sums>(part[k + u] + r * REGISTER) * key[k + u];
+    Sums missing[REGISTERS], out[AT_ONCE][REGISTERS] = {};
+    for (int r = 0; r < REGISTERS; r++) {
+      for (int u = 1; u < AT_ONCE; u++) sums[0][r] += sums[u][r];
+      missing[r] = (load_floats(value + r * REGISTER) - sums[0][r] * decay) * beta;
+    }
+    for (int64_t k = 0; k < K; k += AT_ONCE)
+      for (int u = 0; u < AT_ONCE; u++)
+        for (int r = 0; r < REGISTERS; r++) {
+          float* at = part[k + u] + r * REGISTER;
+          Sums changed = load<Sums>(at) * decay + missing[r] * key[k + u];
+          store(at, changed);
+          out[u][r] += changed * q[k + u];
+        }
+    for (int r = 0; r < REGISTERS; r++) {
+      for (int u = 1; u < AT_ONCE; u++) out[0][r] += out[u][r];
+      store_bf16(y + r * REGISTER, out[0][r]);
+    }
+  }
+
+  void keep() const {
+    for (int64_t k = 0; k < K; k++) std::memcpy(matrix + k * V, part[k], sizeof(part[k]));
+  }
+
+ private:
+  static constexpr int REGISTERS = COLUMNS / REGISTER, AT_ONCE = REGISTER == 16 ? 4 : 2;
+  float* matrix;
+  int64_t K, V;
+  alignas(64) float part[MOST_KEY_DIM][COLUMNS];
+};
+
+// x / |x| * factor, in float32. K numbers.
+inline void of_length_one(const bf16* x, int64_t K, float factor, float* out) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < K; i++) sum += to_float(x[i]) * to_float(x[i]);
+  float scale = factor / std::sqrt(sum + 1e-6f);
+#pragma omp simd
+  for (int64_t i = 0; i < K; i++) out[i] = to_float(x[i]) * scale;
+}
+
+// The gated delta rule: [T, N, V]. qkv [T, C]: G queries, G keys of K numbers each, N values of V; decay and beta [T, N]
+// in float32, all contiguous; matrices [R, N, K, V] in float32, of which each sequence's row is changed.
+at::Tensor delta_rule(
+    const at::Tensor& qkv, const at::Tensor& decay, const at::Tensor& beta, const at::Tensor& matrices,
+    const at::Tensor& firsts, const at::Tensor& lengths, const at::Tensor& slots, const at::Tensor& is_new) {
+  int64_t T = qkv.size(0), C = qkv.size(1), N = matrices.size(1), K = matrices.size(2), V = matrices.size(3);
+  int64_t G = (C - N * V) / 2 / K;
+  Sequences seqs(firsts, lengths, slots, is_new);
+  seqs.check(T, matrices.size(0));
+  TORCH_CHECK(G > 0 && C == 2 * G * K + N * V && N % G == 0, C, " channels for ", N, " heads");
+  TORCH_CHECK(V % COLUMNS == 0 && K % 4 == 0 && K <= MOST_KEY_DIM, "heads of ", K, " and ", V);
+  TORCH_CHECK(matrices.scalar_type() == at::kFloat && matrices[0].is_contiguous(), "matrices [R, N, K, V] in float32");
+  TORCH_CHECK(decay.numel() == T * N && decay.is_contiguous() && decay.scalar_type() == at::kFloat, "decay");
+  TORCH_CHECK(beta.numel() == T * N && beta.is_contiguous() && beta.scalar_type() == at::kFloat, "beta");
+  TORCH_CHECK(qkv.is_contiguous(), "qkv [T, C], contiguous");
+  at::Tensor out = at::empty({T, N, V}, qkv.options());
+  at::Tensor normed = at::empty({T, 2 * G * K}, qkv.options().dtype(at::kFloat));
+  const bf16* xp = data_of(qkv);
+  const float *dp = decay.const_data_ptr<float>(), *bp = beta.const_data_ptr<float>();
+  float *np = normed.data_ptr<float>(), *mp = matrices.data_ptr<float>();
+  bf16* op = data_of(out);
+  at::parallel_for(0, T * 2 * G, std::max<int64_t>(1, 8192 / K), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      int64_t t = i / (2 * G), head = i % (2 * G);
+      float factor = head < G ? 1.0f / std::sqrt(float(K)) : 1.0f;
+      of_length_one(xp + t * C + head * K, K, factor, np + (t * 2 * G + head) * K);
+    }
+  });
+  int64_t parts = V / COLUMNS, row_stride = matrices.stride(0);
+  for_each_item(seqs.num_seqs * N * parts, [&](int64_t item) {
+    int64_t s = item / (N * parts), n = item / parts % N, first_column = item % parts * COLUMNS, g = n / (N / G);
+    DeltaColumns columns(mp + seqs.slots[s] * row_stride + n * K * V + first_column, K, V, seqs.is_new[s]);
+    for (int64_t t = seqs.firsts[s]; t < seqs.firsts[s] + seqs.lengths[s]; t++) {
+      const float* q = np + (t * 2 * G + g) * K;
+      const bf16* value = xp + t * C + 2 * G * K + n * V + first_column;
+      columns.step(q, q + G * K, value, dp[t * N + n], bp[t * N + n], op + (t * N + n) * V + first_column);
+    }
+    columns.keep();
+  });
+  return out;
+}
+
+}  // namespace tandem

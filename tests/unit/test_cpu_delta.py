@@ -1,0 +1,131 @@
+"""The CPU kernels of gated delta rules: as plain torch computes them, and with the same bits in whatever chunks, and
+beside whichever sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kernels.cpu_delta import CPU_DELTA_OPS
+from engine.models.delta_net import TORCH_DELTA_OPS, DeltaOps
+from engine.models.recurrent_shape import DeltaLayer, recurrent_bytes
+from engine.models.recurrent_states import RecurrentStates
+
+pytestmark = pytest.mark.usefixtures("cpu_threads")
+
+NUM_SLOTS = 5
+
+
+def layer_of(num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, num_taps: int) -> DeltaLayer:
+    return DeltaLayer(
+        name="layer", num_key_heads=num_key_heads, num_value_heads=num_value_heads, key_dim=key_dim,
+        value_dim=value_dim, num_taps=num_taps,
+    )  # fmt: skip
+
+
+LAYERS = [layer_of(1, 1, 16, 32, 2), layer_of(2, 4, 16, 32, 4), layer_of(2, 6, 48, 96, 3), layer_of(3, 3, 128, 128, 4)]
+
+
+@dataclass
+class Tokens:
+    """What a layer computes from, for each token of a text."""
+
+    x: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+
+    def between(self, begin: int, end: int) -> Tokens:
+        return Tokens(self.x[begin:end], self.decay[begin:end], self.beta[begin:end])
+
+
+def text_of(layer: DeltaLayer, length: int, seed: int) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(length, layer.num_channels, generator=generator).bfloat16()
+    decay, beta = torch.rand(2, length, layer.num_value_heads, generator=generator)
+    return Tokens(x, 0.7 + 0.3 * decay, beta)
+
+
+def weight_of(layer: DeltaLayer) -> torch.Tensor:
+    return torch.randn(layer.num_channels, layer.num_taps, generator=torch.Generator().manual_seed(8)).bfloat16()
+
+
+class Bench:
+    """A layer over the states of some sequences."""
+
+    def __init__(self, layer: DeltaLayer, ops: DeltaOps) -> None:
+        row_bytes = recurrent_bytes((layer,), 2) + 64
+        self.states = RecurrentStates((layer,), NUM_SLOTS, row_bytes, torch.bfloat16, "cpu")
+        for part in (*self.states.inputs, *self.states.matrices):
+            part.fill_(float("nan"))  # so that a read of another's state shows
+        self.weight, self.ops = weight_of(layer), ops
+        self.num_done = dict.fromkeys(range(-1, NUM_SLOTS), 0)
+
+    def step(self, *chunks: tuple[int, Tokens]) -> list[torch.Tensor]:
+        """Compute the next tokens of some slots; return what each gets."""
+        lengths = [len(tokens.x) for _, tokens in chunks]
+        slots = [slot for slot, _ in chunks]
+        contexts = [self.num_done[slot] + length for slot, length in zip(slots, lengths, strict=True)]
+        self.states.assign(*(np.array(each, dtype=np.int64) for each in (lengths, contexts, slots)))
+        x, decay, beta = (torch.cat([getattr(tokens, name) for _, tokens in chunks]) for name in ("x", "decay", "beta"))
+        step = self.states.step
+        qkv = self.ops.convolve(x, self.weight, self.states.inputs[0], step)
+        y = self.ops.delta_rule(qkv, decay, beta, self.states.matrices[0], step)
+        self.num_done |= dict(zip(slots, contexts, strict=True))
+        return list(y.split(lengths))
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_delta_rules_are_those_of_torch(layer: DeltaLayer) -> None:
+    texts = [text_of(layer, length, seed) for seed, length in enumerate((1, 2, 9, 40))]
+    found = []
+    for ops in (CPU_DELTA_OPS, TORCH_DELTA_OPS):
+        assert ops.fit(layer)
+        bench = Bench(layer, ops)
+        ys = bench.step(*enumerate(texts))
+        ys += bench.step((2, text_of(layer, 1, 7)), (0, text_of(layer, 5, 6)), (3, text_of(layer, 1, 5)))
+        found.append((torch.cat(ys), bench.states.matrices[0][:4], bench.states.inputs[0][:4]))
+    ours, expected = found
+    torch.testing.assert_close(ours[0], expected[0], rtol=2e-2, atol=2e-2)  # bfloat16
+    torch.testing.assert_close(ours[1], expected[1], rtol=2e-2, atol=2e-2)
+    assert torch.equal(ours[2], expected[2])
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_delta_rules_give_the_same_bits_in_any_chunks_and_company(layer: DeltaLayer) -> None:
+    text = text_of(layer, 30, seed=1)
+    alone = Bench(layer, CPU_DELTA_OPS)
+    [whole] = alone.step((2, text))
+    bench = Bench(layer, CPU_DELTA_OPS)
+    pieces = []
+    for begin, end in ((0, 1), (1, 3), (3, 20), (20, 29), (29, 30)):
+        others = [(slot, text_of(layer, 1 + begin % 3, seed=begin)) for slot in (0, 4)]
+        pieces.append(bench.step(others[0], (1, text.between(begin, end)), others[1])[1])
+    assert torch.equal(torch.cat(pieces), whole)
+    assert torch.equal(bench.states.matrices[0][1], alone.states.matrices[0][2])
+    assert torch.equal(bench.states.inputs[0][1], alone.states.inputs[0][2])
+
+
+def test_delta_rules_write_no_others_rows() -> None:
+    layer = LAYERS[1]
+    bench = Bench(layer, CPU_DELTA_OPS)
+    bench.step((-1, text_of(layer, 3, 1)), (2, text_of(layer, 4, 2)))
+    for rows in (bench.states.matrices[0], bench.states.inputs[0]):
+        assert [bool(row.isnan().any()) for row in rows] == [True, True, False, True, True, False]
+
+
+def test_delta_rules_refuse_what_does_not_fit() -> None:
+    layer = LAYERS[1]
+    assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 16, 8, 4))
+    assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 512, 32, 4))
+    assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 20, 32, 4))
+    bench = Bench(layer, CPU_DELTA_OPS)
+    bench.states.assign(*(np.array([n], dtype=np.int64) for n in (3, 3, 9)))
+    text = text_of(layer, 3, 1)
+    with pytest.raises(RuntimeError, match="sequence 0"):
+        CPU_DELTA_OPS.convolve(text.x, bench.weight, bench.states.inputs[0], bench.states.step)
+    bench.states.assign(*(np.array([n], dtype=np.int64) for n in (2, 2, 1)))
+    with pytest.raises(RuntimeError, match="sequences of 2 tokens, for 3"):
+        CPU_DELTA_OPS.delta_rule(text.x, text.decay, text.beta, bench.states.matrices[0], bench.states.step)
