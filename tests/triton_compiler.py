@@ -22,7 +22,7 @@ OPTIONS = ("num_warps", "num_stages")
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
     torch.float64: "*fp64",
-    torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 MULTIPLIES = r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*"
 

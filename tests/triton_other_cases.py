@@ -13,6 +13,7 @@ from triton_compiler import name_of, now
 from engine.float8 import why_no_float8
 from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.copy_rows import copy_rows
+from engine.kernels.gpu.delta import convolve, delta_rule
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
@@ -33,6 +34,7 @@ from engine.kernels.gpu.product import (
 from engine.lora.adapters import AddedPart
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
+from engine.models.recurrent_states import RecurrentStep
 from engine.quantization_choice import INT4_GROUP_SIZE
 from engine.sampling_params import SamplingParams
 from engine.scaled_weight import ScaledWeight
@@ -224,6 +226,15 @@ def compile_draws(dtype: torch.dtype) -> None:
     draw(torch.zeros(1, 128256, dtype=dtype), [Sequence(0, "r", [1], 1, params)])
 
 
+def compile_delta(num_tokens: int, dtype: torch.dtype) -> None:
+    """A layer of Qwen3-Next-80B-A3B, with one sequence."""
+    x, decay = torch.zeros(num_tokens, 8192, dtype=dtype), torch.zeros(num_tokens, 32)
+    integer = torch.zeros(1, dtype=torch.int64)
+    step = RecurrentStep(integer, integer + num_tokens, integer, integer == 0, num_tokens)
+    convolve(x, torch.zeros(8192, 4, dtype=dtype), torch.zeros(1, 3, 8192, dtype=dtype), step)
+    delta_rule(x, decay, decay, torch.zeros(1, 32, 128, 128), step)
+
+
 def other_cases() -> dict[str, Callable[[], None]]:
     cases: dict[str, Callable[[], None]] = {}
     for num_rows in (16, 32, 64, 256):
@@ -272,4 +283,5 @@ def other_cases() -> dict[str, Callable[[], None]]:
     cases["gpt-oss-20b, 2048 inputs"] = partial(compile_four_bits, 32, 1, torch.bfloat16, 2048)
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = partial(compile_draws, dtype)
+        cases[f"Qwen3-Next, {name_of(dtype)}"] = partial(compile_delta, 40, dtype)
     return cases

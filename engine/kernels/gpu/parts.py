@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.int4_weight import Int4Weight
 from engine.kernels.gpu.choose import choose_experts
+from engine.kernels.gpu.delta import TRITON_DELTA_OPS
 from engine.kernels.gpu.eight_bits import FEW_ROWS, MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
@@ -174,6 +175,7 @@ TRITON_PARTS = Parts(
     four_bit_experts=TritonFourBitExperts,
     choose_experts=choose_experts,
     sum_of_experts=sum_of_experts,
+    delta_ops=TRITON_DELTA_OPS,
 )
 TRITON_QUANTIZED_LINEARS = QuantizedLinears(
     plain=TRITON_PARTS.linear,

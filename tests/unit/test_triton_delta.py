@@ -1,0 +1,59 @@
+"""The Triton kernels of gated delta rules: as plain torch computes them, and with the same bits in whatever chunks, and
+beside whichever sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from delta_cases import LAYERS, Bench, layer_of, text_of
+from triton_device import DEVICE
+
+from engine.kernels.gpu.delta import TOKENS_PER_PROGRAM, TRITON_DELTA_OPS
+from engine.models.delta_net import TORCH_DELTA_OPS
+from engine.models.recurrent_shape import DeltaLayer
+
+ODD = layer_of(1, 3, 10, 7, 4)
+"""Sizes that no tile has."""
+
+
+def bench_of(layer: DeltaLayer, dtype: torch.dtype) -> Bench:
+    return Bench(layer, TRITON_DELTA_OPS, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer", [LAYERS[1], ODD], ids=str)
+def test_delta_rules_are_those_of_torch(layer: DeltaLayer, dtype: torch.dtype) -> None:
+    texts = [text_of(layer, length, seed) for seed, length in enumerate((1, 2, TOKENS_PER_PROGRAM + 3))]
+    found = []
+    for bench in (bench_of(layer, dtype), Bench(layer, TORCH_DELTA_OPS, dtype)):
+        ys = bench.step(*enumerate(texts))
+        ys += bench.step((2, text_of(layer, 1, 7)), (0, text_of(layer, 5, 6)))
+        parts = torch.cat(ys), bench.states.matrices[0][:3], bench.states.inputs[0][:3]
+        found.append([part.cpu() for part in parts])
+    ours, expected = found
+    unit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(ours[0], expected[0], rtol=unit, atol=unit)
+    torch.testing.assert_close(ours[1], expected[1], rtol=unit, atol=unit)
+    assert torch.equal(ours[2], expected[2])
+
+
+def test_delta_rules_give_the_same_bits_in_any_chunks_and_company() -> None:
+    layer = LAYERS[1]
+    text = text_of(layer, 22, seed=1)
+    alone = bench_of(layer, torch.bfloat16)
+    [whole] = alone.step((2, text))
+    bench = bench_of(layer, torch.bfloat16)
+    pieces = []
+    for begin, end in ((0, 1), (1, 3), (3, 21), (21, 22)):
+        others = [(slot, text_of(layer, 1 + begin % 3, seed=begin)) for slot in (0, 4)]
+        pieces.append(bench.step(others[0], (1, text.between(begin, end)), others[1])[1])
+    assert torch.equal(torch.cat(pieces), whole)
+    assert torch.equal(bench.states.matrices[0][1], alone.states.matrices[0][2])
+    assert torch.equal(bench.states.inputs[0][1], alone.states.inputs[0][2])
+
+
+def test_delta_rules_write_no_others_rows() -> None:
+    bench = bench_of(ODD, torch.float32)
+    bench.step((-1, text_of(ODD, 3, 1)), (2, text_of(ODD, 4, 2)))
+    for rows in (bench.states.matrices[0], bench.states.inputs[0]):
+        assert [bool(row.isnan().any()) for row in rows] == [True, True, False, True, True, False]
