@@ -19,6 +19,15 @@ QWEN3_MOE: dict[str, Any] = {
     "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96, "bos_token_id": 1, "dtype": "float32",
 }  # fmt: skip
 
+QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 97, "hidden_size": 64,
+    "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96,
+    "bos_token_id": 1, "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
+"""Three of its four layers keep a state."""
+
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 64,
     "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,

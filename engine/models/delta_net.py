@@ -89,15 +89,15 @@ def delta_rule(
     y_TNV = torch.empty_like(v_TNV)
     state = torch.where(step.is_new[:, None, None, None], 0, matrices[step.slots])
     for place in range(step.longest):
-        # With one token each, all sequences compute it: no index depends on numbers that only the device has.
-        seqs = slice(None) if step.longest == 1 else (step.lengths > place).nonzero()[:, 0]
-        rows = step.firsts[seqs] + place
+        # Which sequences are longer, only the device knows. The others compute their last token again, for nothing.
+        is_token_S = (step.lengths > place)[:, None, None]
+        rows = step.firsts + (step.lengths - 1).clamp_max(place)
         k_SNK = k_TNK[rows]
-        decayed = state[seqs] * decay_TN[rows][..., None, None]
+        decayed = state * decay_TN[rows][..., None, None]
         missing_SNV = v_TNV[rows] - (decayed * k_SNK[..., None]).sum(dim=-2)
         new = decayed + k_SNK[..., None] * (missing_SNV * beta_TN[rows][..., None])[..., None, :]
-        y_TNV[rows] = (new * q_TNK[rows][..., None]).sum(dim=-2)
-        state[seqs] = new
+        y_TNV[rows] = torch.where(is_token_S, (new * q_TNK[rows][..., None]).sum(dim=-2), y_TNV[rows])
+        state = torch.where(is_token_S[..., None], new, state)
     matrices[step.slots] = state
     return y_TNV.to(qkv_TC.dtype)
 

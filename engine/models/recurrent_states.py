@@ -78,10 +78,9 @@ class RecurrentStates:
 
     def assign(self, query_lens: Integers, context_lens: Integers, slots: Integers) -> None:
         """Set the step's sequences. `slots`: each one's row; -1 for what belongs to no sequence."""
-        slots = np.where(slots < 0, self._num_slots, slots)
         firsts = np.cumsum(query_lens) - query_lens
         is_new = context_lens == query_lens
-        sent = to_device(np.stack([firsts, query_lens, slots, is_new]), self._device)
+        sent = to_device(np.stack([firsts, query_lens, self._rows_of(slots), is_new]), self._device)
         self.step = RecurrentStep(sent[0], sent[1], sent[2], sent[3].bool(), int(query_lens.max(initial=0)))
 
     def reserve_decodes(self, num_seqs: int) -> RecurrentStep:
@@ -95,11 +94,14 @@ class RecurrentStates:
 
     def refill(self, reserved: RecurrentStep, context_lens: Integers, slots: Integers) -> None:
         """Set the sequences of a recorded step. Those left over belong to none."""
-        sent = to_device(np.stack([slots, context_lens == 1]), self._device)
+        sent = to_device(np.stack([self._rows_of(slots), context_lens == 1]), self._device)
         num_seqs = len(slots)
         reserved.slots[:num_seqs].copy_(sent[0])
         reserved.slots[num_seqs:].fill_(self._num_slots)
         reserved.is_new[:num_seqs].copy_(sent[1])
+
+    def _rows_of(self, slots: Integers) -> Integers:
+        return np.where(slots < 0, self._num_slots, slots)
 
     def save(self, kv_pool: torch.Tensor, slot: int, block_ids: Sequence[int]) -> None:
         """Copy a row to blocks of the pool."""

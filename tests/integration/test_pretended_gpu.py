@@ -22,7 +22,7 @@ from many_endings import CONFIG, Answers, answers_alone, answers_of, prompt_of
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import make_engine
 from quantized_on_gpu import check_checkpoint
-from transformers_cases import GEMMA2
+from transformers_cases import GEMMA2, QWEN3_5
 
 from engine.llm_engine import LLMEngine
 from engine.running.pool_size import longest_step, measured_steps
@@ -175,6 +175,7 @@ def test_too_large_a_model_is_said_to_be(tmp_path: Path) -> None:
         pytest.param(CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}, id="8 bits", marks=pytest.mark.slow),
         pytest.param(V3, {}, id="deepseek", marks=pytest.mark.slow),
         pytest.param(GEMMA2, {}, id="by transformers' code", marks=pytest.mark.slow),  # blocks as llama's
+        pytest.param(QWEN3_5, {"max_num_batched_tokens": 64}, id="states"),
     ],
 )
 def test_one_prefills_and_another_decodes(

@@ -31,7 +31,7 @@ from pretend_gpu.flash import launched
 from pretend_gpu.triton import triton_interprets
 from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
 from quantized_on_gpu import WIDE, check_checkpoint, check_experts, check_int4_checkpoint, check_int4_experts
-from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
+from transformers_cases import GEMMA2, GPT_OSS, QWEN3_5, QWEN3_MOE
 from triton_device import DEVICE
 
 from engine import attention
@@ -77,6 +77,8 @@ def gpu() -> Iterator[PretendGpu]:
         (QWEN3_MOE, {"dtype": "bfloat16"}, IN_TURN),
         (GPT_OSS, {"dtype": "bfloat16"}, IN_TURN),
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, {"dtype": "bfloat16"}, IN_TURN),
+        (QWEN3_5, {}, {"attention_backend": "torch"}),
+        (QWEN3_5, {"dtype": "bfloat16"}, IN_TURN),
     ],
     ids=[
         "float32",
@@ -92,6 +94,8 @@ def gpu() -> Iterator[PretendGpu]:
         "qwen3-moe",
         "gpt-oss",
         "gpt-oss in 4 bits",
+        "states",
+        "states in bfloat16",
     ],
 )
 def test_recorded_steps_a_step_ahead(

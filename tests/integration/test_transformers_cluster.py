@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from clusters import RunningCluster
 from model_bench import save_model
-from transformers_cases import GEMMA2
+from transformers_cases import GEMMA2, QWEN3_5
 
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -26,14 +27,21 @@ from tandem.client import Client
 NUM_TOKENS = 10
 
 
-@pytest.mark.slow  # tests/unit/test_transformers_models.py tests an engine
-def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: Callable[..., RunningCluster]) -> None:
-    """Prefilled by one worker and decoded by another; the model has sliding windows, capped scores and a score
-    scale."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        # A sliding window, capped scores and a score scale. tests/unit/test_transformers_models.py tests an engine.
+        pytest.param(GEMMA2, id="gemma2", marks=pytest.mark.slow),
+        pytest.param(QWEN3_5, id="states"),
+    ],
+)
+def test_tokens_of_a_cluster(
+    config: dict[str, Any], model_folder: Path, tmp_path: Path, start_cluster: Callable[..., RunningCluster]
+) -> None:
+    """Prefilled by one worker and decoded by another."""
     vocab_size = transformers.AutoTokenizer.from_pretrained(model_folder).vocab_size
-    model = save_model(
-        transformers.Gemma2Config(**GEMMA2 | {"vocab_size": vocab_size, "max_position_embeddings": 512}), tmp_path
-    )
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 512, "architectures": None}
+    model = save_model(transformers.AutoConfig.for_model(**config | sizes), tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_folder / name, tmp_path)
     generator = torch.Generator().manual_seed(1)
@@ -57,7 +65,12 @@ def test_tokens_of_a_cluster(model_folder: Path, tmp_path: Path, start_cluster: 
     running.wait_until_at_rest()
 
 
-def test_the_same_bits_alone_together_and_in_chunks(few_layers: Path) -> None:
+@pytest.mark.parametrize("has_states", [False, True])
+def test_the_same_bits_alone_together_and_in_chunks(has_states: bool, few_layers: Path, tmp_path: Path) -> None:
+    folder = few_layers
+    if has_states:
+        sizes = {"vocab_size": 512, "max_position_embeddings": 512, "architectures": None}
+        save_model(transformers.AutoConfig.for_model(**QWEN3_5 | sizes), folder := tmp_path)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(10, 300, (n,), generator=generator).tolist() for n in (5, 40, 130)]
     params = [SamplingParams(temperature=t, seed=7, max_tokens=8, ignore_eos=True, logprobs=1) for t in (0.0, 1.0, 0.7)]
@@ -65,7 +78,7 @@ def test_the_same_bits_alone_together_and_in_chunks(few_layers: Path) -> None:
 
     def answers(requests: list[tuple[list[int], SamplingParams]], **settings: int) -> list[list[object]]:
         args = EngineArgs(
-            model=str(few_layers), dtype="bfloat16", model_impl="transformers", num_kv_blocks=64, max_model_len=512,
+            model=str(folder), dtype="bfloat16", model_impl="transformers", num_kv_blocks=64, max_model_len=512,
             num_threads=2, max_num_batched_tokens=128, **{"max_num_seqs": 8} | settings,
         )  # fmt: skip
         engine = LLMEngine(create_engine_config(args))

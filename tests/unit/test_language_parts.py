@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference
+from recurrent_cases import DELTA, EXPERTS
 from safetensors.torch import load_file, save_file
 
 from engine.model_loader.language_part import WHOLES
@@ -37,6 +38,7 @@ def rotated(sections: list[int], **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections} | more
 
 
+PARTLY = {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
 PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (text("gemma3_text", head_dim=16, sliding_window=8, query_pre_attn_scalar=24), SIGHT),
     "idefics3": (text("llama"), SIGHT),
@@ -51,6 +53,17 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen2_5_vl": (
         text("qwen2_5_vl_text", rope_parameters=rotated([2, 1, 1])),
+        SIGHT_OF_QWEN | {"intermediate_size": 24},
+    ),
+    "qwen3_5": (
+        text("qwen3_5_text", head_dim=16, num_hidden_layers=4, rope_parameters=rotated([2, 1, 1], **PARTLY), **DELTA),
+        SIGHT_OF_QWEN | {"intermediate_size": 24},
+    ),
+    "qwen3_5_moe": (
+        text(
+            "qwen3_5_moe_text", head_dim=16, num_hidden_layers=4, rope_parameters=rotated([2, 1, 1], **PARTLY),
+            **DELTA, **EXPERTS,
+        ),
         SIGHT_OF_QWEN | {"intermediate_size": 24},
     ),
     "qwen3_vl": (
