@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.models.recurrent_shape import DeltaLayer
+
 LLAMA_8B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -36,6 +38,12 @@ ITEM_BYTES = 2
 """bfloat16"""
 INT4_BYTES = 0.5 + 4 / 32
 """Bytes of an int4 weight, quantised from bfloat16: half a byte, and its part of its group's scale and offset."""
+
+
+QWEN3_NEXT_LAYER = DeltaLayer(
+    name="layer", num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, num_taps=4
+)
+TOY_DELTA_LAYER = DeltaLayer(name="layer", num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16, num_taps=4)
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,16 @@ class FourBitSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaSizes:
+    """A layer of gated delta rules."""
+
+    layer: DeltaLayer
+    nums_seqs: tuple[int, ...]
+    """Sequences of a decoding step."""
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The sizes to measure."""
 
@@ -219,6 +237,7 @@ class Sizes:
     latents: LatentSizes
     four_bits: FourBitSizes
     int4_experts: FourBitSizes
+    delta: DeltaSizes
     mixture: MixtureShape
 
 
@@ -251,6 +270,7 @@ FULL = Sizes(
     int4_experts=FourBitSizes(
         num_experts=128, hidden_size=2048, expert_size=768, experts_per_token=8, nums_tokens=(1, 64, 8192)
     ),
+    delta=DeltaSizes(layer=QWEN3_NEXT_LAYER, nums_seqs=(1, 64), prompt_tokens=2048),
     mixture=MixtureShape(QWEN_30B, layer_item_bytes=0.5 + 4 / 128),
 )  # fmt: skip
 TINY = Sizes(
@@ -277,6 +297,7 @@ TINY = Sizes(
     ),
     four_bits=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
     int4_experts=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
+    delta=DeltaSizes(layer=TOY_DELTA_LAYER, nums_seqs=(3,), prompt_tokens=20),
     mixture=MixtureShape(TOY_MIXTURE, layer_item_bytes=INT4_BYTES),
 )  # fmt: skip
 

@@ -25,6 +25,7 @@ from lora_folders import products_of, write_adapter
 
 from benchmarks.gpu_parts import (
     attention,
+    delta,
     digests,
     drafts,
     floors,
@@ -56,6 +57,11 @@ DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+STATES = LLAMA | {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "eos_token_id": 2,
+}  # fmt: skip
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (LLAMA, {}),
     "qwen": (QWEN, {"dtype": "float16"}),
@@ -85,6 +91,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "states": (STATES, {}),
     "batch invariant": (QWEN, {"batch_invariant": True, "kv_cache_dtype": "fp8"}),
     "batch invariant deepseek": (DEEPSEEK, {"batch_invariant": True}),
     "adapters": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),
@@ -99,6 +106,7 @@ PARTS: dict[str, Measure] = {
     "products": products.measure,
     "gpt-oss": gpt_oss.measure,
     "int4-experts": int4_experts.measure,
+    "delta": delta.measure,
     "steps-int4": steps.measure_int4,
     "steps-mixture": steps.measure_mixture,
     "invariant": invariant.measure,

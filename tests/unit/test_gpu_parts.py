@@ -19,6 +19,7 @@ from benchmarks.gpu_parts import (
     against_vllm,
     attention,
     deepseek,
+    delta,
     digests,
     drafts,
     flash,
@@ -219,6 +220,18 @@ def test_experts_in_four_bits(setting: Setting) -> None:
     assert error.value < 1e-5, "in float32, where the order of sums is all that differs"
     assert (row.what, row.unit, row.limit) == ("experts in int4, 4 of 32, 3 tokens", "GB/s", 10.0)
     assert row.value
+
+
+@pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
+def test_delta_rules(setting: Setting) -> None:
+    error, decode, prompt = delta.measure(replace(setting, known={floors.COPY: 10.0}))
+    assert (error.what, error.is_check, error.is_met) == ("error of delta rules", True, True)
+    assert error.value is not None
+    assert error.value < 1e-5, "in float32"
+    assert (decode.what, decode.unit, decode.limit) == ("delta rules, decode 3", "GB/s", 10.0)
+    assert (prompt.what, prompt.unit) == ("delta rules, prompt of 20", "ms")
+    assert decode.value
+    assert prompt.value
 
 
 def test_few_experts_rotate_among_more_weights_than_a_cache_holds(
