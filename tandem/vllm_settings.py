@@ -72,7 +72,7 @@ _TLS = "start the processes separately, as docs/deploy.md says: each of them has
 FLAGS: Mapping[str, str] = {
     "api-server-count": "use --gateways, and --routers for the routers behind them",
     "asc": "use --gateways, and --routers for the routers behind them",
-    "chat-template-content-format": "message contents are always given to the template as strings",
+    "chat-template-content-format": "the template shows by itself whether it takes contents as strings or as parts",
     "disable-log-requests": "use --log-level warning",
     "disable-log-stats": "metrics are served at --metrics-port",
     "disable-uvicorn-access-log": "there is no access log; use --log-level warning to log less",

@@ -1,29 +1,24 @@
 """A model's chat template: turns messages and tools into the prompt text that the model was trained on.
 
-Finds the template, runs it in a sandbox, and provides the names that templates may use (transformers' names). Does not
-tokenise: a template writes bos and role markers itself, so its text is encoded with add_special_tokens=False.
+Finds the template, and gives it the messages in the form that it expects; template_environment.py is where it runs.
+Does not tokenise: a template writes bos and role markers itself, so its text is encoded with add_special_tokens=False.
 
     from_folder -> compiled once -> render(messages) for each request
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.text.calls.call_format import Tool
+from router.text.template_environment import compiled, tojson
 from router.text.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_tokens
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
@@ -79,12 +74,13 @@ class ChatTemplate:
         self.source = source
         self.tool_source = source if tool_source is None else tool_source
         """Source of the template for chats with tools."""
-        self._template = _compiled(source)
-        self._tool_template = self._template if tool_source is None else _compiled(tool_source)
+        self._template = compiled(source)
+        self._tool_template = self._template if tool_source is None else compiled(tool_source)
         self._variables = dict(variables or {})
         self._max_output_chars = max_output_chars
         self._takes_text_arguments: dict[jinja2.Template, bool] = {}
         self._shows_developers: dict[jinja2.Template, bool] = {}
+        self._wants_parts: dict[jinja2.Template, bool] = {}
         self._wants_descriptions: bool | None = None
         """None: not determined yet."""
 
@@ -233,6 +229,20 @@ class ChatTemplate:
             self._shows_developers[template] = shows
         return self._shows_developers[template]
 
+    def _takes_only_parts(self, template: jinja2.Template) -> bool:
+        """Whether the template shows a content only as a list of parts. Those of LLaVA, Idefics and SmolVLM take a text
+        for a list of its characters, and leave it out without a word."""
+        if template not in self._wants_parts:
+            asked = [{"role": "user", "content": _LOOKED_FOR}]
+            self._wants_parts[template] = not self._says(template, asked) and self._says(template, _in_parts(asked))
+        return self._wants_parts[template]
+
+    def _says(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> bool:
+        try:
+            return _LOOKED_FOR in self._written(template, messages)
+        except ValueError:
+            return False
+
     def _shows(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> bool:
         """Whether the prompt shows the arguments, and not in Python's notation."""
         try:
@@ -250,6 +260,20 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
+        if self._takes_only_parts(template):
+            messages = _in_parts(messages)
+        return self._written(template, messages, tools, variables, add_generation_prompt=add_generation_prompt)
+
+    def _written(
+        self,
+        template: jinja2.Template,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """What the template writes for exactly these messages."""
         pieces: list[str] = []
         num_chars = 0
         stream = template.generate(
@@ -280,10 +304,20 @@ class ChatTemplate:
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     calls = [
-        {**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": tojson(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make each content that is a text a list with this text as its only part."""
+    return [
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content := message["content"], str)
+        else message
+        for message in messages
+    ]
 
 
 def _with_description(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,50 +359,3 @@ _DEVELOPED: list[dict[str, Any]] = [
     {"role": DEVELOPER, "content": _LOOKED_FOR},
     {"role": "user", "content": "Hi"},
 ]
-
-
-def _compiled(source: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the model's chat template is broken at line {error.lineno}: {error.message}") from error
-
-
-class _Generation(Extension):
-    """{% generation %}…{% endgeneration %} marks an assistant's words for training. Here it only passes them on."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2's interface)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces jinja2's own filter, which escapes HTML: no model was trained on that."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that templates expect: the settings and names of transformers' apply_chat_template."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment

@@ -121,6 +121,21 @@ def test_the_folders_template_is_found_where_transformers_looks(tmp_path: Path) 
     assert render() == "file"
 
 
+OF_PARTS = """{% for message in messages %}{{ message.role | upper }}: {# images first #}
+{%- for part in message.content | selectattr("type", "equalto", "image") %}<image>{% endfor %}
+{%- for part in message.content | selectattr("type", "equalto", "text") %}{{ part.text + " " }}{% endfor %}{% endfor %}
+{%- if add_generation_prompt %}ASSISTANT:{% endif %}"""
+"""As LLaVA's template."""
+
+
+def test_a_template_for_parts_alone_gets_them() -> None:
+    template = ChatTemplate(OF_PARTS)
+    chat = [ChatMessage(role=role, content=content) for role, content in (("user", "Hi"), ("assistant", "So."))]
+    assert template.render(chat) == "USER: Hi ASSISTANT: So. ASSISTANT:"
+    assert template.render(chat, continue_final_message=True) == "USER: Hi ASSISTANT: So."
+    assert template.between_parts() == " "
+
+
 def test_a_template_that_is_given_stands_in_for_one_that_cannot_be_read(tmp_path: Path) -> None:
     for path in resolve_model("smollm2-135m-instruct").glob("*.json"):
         (tmp_path / path.name).symlink_to(path)
