@@ -21,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rpc.errors import InvalidRequest, NotFound
 from tandem.client import Client
 
-DEPLOY = Path(__file__).parents[3] / "deploy"
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
 ACCEPT = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
     "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -201,6 +202,15 @@ def test_dashboards_and_alerts_ask_for_what_is_exported(scraped: dict[str, Sampl
         assert names, f"{where}: {expression}"
         for name in names:
             assert name in exported, f"{where} asks for {name}"
+
+
+def test_pages_name_what_is_exported(scraped: dict[str, Samples]) -> None:
+    exported = {name for samples in scraped.values() for name in samples}
+    exported |= {re.sub(r"_(sum|count|bucket)$", "", name) for name in exported}
+    exported.add("tandem:lora_requests_info")  # only where there are adapters
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for name in re.findall(r"`(tandem:\w+)", page.read_text()):
+            assert name in exported, f"{page.name}: {name}"
 
 
 def test_labels_that_are_asked_for_exist(scraped: dict[str, Samples]) -> None:
