@@ -1,8 +1,9 @@
 """The life cycle of one request as a pure state machine: events in, actions out. No I/O, no clock, no gRPC.
 
     QUEUED ──Planned, disaggregated──> RESERVING ──Granted──> PREFILLING ──HandedOver──> DECODING ──last token──> DONE
-      │ ^                                  │                      │  └─last token─> SETTLING ─┼─HandedOver, or overdue─┘
-      │ └──Busy, Failed, WorkerLost or Stalled ───────┴───────────┴──────────────────────────┤ (a new attempt)
+      │ ^                                  │                      │  └─last token> SETTLING ─┼─HandedOver, or overdue──┘
+      │ └──Busy, Failed, lost or stalled───┴──────────────────────┴──────────────────────────┤ (a new attempt)
+      │ └──Rebalanced────────────────────────────────────────────────────────────────────────┤ (likewise, once)
       └──Planned, local────────────────────────────────────────────────────────> DECODING ───┘
     Stopped (client gone, abort, stop string, deadline), no attempts left, or no budget: from anywhere ──> DONE
 
