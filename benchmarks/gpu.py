@@ -6,8 +6,8 @@ the device's limits?
     python benchmarks/gpu.py --tiny                       the same script on any machine, with a toy: to test the script
 
     floors ─> kernels, model, answers ─> attention ─> flash ─> digests ─> steps, drafts ─> offload ─> push ─> servers
-    ─> products ─> deepseek ─> gpt-oss ─> int4-experts ─> delta ─> steps in 8 bits ─> batch_invariant (each a module
-    of gpu_parts/); by name: vllm, other launch configurations
+    ─> products ─> deepseek ─> gpt-oss ─> int4-experts ─> delta ─> steps in 8 and 4 bits ─> batch_invariant ─> steps by
+    FlashAttention (each a module of gpu_parts/); by name: cuBLASLt, vllm, other launch configurations
 
 Each part runs in a separate process with its own time limit: if one fails, the table says so, and the others go on.
 Every number is shown beside the limit that the same run measured, or beside its target. The results are one JSON

@@ -5,8 +5,10 @@ Imports protos, rpc, registry and prefix_hash only; never torch, never a model's
 folder's tokenizer, chat template, config.json and generation_config.json.
 
     one request   servicer ──> validation, prepared ──> an asked_answer for each ──> sequences ──> a lifecycle for each
-                  open_requests: by their names; deadline: refused at once; outcome: the log's line, metrics, traces
-    one answer    lifecycle does ── request_events ── request_state decides; worker_commands, answer_messages; account
+                  open_requests: by their names; deadline: refused at once
+                  outcome: the log's line, metrics; request_spans: traces
+    one answer    lifecycle does ── request_events ── request_state decides; worker_commands, answer_messages
+                  account, timings: where its time goes
     waiting       queue of queued_request ──> fair_shares, aside: whose turn it is, by growing_heap; queue_pace,
                   retry_budget
     choosing      worker_pool ──> candidates ──> policy; taken_room; prefix_lookup, needs

@@ -1,4 +1,4 @@
-"""Flags of a worker process, in addition to those of its engine (`engine.config.EngineArgs`)."""
+"""Flags of a worker process, in addition to those of its engine (`engine.engine_args.EngineArgs`)."""
 
 from __future__ import annotations
 

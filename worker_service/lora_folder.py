@@ -2,7 +2,7 @@
 
     folder ──same as at the last look──> read (a thread) ──between two steps──> in the engine ──> in the record
        └─ gone or replaced: not for new requests, at once; removed from the engine once unused, but not within half a
-          minute: answers begun on a worker that died may continue here. Or two looks later, if another needs its room
+          minute: answers begun on a worker that died may continue here. Or at the next look, if another needs its room
 
 Owns the knowledge about the folder. An adapter is a subfolder; requests ask for it by the subfolder's name. Other
 entries, and names that begin with a dot, are ignored. An adapter that is being copied is read once two looks find the

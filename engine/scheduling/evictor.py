@@ -1,7 +1,7 @@
 """Chooses which cached block is evicted when memory is needed: the least recently used. Integers only.
 
-    waiting (oldest first) ──make_ready──> ready (oldest first) ──evict──> gone
-                                           what is ready is older than all that waits
+    waiting (oldest first) ──remove, a copy is made, add_ready──> ready (oldest first) ──evict──> gone
+                                                                  what is ready is older than all that waits
 
 A block is ready if it has a copy in host memory (`engine.scheduling.offloading`), so that evicting it loses nothing.
 Without host memory all blocks are waiting.

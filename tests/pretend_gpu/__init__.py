@@ -17,7 +17,9 @@ compare tokens. What a GPU would refuse, or would get wrong now and then, is an 
     flash.py         calls of FlashAttention
     nccl.py, ipc.py  collectives between several processes, and the memory that they open of each other
     nixl.py          what NIXL is told about their memory
+    engines.py       small engines on it
     __main__.py      a worker process with a pretended GPU
+    compile_launches.py  compiles what engines and the GPU benchmark launch on it
 
 Not shown: what a real device computes, and how fast.
 """

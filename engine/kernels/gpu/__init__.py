@@ -2,18 +2,22 @@
 
     decode.py, prefill.py   paged attention; tile.py has the work on one tile of keys that both share
     pieces.py               paged attention in which a token has the same bits in both (`batch_invariant`)
-    latents.py              paged attention to latents (DeepSeek)
+    latents.py              paged attention to latents (DeepSeek); unfolded.py: to keys and values made from them
     latent_project.py       norm, rotation and the write into the pool for latents, in one pass
     rotate.py               norms of heads, rotary positions and the write into the pool, in one pass
     draw.py                 the sampler's draws, with and without filters
     pointwise.py            residual + RMS norm, SiLU * up
     product.py              products whose rows have the same bits in any batch; invariant_parts.py: a decoder's parts
     eight_bits.py           products with 8-bit weights, conversion of rows of activations to 8-bit floats
-    experts.py              products of a mixture's experts with 8-bit weights, all experts in one launch
+    int4.py                 products with 4-bit weights
+    experts.py              products of a mixture's experts with 8-bit weights, all experts in one launch;
+                            int4_experts.py: with 4-bit weights; four_bits.py: with weights in MXFP4
     choose.py               chooses the experts of each token
     lora.py                 what adapters add to products, all adapters in one launch; adapters.py: those of an engine
     one_row.py              products of one row with 16-bit or 8-bit weights
     digest.py               xxh3_64 of blocks in the pool
+    copy_rows.py            rows of blocks into another process' pool
+    gpu_kind.py             the properties of a GPU that launches depend on
     parts.py                the parts of a decoder, built from these kernels
 
 Nothing here is imported before a backend that needs it is chosen, because Triton may not be installed. docs/gpu.md says

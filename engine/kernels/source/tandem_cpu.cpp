@@ -7,7 +7,7 @@
 //              <-  rows.h, attention.h                                                          <-
 //              <-  filters.h  <-  sampling.h; delta.h                                                         <-
 //   attention_pairs.h, attention_tiles.h  <-  attention.h; tiles.h  <-  product_tiles.h, attention_tiles.h
-//   read_ahead.h  <-  product_pairs.h, layers.h
+//   read_ahead.h  <-  product_pairs.h, layers.h; huge_pages.h  <-  int4.h  <-  panels.h
 
 #include <torch/library.h>
 
