@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         if heading:
             headings = re.findall(r"^#+ (.+)$", prose_of(target), re.MULTILINE)
             assert heading in map(anchor, headings), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize(
+    "package", ["router", "router/text", "router/text/calls", "engine/kernels/gpu", "tests/pretend_gpu", "tests/ptx"]
+)
+def test_packages_list_their_files(package: str) -> None:
+    listed = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+    assert listed is not None
+    words = set(re.findall(r"\w+", listed))
+    there = {path.stem for path in (ROOT / package).glob("*.py")}
+    assert there - words == {"__init__"}
 
 
 def groups_of(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

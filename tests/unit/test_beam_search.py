@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.beam_search import BeamSearch, BeamSearchSequence
+from tandem.beam_search import BeamSearch
 from tandem.offline_answer import Logprob
 from tandem.prompts import ReadPrompt
 from tandem.sampling_params import BeamSearchParams
@@ -48,10 +48,6 @@ def search(params: BeamSearchParams, seed: int, max_model_len: int = 100) -> Bea
         assert [prompt.token_ids for prompt in asked] == [beam.tokens for beam in beams.alive]
         beams.advance([likely_after(prompt.token_ids, seed, 2 * params.beam_width) for prompt in asked])
     return beams
-
-
-def told(sequences: list[BeamSearchSequence]) -> list[tuple[list[int], float, str | None, int | str | None]]:
-    return [(each.tokens, each.cum_logprob, each.finish_reason, each.stop_reason) for each in sequences]
 
 
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
