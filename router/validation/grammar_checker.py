@@ -3,7 +3,7 @@ the work of reading a grammar, and a grammar that nests deeply enough crashes th
 
     Router                                     child: python -m router.validation.grammar_checker
     (first) <──────────────────────────ready──┐
-    check(asked) ──StructuredOutputs, tokens──> compile, on a stack half as large as a worker's thread has
+    check(asked) ──StructuredOutputs, tokens──> compile, on a stack a quarter as large as a worker's thread has
           <──────────{"grammar" | "error", "cpu_s"}──┘  └─ too long, too large, too deep: ended, and begun anew
 
 Owns the child, which starts with the first grammar and ends with the router: its input ends then, and if it is
