@@ -3,6 +3,7 @@
     messages ──chat_template──> text ──tokenizer──> token ids        token ids ──detokenizer──> text
                                                      text ──reasoning──> thoughts │ content ──tool_calls──> calls
 
+    template_environment  where chat templates run
     harmony               answers made of messages (gpt-oss), in which thoughts and calls take turns
     thoughts, said        the words around thoughts; what a reader has found and not emitted yet
     tool_formats          which format of tool calls a chat template teaches
