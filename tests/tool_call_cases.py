@@ -93,6 +93,23 @@ def _qwen3_coder(calls: Iterable[Call]) -> str:
     return "\n".join(each)
 
 
+def _seed_oss(calls: Iterable[Call]) -> str:
+    said = _in_functions(calls, "<function={name}>", "<parameter={key}>", "</function>")
+    return "\n".join(f"<seed:tool_call>\n{each}\n</seed:tool_call>" for each in said)
+
+
+def _minimax_m2(calls: Iterable[Call]) -> str:
+    said = _in_functions(calls, '<invoke name="{name}">', '<parameter name="{key}">', "</invoke>")
+    return "\n".join(["<minimax:tool_call>", *said, "</minimax:tool_call>"])
+
+
+def _in_functions(calls: Iterable[Call], begin: str, parameter: str, end: str) -> Iterator[str]:
+    for name, arguments in calls:
+        values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
+        said = [f"{parameter.format(key=key)}{text_of(value)}</parameter>" for key, value in values]
+        yield "\n".join([begin.format(name=name), *said, end])
+
+
 def _glm(calls: Iterable[Call], space: str) -> str:
     each = []
     for name, arguments in calls:
@@ -113,6 +130,7 @@ def _openai(calls: Iterable[Call]) -> str:
 WRITERS = {
     "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31, "qwen3_coder": _qwen3_coder, "qwen3_xml": _qwen3_coder,
+    "seed_oss": _seed_oss, "minimax_m2": _minimax_m2,
     "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,
 }  # fmt: skip
 

@@ -40,6 +40,7 @@ THINK = Marks(("<think>",), ("</think>",))
 MARKS = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
+    "seed_oss": Marks(("<seed:think>",), ("</seed:think>",)),
     "mistral": Marks(("[THINK]",), ("[/THINK]",)),
     "granite": Marks(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
@@ -60,7 +61,9 @@ def parser_of_template(source: str) -> str:
         return HARMONY
     if THINK.ends[0] in plain:
         return "qwen3" if "enable_thinking" in plain else "deepseek_r1"
-    known = (("mistral", MARKS["mistral"].ends), ("granite", MARKS["granite"].begins))
+    known = (
+        ("seed_oss", MARKS["seed_oss"].ends), ("mistral", MARKS["mistral"].ends), ("granite", MARKS["granite"].begins)
+    )  # fmt: skip
     return next((name for name, words in known if any(word in plain for word in words)), "")
 
 

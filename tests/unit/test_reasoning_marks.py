@@ -25,6 +25,8 @@ CASES: list[tuple[str, str, str, str]] = [
     ("mistral", "[THIN] Yes.", "", "[THIN] Yes."),
     ("mistral", "[THINK]cut [/TH", "cut [/TH", ""),
     ("mistral", "<think>a</think>b", "", "<think>a</think>b"),
+    ("seed_oss", "<seed:think>So. <think></seed:think>\n\nYes.", "So. <think>", "Yes."),
+    ("seed_oss", "<seed:think>cut </seed:thi", "cut </seed:thi", ""),
     ("granite", f"{G} So.\n\n{R} Yes.", "So.", "Yes."),
     ("granite", "\nHere's my thought process: So. Here's my response:\nYes.", "So.", "Yes."),
     ("granite", f"{G} Here is my idea. Here{R}Yes. {R}", "Here is my idea. Here", f"Yes. {R}"),
@@ -66,7 +68,8 @@ def test_calls_follow_what_was_thought() -> None:
     [
         ("'[THINK]' + m.reasoning + '[/THINK]'", "mistral"), ("{# [/THINK] #}", ""), ("[THINKING]", ""),
         ("Write your thoughts after 'Here is my thought process:'", "granite"), ("Here is my response:", ""),
-        ("</think> [/THINK]", "deepseek_r1"), ("'<|start|>assistant<|channel|>final<|message|>'", "openai_gptoss"),
+        ("'<seed:think>' + thoughts + '</seed:think>'", "seed_oss"), ("</think> [/THINK]", "deepseek_r1"),
+        ("'<|start|>assistant<|channel|>final<|message|>'", "openai_gptoss"),
     ],
 )  # fmt: skip
 def test_a_template_tells_how_its_model_thinks(source: str, known: str) -> None:

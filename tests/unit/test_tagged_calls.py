@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tool_call_cases import Outcome, held, is_in, outcome, said, text_of, told_before_each_character
 
 from router.text.calls.call_format import CannotBeHeld, Tool
-from router.text.calls.tagged import MAX_KEY_CHARS
+from router.text.calls.tagged import MAX_KEY_CHARS, TaggedFormat
 from router.text.calls.text_values import MAX_DEPTH, TYPES, Schema, json_of_text
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
 
-PARSERS = ("qwen3_coder", "glm45", "glm47")
+PARSERS = ("qwen3_coder", "glm45", "glm47", "seed_oss", "minimax_m2")
 PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -30,6 +30,12 @@ PARAMETERS: dict[str, Any] = {
     "$defs": {"text": {"type": "string", "minLength": 2, "maxLength": 4}},
 }  # fmt: skip
 TOOLS = [Tool(name="f", parameters=PARAMETERS), Tool(name="now")]
+
+
+def tags_of(parser: str) -> TaggedFormat:
+    tags = FORMATS[parser]
+    assert isinstance(tags, TaggedFormat)
+    return tags
 
 
 def reader_of(parser: str) -> ToolCallParser:
@@ -249,7 +255,7 @@ def test_what_cannot_be_said_between_tags_is_refused(parser: str) -> None:
     cannot_be_said, names = "would be read back as another value", "cannot be the name of an argument"
     cases: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         ({"a": {"const": f"x{end}"}}, (), cannot_be_said),
-        ({"a": {"type": "string", "enum": ["x", "</tool_call>"]}}, ("a",), cannot_be_said),
+        ({"a": {"type": "string", "enum": ["x", tags_of(parser).call_end]}}, ("a",), cannot_be_said),
         ({"a": {"$ref": "#/properties/b"}, "b": {"const": [end]}}, (), cannot_be_said),
         ({"a": {"enum": ["True", False]}}, (), cannot_be_said),
         ({"a": {"enum": []}}, ("a",), "no value fits"),
@@ -295,7 +301,7 @@ def test_whatever_an_enum_lets_a_model_say_is_told_as_one_of_its_values(parser: 
 def test_a_text_ends_with_the_first_tag_that_ends_it(parser: str) -> None:
     """The grammar that holds an answer to calls, and the reader of calls, agree on that."""
     grammar = held(parser, TOOLS, is_one=True)
-    for word in ("</tool_call>", "</parameter>" if parser == "qwen3_coder" else "</arg_value>"):
+    for word in (tags_of(parser).call_end, tags_of(parser).value_end):
         assert not is_in(grammar, call(parser, text=f"a{word}b"))
         assert not is_in(grammar, call(parser, text=word))
     assert is_in(grammar, call(parser, text="</function> </arg_key>"))
@@ -316,7 +322,7 @@ def test_a_value_that_is_no_text_is_on_one_line() -> None:
 def test_no_text_takes_long(parser: str, piece: str) -> None:
     """Wherever in a call the text comes."""
     text = said(parser, ("f", {"list": "[1]", "text": "a"}))
-    for begun in ("<tool_call>", "[1", "text", "a"):
+    for begun in (tags_of(parser).call, "[1", "text", "a"):
         reader = reader_of(parser)
         reader.push(text[: text.index(begun) + len(begun)])
         began_s = time.process_time()

@@ -193,7 +193,8 @@ TAUGHT = [
     ("<tool_call><function=f>", "qwen3_coder"), ("<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>", "glm45"),
     ("<tool_call>f<arg_key>a</arg_key><arg_value>", "glm47"), ("[TOOL_CALL]", None),
     ("'[TOOL_CALLS]' + name", "mistral"), ("<｜tool▁call▁begin｜>function\\n```json\\n", "deepseek_v3"),
-    ("<｜tool▁call▁begin｜>name", "deepseek_v31"),
+    ("<｜tool▁call▁begin｜>name", "deepseek_v31"), ("'<seed:tool_call>\n<function='", "seed_oss"),
+    ("'<minimax:tool_call>' … '<invoke name=\"' + name + '\">'", "minimax_m2"),
     ("'<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' + … + '<|call|>'", "openai"),
     ("<|channel|>final<|message|>", None),
 ]  # fmt: skip

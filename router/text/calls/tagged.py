@@ -3,6 +3,10 @@
     qwen3_coder   <tool_call>\\n<function=get_weather>\\n<parameter=city>\\nOslo\\n</parameter>\\n</function>\\n
                   </tool_call>
     glm45         <tool_call>get_weather\\n<arg_key>city</arg_key>\\n<arg_value>Oslo</arg_value>\\n</tool_call>
+    seed_oss      <seed:tool_call>\\n<function=get_weather>\\n<parameter=city>Oslo</parameter>\\n</function>\\n
+                  </seed:tool_call>
+    minimax_m2    <minimax:tool_call>\\n<invoke name="get_weather">\\n<parameter name="city">Oslo</parameter>\\n
+                  </invoke>\\n</minimax:tool_call>, which may be around several calls
     glm47         <tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>
 
     a call ──> BETWEEN ── a tag ──> KEY ──> VALUE ── its end ──> BETWEEN ── the function's end, or what begins the next
@@ -26,8 +30,8 @@ from router.text.calls.heads import NAME, Cursor, head_of
 from router.text.calls.text_values import STRING, Schema, escaped, json_of_text, type_of
 from router.text.words import first_of, num_held
 
-CALL, CALL_END = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
+CALL, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
+FUNCTION, INVOKE = "<function=", '<invoke name="'
 MAX_KEY_CHARS = 256
 """Maximum length of an argument's name. A longer text is no name."""
 MAX_COUNT = 1000
@@ -42,8 +46,14 @@ _UNSAYABLE = re.compile(r"[<>\n]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaggedFormat(ToolFormat):
-    is_in_function: bool = False
-    """The tool's name stands in a tag of its own, within the call's."""
+    call: str = "<tool_call>"
+    call_end: str = "</tool_call>"
+    is_around_all: bool = False
+    """One such pair of tags is around all calls of an answer."""
+    function: str = ""
+    """What begins a tag of its own for the tool's name, within the call's. Empty: there is none."""
+    name_end: str = ">"
+    function_end: str = ""
     key: str
     key_end: str
     value: str = ""
@@ -56,16 +66,17 @@ class TaggedFormat(ToolFormat):
 
     @property
     def words(self) -> tuple[str, ...]:
-        function = (FUNCTION, FUNCTION_END) if self.is_in_function else ()
+        function = (self.function, self.function_end) if self.function else ()
         value = (self.key_end, self.value) if self.value else ()
-        return (CALL, CALL_END, *function, self.key, *value, self.value_end)
+        return (self.call, self.call_end, *function, self.key, *value, self.value_end)
 
     @property
     def ends_of_value(self) -> tuple[str, ...]:
         """Whichever comes first ends a value."""
-        if not self.is_in_function:
-            return (self.value_end, CALL_END)
-        return (self.value_end, CALL_END, FUNCTION_END + CALL_END, f"{FUNCTION_END}\n{CALL_END}")
+        ends = (self.value_end, self.call_end)
+        if not self.function:
+            return ends
+        return (*ends, self.function_end + self.call_end, f"{self.function_end}\n{self.call_end}")
 
     def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
         return TaggedReader(self, begin, schemas)
@@ -73,15 +84,26 @@ class TaggedFormat(ToolFormat):
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
         lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
         for number, tool in enumerate(tools):
-            function = f"\n{FUNCTION}{tool.name}>\n" if self.is_in_function else f"{tool.name}{self.space}"
-            end = f"{FUNCTION_END}\n{CALL_END}" if self.is_in_function else CALL_END
+            begin, end = self._around(tool.name)
             try:
                 arguments = self._arguments(lines, tool)
             except ValueError as error:
                 raise CannotBeHeld(number, str(error)) from error
-            said = [lines.literal(CALL + function), *arguments, lines.literal(end)]
+            said = [lines.literal(begin), *arguments, lines.literal(end)]
             lines.add(f"tool_{number}", " ".join(said), place=number)
-        return "call" if is_one else f"call ({lines.literal(self.between)} call)*"
+        between = lines.literal(self.between)
+        if not self.is_around_all:
+            return "call" if is_one else f"call ({between} call)*"
+        # The same words stand behind each call, since llguidance cannot yet tell a longer one from them there.
+        more = "" if is_one else "+"
+        return f"{lines.literal(self.call + self.between)} (call {between}){more} {lines.literal(self.call_end)}"
+
+    def _around(self, name: str) -> tuple[str, str]:
+        """What stands before and behind the arguments of a call of that tool."""
+        if not self.function:
+            return f"{self.call}{name}{self.space}", self.call_end
+        begin, end = f"{self.function}{name}{self.name_end}\n", self.function_end
+        return (begin, end) if self.is_around_all else (f"{self.call}\n{begin}", f"{end}\n{self.call_end}")
 
     def _arguments(self, lines: GrammarLines, tool: Tool) -> list[str]:
         """Rules of the arguments, in the schema's order. Raises `ValueError` if no arguments fit the schema, or if they
@@ -114,7 +136,9 @@ class TaggedFormat(ToolFormat):
 
     @property
     def _before_value(self) -> str:
-        return "\n" if self.is_wrapped else f"{self.space}{self.value}"
+        if not self.value:
+            return "\n" if self.is_wrapped else ""
+        return f"{self.space}{self.value}"
 
     @property
     def _behind_value(self) -> str:
@@ -151,7 +175,7 @@ class TaggedFormat(ToolFormat):
     def _text(self, lines: GrammarLines, least: Any = None, most: Any = None) -> str:
         """The rule of a value that is text, and its end."""
         bounds = (least if _is_count(least) else 0, most if _is_count(most) else None)
-        return lines.text_until(self._behind_value, bounds, without=(self.value_end, CALL_END))
+        return lines.text_until(self._behind_value, bounds, without=(self.value_end, self.call_end))
 
 
 def _is_count(value: Any) -> bool:
@@ -167,7 +191,6 @@ class _State(enum.Enum):
 
 class TaggedReader:
     joint = ""
-    ends = (CALL_END,)
 
     def __init__(self, tags: TaggedFormat, begin: str, schemas: Mapping[str, Schema]) -> None:
         self._tags = tags
@@ -188,24 +211,29 @@ class TaggedReader:
         """The pieces of a value that is emitted when it is complete."""
         self._told: list[str] = []
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self._tags.call_end,)
+
     # -- the head -----------------------------------------------------------------------------------------------
 
     def head(self, text: str) -> Head | None:
-        head = head_of(text, self._head_in_function if self._tags.is_in_function else self._head)
+        head = head_of(text, self._head_in_function if self._tags.function else self._head)
         if head is not None and head.name:
             self._schema = self._schemas.get(head.name, self._schema)
         return head
 
     def _head_in_function(self, cursor: Cursor) -> Head:
-        if self._begin != FUNCTION and not cursor.take(FUNCTION):
+        function = self._tags.function
+        if self._begin != function and not cursor.take(function):
             return Head(0)
         name = cursor.run(NAME)
-        return Head(cursor.position, name) if cursor.take(">") else Head(0)
+        return Head(cursor.position, name) if cursor.take(self._tags.name_end) else Head(0)
 
     def _head(self, cursor: Cursor) -> Head:
         name = cursor.run(NAME)
         cursor.space()
-        is_call = cursor.is_at(self._tags.key) or cursor.is_at(CALL_END)
+        is_call = cursor.is_at(self._tags.key) or cursor.is_at(self._tags.call_end)
         return Head(cursor.position, name) if is_call else Head(0)
 
     # -- arguments ----------------------------------------------------------------------------------------------
@@ -234,10 +262,10 @@ class TaggedReader:
         at, tags = self._at, self._tags
         if text.startswith(tags.key, at):
             return self._read_key(text, at + len(tags.key))
-        over = [CALL_END, CALL, *([FUNCTION_END, FUNCTION] if tags.is_in_function else [])]
+        over = [tags.call_end, tags.call, *([tags.function_end, tags.function] if tags.function else [])]
         for word in over:
             if text.startswith(word, at):
-                self._at += len(word) if word == FUNCTION_END else 0
+                self._at += len(word) if word == tags.function_end else 0
                 self._told.append("}" if self._num_arguments else "{}")
                 self._state = _State.OVER
                 return False
@@ -323,16 +351,15 @@ class TaggedReader:
 
 
 _TAGS_IN_FUNCTION: dict[str, Any] = {
-    "begins": (CALL, FUNCTION),
-    "is_in_function": True,
+    "function": FUNCTION,
+    "function_end": "</function>",
     "key": "<parameter=",
     "key_end": ">",
     "value_end": "</parameter>",
-    "is_wrapped": True,
     "space": "\n",
     "between": "\n",
-    "known_by": (CALL, FUNCTION),
 }
+_QWEN3: dict[str, Any] = {"begins": (CALL, FUNCTION), "is_wrapped": True, "known_by": (CALL, FUNCTION)}
 _TAGS: dict[str, Any] = {
     "begins": (CALL,),
     "key": "<arg_key>",
@@ -340,9 +367,18 @@ _TAGS: dict[str, Any] = {
     "value": "<arg_value>",
     "value_end": "</arg_value>",
 }
-QWEN3_CODER = TaggedFormat(name="qwen3_coder", **_TAGS_IN_FUNCTION)
-QWEN3_XML = TaggedFormat(name="qwen3_xml", **_TAGS_IN_FUNCTION)
+QWEN3_CODER = TaggedFormat(name="qwen3_coder", **_QWEN3, **_TAGS_IN_FUNCTION)
+QWEN3_XML = TaggedFormat(name="qwen3_xml", **_QWEN3, **_TAGS_IN_FUNCTION)
 """Another name of vLLM's for the same format."""
+SEED_OSS = TaggedFormat(
+    name="seed_oss", begins=(SEED, FUNCTION), call=SEED, call_end="</seed:tool_call>", known_by=(SEED,),
+    **_TAGS_IN_FUNCTION,
+)  # fmt: skip
+MINIMAX_M2 = TaggedFormat(
+    name="minimax_m2", begins=(MINIMAX, INVOKE), call=MINIMAX, call_end="</minimax:tool_call>", is_around_all=True,
+    function=INVOKE, name_end='">', function_end="</invoke>", key='<parameter name="', key_end='">',
+    value_end="</parameter>", space="\n", between="\n", known_by=(MINIMAX,),
+)  # fmt: skip
 GLM47 = TaggedFormat(name="glm47", **_TAGS, space="", known_by=(CALL, "</arg_key><arg_value>"))
 GLM45 = TaggedFormat(
     name="glm45", **_TAGS, space="\n", between="\n", known_by=(CALL, "<arg_key>"), not_by=("</arg_key><arg_value>",)
