@@ -97,5 +97,10 @@ def check_lora_dir(lora_dir: str, max_loras: int) -> None:
     """Raise `ValueError` if the folder does not exist, or the engine has no room for its adapters."""
     if lora_dir and not max_loras:
         raise ValueError("lora_dir needs room for adapters: also give max_loras, the maximum number of them at once")
+    if max_loras and not lora_dir:
+        raise ValueError(
+            "max_loras is room for adapters that are added from lora_dir, which is empty: leave max_loras out, or "
+            f"give lora_dir (those of lora_modules take no room), is {max_loras}"
+        )
     if lora_dir and not Path(lora_dir).expanduser().is_dir():
         raise ValueError(f"lora_dir: there is no folder {lora_dir}")

@@ -46,7 +46,11 @@ async def test_a_machine_without_our_redis_is_told_to_name_one(tmp_path: Path, m
         ({"quantization": "fp8"}, "--quantization fp8 cannot work here: it needs a GPU of compute capability 8.9"),
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size must divide the model's num_attention_heads=4, is 3"),
         ({"kv_offloading_size": 1e9}, "--kv-offloading-size must be at most "),
-        ({"model_impl": "transformers", "max_loras": 1}, "--max-loras must be 0 for models that transformers' code"),
+        ({"max_loras": 4}, "--max-loras is room for adapters that are added from --lora-dir, which is empty"),
+        (
+            {"model_impl": "transformers", "max_loras": 1, "lora_dir": "."},
+            "--max-loras must be 0 for models that transformers' code",
+        ),
         ({"max_loras": 1, "lora_dir": "/nowhere"}, "--lora-dir: there is no folder /nowhere"),
         (
             {"generation_config": "/nowhere"},

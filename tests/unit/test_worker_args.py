@@ -46,3 +46,8 @@ def test_a_folder_of_adapters_needs_room_and_must_be_there(
     check_lora_dir(str(tmp_path), 1)
     with pytest.raises(ValueError, match=f"^{says}"):
         check_lora_dir(str(tmp_path / folder), max_loras)
+
+
+def test_room_for_adapters_that_come_from_nowhere_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^max_loras is room for adapters that are added from lora_dir.*, is 8"):
+        check_lora_dir("", 8)
