@@ -13,6 +13,13 @@ def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, 
     return y_TC
 
 
+def gates(
+    a_TN: torch.Tensor, b_TN: torch.Tensor, rate_N: torch.Tensor, bias_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    decay_TN, beta_TN = torch.ops.tandem_cpu.delta_gates(a_TN.contiguous(), b_TN.contiguous(), rate_N, bias_N)
+    return decay_TN, beta_TN
+
+
 def delta_rule(
     qkv_TC: torch.Tensor, decay_TN: torch.Tensor, beta_TN: torch.Tensor, matrices: torch.Tensor, step: RecurrentStep
 ) -> torch.Tensor:
@@ -24,4 +31,4 @@ def _sequences(step: RecurrentStep) -> tuple[torch.Tensor, ...]:
     return step.firsts, step.lengths, step.slots, step.is_new
 
 
-CPU_DELTA_OPS = DeltaOps(convolve, delta_rule, key_grain=16, value_grain=32, most_key_dim=256)
+CPU_DELTA_OPS = DeltaOps(convolve, delta_rule, gates, key_grain=16, value_grain=32, most_key_dim=256, most_taps=8)

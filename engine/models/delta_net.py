@@ -32,9 +32,18 @@ EPSILON = 1e-6
 Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RecurrentStep], torch.Tensor]
 """(x [T, C], weight [C, J], inputs [rows, J - 1, C], step): SiLU of each sequence's causal convolution, [T, C]. Updates
 `inputs`, each sequence's last ones."""
+Gates = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(a [T, N], b [T, N], rate [N], bias [N]): decay and beta of `DeltaRule`. rate and bias are float32."""
 DeltaRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, RecurrentStep], torch.Tensor]
 """(qkv [T, C], decay [T, N], beta [T, N], matrices [rows, N, K, V], step): [T, N, V] in the dtype of qkv. decay, the
 factor of the matrices, beta and matrices are float32. Updates `matrices`."""
+
+
+def gates(
+    a_TN: torch.Tensor, b_TN: torch.Tensor, rate_N: torch.Tensor, bias_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Gates` in plain torch."""
+    return torch.exp(-rate_N * F.softplus(a_TN.float() + bias_N)), b_TN.sigmoid().float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +52,17 @@ class DeltaOps:
 
     convolve: Convolve
     delta_rule: DeltaRule
+    gates: Gates = gates
     key_grain: int = 1
     """Dims of keys must be a multiple of this."""
     value_grain: int = 1
     most_key_dim: int = 1 << 30
+    most_taps: int = 1 << 30
 
     def fit(self, layer: DeltaLayer) -> bool:
         """Whether they can compute the layer."""
         has_keys = layer.key_dim % self.key_grain == 0 and layer.key_dim <= self.most_key_dim
-        return has_keys and layer.value_dim % self.value_grain == 0
+        return has_keys and layer.value_dim % self.value_grain == 0 and layer.num_taps <= self.most_taps
 
 
 def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
@@ -146,8 +157,7 @@ class DeltaNet(nn.Module):
         states, step, value_dim = self._states, self._states.step, self._layer.value_dim
         projected = self._project(self._parts, self._layer, hidden_states[0])
         qkv_TC = self._ops.convolve(projected.qkv, self._weight_CJ, states.inputs[self._number], step)
-        decay_TN = torch.exp(-self._rate_N * F.softplus(projected.a.float() + self._dt_bias_N))
-        beta_TN = projected.b.sigmoid().float()
+        decay_TN, beta_TN = self._ops.gates(projected.a, projected.b, self._rate_N, self._dt_bias_N)
         y_TNV = self._ops.delta_rule(qkv_TC, decay_TN, beta_TN, states.matrices[self._number], step)
         y = self._parts.norm(y_TNV.reshape(-1, value_dim), projected.z.reshape(-1, value_dim))
         output: torch.Tensor = self._parts.out_proj(y.reshape(1, len(y_TNV), -1))

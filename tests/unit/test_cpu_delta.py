@@ -46,6 +46,22 @@ def test_delta_rules_give_the_same_bits_in_any_chunks_and_company(layer: DeltaLa
     assert torch.equal(bench.states.inputs[0][1], alone.states.inputs[0][2])
 
 
+@pytest.mark.parametrize("num_heads", [4, 5, 48])
+def test_delta_gates_give_a_token_the_same_bits_whatever_is_beside_it(num_heads: int) -> None:
+    """Decays stay in a state for good, so that their last bits count."""
+    generator = torch.Generator().manual_seed(3)
+    a, b = (3 * torch.randn(2, 300, num_heads, generator=generator)).bfloat16()
+    rate, bias = torch.rand(2, num_heads, generator=generator)
+    a[0], a[1] = 40, -40
+    decay, beta = CPU_DELTA_OPS.gates(a, b, rate, bias)
+    for numbers, expected in zip((decay, beta), TORCH_DELTA_OPS.gates(a, b, rate, bias), strict=True):
+        torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-7)
+    for begin, end in ((0, 1), (1, 8), (8, 45), (45, 299), (299, 300)):
+        ours = CPU_DELTA_OPS.gates(a[begin:end], b[begin:end], rate, bias)
+        assert torch.equal(ours[0], decay[begin:end])
+        assert torch.equal(ours[1], beta[begin:end])
+
+
 def test_delta_rules_write_no_others_rows() -> None:
     layer = LAYERS[1]
     bench = Bench(layer, CPU_DELTA_OPS)
@@ -59,6 +75,7 @@ def test_delta_rules_refuse_what_does_not_fit() -> None:
     assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 16, 8, 4))
     assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 512, 32, 4))
     assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 20, 32, 4))
+    assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 16, 32, 9))
     bench = Bench(layer, CPU_DELTA_OPS)
     bench.states.assign(*(np.array([n], dtype=np.int64) for n in (3, 3, 9)))
     text = text_of(layer, 3, 1)

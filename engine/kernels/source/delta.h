@@ -96,6 +96,29 @@ at::Tensor convolve(
   return out;
 }
 
+// What a, b [T, N] say of each token and head: decay = exp(-rate softplus(a + bias)) and beta = sigmoid(b), which is
+// rounded to bfloat16: [2, T, N] in float32. rate and bias [N] in float32, all contiguous. Number by number: where torch
+// computes registers of numbers at once, the last ones have other last bits, and which are last depends on the step.
+at::Tensor delta_gates(const at::Tensor& a, const at::Tensor& b, const at::Tensor& rate, const at::Tensor& bias) {
+  int64_t T = a.size(0), N = a.size(1);
+  TORCH_CHECK(a.is_contiguous() && b.is_contiguous() && b.sizes() == a.sizes(), "a and b [T, N], contiguous");
+  TORCH_CHECK(rate.numel() == N && rate.is_contiguous() && rate.scalar_type() == at::kFloat, "rate");
+  TORCH_CHECK(bias.numel() == N && bias.is_contiguous() && bias.scalar_type() == at::kFloat, "bias");
+  at::Tensor out = at::empty({2, T, N}, rate.options());
+  const bf16 *ap = data_of(a), *bp = data_of(b);
+  const float *rp = rate.const_data_ptr<float>(), *sp = bias.const_data_ptr<float>();
+  float *decay = out.data_ptr<float>(), *beta = decay + T * N;
+  at::parallel_for(0, T * N, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      float x = to_float(ap[i]) + sp[i % N];
+      float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
+      decay[i] = std::exp(-rp[i % N] * softplus);
+      beta[i] = to_float(to_bf16(1.0f / (1.0f + std::exp(-to_float(bp[i])))));
+    }
+  });
+  return out;
+}
+
 constexpr int64_t COLUMNS = 32;  // of a matrix, in an item of the rule: its part then stays in the first cache
 constexpr int64_t MOST_KEY_DIM = 256;
 

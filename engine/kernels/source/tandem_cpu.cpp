@@ -88,6 +88,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "convolve(Tensor x, Tensor weight, Tensor(a!) inputs, Tensor firsts, Tensor lengths, Tensor slots, Tensor is_new) -> "
       "Tensor",
       &convolve);
+  m.def("delta_gates(Tensor a, Tensor b, Tensor rate, Tensor bias) -> Tensor", &delta_gates);
   m.def(
       "delta_rule(Tensor qkv, Tensor decay, Tensor beta, Tensor(a!) matrices, Tensor firsts, Tensor lengths, Tensor slots, "
       "Tensor is_new) -> Tensor",
