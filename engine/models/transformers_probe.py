@@ -287,7 +287,9 @@ def _model_without_weights(config: Any) -> Any:
 def _take_delta_layers(model: Any) -> tuple[DeltaLayer, ...]:
     """Describe the layers of `DELTA_NETS`, and replace them by modules that compute nothing."""
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in DELTA_NETS]
-    for name, _ in found:
+    for name, module in found:
+        if why_not := _why_not_delta(module):
+            raise _CannotServeError(why_not)
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, _Passed())
     return tuple(
@@ -301,6 +303,15 @@ def _take_delta_layers(model: Any) -> tuple[DeltaLayer, ...]:
         )
         for name, module in found
     )
+
+
+def _why_not_delta(module: Any) -> str:
+    """What a layer of delta rules requires that `DeltaNet` does not compute, as a clause; empty if nothing."""
+    if module.activation not in ("silu", "swish"):
+        return f"its layers of delta rules have hidden_act {module.activation!r}, in place of silu"
+    if module.num_v_heads % module.num_k_heads:
+        return f"its layers of delta rules have {module.num_v_heads} value heads for {module.num_k_heads} key heads"
+    return ""
 
 
 class _Passed(nn.Module):

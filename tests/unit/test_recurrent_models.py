@@ -161,6 +161,16 @@ def test_rows_of_states_are_recounted(folder: Path) -> None:
     assert engine.audit()[1] == ["of 4 rows of states, 3 are free and 1 taken: [3]"]
 
 
+@pytest.mark.parametrize("fields", [{"hidden_act": "gelu"}, {"linear_num_value_heads": 3}], ids=str)
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_what_our_layers_of_delta_rules_do_not_compute_is_refused(
+    name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    save_model(CONFIGS[name](**fields), tmp_path)
+    with pytest.raises(ValueError, match=r"its layers of delta rules have (hidden_act 'gelu'|3 value heads for 2)"):
+        engine_config(tmp_path)
+
+
 def test_what_cannot_go_back_to_an_earlier_token_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
     for setting, value in (("speculative_config", drafts), ("kv_offloading_size", 1)):
