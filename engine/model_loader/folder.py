@@ -27,11 +27,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def holds_weights(folder: Path) -> bool:
-    """Whether the folder has safetensors files, or names some."""
-    return (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
-
-
 def safetensors_files(folder: Path) -> list[Path]:
     """The files of a folder's weights, sorted by name. Raises `ValueError` if there are none, or one is missing."""
     index = folder / INDEX_FILE

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.model_loader.folder import holds_weights, names_in, read_json, safetensors_files
+from engine.model_loader.folder import names_in, read_json, safetensors_files
 
 WHOLES = frozenset({
     "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl",
@@ -38,15 +38,16 @@ class Tensors(Protocol):
     def get_tensor(self, name: str) -> Any: ...
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, load_format: str) -> dict[str, Any]:
     """Read config.json; for a checkpoint of `WHOLES`, what it would say of the language model alone. Raises
-    `ValueError` if it is no JSON object, if transformers refuses it, or for another checkpoint of more than text."""
+    `ValueError` if it is no JSON object, if transformers refuses it, or for another checkpoint of more than text.
+    `load_format`: with "dummy", the folder need not hold the weights."""
     config = read_json(folder / "config.json")
     if not is_whole(config):
         _check_is_language_model(config)
         return config
     part = _language_config(config)
-    if holds_weights(folder):  # families disagree about the default of this field
+    if load_format != "dummy":  # families disagree about the default of this field
         part["tie_word_embeddings"] = not any(HEAD in name for name in names_in(safetensors_files(folder)))
     return part
 
@@ -61,7 +62,8 @@ def _check_is_language_model(config: dict[str, Any]) -> None:
 
 def is_whole(config: dict[str, Any]) -> bool:
     """Whether config.json is that of one of `WHOLES`."""
-    return config.get("model_type") in WHOLES
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in WHOLES
 
 
 def _language_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ GPU_DRAFT_BATCH_TOKENS = 256
 
 def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
-    hf_config = read_config(folder)
+    hf_config = read_config(folder, args.load_format)
     num_ranks = args.tensor_parallel_size
     shape = share_of(load_model_shape(hf_config, args.model_impl), num_ranks)
     # For models by transformers' code, `load_model_shape` has checked this: their weights are plain in use.

@@ -30,7 +30,7 @@ AMD_DRIVER = Path("/dev/kfd")
 def check_settings(args: EngineArgs, folder: Path) -> None:
     """Raise `ValueError`, naming the field, if the engine would refuse `args` for the model in `folder`. It may still
     refuse what this leaves out: what depends on the device, and a model that transformers' code computes."""
-    hf_config = read_config(folder)
+    hf_config = read_config(folder, args.load_format)
     is_ours = is_for_our_decoder(hf_config, args.model_impl)
     for name, path in lora_folders(args, can_adapt=is_ours).items():
         check_adapter(name, path)

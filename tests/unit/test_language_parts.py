@@ -146,6 +146,24 @@ def test_missing_and_doubled_embeddings_are_told(tmp_path: Path) -> None:
         Bench(engine_config(tmp_path))
 
 
+def test_made_up_weights_need_no_files_that_an_index_names(tmp_path: Path) -> None:
+    """As where all but the weights has been downloaded."""
+    save_whole("gemma3", tmp_path, tie_word_embeddings=True)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    config = engine_config(tmp_path, load_format="dummy")
+    assert config.model.hf_config["tie_word_embeddings"]
+    with pytest.raises(ValueError, match="names missing"):
+        engine_config(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", [["gemma3"], {}, 3], ids=str)
+def test_a_model_type_that_is_no_name_is_refused(model_type: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": ["Nothing"]}))
+    with pytest.raises(ValueError, match=r"Nothing with model_type .* is not supported"):
+        engine_config(tmp_path)
+
+
 def test_fields_of_the_whole_hold_for_the_text(tmp_path: Path) -> None:
     """As large checkpoints have them: the quantization and the end tokens are not the text part's."""
     config = {
