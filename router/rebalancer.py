@@ -165,10 +165,12 @@ class MovingStream:
         return self._max_tokens - len(self._token_ids)
 
     def num_tokens_again(self, worker: WorkerKey) -> int:
-        """The worker that computed the prompt is assumed to keep all full blocks of it."""
-        block_size = self._pool.workers.handles[worker].facts.block_size
-        num_kept = self._num_prompt_tokens // block_size * block_size if worker == self._plan.prefill else 0
-        return max(1, self.num_tokens - num_kept)
+        """The worker that computed the prompt is assumed to keep all full blocks of it, if it keeps any prefixes."""
+        handle = self._pool.workers.handles[worker]
+        if worker != self._plan.prefill or handle.record.keeps_no_prefixes:
+            return self.num_tokens
+        block_size = handle.facts.block_size
+        return max(1, self.num_tokens - self._num_prompt_tokens // block_size * block_size)
 
     def may_go_to(self, worker: WorkerKey) -> bool:
         return worker not in self._avoid and self._pool.has_room_to_move(worker, self._needs, self.num_tokens)

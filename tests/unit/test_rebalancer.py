@@ -104,6 +104,17 @@ async def test_it_goes_on_where_its_tokens_come_sooner() -> None:
     assert bench.cluster.budget.num_tokens == type(bench.cluster.budget)().num_tokens, "no retry was paid for"
 
 
+@pytest.mark.parametrize("keeps_no_prefixes", [False, True])
+async def test_a_worker_that_keeps_no_prefixes_computes_all_of_it_again(keeps_no_prefixes: bool) -> None:
+    bench = Crowded()
+    bench.prefill.record.keeps_no_prefixes = keeps_no_prefixes
+    await bench.stream("r")
+    stream = bench.lifecycles["r"]._stream
+    assert stream is not None
+    assert stream.num_tokens_again(bench.prefill.key) == 1 + keeps_no_prefixes * len(PROMPT)
+    assert stream.num_tokens_again(bench.decode.key) == 1 + len(PROMPT)
+
+
 async def test_the_log_tells_of_moves_though_the_client_leaves(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     bench = Crowded()
