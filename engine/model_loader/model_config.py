@@ -44,6 +44,7 @@ from engine.lora.modules import (
     check_lora_folder,
     read_lora_module,
 )
+from engine.memory import least_gib, memory_bytes
 from engine.model_loader.folder import read_json, safetensors_files
 from engine.model_loader.language_part import read_config
 from engine.model_loader.settings import (
@@ -91,6 +92,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     _check_devices(device, num_ranks)
     # Checked before reading weights and compiling kernels, which take a while.
     lora_modules = _lora_modules(args, shape)
+    _check_recurrent(args, recurrent_bytes(shape.delta_layers, DTYPE_BYTES[dtype]), device)
     needs = Needs(
         model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size,
         batch_invariant=args.batch_invariant,
@@ -106,7 +108,6 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     )
     model = _model_config(args, folder, hf_config, shape, device, dtype=dtype, quantization=quantization)
     max_model_len = max_model_len_of(args, shape)
-    _check_recurrent(args, model)
     num_blocks = num_blocks_of(
         args,
         shape,
@@ -144,11 +145,17 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     )  # fmt: skip
 
 
-def _check_recurrent(args: EngineArgs, model: ModelConfig) -> None:
-    """Raise `ValueError` if settings cannot work with layers that keep a state, which cannot go back to an earlier
-    token."""
-    if not model.recurrent_bytes:
+def _check_recurrent(args: EngineArgs, state_bytes: int, device: str) -> None:
+    """Raise `ValueError` if settings cannot work with layers that keep a state of `state_bytes`, 0 for none, which
+    cannot go back to an earlier token."""
+    if not state_bytes:
         return
+    most_bytes = memory_bytes(device)
+    if args.max_num_seqs * state_bytes > most_bytes:
+        raise ValueError(
+            f"max_num_seqs must be at most {most_bytes // state_bytes}, all the memory of this process, is "
+            f"{args.max_num_seqs}: each sequence keeps a state of {least_gib(state_bytes)} GiB"
+        )
     why = "the model has layers that keep a state in place of keys and values"
     if args.speculative_config:
         raise ValueError(f"speculative_config must be empty: {why}, and no step takes back a wrong guess")

@@ -147,6 +147,8 @@ def num_blocks_of(
     if num_blocks < needed:
         least = needed if args.num_kv_blocks else least_gib(needed * block_bytes)
         why = f"what max_model_len={max_model_len} needs"
+        if recurrent_bytes:
+            why = f"what max_model_len={max_model_len} and a state of {least_gib(recurrent_bytes)} GiB need"
         raise ValueError(f"{field} must be at least {least}, {why}, is {setting}; or lower max_model_len")
     if most is not None and num_blocks > most:
         bound = most if args.num_kv_blocks else most_gib(most * block_bytes)

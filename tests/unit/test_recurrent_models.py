@@ -179,6 +179,9 @@ def test_what_cannot_go_back_to_an_earlier_token_is_refused(folder: Path, capfd:
     capfd.readouterr()
     assert not engine_config(folder).cache.enable_prefix_caching
     assert "no prefixes are cached: the model has layers that keep a state" in capfd.readouterr().err
-    with pytest.raises(ValueError, match="num_kv_blocks must be at least"):
+    with pytest.raises(ValueError, match=r"num_kv_blocks .*, what max_model_len=100 and a state of .* GiB need, is 26"):
         engine_config(folder, num_kv_blocks=26, max_model_len=100)
     assert finish(engine_of(folder)) == []
+    (folder / "model.safetensors").unlink()  # refused before the weights are read, which takes a while
+    with pytest.raises(ValueError, match=r"max_num_seqs must be at most \d+, .* is 100000000: each sequence keeps"):
+        engine_config(folder, max_num_seqs=100_000_000, max_num_batched_tokens=100_000_000)
