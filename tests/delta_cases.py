@@ -61,6 +61,15 @@ class Bench:
         self.dtype, self.device = dtype, device
         self.num_done = dict.fromkeys(range(-1, NUM_SLOTS), 0)
 
+    def convolve(self, *chunks: tuple[int, torch.Tensor]) -> torch.Tensor:
+        """The convolution alone, without SiLU, of the next inputs of some slots."""
+        lengths, slots = [len(x) for _, x in chunks], [slot for slot, _ in chunks]
+        contexts = [self.num_done[slot] + length for slot, length in zip(slots, lengths, strict=True)]
+        self.num_done |= dict(zip(slots, contexts, strict=True))
+        self.states.assign(*(np.array(each, dtype=np.int64) for each in (lengths, contexts, slots)))
+        x = torch.cat([x for _, x in chunks]).to(self.device, self.dtype)
+        return self.ops.convolve(x, self.weight, self.states.inputs[0], self.states.step, False)
+
     def step(self, *chunks: tuple[int, Tokens]) -> list[torch.Tensor]:
         """Compute the next tokens of some slots; return what each gets."""
         lengths = [len(tokens.x) for _, tokens in chunks]
@@ -70,7 +79,7 @@ class Bench:
         x, decay, beta = (torch.cat([getattr(tokens, name) for _, tokens in chunks]) for name in ("x", "decay", "beta"))
         x, decay, beta = x.to(self.device, self.dtype), decay.to(self.device), beta.to(self.device)
         step = self.states.step
-        qkv = self.ops.convolve(x, self.weight, self.states.inputs[0], step)
+        qkv = self.ops.convolve(x, self.weight, self.states.inputs[0], step, True)
         y = self.ops.delta_rule(qkv, decay, beta, self.states.matrices[0], step)
         self.num_done |= dict(zip(slots, contexts, strict=True))
         return list(y.split(lengths))

@@ -1,4 +1,4 @@
-"""Small configurations of models whose layers of delta rules keep a state, three of four layers."""
+"""Small configurations of models of which three of four layers keep a state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ EXPERTS = {
 }  # fmt: skip
 LAYERS = SMALL | {"num_hidden_layers": 4, "head_dim": 16}
 
+CONVOLUTIONS = SMALL | {
+    "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "block_ff_dim": 64,
+    "block_auto_adjust_ff_dim": False,
+}  # fmt: skip
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
+
 CONFIGS: dict[str, Callable[..., Any]] = {
+    "lfm2": lambda **more: transformers.Lfm2Config(**CONVOLUTIONS | more),
+    "lfm2-moe": lambda **more: transformers.Lfm2MoeConfig(**CONVOLUTIONS | FEW_EXPERTS | more),
     "qwen3-next": lambda **more: transformers.Qwen3NextConfig(**LAYERS | DELTA | EXPERTS | more),
     "qwen3.5": lambda **more: transformers.Qwen3_5TextConfig(**LAYERS | DELTA | more),
     "qwen3.5-moe": lambda **more: transformers.Qwen3_5MoeTextConfig(**LAYERS | DELTA | EXPERTS | more),

@@ -28,6 +28,14 @@ QWEN3_5: dict[str, Any] = {
 }  # fmt: skip
 """Three of its four layers keep a state."""
 
+LFM2: dict[str, Any] = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 97, "hidden_size": 64,
+    "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_attention_heads": 4,
+    "num_key_value_heads": 2, "block_ff_dim": 96, "block_auto_adjust_ff_dim": False, "max_position_embeddings": 128,
+    "initializer_range": 0.3, "eos_token_id": 96, "bos_token_id": 1, "dtype": "float32",
+}  # fmt: skip
+"""Three of its four layers keep the last inputs of a convolution."""
+
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 64,
     "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,

@@ -231,7 +231,7 @@ def compile_delta(num_tokens: int, dtype: torch.dtype) -> None:
     x, decay = torch.zeros(num_tokens, 8192, dtype=dtype), torch.zeros(num_tokens, 32)
     integer = torch.zeros(1, dtype=torch.int64)
     step = RecurrentStep(integer, integer + num_tokens, integer, integer == 0, num_tokens)
-    convolve(x, torch.zeros(8192, 4, dtype=dtype), torch.zeros(1, 3, 8192, dtype=dtype), step)
+    convolve(x, torch.zeros(8192, 4, dtype=dtype), torch.zeros(1, 3, 8192, dtype=dtype), step, True)
     delta_rule(x, decay, decay, torch.zeros(1, 32, 128, 128), step)
 
 

@@ -64,7 +64,7 @@ class Bench:
     def compute(self) -> torch.Tensor:
         """[T, heads, value dim]"""
         states, ops = self.states, self._ops
-        qkv = ops.convolve(self._x, self._weight, states.inputs[0], states.step)
+        qkv = ops.convolve(self._x, self._weight, states.inputs[0], states.step, True)
         return ops.delta_rule(qkv, self._decay, self._beta, states.matrices[0], states.step)
 
 

@@ -8,8 +8,10 @@ from engine.models.delta_net import DeltaOps
 from engine.models.recurrent_states import RecurrentStep
 
 
-def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
-    y_TC: torch.Tensor = torch.ops.tandem_cpu.convolve(x_TC, weight_CJ, inputs, *_sequences(step))
+def convolve(
+    x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep, has_silu: bool
+) -> torch.Tensor:
+    y_TC: torch.Tensor = torch.ops.tandem_cpu.convolve(x_TC, weight_CJ, inputs, *_sequences(step), has_silu)
     return y_TC
 
 
@@ -31,4 +33,6 @@ def _sequences(step: RecurrentStep) -> tuple[torch.Tensor, ...]:
     return step.firsts, step.lengths, step.slots, step.is_new
 
 
-CPU_DELTA_OPS = DeltaOps(convolve, delta_rule, gates, key_grain=16, value_grain=32, most_key_dim=256, most_taps=8)
+CPU_DELTA_OPS = DeltaOps(
+    convolve, delta_rule, gates, key_grain=16, value_grain=32, most_key_dim=256, most_taps=8, channel_grain=16
+)

@@ -161,12 +161,12 @@ def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStat
     from engine.kv_shape import kv_cache_shape, num_state_blocks_of
     from engine.models.recurrent_states import RecurrentStates
 
-    if not shape.delta_layers:
+    if not shape.recurrent_layers:
         return None
     cache = config.cache
     block = kv_cache_shape(config.model, num_blocks=1, block_size=cache.block_size, kv_dtype=cache.kv_dtype)
     return RecurrentStates(
-        shape.delta_layers,
+        shape.recurrent_layers,
         config.scheduler.max_num_seqs,
         num_state_blocks_of(config.model.recurrent_bytes, block.pool_bytes) * block.pool_bytes,
         TORCH_DTYPES[config.model.dtype],

@@ -92,7 +92,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     _check_devices(device, num_ranks)
     # Checked before reading weights and compiling kernels, which take a while.
     lora_modules = _lora_modules(args, shape)
-    _check_recurrent(args, recurrent_bytes(shape.delta_layers, DTYPE_BYTES[dtype]), device)
+    _check_recurrent(args, recurrent_bytes(shape.recurrent_layers, DTYPE_BYTES[dtype]), device)
     needs = Needs(
         model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size,
         batch_invariant=args.batch_invariant,
@@ -239,8 +239,8 @@ def compat_digest(
     """
     # The number of positions changes no KV; where RoPE depends on it, its configuration has it.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
-    if not shape.delta_layers:
-        del architecture["delta_layers"]  # as in versions that knew no such layers
+    if not shape.recurrent_layers:
+        del architecture["recurrent_layers"]  # as in versions that knew no such layers
     # Ranks add up in another order than a single device, and their blocks hold other heads.
     ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
     return join_parts(
@@ -298,7 +298,7 @@ def _model_config(
         hidden_size=shape.hidden_size,
         eos_token_ids=_eos_token_ids(folder, hf_config, shape.vocab_size),
         weights_digest=weights_digest,
-        recurrent_bytes=recurrent_bytes(shape.delta_layers, DTYPE_BYTES[dtype]),
+        recurrent_bytes=recurrent_bytes(shape.recurrent_layers, DTYPE_BYTES[dtype]),
     )
 
 

@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from engine.models.recurrent_shape import DeltaLayer
+from engine.models.recurrent_shape import DeltaLayer, RecurrentLayer
 from engine.models.recurrent_states import RecurrentStates, RecurrentStep
 
 EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 
-Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RecurrentStep], torch.Tensor]
-"""(x [T, C], weight [C, J], inputs [rows, J - 1, C], step): SiLU of each sequence's causal convolution, [T, C]. Updates
-`inputs`, each sequence's last ones."""
+Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RecurrentStep, bool], torch.Tensor]
+"""(x [T, C], weight [C, J], inputs [rows, J - 1, C], step, has SiLU): each sequence's causal convolution, [T, C], or
+SiLU of it. Updates `inputs`, each sequence's last ones."""
 Gates = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(a [T, N], b [T, N], rate [N], bias [N]): decay and beta of `DeltaRule`. rate and bias are float32."""
 DeltaRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, RecurrentStep], torch.Tensor]
@@ -59,13 +59,22 @@ class DeltaOps:
     most_key_dim: int = 1 << 30
     most_taps: int = 1 << 30
 
+    channel_grain: int = 1
+
+    def convolve_of(self, layer: RecurrentLayer) -> Convolve:
+        """The convolution of a layer that has nothing else."""
+        fits = layer.num_taps <= self.most_taps and layer.num_channels % self.channel_grain == 0
+        return self.convolve if fits else convolve
+
     def fit(self, layer: DeltaLayer) -> bool:
         """Whether they can compute the layer."""
         has_keys = layer.key_dim % self.key_grain == 0 and layer.key_dim <= self.most_key_dim
         return has_keys and layer.value_dim % self.value_grain == 0 and layer.num_taps <= self.most_taps
 
 
-def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+def convolve(
+    x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep, has_silu: bool
+) -> torch.Tensor:
     """A `Convolve` in plain torch."""
     num_seqs, num_kept = len(step.slots), inputs.shape[1]
     kept = torch.where(step.is_new[:, None, None], 0, inputs[step.slots])
@@ -85,7 +94,7 @@ def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, 
         y_TC += source[row_of(seq_T, place_T + tap - num_kept)].float() * weight_CJ[:, tap].float()
     last = torch.arange(-num_kept, 0, device=x_TC.device)
     inputs[step.slots] = source[row_of(seqs[:, None], step.lengths[:, None] + last)]
-    return F.silu(y_TC).to(x_TC.dtype)
+    return (F.silu(y_TC) if has_silu else y_TC).to(x_TC.dtype)
 
 
 def delta_rule(
@@ -142,7 +151,7 @@ class DeltaNet(nn.Module):
     _parts: Any
 
     def __init__(self, module: Any, layer: DeltaLayer, number: int, states: RecurrentStates, ops: DeltaOps) -> None:
-        """`number`: the layer's among those of its kind."""
+        """`number`: the layer's among those that keep a state."""
         super().__init__()
         self._parts = module
         self._project = _of_groups if hasattr(module, "in_proj_qkvz") else _of_names
@@ -156,7 +165,7 @@ class DeltaNet(nn.Module):
         """[1, T, D] -> [1, T, D]"""
         states, step, value_dim = self._states, self._states.step, self._layer.value_dim
         projected = self._project(self._parts, self._layer, hidden_states[0])
-        qkv_TC = self._ops.convolve(projected.qkv, self._weight_CJ, states.inputs[self._number], step)
+        qkv_TC = self._ops.convolve(projected.qkv, self._weight_CJ, states.inputs[self._number], step, True)
         decay_TN, beta_TN = self._ops.gates(projected.a, projected.b, self._rate_N, self._dt_bias_N)
         y_TNV = self._ops.delta_rule(qkv_TC, decay_TN, beta_TN, states.matrices[self._number], step)
         y = self._parts.norm(y_TNV.reshape(-1, value_dim), projected.z.reshape(-1, value_dim))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.models.deepseek_config import LatentConfig
 from engine.models.experts_config import ExpertsConfig
-from engine.models.recurrent_shape import DeltaLayer
+from engine.models.recurrent_shape import RecurrentLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ModelShape:
     """None: the pool holds keys and values of heads."""
     moe: ExpertsConfig | None = None
 
-    delta_layers: tuple[DeltaLayer, ...] = ()
+    recurrent_layers: tuple[RecurrentLayer, ...] = ()
     """Layers that keep a state in place of keys and values. They are not among the `num_layers` of the pool."""
 
     @property

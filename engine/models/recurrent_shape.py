@@ -1,11 +1,13 @@
 """The sizes of layers that keep a state of fixed size in place of keys and values. Integers only, no torch.
 
-A layer of gated delta rules (S. Yang et al., "Gated Delta Networks", 2024) keeps, for each sequence, a matrix for each
-head and the last inputs of its convolution. The engine keeps them in a row of `RecurrentStates`.
+For each sequence, a layer of short convolutions (LFM2) keeps the last inputs of its convolution. A layer of gated delta
+rules (S. Yang et al., "Gated Delta Networks", 2024) also keeps a matrix for each head. The engine keeps these in a row
+of `RecurrentStates`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ALIGNMENT = 64
@@ -14,34 +16,60 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaLayer:
+class RecurrentLayer:
     """One layer, in transformers' code."""
 
     name: str
     """Path of its module, within the causal language model."""
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
     num_taps: int
     """How many tokens the convolution sees: a token itself and those before it."""
 
     @property
     def num_channels(self) -> int:
-        """Inputs of the convolution: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        """Inputs of the convolution for each token."""
+        raise NotImplementedError
+
+    @property
+    def matrices_shape(self) -> tuple[int, int, int]:
+        """A sequence's matrices, in float32: [heads, key dim, value dim]. Without heads: none."""
+        return 0, 0, 0
 
     @property
     def matrices_bytes(self) -> int:
-        """Bytes of a sequence's matrices, one [key_dim, value_dim] for each value head, in float32."""
-        return _aligned(self.num_value_heads * self.key_dim * self.value_dim * FLOAT_BYTES)
+        return _aligned(math.prod(self.matrices_shape) * FLOAT_BYTES)
 
     def inputs_bytes(self, dtype_bytes: int) -> int:
         """Bytes of a sequence's last inputs of the convolution, [num_taps - 1, num_channels] in the model's dtype."""
         return _aligned((self.num_taps - 1) * self.num_channels * dtype_bytes)
 
 
-def recurrent_bytes(layers: tuple[DeltaLayer, ...], dtype_bytes: int) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionLayer(RecurrentLayer):
+    hidden_size: int
+
+    @property
+    def num_channels(self) -> int:
+        return self.hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaLayer(RecurrentLayer):
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_channels(self) -> int:
+        """Queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def matrices_shape(self) -> tuple[int, int, int]:
+        return self.num_value_heads, self.key_dim, self.value_dim
+
+
+def recurrent_bytes(layers: tuple[RecurrentLayer, ...], dtype_bytes: int) -> int:
     """Bytes of a sequence's states in all layers. `dtype_bytes`: of a number in the model's dtype."""
     return sum(layer.matrices_bytes + layer.inputs_bytes(dtype_bytes) for layer in layers)
 

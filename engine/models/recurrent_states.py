@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.models.recurrent_shape import DeltaLayer
+from engine.models.recurrent_shape import RecurrentLayer
 from engine.to_device import to_device
 
 Integers = NDArray[np.int64]
@@ -47,7 +47,7 @@ class RecurrentStates:
     """Used only by the stepping thread. `assign` must come before each use of the layers."""
 
     def __init__(
-        self, layers: Sequence[DeltaLayer], num_slots: int, row_bytes: int, dtype: torch.dtype, device: str
+        self, layers: Sequence[RecurrentLayer], num_slots: int, row_bytes: int, dtype: torch.dtype, device: str
     ) -> None:
         """`row_bytes`: of a state in the blocks that carry it, at least `recurrent_bytes`."""
         # One more row, for what belongs to no sequence: rows of a recorded step that are left over, and tests of a
@@ -58,11 +58,10 @@ class RecurrentStates:
         self.inputs: list[torch.Tensor] = []
         """By layer: [R, num_taps - 1, C] in the model's dtype: the last inputs of the convolution."""
         self.matrices: list[torch.Tensor] = []
-        """By layer: [R, N, K, V] float32."""
+        """By layer: [R, N, K, V] float32; empty for layers without matrices."""
         start = 0
         for layer in layers:
-            shape = layer.num_value_heads, layer.key_dim, layer.value_dim
-            self.matrices.append(self._part(start, torch.float32, shape))
+            self.matrices.append(self._part(start, torch.float32, layer.matrices_shape))
             start += layer.matrices_bytes
             self.inputs.append(self._part(start, dtype, (layer.num_taps - 1, layer.num_channels)))
             start += layer.inputs_bytes(dtype.itemsize)

@@ -33,8 +33,8 @@ POSITIONS_WITHOUT_BOUND = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig(ModelShape):
-    """One layer of the pool for each of `attention`, in the order in which they are called. `delta_layers` are in the
-    order of the model's layers."""
+    """One layer of the pool for each of `attention`, in the order in which they are called. `recurrent_layers` are in
+    the order of the model's layers."""
 
     attention: tuple[AttentionModule, ...]
     num_expert_tensors: int
@@ -89,7 +89,7 @@ class TransformersConfig(ModelShape):
             head_dim=step.head_dim,
             max_positions=max_positions,
             attention=step.attention,
-            delta_layers=step.delta_layers,
+            recurrent_layers=step.recurrent_layers,
             num_expert_tensors=step.num_expert_tensors,
             body=step.body,
             why_no_more_positions=why_no_more,

@@ -6,7 +6,7 @@ two users. And transformers' code must take a token's place from its position id
 both when a model is made.
 
     forward(tokens) ──> transformers' body ──(layer i: q, k, v)──> AttentionBackend.project, attend ──> … ──> [T, D]
-                                         └──(layers of delta rules)──> DeltaNet, over RecurrentStates
+                                         └──(layers with a state)──> DeltaNet, ShortConvolution, over RecurrentStates
     compute_logits  ──> the rest of its causal language model (`Head`)
 
 Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H head dim.
@@ -27,8 +27,10 @@ from engine.layers import HeadProjection, Linear, Unrotated
 from engine.models.delta_net import DeltaNet
 from engine.models.layer import CosSin, OnLayer
 from engine.models.parts import Parts
+from engine.models.recurrent_shape import DeltaLayer
 from engine.models.recurrent_states import RecurrentStates
 from engine.models.scores import Scores
+from engine.models.short_convolution import ShortConvolution
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_experts import FourBitExperts
 from engine.models.transformers_probe import SINKS, Head
@@ -55,7 +57,7 @@ class TransformersModel:
         states: RecurrentStates | None = None,
     ) -> None:
         """`causal_lm`: transformers' model, with weights on the device and `PAGED` attention. This modifies it.
-        `states`: of `config.delta_layers`; None if there are none."""
+        `states`: of `config.recurrent_layers`; None if there are none."""
         self.adapters: Adapters | None = None
         self.states = states
         self.reads_back = False  # if it does read back, the configuration has already turned recording off
@@ -63,11 +65,16 @@ class TransformersModel:
         for module in causal_lm.modules():
             if isinstance(module, FourBitExperts):
                 module.compute_by(parts)
-        for number, layer in enumerate(config.delta_layers):
+        for number, layer in enumerate(config.recurrent_layers):
             assert states is not None
             parent, _, attribute = layer.name.rpartition(".")
-            delta_net = DeltaNet(causal_lm.get_submodule(layer.name), layer, number, states, parts.delta_ops)
-            setattr(causal_lm.get_submodule(parent), attribute, delta_net)
+            module, ops = causal_lm.get_submodule(layer.name), parts.delta_ops
+            ours = (
+                DeltaNet(module, layer, number, states, ops)
+                if isinstance(layer, DeltaLayer)
+                else ShortConvolution(module, number, states, ops.convolve_of(layer))
+            )
+            setattr(causal_lm.get_submodule(parent), attribute, ours)
         self._embedding = causal_lm.get_input_embeddings()
         self._body = causal_lm.get_submodule(config.body)
         attending = [causal_lm.get_submodule(module.name) for module in config.attention]

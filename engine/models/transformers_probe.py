@@ -8,8 +8,8 @@ arguments and compute nothing.
 
 A model can be served if its tokens interact only in attention, once per layer, causally, in full or in a sliding
 window, with keys and values of one size. That tokens do not interact elsewhere can only be tested with weights:
-engine/models/transformers_model.py does that. Layers of `DELTA_NETS` are replaced by our own, which keep a state; here
-they are only recorded.
+engine/models/transformers_model.py does that. Some layers that keep a state are replaced by our own
+(recurrent_probe.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engine.models.recurrent_shape import DeltaLayer
+from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers
+from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.scores import AttentionModule, Scores
 
 WATCHED = "tandem_watched"
@@ -41,8 +42,6 @@ MAKING = threading.Lock()
 """
 SINKS = "s_aux"
 """transformers' name of attention sinks: scores without values, one per query head."""
-DELTA_NETS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
-"""transformers' classes of layers that `DeltaNet` replaces (engine/models/delta_net.py)."""
 HARMLESS = frozenset({
     "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
     SINKS,
@@ -54,7 +53,7 @@ HARMLESS = frozenset({
 class Step:
     attention: tuple[AttentionModule, ...]
     """In the order of the calls."""
-    delta_layers: tuple[DeltaLayer, ...]
+    recurrent_layers: tuple[RecurrentLayer, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -100,27 +99,27 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
     try:
         model = _model_without_weights(config)
         body = _body_of(model)
-        delta_layers = _take_delta_layers(model)
+        recurrent_layers = take_recurrent_layers(model)
         for module_name, module in model.named_modules():
             module.tandem_watcher = _Watcher(module_name, calls, max_positions)
-        hidden_1TD = _hidden_states(model, body, has_delta_layers=len(delta_layers) > 0)
+        hidden_1TD = _hidden_states(model, body, has_recurrent_layers=len(recurrent_layers) > 0)
         if not calls:
-            raise _CannotServeError(_why_no_calls(model))
+            raise CannotServeError(_why_no_calls(model))
         if not _takes_positions(model.get_decoder()):
-            raise _CannotServeError("its code counts positions by itself, and takes none")
+            raise CannotServeError("its code counts positions by itself, and takes none")
         logits_1TV = Head(model, body).logits(hidden_1TD)
-    except _CannotServeError as error:
+    except CannotServeError as error:
         raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
     except Exception as error:  # transformers' code may raise anything
         raise ValueError(f"config.json: {name} models cannot be served: {_meaning_of(error)}") from error
-    why_not = _why_not(calls, getattr(config, "num_hidden_layers", 0) - len(delta_layers))
+    why_not = _why_not(calls, getattr(config, "num_hidden_layers", 0) - len(recurrent_layers))
     if why_not:
         raise ValueError(f"config.json: {name} models cannot be served: {why_not}")
     return Step(
         attention=tuple(
             AttentionModule(name=call.name, scores=call.scores, has_sinks=call.has_sinks) for call in calls
         ),
-        delta_layers=delta_layers,
+        recurrent_layers=recurrent_layers,
         num_heads=calls[0].num_heads,
         num_kv_heads=calls[0].num_kv_heads,
         head_dim=calls[0].head_dim,
@@ -169,10 +168,6 @@ class _HandedOver(nn.Module):
         return _Hidden(last_hidden_state=self.x_1TD)
 
 
-class _CannotServeError(Exception):
-    """The message is a clause."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     name: str
@@ -194,7 +189,7 @@ class _Watcher:
     def note(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, arguments: dict[str, Any]) -> None:
         """q [1, N, T, H], k and v [1, K, T, H]"""
         if why_not := _why_not_call(q, k, v, mask, arguments):
-            raise _CannotServeError(why_not)
+            raise CannotServeError(why_not)
         if mask.window is None:  # layers share masks, and a million positions take some milliseconds
             mask.window = _window_of(mask.function, self.max_positions)
         head_dim, scale = q.shape[3], arguments.get("scaling")
@@ -253,7 +248,7 @@ def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
     """The sliding window of a mask, which transformers gives as a function of (sequence, head, query's position, key's
     position).
 
-    0: a token sees all before it. Examines only positions at which a window would show. Raises `_CannotServeError` if
+    0: a token sees all before it. Examines only positions at which a window would show. Raises `CannotServeError` if
     the mask is neither of them.
     """
     keys = torch.arange(num_positions)
@@ -271,7 +266,7 @@ def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
         if window:
             expected &= keys > query - window
         if not torch.equal(seen(query), expected):
-            raise _CannotServeError("a token sees tokens other than all, or the last few, of those before it")
+            raise CannotServeError("a token sees tokens other than all, or the last few, of those before it")
     return window
 
 
@@ -284,49 +279,12 @@ def _model_without_weights(config: Any) -> Any:
     return model.eval().to(torch.bfloat16)
 
 
-def _take_delta_layers(model: Any) -> tuple[DeltaLayer, ...]:
-    """Describe the layers of `DELTA_NETS`, and replace them by modules that compute nothing."""
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in DELTA_NETS]
-    for name, module in found:
-        if why_not := _why_not_delta(module):
-            raise _CannotServeError(why_not)
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, _Passed())
-    return tuple(
-        DeltaLayer(
-            name=name,
-            num_key_heads=module.num_k_heads,
-            num_value_heads=module.num_v_heads,
-            key_dim=module.head_k_dim,
-            value_dim=module.head_v_dim,
-            num_taps=module.conv_kernel_size,
-        )
-        for name, module in found
-    )
-
-
-def _why_not_delta(module: Any) -> str:
-    """What a layer of delta rules requires that `DeltaNet` does not compute, as a clause; empty if nothing."""
-    if module.activation not in ("silu", "swish"):
-        return f"its layers of delta rules have hidden_act {module.activation!r}, in place of silu"
-    if module.num_v_heads % module.num_k_heads:
-        return f"its layers of delta rules have {module.num_v_heads} value heads for {module.num_k_heads} key heads"
-    return ""
-
-
-class _Passed(nn.Module):
-    """Returns what it gets."""
-
-    def forward(self, hidden_states: torch.Tensor, **_further: object) -> torch.Tensor:
-        return hidden_states
-
-
 def _body_of(model: Any) -> str:
     """Name of the module whose last hidden state is the head's input."""
     decoder = model.get_decoder()
     names = [name for name, module in model.named_modules() if module is decoder]
     if not names or not names[0]:
-        raise _CannotServeError("it has no part that makes hidden states alone")
+        raise CannotServeError("it has no part that makes hidden states alone")
     return str(names[0])
 
 
@@ -334,28 +292,31 @@ def _takes_positions(decoder: Any) -> bool:
     return "position_ids" in inspect.signature(decoder.forward).parameters
 
 
-def _hidden_states(model: Any, body: str, *, has_delta_layers: bool) -> torch.Tensor:
+def _hidden_states(model: Any, body: str, *, has_recurrent_layers: bool) -> torch.Tensor:
     tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
     decoder = model.get_submodule(body)
     positions = {"position_ids": tokens} if _takes_positions(decoder) else {}
     hidden_1TD: torch.Tensor = decoder(
-        input_ids=tokens, attention_mask=_masks_of(model.config, tokens, has_delta_layers), use_cache=False, **positions
+        input_ids=tokens,
+        attention_mask=_masks_of(model.config, tokens, has_recurrent_layers),
+        use_cache=False,
+        **positions,
     ).last_hidden_state
     if hidden_1TD.ndim != 3 or hidden_1TD.shape[:2] != tokens.shape:
-        raise _CannotServeError(f"hidden states have shape {list(hidden_1TD.shape)}")
+        raise CannotServeError(f"hidden states have shape {list(hidden_1TD.shape)}")
     return hidden_1TD
 
 
-def _masks_of(config: Any, tokens: torch.Tensor, has_delta_layers: bool) -> Any:
-    """The tokens, all of which are there, or with layers of delta rules the mask of each kind of layer: to make one for
-    those layers, transformers' code would look whether all tokens are there."""
-    if not has_delta_layers:
+def _masks_of(config: Any, tokens: torch.Tensor, has_recurrent_layers: bool) -> Any:
+    """The tokens, all of which are there, or with layers that keep a state the mask of each kind of layer: to make one
+    for those layers, transformers' code would look whether all tokens are there."""
+    if not has_recurrent_layers:
         return tokens
     embeds = torch.empty(*tokens.shape, config.hidden_size, device="meta")
     causal = transformers.masking_utils.create_causal_mask(
         config=config, inputs_embeds=embeds, attention_mask=tokens, past_key_values=None, position_ids=tokens
     )
-    return {"full_attention": causal, "linear_attention": None}
+    return {"full_attention": causal, "linear_attention": None, "conv": None}
 
 
 def _meaning_of(error: Exception) -> str:

@@ -31,7 +31,7 @@ from pretend_gpu.flash import launched
 from pretend_gpu.triton import triton_interprets
 from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
 from quantized_on_gpu import WIDE, check_checkpoint, check_experts, check_int4_checkpoint, check_int4_experts
-from transformers_cases import GEMMA2, GPT_OSS, QWEN3_5, QWEN3_MOE
+from transformers_cases import GEMMA2, GPT_OSS, LFM2, QWEN3_5, QWEN3_MOE
 from triton_device import DEVICE
 
 from engine import attention
@@ -79,6 +79,7 @@ def gpu() -> Iterator[PretendGpu]:
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, {"dtype": "bfloat16"}, IN_TURN),
         (QWEN3_5, {}, {"attention_backend": "torch"}),
         (QWEN3_5, {"dtype": "bfloat16"}, IN_TURN),
+        (LFM2, {}, {"attention_backend": "torch"}),
     ],
     ids=[
         "float32",
@@ -96,6 +97,7 @@ def gpu() -> Iterator[PretendGpu]:
         "gpt-oss in 4 bits",
         "states",
         "states in bfloat16",
+        "states of convolutions",
     ],
 )
 def test_recorded_steps_a_step_ahead(

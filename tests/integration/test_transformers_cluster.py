@@ -14,7 +14,7 @@ import torch
 import transformers
 from clusters import RunningCluster
 from model_bench import save_model
-from transformers_cases import GEMMA2, QWEN3_5
+from transformers_cases import GEMMA2, LFM2, QWEN3_5
 
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -65,12 +65,14 @@ def test_tokens_of_a_cluster(
     running.wait_until_at_rest()
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-def test_the_same_bits_alone_together_and_in_chunks(has_states: bool, few_layers: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [None, QWEN3_5, LFM2], ids=["llama", "qwen3.5", "lfm2"])
+def test_the_same_bits_alone_together_and_in_chunks(
+    config: dict[str, Any] | None, few_layers: Path, tmp_path: Path
+) -> None:
     folder = few_layers
-    if has_states:
+    if config is not None:
         sizes = {"vocab_size": 512, "max_position_embeddings": 512, "architectures": None}
-        save_model(transformers.AutoConfig.for_model(**QWEN3_5 | sizes), folder := tmp_path)
+        save_model(transformers.AutoConfig.for_model(**config | sizes), folder := tmp_path)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(10, 300, (n,), generator=generator).tolist() for n in (5, 40, 130)]
     params = [SamplingParams(temperature=t, seed=7, max_tokens=8, ignore_eos=True, logprobs=1) for t in (0.0, 1.0, 0.7)]

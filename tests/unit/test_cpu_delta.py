@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from delta_cases import LAYERS, Bench, layer_of, text_of
+from delta_cases import LAYERS, Bench, layer_of, text_of, weight_of
 
 from engine.kernels.cpu_delta import CPU_DELTA_OPS
 from engine.models.delta_net import TORCH_DELTA_OPS
@@ -62,6 +62,17 @@ def test_delta_gates_give_a_token_the_same_bits_whatever_is_beside_it(num_heads:
         assert torch.equal(ours[1], beta[begin:end])
 
 
+def test_delta_convolutions_without_silu() -> None:
+    """As LFM2's layers are: the sum of what its weights make of a token's last inputs."""
+    layer = LAYERS[1]
+    x = text_of(layer, 9, seed=1).x
+    bench, weight = Bench(layer, CPU_DELTA_OPS), weight_of(layer).float()
+    found = torch.cat([bench.convolve((1, x[:5])), bench.convolve((1, x[5:]))]).float().cpu()
+    before = torch.cat((torch.zeros(layer.num_taps - 1, layer.num_channels), x.float()))
+    expected = sum(before[tap : tap + 9] * weight[:, tap] for tap in range(layer.num_taps))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_delta_rules_write_no_others_rows() -> None:
     layer = LAYERS[1]
     bench = Bench(layer, CPU_DELTA_OPS)
@@ -80,7 +91,7 @@ def test_delta_rules_refuse_what_does_not_fit() -> None:
     bench.states.assign(*(np.array([n], dtype=np.int64) for n in (3, 3, 9)))
     text = text_of(layer, 3, 1)
     with pytest.raises(RuntimeError, match="sequence 0"):
-        CPU_DELTA_OPS.convolve(text.x, bench.weight, bench.states.inputs[0], bench.states.step)
+        CPU_DELTA_OPS.convolve(text.x, bench.weight, bench.states.inputs[0], bench.states.step, True)
     bench.states.assign(*(np.array([n], dtype=np.int64) for n in (2, 2, 1)))
     with pytest.raises(RuntimeError, match="sequences of 2 tokens, for 3"):
         CPU_DELTA_OPS.delta_rule(text.x, text.decay, text.beta, bench.states.matrices[0], bench.states.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_cases import LAYERS, Bench, layer_of, text_of
+from delta_cases import LAYERS, Bench, layer_of, text_of, weight_of
 from triton_device import DEVICE
 
 from engine.kernels.gpu.delta import TOKENS_PER_PROGRAM, TRITON_DELTA_OPS
@@ -50,6 +50,17 @@ def test_delta_rules_give_the_same_bits_in_any_chunks_and_company() -> None:
     assert torch.equal(torch.cat(pieces), whole)
     assert torch.equal(bench.states.matrices[0][1], alone.states.matrices[0][2])
     assert torch.equal(bench.states.inputs[0][1], alone.states.inputs[0][2])
+
+
+def test_delta_convolutions_without_silu() -> None:
+    """As LFM2's layers are: the sum of what its weights make of a token's last inputs."""
+    layer = LAYERS[1]
+    x = text_of(layer, 9, seed=1).x
+    bench, weight = bench_of(layer, torch.bfloat16), weight_of(layer).float()
+    found = torch.cat([bench.convolve((1, x[:5])), bench.convolve((1, x[5:]))]).float().cpu()
+    before = torch.cat((torch.zeros(layer.num_taps - 1, layer.num_channels), x.float()))
+    expected = sum(before[tap : tap + 9] * weight[:, tap] for tap in range(layer.num_taps))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_delta_rules_write_no_others_rows() -> None:

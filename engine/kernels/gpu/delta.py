@@ -23,7 +23,9 @@ NUMBERS_PER_PROGRAM = 4096
 """Numbers of a matrix that a program of four warps keeps in registers."""
 
 
-def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+def convolve(
+    x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep, has_silu: bool
+) -> torch.Tensor:
     """A `Convolve` (engine/models/delta_net.py). `x_TC` and `weight_CJ`: contiguous."""
     num_seqs, num_channels, num_taps = len(step.slots), x_TC.shape[1], weight_CJ.shape[1]
     y_TC = torch.empty_like(x_TC)
@@ -33,8 +35,8 @@ def convolve(x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, 
     _convolve_kernel[(num_seqs, num_pieces, triton.cdiv(num_channels, CHANNELS_PER_PROGRAM))](
         x_TC, weight_CJ, inputs, step.firsts, step.lengths, step.slots, step.is_new, y_TC, kept, inputs.stride(0),
         num_channels,
-        TAPS=num_taps, KEPT=triton.next_power_of_2(num_taps), BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_C=CHANNELS_PER_PROGRAM,
-        num_warps=4,
+        HAS_SILU=has_silu, TAPS=num_taps, KEPT=triton.next_power_of_2(num_taps), BLOCK_T=TOKENS_PER_PROGRAM,
+        BLOCK_C=CHANNELS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     inputs[step.slots] = kept
     return y_TC
@@ -75,6 +77,7 @@ def _convolve_kernel(
     kept_ptr,
     row_stride,
     num_channels,
+    HAS_SILU: tl.constexpr,
     TAPS: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -99,7 +102,7 @@ def _convolve_kernel(
             )  # fmt: skip
             weight_C = tl.load(weight_ptr + channels_C * TAPS + tap, mask=is_channel_C, other=0.0)
             sum_TC += x_TC.to(tl.float32) * weight_C.to(tl.float32)[None, :]
-        y_TC = sum_TC / (1.0 + tl.exp(-sum_TC))
+        y_TC = sum_TC / (1.0 + tl.exp(-sum_TC)) if HAS_SILU else sum_TC
         is_real_TC = (places_T < length)[:, None] & is_channel_C[None, :]
         y_ptrs = y_ptr + (first + places_T)[:, None] * num_channels + channels_C[None, :]
         tl.store(y_ptrs, y_TC.to(y_ptr.dtype.element_ty), mask=is_real_TC)

@@ -51,11 +51,11 @@ inline Sums silu(Sums x) {
   return x * (x < 0.0f ? shrinking : broadcast(1.0f)) / (shrinking + 1.0f);
 }
 
-// SiLU of the convolution: [T, C]. x [T, C] and weight [C, J] contiguous; inputs [R, J - 1, C], of which each sequence's
+// The convolution, or SiLU of it: [T, C]. x [T, C] and weight [C, J] contiguous; inputs [R, J - 1, C], of which each sequence's
 // row holds its last inputs, and does so afterwards.
 at::Tensor convolve(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& inputs, const at::Tensor& firsts,
-    const at::Tensor& lengths, const at::Tensor& slots, const at::Tensor& is_new) {
+    const at::Tensor& lengths, const at::Tensor& slots, const at::Tensor& is_new, bool has_silu) {
   int64_t T = x.size(0), C = x.size(1), J = weight.size(1), kept = J - 1;
   Sequences seqs(firsts, lengths, slots, is_new);
   seqs.check(T, inputs.size(0));
@@ -86,7 +86,7 @@ at::Tensor convolve(
       for (int64_t t = 0; t < seqs.lengths[s]; t++) {
         Sums sum{};
         for (int64_t j = 0; j < J; j++) sum += load_floats(input(t + j - kept, c)) * w[j];
-        store_bf16(op + (seqs.firsts[s] + t) * C + c, silu(sum));
+        store_bf16(op + (seqs.firsts[s] + t) * C + c, has_silu ? silu(sum) : sum);
       }
       for (int64_t j = 0; j < kept; j++)
         std::memcpy(&last[j][c - begin], input(seqs.lengths[s] + j - kept, c), sizeof(none));
