@@ -42,6 +42,8 @@ def save_model(config: Any, folder: Path) -> transformers.PreTrainedModel:
                 parameter.normal_(std=0.5)
             elif "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif parameter_name.endswith("A_log"):
+                parameter.sub_(4)  # as made up, a state forgets nearly everything in two tokens
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)

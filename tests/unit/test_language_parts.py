@@ -86,6 +86,8 @@ def save_whole(name: str, folder: Path, **more: Any) -> Any:
                 parameter.normal_(std=0.5)
             elif "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif parameter_name.endswith("A_log"):
+                parameter.sub_(4)  # as made up, a state forgets nearly everything in two tokens
     model.save_pretrained(folder)
     return model
 
