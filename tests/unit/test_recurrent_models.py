@@ -6,13 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from delta_cases import LAYERS
 from handover import alone, finish, handed_over
 from model_bench import Bench, assert_close, engine_config, random_tokens, reference, save_model
 from recurrent_cases import CONFIGS
 
 from engine.llm_engine import LLMEngine
+from engine.models.recurrent_shape import recurrent_bytes
+from engine.models.recurrent_states import RecurrentStates
 from engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -159,6 +163,17 @@ def test_rows_of_states_are_recounted(folder: Path) -> None:
     assert not engine.audit()[1]
     engine._scheduler.running[0].state_slot = 3
     assert engine.audit()[1] == ["of 4 rows of states, 3 are free and 1 taken: [3]"]
+
+
+def test_rows_of_a_recorded_step_are_new_with_a_text_of_one_token() -> None:
+    """And those left over belong to no sequence, whatever the recording was used for before."""
+    [layer, *_] = LAYERS
+    states = RecurrentStates((layer,), 5, recurrent_bytes((layer,), 4), torch.float32, "cpu")
+    reserved = states.reserve_decodes(4)
+    for context_lens, slots, is_new in (([8, 1, 2, 1], [3, 0, 1, 4], [False, True, False, True]), ([9], [2], [False])):
+        states.refill(reserved, np.array(context_lens), np.array(slots))
+        assert reserved.slots.tolist() == [*slots, 5, 5, 5][:4]
+        assert reserved.is_new[: len(slots)].tolist() == is_new
 
 
 @pytest.mark.parametrize(
