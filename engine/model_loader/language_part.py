@@ -47,8 +47,11 @@ def read_config(folder: Path, load_format: str) -> dict[str, Any]:
         _check_is_language_model(config)
         return config
     part = _language_config(config)
-    if load_format != "dummy":  # families disagree about the default of this field
+    try:  # families disagree about the default of this field
         part["tie_word_embeddings"] = not any(HEAD in name for name in names_in(safetensors_files(folder)))
+    except ValueError:
+        if load_format != "dummy":
+            raise
     return part
 
 
@@ -81,6 +84,9 @@ def _language_config(config: dict[str, Any]) -> dict[str, Any]:
     part["tie_word_embeddings"] = whole.tie_word_embeddings
     rope = part.get("rope_parameters") or {}
     part["rope_parameters"] = {name: value for name, value in rope.items() if name not in ROTATIONS_BY_PLACE}
+    if config.get("dtype") or config.get("torch_dtype"):
+        part.pop("dtype", None)  # of the field's two names, the part may have one and the whole the other
+        part.pop("torch_dtype", None)
     of_the_whole = {name: config[name] for name in OF_THE_WHOLE if config.get(name) is not None}
     language: dict[str, Any] = part | of_the_whole
     return language

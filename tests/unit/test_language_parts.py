@@ -153,10 +153,16 @@ def test_made_up_weights_need_no_files_that_an_index_names(tmp_path: Path) -> No
     save_whole("gemma3", tmp_path, tie_word_embeddings=True)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
-    config = engine_config(tmp_path, load_format="dummy")
-    assert config.model.hf_config["tie_word_embeddings"]
+    assert engine_config(tmp_path, load_format="dummy").model.hf_config["tie_word_embeddings"]
     with pytest.raises(ValueError, match="names missing"):
         engine_config(tmp_path)
+
+
+def test_made_up_weights_have_a_head_of_their_own_if_the_files_do(tmp_path: Path) -> None:
+    save_whole("mistral3", tmp_path, tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert not engine_config(tmp_path, load_format="dummy").model.hf_config["tie_word_embeddings"]
 
 
 @pytest.mark.parametrize("model_type", [["gemma3"], {}, 3], ids=str)
@@ -166,15 +172,16 @@ def test_a_model_type_that_is_no_name_is_refused(model_type: Any, tmp_path: Path
         engine_config(tmp_path)
 
 
-def test_fields_of_the_whole_hold_for_the_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_fields_of_the_whole_hold_for_the_text(field: str, tmp_path: Path) -> None:
     """As large checkpoints have them: the quantization and the end tokens are not the text part's."""
     config = {
-        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "dtype": "bfloat16",
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", field: "bfloat16",
         "eos_token_id": 5, "quantization_config": {"quant_method": "fp8"},
         "text_config": {
             "model_type": "mistral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96, "eos_token_id": None,
-            "rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+            "dtype": "float16", "rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
         },
         "vision_config": {"model_type": "pixtral", "hidden_size": 16, "num_attention_heads": 2},
     }  # fmt: skip
