@@ -143,7 +143,9 @@ def test_nothing_is_left_of_a_request_that_ends_early(when: str, folder: Path) -
         prefill.step()
     prefill.hold("r")
     prefill.abort("r")
-    assert decode.reserve("r", prompt, GREEDY) is not None
+    reserved = decode.reserve("r", prompt, GREEDY)
+    assert reserved is not None
+    assert decode.granted_block_ids() == set(reserved.block_ids), "or an audit finds the grant stale"
     if when in ("committed", "loaded"):
         decode.commit("r", 3, len(prompt))
     if when == "loaded":
