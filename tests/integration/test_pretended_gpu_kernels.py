@@ -447,7 +447,7 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
     engines = "llama", "qwen", "int8", "int4", "fp8", "blocks", "deepseek", "experts in blocks", "experts in int4"
-    for name in (*engines, "adapters", "batch invariant", "batch invariant deepseek"):
+    for name in (*engines, "states", "adapters", "batch invariant", "batch invariant deepseek"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
@@ -457,5 +457,5 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
         "_one_row_kernel", "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",
         "_expert_row_product_kernel", "_sum_kernel", "_sum_pieces_kernel", "_choose_kernel", "_pieces_kernel",
         "_reduce_pieces_kernel", "_int4_kernel", "_widen_int4_kernel", "_int4_expert_kernel", "_four_bit_kernel",
-        "_gate_kernel",
+        "_gate_kernel", "_convolve_kernel", "_delta_kernel",
     }  # fmt: skip
