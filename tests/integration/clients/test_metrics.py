@@ -99,9 +99,10 @@ def test_the_router_counts_what_clients_got(scraped: dict[str, Samples]) -> None
     assert total(router, "tandem:requests_by_mode_total", mode="disaggregated") == NUM_REQUESTS
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_transfer_time"):
         assert total(router, f"tandem:{name}_seconds_count") == NUM_REQUESTS, name
-    # Two tokens may come at a time, for example after a transfer: then there is one gap for both.
+    # Several tokens may come at a time, after a transfer or where other processes have the cores: then there is one gap
+    # for all of them.
     num_gaps = total(router, "tandem:inter_token_latency_seconds_count")
-    assert NUM_REQUESTS * (NUM_TOKENS - 3) <= num_gaps <= NUM_REQUESTS * (NUM_TOKENS - 1)
+    assert NUM_REQUESTS * NUM_TOKENS / 2 <= num_gaps <= NUM_REQUESTS * (NUM_TOKENS - 1)
     assert (
         0
         < total(router, "tandem:time_to_first_token_seconds_sum")
