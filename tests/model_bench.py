@@ -36,7 +36,14 @@ def save_model(config: Any, folder: Path) -> transformers.PreTrainedModel:
     """Save a model of random weights; return it, with transformers' own attention."""
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():  # biases and norms start as 0 and 1, where forgetting them would not be noticed
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Change parameters that start as 0 or 1, where forgetting them would not be noticed."""
+    with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
                 parameter.normal_(std=0.5)
@@ -47,8 +54,6 @@ def save_model(config: Any, folder: Path) -> transformers.PreTrainedModel:
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
-    model.save_pretrained(folder)
-    return model
 
 
 def engine_config(folder: Path, **overrides: Any) -> EngineConfig:

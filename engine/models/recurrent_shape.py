@@ -8,6 +8,7 @@ of `RecurrentStates`.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 ALIGNMENT = 64
@@ -16,7 +17,7 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentLayer:
+class RecurrentLayer(ABC):
     """One layer, in transformers' code."""
 
     name: str
@@ -25,9 +26,9 @@ class RecurrentLayer:
     """How many tokens the convolution sees: a token itself and those before it."""
 
     @property
+    @abstractmethod
     def num_channels(self) -> int:
         """Inputs of the convolution for each token."""
-        raise NotImplementedError
 
     @property
     def matrices_shape(self) -> tuple[int, int, int]:

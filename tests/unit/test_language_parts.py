@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference
+from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, randomise, reference
 from recurrent_cases import DELTA, EXPERTS
 from safetensors.torch import load_file, save_file
 
@@ -80,14 +80,7 @@ def save_whole(name: str, folder: Path, **more: Any) -> Any:
     config = transformers.AutoConfig.for_model(name, text_config=PARTS[name][0], vision_config=PARTS[name][1], **more)
     torch.manual_seed(7)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
-                parameter.normal_(std=0.5)
-            elif "norm" in parameter_name:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-            elif parameter_name.endswith("A_log"):
-                parameter.sub_(4)  # as made up, a state forgets nearly everything in two tokens
+    randomise(model)
     model.save_pretrained(folder)
     return model
 
