@@ -7,7 +7,7 @@ import pytest
 from test_scheduler import make, plan, sequence, step
 
 from engine.config import SchedulerConfig
-from engine.scheduling import block_manager
+from engine.scheduling import block_pool
 from engine.scheduling.block_manager import BlockManager, BlockOwner
 from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.scheduler import Scheduler
@@ -90,7 +90,7 @@ def test_the_older_is_not_preempted_for_the_younger_that_loads() -> None:
 
 
 def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> None:
-    num_blocks = 8 * block_manager.SAVES_AT_ONCE
+    num_blocks = 8 * block_pool.SAVES_AT_ONCE
     manager = BlockManager(
         num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=True,
         num_host_blocks=num_blocks,
@@ -104,7 +104,7 @@ def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> 
     for copy in copies:
         manager.end_copy(copy)
     copies = manager.take_copies()
-    assert len(copies) == block_manager.SAVES_AT_ONCE
+    assert len(copies) == block_pool.SAVES_AT_ONCE
     for copy in copies:
         manager.end_copy(copy)
     assert manager.take_copies() == []  # a quarter of the pool is ready

@@ -25,19 +25,21 @@ def lose(manager: BlockManager, seq: Sequence) -> None:
 
 
 def hold_a_free_one(manager: BlockManager, seq: Sequence) -> None:
-    seq.block_table[-1] = manager._free[0]
+    seq.block_table[-1] = manager._pool._free[0]
 
 
 def free_twice(manager: BlockManager, seq: Sequence) -> None:
-    manager._free.append(manager._free[0])
+    manager._pool._free.append(manager._pool._free[0])
 
 
 def find_a_free_one(manager: BlockManager, seq: Sequence) -> None:
-    manager.prefixes.store(manager._free[0], b"another's")
+    manager.prefixes.store(manager._pool._free[0], b"another's")
 
 
 def find_a_cached_one_no_more(manager: BlockManager, seq: Sequence) -> None:
-    manager.prefixes.drop(next(block_id for block_id in range(manager.num_blocks) if block_id in manager._evictor))
+    manager.prefixes.drop(
+        next(block_id for block_id in range(manager.num_blocks) if block_id in manager._pool._evictor)
+    )
 
 
 def free_while_they_load(manager: BlockManager, seq: Sequence) -> None:
