@@ -40,6 +40,7 @@ from engine.scheduling.grammar import Grammars
 from engine.scheduling.pace import StepPace
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput, Sequence
+from engine.scheduling.snapshots import min_snapshot_tokens
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stream_interval import StreamInterval
 from prefix_hash import prompt_digest, salted_key
@@ -92,13 +93,15 @@ class LLMEngine:
         """
         self.config = config
         self.executor = _create_executor(config, on_layer_written, memory or KVMemory())
+        num_state_blocks = num_state_blocks_of(config.model.recurrent_bytes, self.executor.kv_shape.all_layers_bytes)
         self.block_manager = BlockManager(
             num_blocks=self.executor.kv_shape.num_blocks,
             block_size=config.cache.block_size,
             prefix_key=config.prefix_key,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             num_host_blocks=self.executor.num_host_blocks,
-            num_state_blocks=num_state_blocks_of(config.model.recurrent_bytes, self.executor.kv_shape.all_layers_bytes),
+            num_state_blocks=num_state_blocks,
+            min_snapshot_tokens=min_snapshot_tokens(num_state_blocks, config.cache.block_size),
         )
         self._scheduler = Scheduler(
             config.scheduler,
@@ -177,7 +180,7 @@ class LLMEngine:
             _refuse(seq)
             return None
         num_cached_blocks = seq.num_computed_tokens // self.block_manager.block_size
-        return Reservation([*seq.block_table, *seq.state_block_ids], num_cached_blocks, self._prompt_digest(seq))
+        return Reservation([*seq.block_table, *seq.loaded_state_ids], num_cached_blocks, self._prompt_digest(seq))
 
     def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
         """Start decoding a reserved request: its blocks now hold the KV of all `num_tokens` tokens, and the other
@@ -308,7 +311,7 @@ class LLMEngine:
         return {
             block_id
             for seq in self._scheduler.granted.values()
-            for block_id in (*seq.block_table, *seq.state_block_ids)
+            for block_id in (*seq.block_table, *seq.loaded_state_ids)
         }
 
     # -- adapters that come and go ------------------------------------------------------------------------------

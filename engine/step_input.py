@@ -102,8 +102,9 @@ class StepInput:
                 begun_blocks.append(seq.block_table[begun])
             sample_rows += range(len(token_ids) - item.num_sampled, len(token_ids))
         saved = [[each.state_slot, *each.blocks.block_ids] for each in output.state_exports]
+        saved += [[item.seq.state_slot, *item.snapshot_ids] for item in output.scheduled if item.snapshot_ids]
         loading = [item.seq for item in output.scheduled if item.seq.has_state_to_load]
-        loaded = [[seq.state_slot, *seq.state_block_ids] for seq in loading]
+        loaded = [[seq.state_slot, *seq.loaded_state_ids] for seq in loading]
         positions, layout = _lay_out(_integers(firsts), _integers(query_lens), tables, block_size)
         return StepInput(
             token_ids=_integers(token_ids),

@@ -392,7 +392,7 @@ class WorkerProcess:
             protocol_version=PROTOCOL_VERSION,
             lease_ms=self._args.lease_ms,
             can_generate=True,
-            keeps_no_prefixes=not self._config.cache.enable_prefix_caching,
+            keeps_no_prefixes=not self._config.cache.enable_prefix_caching or self._config.model.recurrent_bytes > 0,
             takes_grammars=True,
             takes_cache_salts=True,
             takes_allowed_token_ids=True,

@@ -126,7 +126,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
         kv_dtype=kv_dtype,
         num_blocks=num_blocks,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        enable_prefix_caching=args.enable_prefix_caching and not model.recurrent_bytes,
+        enable_prefix_caching=args.enable_prefix_caching,
         kv_offloading_bytes=offloading_bytes_of(args),
         kv_order=kv_order_of(backend, shape),
     )
@@ -160,9 +160,7 @@ def _check_recurrent(args: EngineArgs, state_bytes: int, device: str) -> None:
     if args.speculative_config:
         raise ValueError(f"speculative_config must be empty: {why}, and no step takes back a wrong guess")
     if args.kv_offloading_size:
-        raise ValueError(f"kv_offloading_size must be 0: {why}, so that no prefix is cached")
-    if args.enable_prefix_caching:
-        report(f"no prefixes are cached: {why}")
+        raise ValueError(f"kv_offloading_size must be 0: {why}, which is not copied to host memory")
 
 
 def _device_config(args: EngineArgs, backend: str, needs: Needs) -> DeviceConfig:

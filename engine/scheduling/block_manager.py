@@ -11,39 +11,68 @@ free blocks, so that evicting them loses nothing; prefixes are looked up in both
 from the host is already in a table and findable. Until it is loaded, its sequence (`Sequence.num_loading_blocks`) must
 be neither computed nor freed. `take_copies` returns the copies to make; the caller reports each by `end_copy`.
 
-With models whose layers keep a state, the blocks that carry one to another engine are in the same table as the
-sequence's others, until `free_state` or `free`. `check_integrity` recounts everything from the tables.
+With models whose layers keep a state, a table also has the blocks that hold one outside of the sequence's row:
+
+    state_ids    allocated with the others; take the state to another engine
+    loaded_ids   the row is loaded from them: a grant's, which another engine fills, or a snapshot's, which the prefix
+                 cache keeps  ──loaded──> drop_loaded
+    saved_ids    begin_snapshot ──> a step saves the row to them ──keep_snapshot──> kept with the cached prefix
+
+`check_integrity` recounts everything from the tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from engine.scheduling.block_ledger import BlockLedger, BlockOwner, CacheEvent, HostLedger
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.snapshots import snapshot_points
 
 
 @dataclass(slots=True)
 class _Table:
-    """The blocks of one sequence. `block_ids` is the same list object as `Sequence.block_table`."""
+    """The blocks of one sequence. `block_ids`, `state_ids` and `loaded_ids` are the same list objects as the sequence's
+    `block_table`, `state_block_ids` and `loaded_state_ids`."""
 
     owner: BlockOwner
     block_ids: list[int]
     num_registered: int = 0
     """Leading blocks whose hashes have been offered to the prefix cache."""
     state_ids: list[int] = field(default_factory=list)
-    """Blocks that carry the sequence's recurrent state. The same list object as `Sequence.state_block_ids`."""
+    loaded_ids: list[int] = field(default_factory=list)
+    saved_ids: list[int] = field(default_factory=list)
+    """Blocks that launched steps save snapshots to."""
+
+    def in_order_of_eviction(self) -> Iterator[int]:
+        """All blocks: the last ones of the sequence come first."""
+        return chain(self.saved_ids, self.loaded_ids, self.state_ids, reversed(self.block_ids))
+
+
+class _Prefix(NamedTuple):
+    """What the prefix cache has for a sequence."""
+
+    hashes: list[bytes]
+    matched: Seq[int | None] = ()
+    """The blocks of the prefix that can be reused; None stands for one that must be loaded from the host."""
+    snapshot_ids: Seq[int] = ()
+    """The blocks of the snapshot after it, if the sequence needs its state."""
+    num_shared: int = 0
+    """Leading blocks up to where the sequence leaves the way to a snapshot."""
 
 
 class BlockManager:
     """Hands out the blocks of one pool and keeps prefixes.
 
     A sequence's blocks are freed by `free` and by nothing else, except those after its last token (`give_back`) and
-    those of a loaded state (`free_state`).
+    those of states that it no longer needs (`drop_loaded`, `keep_snapshot`).
     """
 
     def __init__(
@@ -55,15 +84,19 @@ class BlockManager:
         enable_prefix_caching: bool,
         num_host_blocks: int = 0,
         num_state_blocks: int = 0,
+        min_snapshot_tokens: int = 0,
     ) -> None:
-        """`num_state_blocks`: blocks that carry a sequence's recurrent state; 0 for models without."""
+        """`num_state_blocks`: blocks that carry a sequence's recurrent state; 0 for models without.
+        `min_snapshot_tokens`: see `engine.scheduling.snapshots.min_snapshot_tokens`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_state_blocks = num_state_blocks
+        self._min_snapshot_tokens = min_snapshot_tokens
         self._tables: dict[int, _Table] = {}
         self.prefixes = PrefixCache(
-            block_size=block_size, key=prefix_key, is_enabled=enable_prefix_caching, num_host_blocks=num_host_blocks
-        )
+            block_size=block_size, key=prefix_key, is_enabled=enable_prefix_caching, num_host_blocks=num_host_blocks,
+            has_states=num_state_blocks > 0,
+        )  # fmt: skip
         self._pool = BlockPool(num_blocks, self.prefixes)
         self._loading: dict[int, list[Sequence]] = {}
         """By block that is being loaded: the sequences that wait for it."""
@@ -91,8 +124,8 @@ class BlockManager:
 
     def num_shared_blocks(self, seq: Sequence) -> int:
         """How many prefix blocks `seq`, which has no blocks yet, would share with tables of others, and so need not
-        allocate."""
-        matched = self.prefixes.match(self.prefixes.hashes_of(seq, seq.num_reusable_tokens))
+        allocate. With states, a grant may share more."""
+        matched = self._find_prefix(seq, BlockOwner.SEQUENCE, seq.num_reusable_tokens).matched
         return sum(block_id is not None and not self._pool.is_evictable(block_id) for block_id in matched)
 
     def ledger(self) -> BlockLedger:
@@ -102,7 +135,7 @@ class BlockManager:
         return self._pool.host_ledger()
 
     def cached_hashes(self) -> list[bytes]:
-        """Return the hashes of all blocks that a prefix match can find, in the pool or on the host."""
+        """Return the hashes of all blocks that can be reused, in the pool or on the host."""
         return self.prefixes.hashes()
 
     def forget_prefixes(self) -> bool:
@@ -120,30 +153,53 @@ class BlockManager:
         """Give `seq` blocks for all its tokens, beginning with the blocks of a cached prefix, and `num_state_blocks`.
 
         Takes at most `num_reusable_tokens` tokens from the prefix cache and leaves `num_spare_blocks` available. Sets
-        `seq.block_table`, `seq.num_computed_tokens` and `seq.num_loading_blocks`. Returns False and changes nothing if
-        there are too few blocks.
+        `seq.block_table`, `seq.num_computed_tokens` and `seq.num_loading_blocks`, and what the sequence needs for its
+        state. Returns False and changes nothing if there are too few blocks.
         """
         assert seq.seq_id not in self._tables, f"sequence {seq.seq_id} has blocks already"
+        prefix = self._find_prefix(seq, owner, num_reusable_tokens)
+        num_for_others = self.num_available - num_spare_blocks
+        if self._num_taken_by(seq, prefix) > num_for_others and prefix.snapshot_ids:
+            prefix = _Prefix(prefix.hashes)  # a snapshot takes room itself: without it there may be enough
+        if self._num_taken_by(seq, prefix) > num_for_others:
+            return False
+        kept = [block_id for block_id in prefix.matched if block_id is not None]
+        for block_id in chain(kept, prefix.snapshot_ids):  # before any new block is taken, which may evict these
+            self._pool.add_ref(block_id, owner)
+        from_host = {i: self._pool.take(owner) for i, block_id in enumerate(prefix.matched) if block_id is None}
+        for i, block_id in from_host.items():
+            self._load(block_id, prefix.hashes[i])
+        reused = [from_host[i] if block_id is None else block_id for i, block_id in enumerate(prefix.matched)]
+        rest = [self._pool.take(owner) for _ in range(self.num_blocks_needed(seq) - len(reused))]
+        num_of_tokens = len(rest) - seq.num_state_blocks
+        seq.block_table, states = reused + rest[:num_of_tokens], rest[num_of_tokens:]
+        is_granted = owner is BlockOwner.GRANT
+        seq.state_block_ids = [] if is_granted else states
+        seq.loaded_state_ids = states if is_granted else [*prefix.snapshot_ids]
+        seq.has_state_to_load = len(prefix.snapshot_ids) > 0
+        seq.num_computed_tokens = len(reused) * self.block_size
+        seq.snapshot_points = self._snapshot_points(seq, prefix)
+        self._tables[seq.seq_id] = _Table(
+            owner, seq.block_table, len(reused), seq.state_block_ids, seq.loaded_state_ids
+        )
+        self._wait_for_loads(seq, reused)
+        return True
+
+    def _find_prefix(self, seq: Sequence, owner: BlockOwner, num_reusable_tokens: int) -> _Prefix:
+        """Look up the longest cached prefix. With layers that keep a state, it ends at a snapshot, except a grant's,
+        whose state comes from another engine."""
         hashes = self.prefixes.hashes_of(seq, num_reusable_tokens)
         matched = self.prefixes.match(hashes)
-        cached = [block_id for block_id in matched if block_id is not None]
-        num_new = self.num_blocks_needed(seq) - len(cached)
-        num_evictable = sum(map(self._pool.is_evictable, cached))
-        if self.num_available - num_evictable < num_new + num_spare_blocks:
-            return False
-        for block_id in cached:  # before any new block is taken, which may evict these
-            self._pool.add_ref(block_id, owner)
-        loaded = {i: self._pool.take(owner) for i, block_id in enumerate(matched) if block_id is None}
-        for i, block_id in loaded.items():
-            self._load(block_id, hashes[i])
-        prefix = [loaded[i] if block_id is None else block_id for i, block_id in enumerate(matched)]
-        rest = [self._pool.take(owner) for _ in range(num_new - len(loaded))]
-        num_of_tokens = len(rest) - seq.num_state_blocks
-        seq.block_table, seq.state_block_ids = prefix + rest[:num_of_tokens], rest[num_of_tokens:]
-        self._tables[seq.seq_id] = _Table(owner, seq.block_table, len(prefix), seq.state_block_ids)
-        seq.num_computed_tokens = len(prefix) * self.block_size
-        self._wait_for_loads(seq, prefix)
-        return True
+        if not self.num_state_blocks or owner is BlockOwner.GRANT:
+            return _Prefix(hashes, matched)
+        num_shared, num_reused, snapshot_ids = self.prefixes.snapshots.longest(hashes)
+        return _Prefix(hashes, matched[:num_reused], snapshot_ids, num_shared)
+
+    def _num_taken_by(self, seq: Sequence, prefix: _Prefix) -> int:
+        """How many available blocks `seq` takes if it begins with `prefix`."""
+        kept = [block_id for block_id in prefix.matched if block_id is not None]
+        num_evictable = sum(map(self._pool.is_evictable, chain(kept, prefix.snapshot_ids)))
+        return self.num_blocks_needed(seq) - len(kept) + num_evictable
 
     def can_append(self, *seqs: Sequence, num_drafts: int = 0) -> bool:
         """Whether `append` would succeed for all of `seqs`, with `num_drafts` drafts each."""
@@ -184,32 +240,68 @@ class BlockManager:
         table.num_registered = num_full
 
     def forget(self, seq: Sequence) -> None:
-        """Remove the blocks of `seq` from the prefix cache, and their copies on the host."""
+        """Remove the blocks of `seq` from the prefix cache, their copies on the host, and all snapshots on its way."""
+        for block_hash in seq.block_hashes:
+            self._pool.release(self.prefixes.snapshots.drop(block_hash))
         for block_id in self._tables[seq.seq_id].block_ids:
             if block_id in self.prefixes:
-                self.prefixes.forget(block_id)
+                self._pool.release(self.prefixes.forget(block_id))
 
     def hand_over(self, seq: Sequence, owner: BlockOwner) -> None:
         """Change the owner kind of the blocks of `seq`."""
         table = self._tables[seq.seq_id]
-        for block_id in chain(table.block_ids, table.state_ids):
+        for block_id in table.in_order_of_eviction():
             self._pool.add_ref(block_id, owner)
             self._pool.drop_ref(block_id, table.owner)
         table.owner = owner
-
-    def free_state(self, seq: Sequence) -> None:
-        """Drop the blocks that carried the state of `seq`."""
-        table = self._tables[seq.seq_id]
-        while table.state_ids:
-            self._pool.drop_ref(table.state_ids.pop(), table.owner)
 
     def free(self, seq: Sequence) -> None:
         """Drop every block of `seq`. The last blocks of the sequence will be evicted first."""
         assert not seq.num_loading_blocks, f"blocks of sequence {seq.seq_id} are being written"
         table = self._tables.pop(seq.seq_id)
-        for block_id in chain(table.state_ids, reversed(table.block_ids)):
+        for block_id in table.in_order_of_eviction():
             self._pool.drop_ref(block_id, table.owner)
-        seq.block_table, seq.state_block_ids = [], []
+        seq.block_table, seq.state_block_ids, seq.loaded_state_ids, seq.has_state_to_load = [], [], [], False
+
+    # -- states -------------------------------------------------------------------------------------------------
+
+    def drop_loaded(self, seq: Sequence) -> None:
+        """Drop the blocks that the row of `seq` was loaded from."""
+        table = self._tables[seq.seq_id]
+        while table.loaded_ids:
+            self._pool.drop_ref(table.loaded_ids.pop(), table.owner)
+
+    def begin_snapshot(self, seq: Sequence, num_spare_blocks: int) -> list[int]:
+        """Take blocks for a snapshot of `seq`; none if that does not leave `num_spare_blocks` available. A launched
+        step must fill them."""
+        if self.num_available - num_spare_blocks < self.num_state_blocks:
+            return []
+        table = self._tables[seq.seq_id]
+        block_ids = [self._pool.take(table.owner) for _ in range(self.num_state_blocks)]
+        table.saved_ids += block_ids
+        return block_ids
+
+    def keep_snapshot(self, seq: Sequence, num_tokens: int, block_ids: Collection[int]) -> None:
+        """Keep a snapshot after the first `num_tokens` tokens, which `begin_snapshot` took `block_ids` for."""
+        table = self._tables[seq.seq_id]
+        hashes = self.prefixes.hashes_of(seq, num_tokens)
+        for block_id, block_hash in zip(table.block_ids, hashes, strict=False):
+            self.prefixes.store(block_id, block_hash)  # where another sequence's block had the hash, and is gone
+        self.prefixes.snapshots.store(hashes, block_ids)
+        for block_id in block_ids:
+            table.saved_ids.remove(block_id)
+            self._pool.drop_ref(block_id, table.owner)
+
+    def _snapshot_points(self, seq: Sequence, prefix: _Prefix) -> list[int]:
+        if not self.num_state_blocks or not self.prefixes.is_enabled:
+            return []
+        return snapshot_points(
+            seq.num_prompt_tokens,
+            num_reused=seq.num_computed_tokens,
+            num_shared=prefix.num_shared * self.block_size,
+            block_size=self.block_size,
+            min_tokens=self._min_snapshot_tokens,
+        )
 
     # -- copies -------------------------------------------------------------------------------------------------
 
@@ -248,7 +340,7 @@ class BlockManager:
         problems = []
         refs = [[0] * self.num_blocks for _ in BlockOwner]
         for seq_id, table in self._tables.items():
-            block_ids = [*table.block_ids, *table.state_ids]
+            block_ids = [*table.in_order_of_eviction()]
             if len(set(block_ids)) != len(block_ids):
                 problems.append(f"sequence {seq_id} holds a block twice")
             for block_id in block_ids:

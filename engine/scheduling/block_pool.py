@@ -17,6 +17,7 @@ and these three) always sum up to the pool.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from engine.scheduling.block_ledger import BlockLedger, BlockOwner, HostLedger
 from engine.scheduling.evictor import LRUEvictor
@@ -105,10 +106,15 @@ class BlockPool:
             self._evict_oldest()
         return not self.prefixes
 
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Free those of these blocks that nobody uses. None of them can be found any more."""
+        for block_id in block_ids:
+            if block_id in self._evictor:
+                self._evictor.remove(block_id)
+                self._free.append(block_id)
+
     def _evict_oldest(self) -> None:
-        block_id = self._evictor.evict()
-        self.prefixes.drop(block_id)
-        self._free.append(block_id)
+        self.release(self.prefixes.drop(self._evictor.oldest))
 
     def _owner_of(self, block_id: int) -> BlockOwner | None:
         in_sequences, in_grants, held = self._refs  # no loop: called for each block of a prompt, while streams wait

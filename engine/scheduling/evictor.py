@@ -1,6 +1,6 @@
 """Chooses which cached block is evicted when memory is needed: the least recently used. Integers only.
 
-    waiting (oldest first) ──remove, a copy is made, add_ready──> ready (oldest first) ──evict──> gone
+    waiting (oldest first) ──remove, a copy is made, add_ready──> ready (oldest first) ──remove──> gone
                                                                   what is ready is older than all that waits
 
 A block is ready if it has a copy in host memory (`engine.scheduling.offloading`), so that evicting it loses nothing.
@@ -47,6 +47,7 @@ class LRUEvictor:
     def remove(self, block_id: int) -> None:
         del (self._ready if block_id in self._ready else self._waiting)[block_id]
 
-    def evict(self) -> int:
-        """Remove and return the oldest ready block, or the oldest waiting one if none is ready."""
-        return (self._ready or self._waiting).popitem(last=False)[0]
+    @property
+    def oldest(self) -> int:
+        """What to evict: the oldest ready block, or the oldest waiting one if none is ready. There must be one."""
+        return next(iter(self._ready or self._waiting))

@@ -161,7 +161,8 @@ class Scheduler:
         seq = self.granted.pop(request_id)
         seq.num_computed_tokens = len(seq)
         self.block_manager.hand_over(seq, BlockOwner.SEQUENCE)
-        seq.has_state_to_load = seq.num_state_blocks > 0
+        # After preemption, the state is computed from its tokens.
+        seq.has_state_to_load, seq.num_state_blocks = seq.num_state_blocks > 0, 0
         self.block_manager.register_computed(seq, num_tokens)
         seq.token_ids.append(token_id)
         self._run(seq)
@@ -272,10 +273,21 @@ class Scheduler:
                 num_new_tokens -= 1  # computing the last token would sample, and make the step wait for the grammar
             if not num_new_tokens:
                 continue
-            prefills.append(ScheduledSequence(seq, num_new_tokens))
-            budget -= num_new_tokens
-            num_wanted_tokens -= num_new_tokens
+            scheduled = self._take_snapshot(seq, num_new_tokens) or ScheduledSequence(seq, num_new_tokens)
+            prefills.append(scheduled)
+            budget -= scheduled.num_new_tokens
+            num_wanted_tokens -= scheduled.num_new_tokens
         return prefills
+
+    def _take_snapshot(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence | None:
+        """End the sequence's part of the step where a snapshot of its state is due, if that is within the next
+        `num_new_tokens` tokens and there is room for one beside what running sequences may need next."""
+        first = seq.num_computed_tokens
+        num_tokens = next((point - first for point in seq.snapshot_points if point > first), num_new_tokens + 1)
+        if num_tokens > num_new_tokens:
+            return None
+        snapshot_ids = self.block_manager.begin_snapshot(seq, self._num_spare() + len(self.running))
+        return ScheduledSequence(seq, num_tokens, snapshot_ids=snapshot_ids) if snapshot_ids else None
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Yield running sequences that still prefill, then waiting ones, admitting each as it is yielded."""
@@ -318,8 +330,6 @@ class Scheduler:
         self._stop_running(seq)
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
-        if seq.has_state_to_load:  # it is computed from its tokens instead
-            seq.has_state_to_load, seq.num_state_blocks = False, 0
         seq.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
@@ -358,14 +368,15 @@ class Scheduler:
             if seq.status is not SequenceStatus.RUNNING:
                 self._free_ended(seq)  # it ended or was held while the step was computed
                 continue
-            if seq.state_block_ids and not seq.is_prefill_only:
-                self.block_manager.free_state(seq)  # the step has loaded it
-                seq.num_state_blocks = 0
+            if seq.loaded_state_ids:
+                self.block_manager.drop_loaded(seq)  # the step has loaded them
             if seq.prompt_logprobs is not None:
                 seq.prompt_logprobs += prompt_logprobs.get(seq.seq_id, ())
             num_wrong = self._drafting.drop_wrong(scheduled, sampled_ids) if scheduled.draft_token_ids else 0
             end, token_ids = scheduled.end - num_wrong, sampled_ids[: len(sampled_ids) - num_wrong]
             self.block_manager.register_computed(seq, end)
+            if scheduled.snapshot_ids:
+                self.block_manager.keep_snapshot(seq, end, scheduled.snapshot_ids)
             if token_ids:
                 outputs.append(self._put_tokens(seq, end, token_ids, logprobs.get(seq.seq_id)))
         return outputs

@@ -11,7 +11,8 @@ blocks and keeps them until another engine has them. Progress is one integer, `n
 prefix caching, preemption and hand-over all follow from it.
 
 With layers that keep a state besides keys and values (engine/models/recurrent_states.py), a running sequence also has a
-row of these states, its slot. A prompt's state is handed over in blocks of its own, behind those of its tokens.
+row of these states, its slot. A prompt's state is handed over in blocks of its own, behind those of its tokens. So are
+snapshots kept (engine/scheduling/snapshots.py), from which later sequences with the same prefix go on.
 """
 
 from __future__ import annotations
@@ -78,11 +79,16 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     """Block ids, in order. The block manager owns this list; others only read it."""
     num_state_blocks: int = 0
-    """Blocks that its state needs to be handed over, from admission on; 0: nothing is handed over, or only KV is."""
+    """Blocks that its state needs to come from or go to another engine; 0: it does not, or there is no state."""
     state_block_ids: list[int] = field(default_factory=list)
-    """These blocks. The block manager owns this list. A decode engine frees them once they are loaded."""
+    """Blocks that take its state to another engine. The block manager owns this list."""
+    loaded_state_ids: list[int] = field(default_factory=list)
+    """Blocks that its state comes in: from another engine, or from the prefix cache. They are dropped once the state is
+    loaded. The block manager owns this list."""
     has_state_to_load: bool = False
-    """The next step must first load the state from `state_block_ids`."""
+    """The next step must first load the state from `loaded_state_ids`."""
+    snapshot_points: list[int] = field(default_factory=list)
+    """After how many tokens of the prompt to take snapshots of the state."""
     state_slot: int = NO_SLOT
     """The row of the recurrent states that a running sequence has, if the model has such states."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -186,6 +192,8 @@ class ScheduledSequence:
     """Drafts included."""
     draft_token_ids: Seq[int] = ()
     """Guesses at the tokens after the sequence's last one (engine/scheduling/speculation.py)."""
+    snapshot_ids: Seq[int] = ()
+    """Blocks that the sequence's state is saved to, as it is after these tokens; empty: it is not saved."""
     first: int = field(init=False)
     """Position of the first computed token."""
     is_sampled: bool = field(init=False)

@@ -27,6 +27,7 @@ from transformers_cases import GEMMA2, QWEN3_5
 from engine.llm_engine import LLMEngine
 from engine.running.pool_size import longest_step, measured_steps
 from engine.running.worker import _saying_what_cannot_be_recorded, _saying_what_does_not_fit, _saying_what_is_too_large
+from engine.scheduling import snapshots
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 NUMBERS = range(5)
@@ -193,6 +194,36 @@ def test_one_prefills_and_another_decodes(
     )
     for engine in (one, prefill, decode):
         assert engine.audit()[1] == []
+
+
+def test_prompts_go_on_from_snapshots_a_step_ahead(
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after the one that saves a state is launched before the state is known to be saved."""
+    monkeypatch.setattr(snapshots, "MIN_TOKENS", 8)
+    monkeypatch.setattr(snapshots, "WORTH", 1000)
+    settings = {"max_num_batched_tokens": 32, "max_num_seqs": 4}
+    engine = make_engine(tmp_path, QWEN3_5, **settings)
+    assert engine.config.scheduler.async_scheduling
+    plain = make_engine(tmp_path, QWEN3_5, device="cpu", enable_prefix_caching=False, **settings)
+    prompts = [[*([3 + i % 50 for i in range(length)]), 20 + length] for length in (40, 60, 50, 70, 20, 60)]
+
+    def answers(engine: LLMEngine) -> dict[str, list[int]]:
+        told: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, GREEDY)
+            for output in engine.step() + engine.step():
+                told.setdefault(output.request_id, []).extend(output.token_ids)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                told.setdefault(output.request_id, []).extend(output.token_ids)
+        return told
+
+    expected = answers(plain)
+    assert answers(engine) == expected
+    assert answers(engine) == expected
+    assert engine.stats.num_prefix_hits_tokens > sum(map(len, prompts))
+    assert engine.audit()[1] == []
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from engine.llm_engine import LLMEngine
 from engine.models.recurrent_shape import recurrent_bytes
 from engine.models.recurrent_states import RecurrentStates
 from engine.sampling_params import SamplingParams
+from engine.scheduling import snapshots
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +41,7 @@ def continued(model: Any, prompt: list[int], num_tokens: int = GREEDY.max_tokens
 
 
 def check_at_rest(engine: LLMEngine) -> None:
+    engine.forget_prefixes()
     ledger, problems = engine.audit()
     assert not problems
     assert ledger.num_free == ledger.num_blocks
@@ -134,6 +136,30 @@ def test_a_state_that_has_not_been_loaded_is_computed_again(folder: Path) -> Non
     check_at_rest(decode)
 
 
+def test_a_conversation_goes_on_from_snapshots(
+    model_and_folder: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one engine, and where another one decodes. A fourth prompt leaves the third one's way, and a fifth one goes on
+    from there."""
+    monkeypatch.setattr(snapshots, "MIN_TOKENS", 8)
+    monkeypatch.setattr(snapshots, "WORTH", 1000)
+    model, folder = model_and_folder
+    one, prefill, decode = (engine_of(folder, num_kv_blocks=200) for _ in range(3))
+    prompt = random_tokens(30, seed=1)
+    for turn in range(3):
+        expected = continued(model, prompt)
+        assert alone(one, prompt, GREEDY) == expected
+        assert handed_over(prefill, decode, prompt, GREEDY) == expected
+        prompt = [*prompt, *expected[:5], *random_tokens(12, seed=turn)]
+    assert one.stats.num_prefix_hits_tokens == prefill.stats.num_prefix_hits_tokens == 20 + 36
+    for number in (3, 4):
+        other = [*prompt[:32], *random_tokens(30, seed=number)]
+        assert alone(one, other, GREEDY) == continued(model, other)
+    assert one.stats.num_prefix_hits_tokens == 20 + 36 + 20 + 32
+    for engine in (one, prefill, decode):
+        check_at_rest(engine)
+
+
 @pytest.mark.parametrize("when", ["waiting", "prefilled", "granted", "committed", "loaded"])
 def test_nothing_is_left_of_a_request_that_ends_early(when: str, folder: Path) -> None:
     prefill, decode = engine_of(folder), engine_of(folder)
@@ -196,14 +222,11 @@ def test_what_our_layers_do_not_compute_is_refused(
                 engine_config(tmp_path / name)
 
 
-def test_what_cannot_go_back_to_an_earlier_token_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_go_back_to_an_earlier_token_is_refused(folder: Path) -> None:
     drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
     for setting, value in (("speculative_config", drafts), ("kv_offloading_size", 1)):
         with pytest.raises(ValueError, match=f"{setting} must be .* keep a state in place of keys and values"):
             engine_config(folder, **{setting: value})
-    capfd.readouterr()
-    assert not engine_config(folder).cache.enable_prefix_caching
-    assert "no prefixes are cached: the model has layers that keep a state" in capfd.readouterr().err
     with pytest.raises(ValueError, match=r"num_kv_blocks .*, what max_model_len=100 and a state of .* GiB need, is 26"):
         engine_config(folder, num_kv_blocks=26, max_model_len=100)
     assert finish(engine_of(folder)) == []

@@ -70,7 +70,7 @@ class Pool:
 
     @staticmethod
     def state_of(seq: Sequence, end: int) -> tuple[str | int, ...]:
-        return ("state", *seq.token_ids[:end])
+        return ("state", seq.cache_salt, *seq.token_ids[:end])
 
     def write_state(self, block_ids: list[int], state: tuple[str | int, ...]) -> None:
         for number, block_id in enumerate(block_ids):
@@ -115,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts: int,
         num_host_blocks: int,
         num_state_blocks: int = 0,
+        min_snapshot_tokens: int = 0,
     ) -> None:
         # One sequence of full length must fit, as the engine's configuration demands.
         num_blocks = max(num_blocks, -(-MAX_MODEL_LEN // block_size) + 1 + num_state_blocks)
@@ -125,6 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             num_host_blocks=num_host_blocks,
             num_state_blocks=num_state_blocks,
+            min_snapshot_tokens=min_snapshot_tokens,
         )
         speculation = SpeculativeConfig(num_speculative_tokens=max(1, num_drafts), prompt_lookup_min=1)
         config = SchedulerConfig(
@@ -193,7 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="num_tokens must be"):
                 self.scheduler.commit(request_id, token, len(seq) + 1)
             self.pool.write(seq.block_table, seq, seq.num_computed_tokens, len(seq))
-            self.pool.write_state(seq.state_block_ids, self.pool.state_of(seq, len(seq)))
+            self.pool.write_state(seq.loaded_state_ids, self.pool.state_of(seq, len(seq)))
             self.scheduler.commit(request_id, token, len(seq))
 
     @rule(request_id=consumes(requests))
@@ -258,7 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         assert all(scheduled.num_new_tokens >= 1 for scheduled in output.scheduled), "nothing computed, nothing sampled"
         seqs = [scheduled.seq for scheduled in output.scheduled]
-        loads = [list(seq.state_block_ids) if seq.has_state_to_load else [] for seq in seqs]
+        loads = [list(seq.loaded_state_ids) if seq.has_state_to_load else [] for seq in seqs]
         rows = [seq.state_slot for seq in seqs]
         self.in_flight.append(Launched(output, [list(seq.block_table) for seq in seqs], rows, loads))
         self.scheduler.begin(output)
@@ -330,14 +332,60 @@ class RecurrentMachine(SchedulerMachine):
     """The same for a model whose layers keep a state, which moves from and to rows in blocks of its own."""
 
     @initialize(
-        num_blocks=st.integers(12, 30),
+        num_blocks=st.integers(12, 60),
         block_size=st.sampled_from([1, 2, 4]),
         budget=st.integers(8, 20),
-        num_state_blocks=st.integers(1, 5),
+        caching=st.booleans(),
+        num_state_blocks=st.integers(1, 9),
+        min_snapshot_tokens=st.integers(1, 6),
     )
-    def make(self, num_blocks: int, block_size: int, budget: int, num_state_blocks: int) -> None:
-        self.begin(num_blocks, block_size, budget, False, 0, 0, num_state_blocks)
+    def make(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        caching: bool,
+        num_state_blocks: int,
+        min_snapshot_tokens: int,
+    ) -> None:
+        self.begin(num_blocks, block_size, budget, caching, 0, 0, num_state_blocks, min_snapshot_tokens)
         self.rows: dict[int, tuple[str | int, ...]] = {}
+
+    @rule(
+        target=SchedulerMachine.requests,
+        text=st.sampled_from(TEXTS[:2]),
+        length=st.integers(12, 24),
+        end=st.lists(st.integers(2, 3), min_size=3, max_size=12),
+        salt=st.sampled_from(["", "", "salt"]),
+        is_prefill_only=st.booleans(),
+        steps=st.sampled_from([0, 1, 8, 8]),
+        fails=st.booleans(),
+    )
+    def serve(
+        self, text: list[int], length: int, end: list[int], salt: str, is_prefill_only: bool, steps: int, fails: bool
+    ) -> str:
+        """A prompt that goes on from another one's snapshot, or leaves one, or both."""
+        seq = self.new_sequence([*text[:length], *end], 2, cache_salt=salt, is_prefill_only=is_prefill_only)
+        self.scheduler.add(seq)
+        for _ in range(steps):
+            if self.in_flight and fails and self.in_flight[0].output.scheduled[-1].is_sampled:
+                self.fail()
+            elif self.in_flight:
+                self.finish(self.in_flight.popleft(), 2)
+            self.launch_next()
+        return seq.request_id
+
+    @rule()
+    def fail(self) -> None:
+        """A step samples no token: some state or block holds NaN, and no later request may find it in the cache."""
+        if not self.in_flight:
+            return
+        launched = self.in_flight.popleft()
+        all_fail = all(item.is_sampled for item in launched.output.scheduled)  # others may keep equal snapshots
+        failing = [item.seq for item in launched.output.scheduled if item.seq.status is SequenceStatus.RUNNING]
+        self.finish(launched, INVALID_TOKEN)
+        kept = [self.manager.prefixes.snapshots.longest(seq.block_hashes) for seq in failing]
+        assert not all_fail or not any(match.num_reused for match in kept)
 
     @rule(
         target=SchedulerMachine.requests,
@@ -354,6 +402,11 @@ class RecurrentMachine(SchedulerMachine):
             self.launch()
         return seq.request_id if seq.status is SequenceStatus.RUNNING else multiple()
 
+    @invariant()
+    def only_prompts_for_others_have_blocks_for_them(self) -> None:
+        if hasattr(self, "scheduler"):
+            assert all(seq.is_prefill_only or not seq.state_block_ids for seq in self.scheduler.running)
+
     def compute_states(self, launched: Launched) -> None:
         """Load, go on from what the rows hold, save. Steps do so in the order of their launches."""
         assert len(set(launched.rows)) == len(launched.rows), "two sequences have one row"
@@ -365,6 +418,7 @@ class RecurrentMachine(SchedulerMachine):
                 self.rows[row] = self.pool.state_of(item.seq, item.first)
             assert not is_wanted or self.rows[row] == self.pool.state_of(item.seq, item.first), "a foreign state"
             self.rows[row] = self.pool.state_of(item.seq, item.end)
+            self.pool.write_state(list(item.snapshot_ids), self.rows[row])
         for export in launched.output.state_exports:
             self.pool.write_state(list(export.blocks.block_ids), self.rows[export.state_slot])
 

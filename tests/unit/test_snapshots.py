@@ -1,0 +1,237 @@
+"""Snapshots of states: where they are taken, who goes on from them, and what they cost others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_scheduler import compute, plan, step
+
+from engine.config import SchedulerConfig
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+from engine.scheduling.block_ledger import CacheEvent
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import INVALID_TOKEN, Sequence, SequenceStatus
+from engine.scheduling.snapshots import min_snapshot_tokens, snapshot_points
+
+EOS = 1
+NUM_STATE_BLOCKS = 3
+
+
+def make(
+    *, num_blocks: int = 64, min_snapshot_tokens: int = 8, enable_prefix_caching: bool = True, **settings: int
+) -> Scheduler:
+    manager = BlockManager(
+        num_blocks=num_blocks, block_size=4, prefix_key=b"k" * 32, enable_prefix_caching=enable_prefix_caching,
+        num_state_blocks=NUM_STATE_BLOCKS, min_snapshot_tokens=min_snapshot_tokens,
+    )  # fmt: skip
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=64, prefill_chunk_tokens=64, prefill_batch_tokens=64, max_itl_ms=0,
+        stream_interval=1, async_scheduling=False, speculation=None, draft_batch_tokens=12,
+    )  # fmt: skip
+    return Scheduler(replace(config, **settings), manager, max_model_len=100, eos_token_ids=frozenset({EOS}))
+
+
+_numbers = iter(range(10_000))
+
+
+def sequence(name: str, token_ids: list[int], *, max_tokens: int = 20, is_prefill_only: bool = False) -> Sequence:
+    return Sequence(
+        seq_id=next(_numbers), request_id=name, token_ids=token_ids, num_prompt_tokens=len(token_ids),
+        sampling_params=SamplingParams(max_tokens=max_tokens), is_prefill_only=is_prefill_only,
+    )  # fmt: skip
+
+
+def text(number: int, length: int) -> list[int]:
+    return [1000 * number + 10 + i for i in range(length)]
+
+
+def serve(scheduler: Scheduler, token_ids: list[int], token: int = EOS) -> list[tuple[str, int]]:
+    """Serve a prompt whose answer is one token. Returns what its steps computed."""
+    seq = sequence("r", token_ids)
+    scheduler.add(seq)
+    computed = []
+    while seq.status is not SequenceStatus.FINISHED:
+        computed += plan(step(scheduler, token))
+    assert scheduler.check_integrity() == []
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_reused", "num_shared", "points"),
+    [
+        (100, 0, 0, [92]),
+        (101, 0, 0, [92]),
+        (99, 0, 0, [88]),
+        (100, 0, 40, [40, 92]),
+        (100, 40, 40, [92]),
+        (100, 40, 60, [60, 92]),
+        (100, 40, 52, [92]),
+        (100, 40, 80, [80]),
+        (100, 0, 96, [92]),
+        (100, 80, 84, []),
+        (27, 0, 0, [16]),
+        (23, 0, 0, []),
+        (5, 0, 0, []),
+        (5, 0, 4, []),
+    ],
+)
+def test_points(num_tokens: int, num_reused: int, num_shared: int, points: list[int]) -> None:
+    """Near the end, and where the prompt leaves the way to another snapshot, as far as that spares 16 tokens."""
+    found = snapshot_points(num_tokens, num_reused=num_reused, num_shared=num_shared, block_size=4, min_tokens=16)
+    assert found == points
+
+
+def test_a_large_snapshot_must_spare_more() -> None:
+    assert min_snapshot_tokens(1, 16) == 128
+    assert min_snapshot_tokens(104, 16) == 208
+    assert min_snapshot_tokens(197, 16) == 394
+
+
+def test_a_conversation_goes_on_from_the_last_turn() -> None:
+    scheduler = make()
+    first = text(1, 30)
+    assert serve(scheduler, first) == [("r", 20), ("r", 10)], "a step ends at the point"
+    assert serve(scheduler, [*first, *text(2, 30)]) == [("r", 32), ("r", 8)]
+    assert scheduler.stats.num_prefix_hits_tokens == 20
+    assert serve(scheduler, [*first, *text(2, 30), 5]) == [("r", 9)]
+    assert scheduler.stats.num_prefix_hits_tokens == 20 + 52
+
+
+def test_what_two_prompts_share_is_reused_by_the_third() -> None:
+    scheduler = make()
+    shared = text(1, 40)
+    assert serve(scheduler, [*shared, *text(2, 23)]) == [("r", 52), ("r", 11)]
+    assert serve(scheduler, [*shared, *text(3, 23)]) == [("r", 40), ("r", 12), ("r", 11)]
+    assert serve(scheduler, [*shared, *text(4, 8)]) == [("r", 8)]
+
+
+def test_a_step_takes_the_state_along_and_its_blocks_are_dropped_once_it_is_loaded() -> None:
+    scheduler = make()
+    serve(scheduler, text(1, 30))
+    num_cached = scheduler.block_manager.ledger().num_cached
+    assert num_cached == 30 // 4 + NUM_STATE_BLOCKS
+    scheduler.add(seq := sequence("next", [*text(1, 30), 5, 6]))
+    output = scheduler.schedule()
+    assert seq.has_state_to_load
+    assert len(seq.loaded_state_ids) == NUM_STATE_BLOCKS
+    assert scheduler.block_manager.ledger().num_sequence == 8 + NUM_STATE_BLOCKS
+    scheduler.begin(output)
+    assert not seq.has_state_to_load
+    assert len(seq.loaded_state_ids) == NUM_STATE_BLOCKS, "the step may not have begun"
+    scheduler.apply(output, [[7]])
+    assert not seq.loaded_state_ids
+    assert scheduler.block_manager.ledger().num_sequence == 8
+
+
+def test_others_learn_of_a_prefix_once_it_has_a_snapshot() -> None:
+    scheduler = make()
+    manager = scheduler.block_manager
+    first = sequence("first", text(1, 30))
+    scheduler.add(first)
+    output = scheduler.schedule()
+    compute(scheduler, output, [None])
+    hashes = first.block_hashes[:5]
+    assert manager.take_cache_events() == [CacheEvent(True, each) for each in hashes]
+    assert manager.cached_hashes() == hashes
+    step(scheduler, EOS)
+    assert manager.take_cache_events() == [], "blocks after the snapshot cannot be reused"
+    assert manager.forget_prefixes()
+    assert manager.take_cache_events() == [CacheEvent(False, each) for each in reversed(hashes)]
+    assert manager.cached_hashes() == []
+
+
+def test_a_snapshot_goes_with_any_of_its_blocks_and_the_others_are_free_at_once() -> None:
+    scheduler = make(num_blocks=40)
+    serve(scheduler, text(1, 30))
+    manager = scheduler.block_manager
+    assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS
+    scheduler.add(sequence("large", text(2, 31 * 4)))
+    scheduler.schedule()
+    assert manager.ledger().num_free == NUM_STATE_BLOCKS - 1
+    assert manager.ledger().num_cached == 7
+    assert manager.cached_hashes() == []
+    assert scheduler.check_integrity() == []
+
+
+def test_a_snapshot_goes_with_any_block_of_its_prefix() -> None:
+    scheduler = make(num_blocks=40, min_snapshot_tokens=16)
+    shared = text(1, 20)
+    serve(scheduler, [*shared, 3])
+    manager = scheduler.block_manager
+    assert manager.ledger().num_cached == 5
+    serve(scheduler, [*shared, *text(2, 10)])
+    assert len(manager.cached_hashes()) == 5
+    assert manager.ledger().num_cached == 5 + NUM_STATE_BLOCKS + 2, "prefix, snapshot, rest"
+    scheduler.add(sequence("large", text(3, 31 * 4)))
+    scheduler.schedule()
+    assert manager.ledger().num_free == NUM_STATE_BLOCKS
+    assert manager.ledger().num_cached == 4 + 2
+    assert manager.cached_hashes() == []
+    assert scheduler.check_integrity() == []
+
+
+def test_a_reservation_shares_all_cached_keys_and_values_since_its_state_comes_with_the_rest() -> None:
+    scheduler = make()
+    serve(scheduler, text(1, 30))
+    seq = sequence("granted", [*text(1, 30), 5, 6])
+    seq.num_state_blocks = NUM_STATE_BLOCKS
+    assert scheduler.reserve(seq)
+    assert seq.num_computed_tokens == 28
+    assert len(seq.loaded_state_ids) == NUM_STATE_BLOCKS
+    assert not seq.has_state_to_load
+    scheduler.commit("granted", 7, 32)
+    assert seq.has_state_to_load
+    assert plan(step(scheduler)) == [("granted", 1)]
+    assert not seq.loaded_state_ids
+    assert not seq.num_state_blocks, "if it is preempted, its state is computed"
+
+
+def test_no_snapshot_where_running_sequences_may_need_the_blocks() -> None:
+    for num_blocks, computed in ((8 + 2 + NUM_STATE_BLOCKS, [20, 10]), (8 + 1 + NUM_STATE_BLOCKS, [30])):
+        assert serve(make(num_blocks=num_blocks), text(1, 30)) == [("r", num) for num in computed]
+
+
+def test_a_snapshot_that_leaves_no_room_is_not_used() -> None:
+    """With nothing else running, the prompt would wait for ever."""
+    num_blocks = 8 + 2 + NUM_STATE_BLOCKS
+    scheduler = make(num_blocks=num_blocks)
+    assert serve(scheduler, text(1, 30)) == [("r", 20), ("r", 10)]
+    assert serve(scheduler, [*text(1, 30), *text(2, 15)]) == [("r", 45)]
+    assert scheduler.stats.num_prefix_hits_tokens == 0
+
+
+def test_no_request_goes_on_from_what_failed() -> None:
+    """Although another sequence's blocks have the hashes of its prefix."""
+    scheduler = make(min_snapshot_tokens=16)
+    shared = text(1, 20)
+    serve(scheduler, [*shared, 3])
+    failing = sequence("failing", [*shared, *text(2, 10)])
+    scheduler.add(failing)
+    assert plan(step(scheduler)) == [("failing", 20)]
+    assert scheduler.block_manager.prefixes.snapshots.longest(failing.block_hashes).num_reused == 5
+    output = scheduler.schedule()
+    [failed] = compute(scheduler, output, [INVALID_TOKEN])
+    assert failed.finish_reason is FinishReason.ERROR
+    assert scheduler.block_manager.cached_hashes() == []
+    assert serve(scheduler, [*shared, *text(3, 10)]) == [("r", 20), ("r", 10)]
+
+
+def test_a_sequence_ends_while_its_snapshot_is_saved() -> None:
+    scheduler = make()
+    scheduler.add(sequence("r", text(1, 30)))
+    output = scheduler.schedule()
+    assert output.scheduled[0].snapshot_ids
+    scheduler.begin(output)
+    scheduler.abort("r")
+    assert scheduler.block_manager.ledger().num_sequence == 8 + NUM_STATE_BLOCKS, "the step still writes to them"
+    scheduler.apply(output, [[]])
+    assert scheduler.block_manager.ledger().num_free == 64
+    assert scheduler.check_integrity() == []
+
+
+def test_without_prefix_caching_no_step_is_cut() -> None:
+    scheduler = make(enable_prefix_caching=False)
+    assert serve(scheduler, text(1, 30)) == serve(scheduler, text(1, 30)) == [("r", 30)]
