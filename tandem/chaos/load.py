@@ -55,9 +55,19 @@ TOKENS_OF_A_WORD = 5
 
 async def again(client: AsyncClient, asked: Asked, model: str) -> list[Heard]:
     """Send the same request to `model` again, and return its answers; over gRPC, so that the gateway does not judge
-    itself. Raises what the client raises."""
-    answers = await client.generate_n(asked.prompt, asked.n, model=model, **asked.sampling, timeout_s=DEADLINE_S)
-    return [Heard.of_answer(answer) for answer in answers]
+    itself. While the queue is full, waits as long as it is told to. Raises what the client raises."""
+    gives_up_at = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            answers = await client.generate_n(
+                asked.prompt, asked.n, model=model, **asked.sampling, timeout_s=DEADLINE_S
+            )
+        except Overloaded as error:
+            if error.retry_after_s is None or time.monotonic() > gives_up_at:
+                raise
+            await asyncio.sleep(error.retry_after_s)
+        else:
+            return [Heard.of_answer(answer) for answer in answers]
 
 
 class Load:
