@@ -20,12 +20,14 @@ Call = tuple[str, Any]
 
 
 def outcome(told: Iterable[Told]) -> Outcome:
-    """Join all pieces that a reader returned for an answer, whose calls must have the ids id-0, id-1 …"""
+    """Join all pieces that a reader returned for an answer, whose calls must have the ids id-0, id-1 …, or those that
+    Kimi K2 gives them."""
     told = list(told)
     calls: list[tuple[str, str]] = []
     for piece in (piece for each in told for piece in each.calls):
         if piece.id:
-            assert (piece.id, piece.index) == (f"id-{len(calls)}", len(calls))
+            assert piece.id == f"id-{len(calls)}" or f"{piece.name}:" in piece.id
+            assert piece.index == len(calls)
             calls.append((piece.name, ""))
         assert piece.index == len(calls) - 1
         calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
@@ -80,6 +82,15 @@ def _deepseek_v31(calls: Iterable[Call]) -> str:
     return _deepseek(calls, "{name}<｜tool▁sep｜>", "", "", "")
 
 
+def _kimi_k2(calls: Iterable[Call]) -> str:
+    each = (
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{json.dumps(arguments)}"
+        for number, (name, arguments) in enumerate(calls)
+    )
+    said = "".join(f"{one}<|tool_call_end|>" for one in each)
+    return f"<|tool_calls_section_begin|>{said}<|tool_calls_section_end|>"
+
+
 def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -130,7 +141,7 @@ def _openai(calls: Iterable[Call]) -> str:
 WRITERS = {
     "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31, "qwen3_coder": _qwen3_coder, "qwen3_xml": _qwen3_coder,
-    "seed_oss": _seed_oss, "minimax_m2": _minimax_m2,
+    "kimi_k2": _kimi_k2, "seed_oss": _seed_oss, "minimax_m2": _minimax_m2,
     "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,
 }  # fmt: skip
 

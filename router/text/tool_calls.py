@@ -21,7 +21,7 @@ from functools import cached_property
 from hashlib import blake2b
 
 from protos import tandem_inference_pb2 as pb
-from router.text.calls.call_format import CallReader, ToolFormat
+from router.text.calls.call_format import CallReader, Head, ToolFormat
 from router.text.calls.text_values import Schema
 from router.text.words import first_of, num_held
 
@@ -111,6 +111,8 @@ class ToolCallParser:
         self._num_ends = 0
         """How many of the words behind the call are done: read, or left out by the model."""
         self._num_calls = 0
+        self._ids: set[str] = set()
+        """Ids that the model gave the calls so far."""
         self._told = Told()
 
     @property
@@ -223,7 +225,7 @@ class ToolCallParser:
             return False
         if head.name not in self._schemas:
             return self._give_up(head.num_chars)
-        self._open_call(head.name)
+        self._open_call(head)
         self._text = stripped[head.num_chars :]
         self._state = _State.BODY
         if head.arguments is not None:
@@ -282,11 +284,13 @@ class ToolCallParser:
         self._begin_call(begin)
         return True
 
-    def _open_call(self, name: str) -> None:
+    def _open_call(self, head: Head) -> None:
         self._space = []
         if not (self._is_one and self._num_calls):
-            delta = pb.ToolCallDelta(index=self._num_calls, id=self._id_of(self._num_calls), name=name)
-            self._told.calls.append(delta)
+            is_new = head.id and head.id not in self._ids  # the same id twice could not be told apart by the client
+            call_id = head.id if is_new else self._id_of(self._num_calls)
+            self._told.calls.append(pb.ToolCallDelta(index=self._num_calls, id=call_id, name=head.name))
+        self._ids.add(head.id)
         self._num_calls += 1
 
     def _tell_arguments(self, text: str) -> None:

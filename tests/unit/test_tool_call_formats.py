@@ -105,6 +105,34 @@ DEEPSEEK: list[tuple[str, Outcome]] = [
     )),
     (f"{D}{said('deepseek_v31', CITY)}", (D, [OSLO])),
 ]  # fmt: skip
+K, ARGUMENTS = "<|tool_calls_section_begin|><|tool_call_begin|>", "<|tool_call_argument_begin|>"
+K_ENDS = "<|tool_call_end|><|tool_calls_section_end|>"
+KIMI: list[tuple[str, Outcome]] = [
+    (said("kimi_k2", CITY), ("", [OSLO])),
+    (said("kimi_k2", CITY, ("f", {}), CITY), ("", [OSLO, F, OSLO])),
+    (f"I look. {said('kimi_k2', CITY)} Done.", ("I look. Done.", [OSLO])),
+    (f'{K}functions.f:0{ARGUMENTS}{{"a": {{"é😀": ["{K_ENDS}"]}}}}{K_ENDS}',
+     ("", [("f", f'{{"a": {{"é😀": ["{K_ENDS}"]}}}}')])),
+    # words left out, or white space put in
+    (f"<|tool_call_begin|>functions.f:3{ARGUMENTS}{{}}", ("", [F])),
+    (f"{K}\n functions.f:12 {ARGUMENTS}\n{{}} {K_ENDS}", ("", [F])),
+    (f"{K}f:0{ARGUMENTS}{K_ENDS}", ("", [F])),
+    (f"{K}functions.f:0{ARGUMENTS}{{}}{said('kimi_k2', CITY)}", ("", [F, OSLO])),
+    # broken, then continued
+    (f'{K}functions.f:0{ARGUMENTS}{{"a": 1{K_ENDS}{said("kimi_k2", CITY)}', ("", [("f", '{"a": 1'), OSLO])),
+    (f"{K}functions.f:0{ARGUMENTS}{{}}}}{K_ENDS}", (f"}}{K_ENDS}", [F])),
+    # cut off
+    (f'{K}functions.weather:0{ARGUMENTS}{{"city": "Os', ("", [("weather", '{"city": "Os')])),
+    (f"{K}functions.f:0{ARGUMENTS}{{}}<|tool_call", ("", [F])),
+    # no calls
+    *((text, none(text)) for text in (
+        "<|tool", "<|tool_calls_section_begin|>", "<|tool_calls_section_begin|> I", K, f"{K}functions.f",
+        f"{K}functions.f:0", f"{K}functions.f:0{ARGUMENTS}", f"{K}functions.f:0{ARGUMENTS}[]", f"{K}f{ARGUMENTS}{{}}",
+        f"{K}call_4f{ARGUMENTS}{{}}{K_ENDS}", f"{K}functions.f:x{ARGUMENTS}{{}}", f"{K}f :0{ARGUMENTS}{{}}",
+        f"{K}functions.other:0{ARGUMENTS}{{}}{K_ENDS}", f"{K}{'f' * MAX_HEAD_CHARS}:0{ARGUMENTS}{{}}",
+    )),
+    (f"{K}{said('kimi_k2', CITY)}", (K, [OSLO])),
+]  # fmt: skip
 OPENAI: list[tuple[str, Outcome]] = [
     (said("openai", CITY), ("", [OSLO])),
     (said("openai", CITY, ("f", {})), ("", [OSLO, F])),
@@ -125,6 +153,7 @@ OPENAI: list[tuple[str, Outcome]] = [
 ]  # fmt: skip
 CASES = [
     *(("openai", *case) for case in OPENAI),
+    *(("kimi_k2", *case) for case in KIMI),
     *(("mistral", *case) for case in MISTRAL),
     *((parser, *case) for parser in ("deepseek_v3", "deepseek_v31") for case in DEEPSEEK),
 ]
@@ -162,6 +191,13 @@ def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.Dat
         assert parse(parser, list(text), is_whole=is_whole) == told
     content, calls = told
     assert calls or content == text
+
+
+def test_a_call_of_kimis_has_the_id_that_the_model_gave_it() -> None:
+    """The template shows it to the model. Of two calls with one id, the second has another."""
+    reader = reader_of("kimi_k2")
+    told = [*reader.push(said("kimi_k2", CITY, ("f", {}))).calls, *reader.push(said("kimi_k2", CITY)).calls]
+    assert [piece.id for piece in told if piece.id] == ["functions.weather:0", "functions.f:1", "id-2"]
 
 
 # -- what is held to calls --------------------------------------------------------------------------------------------

@@ -197,6 +197,7 @@ TAUGHT = [
     ("'<minimax:tool_call>' … '<invoke name=\"' + name + '\">'", "minimax_m2"),
     ("'<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' + … + '<|call|>'", "openai"),
     ("<|channel|>final<|message|>", None),
+    ("<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>", "kimi_k2"),
 ]  # fmt: skip
 
 

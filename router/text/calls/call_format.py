@@ -59,6 +59,8 @@ class Head(NamedTuple):
     """The tool's name. Empty: it is no call."""
     arguments: str | None = None
     """All arguments, if the call was read whole."""
+    id: str = ""
+    """The call's id, if the model gave it one that the client must send back."""
 
 
 class Body(NamedTuple):
