@@ -114,6 +114,19 @@ def _minimax_m2(calls: Iterable[Call]) -> str:
     return "\n".join(["<minimax:tool_call>", *said, "</minimax:tool_call>"])
 
 
+def _deepseek_v32(calls: Iterable[Call]) -> str:
+    said = ["<｜DSML｜function_calls>"]
+    for name, arguments in calls:
+        values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
+        parameters = (
+            f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{text_of(value)}'
+            "</｜DSML｜parameter>"
+            for key, value in values
+        )
+        said += [f'<｜DSML｜invoke name="{name}">', *parameters, "</｜DSML｜invoke>"]
+    return "\n".join([*said, "</｜DSML｜function_calls>"])
+
+
 def _in_functions(calls: Iterable[Call], begin: str, parameter: str, end: str) -> Iterator[str]:
     for name, arguments in calls:
         values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
@@ -141,7 +154,7 @@ def _openai(calls: Iterable[Call]) -> str:
 WRITERS = {
     "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31, "qwen3_coder": _qwen3_coder, "qwen3_xml": _qwen3_coder,
-    "kimi_k2": _kimi_k2, "seed_oss": _seed_oss, "minimax_m2": _minimax_m2,
+    "deepseek_v32": _deepseek_v32, "kimi_k2": _kimi_k2, "seed_oss": _seed_oss, "minimax_m2": _minimax_m2,
     "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,
 }  # fmt: skip
 

@@ -197,6 +197,7 @@ TAUGHT = [
     ("'<minimax:tool_call>' … '<invoke name=\"' + name + '\">'", "minimax_m2"),
     ("'<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' + … + '<|call|>'", "openai"),
     ("<|channel|>final<|message|>", None),
+    ("{%- set dsml_token = '｜DSML｜' -%}<{{ dsml_token }}function_calls>", "deepseek_v32"),
     ("<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>", "kimi_k2"),
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@
     object_calls     {"name": …, "arguments": …}, with words around it or none: hermes, llama3_json
     harmony          messages to functions, of gpt-oss: openai
     tagged           values between tags: qwen3_coder, qwen3_xml, glm45, glm47, seed_oss, minimax_m2
+    dsml             such values, marked as strings or not: deepseek_v32
 
     call_format      what a format is: its words, the reader of one call, the grammar of answers that are calls
     heads            reads what stands before arguments, a piece at a time

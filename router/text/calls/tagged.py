@@ -119,7 +119,8 @@ class TaggedFormat(ToolFormat):
                 if name in required:
                     raise ValueError(f"properties.{name[:MAX_SHOWN_CHARS]}: no value fits it, but it is required")
                 continue
-            if _UNSAYABLE.search(name) or name != name.strip() or len(name) > MAX_KEY_CHARS:
+            is_unsayable = _UNSAYABLE.search(name) or self.key_end in name or name != name.strip()
+            if is_unsayable or len(name) > MAX_KEY_CHARS:
                 raise ValueError(
                     f"properties: {name[:MAX_SHOWN_CHARS]!r} cannot be the name of an argument in this model's format"
                 )
@@ -130,7 +131,7 @@ class TaggedFormat(ToolFormat):
             argument = f"{lines.literal(f'{self.key}{name}{self.key_end}{self._before_value}')} {value}"
             said.append(argument if name in required else f"({argument})?")
         if not names and tool.parameters and tool.parameters.get("additionalProperties", True) is not False:
-            before, value = lines.literal(self.key_end + self._before_value), self._text(lines)
+            before, value = lines.literal(self.key_end + self._before_value), self._free_value(lines)
             said.append(f"({lines.literal(self.key)} /[\\w.-]{{1,64}}/ {before} {value})*")
         return said
 
@@ -146,16 +147,34 @@ class TaggedFormat(ToolFormat):
 
     def _value(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
         """The rule of a value that fits `of`, a part of `schema`, and its end."""
-        end = lines.literal(self._behind_value)
-        known, types = schema.resolved(of), schema.types(of)
-        if "const" in known or isinstance(known.get("enum"), list):
-            values = [known["const"]] if "const" in known else known["enum"]
-            texts = self._texts_of([each for each in values if type_of(each) in types], types)
+        types, values = schema.types(of), self._values(schema, of)
+        if values is not None:
+            texts = self._texts_of(values, types)
             return f"({' | '.join(lines.literal(each + self._behind_value) for each in texts)})"
         if "string" not in types:
-            return f"{json_of(schema.whole(of))} {end}"
-        least, most = (known.get(key) if types == STRING else None for key in ("minLength", "maxLength"))
-        return self._text(lines, least, most)
+            return self._value_json(lines, schema, of)
+        return self._value_text(lines, schema, of) if types == STRING else self._free_value(lines)
+
+    def _values(self, schema: Schema, of: Any) -> list[Any] | None:
+        """All values that fit `of`, if it lists them."""
+        known, types = schema.resolved(of), schema.types(of)
+        if "const" not in known and not isinstance(known.get("enum"), list):
+            return None
+        values = [known["const"]] if "const" in known else known["enum"]
+        return [each for each in values if type_of(each) in types]
+
+    def _value_json(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
+        """The rule of a value that is no text, and its end."""
+        return f"{json_of(schema.whole(of))} {lines.literal(self._behind_value)}"
+
+    def _value_text(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
+        """The rule of a value that can only be a text, and its end."""
+        known = schema.resolved(of)
+        return self._text(lines, known.get("minLength"), known.get("maxLength"))
+
+    def _free_value(self, lines: GrammarLines) -> str:
+        """The rule of a value that may be a text or anything else, and its end."""
+        return self._text(lines)
 
     def _texts_of(self, values: Sequence[Any], types: frozenset[str]) -> list[str]:
         """The values as the model writes them. Raises `ValueError` if one would be read back as another value."""
@@ -175,7 +194,12 @@ class TaggedFormat(ToolFormat):
     def _text(self, lines: GrammarLines, least: Any = None, most: Any = None) -> str:
         """The rule of a value that is text, and its end."""
         bounds = (least if _is_count(least) else 0, most if _is_count(most) else None)
-        return lines.text_until(self._behind_value, bounds, without=(self.value_end, self.call_end))
+        return lines.text_until(self._behind_value, bounds, without=self._never_in_text)
+
+    @property
+    def _never_in_text(self) -> tuple[str, ...]:
+        """Words that no text contains that is held to the grammar: among them those that end it."""
+        return (self.value_end, self.call_end)
 
 
 def _is_count(value: Any) -> bool:
@@ -293,14 +317,22 @@ class TaggedReader:
             if not text.startswith(word, self._at):
                 if word.startswith(text[self._at :]):
                     return False
-                self._state = _State.BETWEEN
+                self._go_on_between()
                 return True
-        self._at += len(word)
-        self._types = self._schema.types_of(self._key)
+        self._begin_value(self._at + len(word), self._schema.types_of(self._key))
+        return True
+
+    def _go_on_between(self) -> None:
+        """What was read is no argument."""
+        self._state = _State.BETWEEN
+
+    def _begin_value(self, at: int, types: frozenset[str]) -> None:
+        """A value, which may have one of `types`, begins there."""
+        self._at = at
+        self._types = types
         self._tell_key()
         self._state = _State.VALUE
         self._is_at_value = True
-        return True
 
     def _read_value(self, text: str) -> bool:
         ends, is_wrapped = self._tags.ends_of_value, self._tags.is_wrapped
