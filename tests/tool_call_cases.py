@@ -143,6 +143,15 @@ def _glm(calls: Iterable[Call], space: str) -> str:
     return space.join(each)
 
 
+def _pythonic(calls: Iterable[Call]) -> str:
+    each = []
+    for name, arguments in calls:
+        values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
+        said = (f"{key}={json.dumps(value) if isinstance(value, str) else repr(value)}" for key, value in values)
+        each.append(f"{name}({', '.join(said)})")
+    return f"[{', '.join(each)}]"
+
+
 def _openai(calls: Iterable[Call]) -> str:
     """The answer follows the start of the first message, which is in the prompt."""
     return "<|end|><|start|>assistant".join(
@@ -155,6 +164,8 @@ WRITERS = {
     "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31, "qwen3_coder": _qwen3_coder, "qwen3_xml": _qwen3_coder,
     "deepseek_v32": _deepseek_v32, "kimi_k2": _kimi_k2, "seed_oss": _seed_oss, "minimax_m2": _minimax_m2,
+    "pythonic": _pythonic, "llama4_pythonic": _pythonic,
+    "lfm2": lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>",
     "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,
 }  # fmt: skip
 

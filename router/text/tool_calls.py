@@ -25,8 +25,6 @@ from router.text.calls.call_format import CallReader, Head, ToolFormat
 from router.text.calls.text_values import Schema
 from router.text.words import first_of, num_held
 
-PYTHON_TAG = "<|python_tag|>"
-"""What Llama may write before a call; visible if special tokens are shown."""
 _ALPHANUMERIC = string.digits + string.ascii_letters
 
 
@@ -174,21 +172,22 @@ class ToolCallParser:
         return True
 
     def _find_object(self) -> bool:
-        """For formats in which a call is an object at the answer's beginning, or after another call: look for one.
-        Returns whether it is there."""
+        """For formats in which a call begins with a bracket at the answer's beginning, or after another call: look for
+        one. Returns whether it is there."""
         if not self._may_begin:
             self._tell(self._text)
             self._text = ""
             return False
         self._hold_space()
-        word = self._format.between.strip() if self._num_calls else PYTHON_TAG
+        leads = "" if self._num_calls else self._format.leads
+        word = self._format.between.strip() if self._num_calls else leads
         word = word if self._text.startswith(word) else ""
         rest = self._text[len(word) :].lstrip()
-        if rest.startswith("{"):
+        if rest.startswith(self._format.opens):
             begin, self._text = self._text[: len(self._text) - len(rest)], rest
             self._begin_call(begin)
             return True
-        if rest and not (self._num_calls == 0 and PYTHON_TAG.startswith(rest)):
+        if rest and not leads.startswith(rest):
             self._may_begin = False
             return self._find_object()
         return False
@@ -278,7 +277,7 @@ class ToolCallParser:
         rest = self._text[len(joint) :].lstrip()
         if not rest:
             return False
-        if rest[0] != "{":
+        if rest[0] == "]":
             return None
         begin, self._text = self._text[: len(self._text) - len(rest)], rest
         self._begin_call(begin)

@@ -198,6 +198,10 @@ TAUGHT = [
     ("'<|start|>assistant to=functions.' + name + '<|channel|>commentary json<|message|>' + … + '<|call|>'", "openai"),
     ("<|channel|>final<|message|>", None),
     ("{%- set dsml_token = '｜DSML｜' -%}<{{ dsml_token }}function_calls>", "deepseek_v32"),
+    ("Respond in the format [func_name1(params_name1=params_value1, params_name2=params_value2...), …]", "pythonic"),
+    ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "llama4_pythonic"),
+    ('{{- "<|tool_call_start|>[" + (calls | join(", ")) + "]<|tool_call_end|>" -}}', "lfm2"),
+    ('"List of tools: <|tool_list_start|>["', "lfm2"), ("<|tool_call_start|>\n```python\n", None),
     ("<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>", "kimi_k2"),
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@
     deepseek         <｜tool▁call▁begin｜> …: deepseek_v3, deepseek_v31
     kimi             <|tool_call_begin|> …, with ids that name the tools: kimi_k2
     object_calls     {"name": …, "arguments": …}, with words around it or none: hermes, llama3_json
+    pythonic         lists of calls in Python's syntax: pythonic, llama4_pythonic, lfm2
     harmony          messages to functions, of gpt-oss: openai
     tagged           values between tags: qwen3_coder, qwen3_xml, glm45, glm47, seed_oss, minimax_m2
     dsml             such values, marked as strings or not: deepseek_v32
@@ -12,6 +13,7 @@
     heads            reads what stands before arguments, a piece at a time
     free_text        for grammars: regexes of texts without certain words
     text_values      turns plain-text values into JSON, by the tool's schema
+    python_values    turns arguments in Python's syntax into JSON
     objects          JSON that comes in pieces: where an object ends, and what a whole one calls
 
 `tool_formats` lists all formats.

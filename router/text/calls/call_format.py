@@ -98,7 +98,12 @@ class ToolFormat(ABC):
 
     name: str
     begins: tuple[str, ...] = ()
-    """Words that begin a call. Empty: a call is a JSON object at an answer's beginning, or after another call."""
+    """Words that begin a call. Empty: a call begins with `opens` at an answer's beginning, or after another call."""
+    opens: str = "{"
+    """The bracket that begins a call where there are no begin words."""
+    leads: str = ""
+    """What the model may write before its first call where there are no begin words; visible if special tokens are
+    shown."""
     between: str = ""
     """What stands between calls."""
     form_begins: str = ""

@@ -37,7 +37,7 @@ class DsmlFormat(TaggedFormat):
         return DsmlReader(self, begin, schemas)
 
     def _value(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
-        types, values = schema.types(of), self._values(schema, of)
+        types, values = schema.types(of), schema.values(of)
         if values is not None:
             marked = [
                 (_IS_STRING, [each for each in values if isinstance(each, str)], STRING),

@@ -31,7 +31,7 @@ class MistralFormat(ToolFormat):
         return (BEGIN, ARGUMENTS, CALL_ID)
 
     def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
-        return MistralReader()
+        return MistralReader(begin)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
         for rule in ("item", "call"):
@@ -49,7 +49,9 @@ class MistralFormat(ToolFormat):
 class MistralReader:
     """Finds out which variant a call has, and reads it."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: str) -> None:
+        self._is_listed = begin != BEGIN
+        """An object of a list, but not its first."""
         self._reader: ObjectReader | ArgumentsReader | None = None
         self._num_before = 0
         """Characters before a list's first object."""
@@ -64,12 +66,12 @@ class MistralReader:
 
     def head(self, text: str) -> Head | None:
         if self._reader is None:
-            listed = _LIST.match(text)
+            listed = None if self._is_listed else _LIST.match(text)
             self._num_before = 0 if listed is None else listed.end()
             if self._num_before == len(text):
                 return None
             is_object = text[self._num_before] == "{"
-            if listed is not None and not is_object:
+            if (listed is not None or self._is_listed) and not is_object:
                 return Head(0)
             self._reader = ObjectReader(BEGIN) if is_object else ArgumentsReader(BEGIN)
         if not isinstance(self._reader, ObjectReader):

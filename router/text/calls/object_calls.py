@@ -25,6 +25,8 @@ from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.calls.objects import BROKEN_BY, ObjectScan, call_of, unquoted
 from router.text.calls.text_values import Schema
 
+PYTHON_TAG = "<|python_tag|>"
+"""What Llama may write before a call."""
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -103,6 +105,7 @@ HERMES = ObjectFormat(
 )
 LLAMA3_JSON = ObjectFormat(
     name="llama3_json",
+    leads=PYTHON_TAG,
     between="; ",
     arguments_key="parameters",
     known_by=('"parameters": dictionary of argument name and its value',),

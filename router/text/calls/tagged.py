@@ -27,7 +27,7 @@ from typing import Any
 
 from router.text.calls.call_format import Body, CallReader, CannotBeHeld, GrammarLines, Head, Tool, ToolFormat, json_of
 from router.text.calls.heads import NAME, Cursor, head_of
-from router.text.calls.text_values import STRING, Schema, escaped, json_of_text, type_of
+from router.text.calls.text_values import STRING, Schema, escaped, json_of_text
 from router.text.words import first_of, num_held
 
 CALL, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
@@ -109,9 +109,7 @@ class TaggedFormat(ToolFormat):
         """Rules of the arguments, in the schema's order. Raises `ValueError` if no arguments fit the schema, or if they
         cannot be written in this format."""
         schema = Schema(tool.parameters)
-        required = (tool.parameters or {}).get("required")
-        required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-        said = []
+        said, required = [], schema.required
         names = dict.fromkeys([*schema.properties, *required])
         for name in names:
             of = schema.properties.get(name, True)
@@ -147,21 +145,13 @@ class TaggedFormat(ToolFormat):
 
     def _value(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
         """The rule of a value that fits `of`, a part of `schema`, and its end."""
-        types, values = schema.types(of), self._values(schema, of)
+        types, values = schema.types(of), schema.values(of)
         if values is not None:
             texts = self._texts_of(values, types)
             return f"({' | '.join(lines.literal(each + self._behind_value) for each in texts)})"
         if "string" not in types:
             return self._value_json(lines, schema, of)
         return self._value_text(lines, schema, of) if types == STRING else self._free_value(lines)
-
-    def _values(self, schema: Schema, of: Any) -> list[Any] | None:
-        """All values that fit `of`, if it lists them."""
-        known, types = schema.resolved(of), schema.types(of)
-        if "const" not in known and not isinstance(known.get("enum"), list):
-            return None
-        values = [known["const"]] if "const" in known else known["enum"]
-        return [each for each in values if type_of(each) in types]
 
     def _value_json(self, lines: GrammarLines, schema: Schema, of: Any) -> str:
         """The rule of a value that is no text, and its end."""

@@ -25,6 +25,8 @@ class Schema:
         self._root = parameters or {}
         properties = self._root.get("properties")
         self.properties: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
+        required = self._root.get("required")
+        self.required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
         self._types: dict[str, frozenset[str]] = {}
         self._referred_types: dict[str, frozenset[str]] = {}
 
@@ -77,6 +79,14 @@ class Schema:
                 break
             schema = self._referred(schema["$ref"])
         return schema if isinstance(schema, dict) else {}
+
+    def values(self, schema: Any) -> list[Any] | None:
+        """All values that fit `schema`, a part of this one, if it lists them."""
+        known, types = self.resolved(schema), self.types(schema)
+        if "const" not in known and not isinstance(known.get("enum"), list):
+            return None
+        values = [known["const"]] if "const" in known else known["enum"]
+        return [each for each in values if type_of(each) in types]
 
     def whole(self, schema: Any) -> dict[str, Any]:
         """`schema`, a part of this one, with the definitions that it may refer to."""

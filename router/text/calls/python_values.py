@@ -1,0 +1,357 @@
+"""Turns the arguments of a call in Python's syntax into JSON, as they come. Nothing is evaluated. Pure.
+
+    city="Oslo", days=[1, 2], more={'a': None})   ──>   {"city": "Oslo", "days": [1, 2], "more": {"a": null}}
+
+    ITEM ── a key ──> VALUE ── a quote ──> STRING ──> BEHIND_STRING ──┐
+     │  ^              │ └──── a word ──> WORD ───────────────────────┴──> COMMA ──> ITEM …, or the end
+     │  └── a bracket ─┘
+     └─ what Python's syntax does not allow ──> BROKEN
+
+Strings come as they are said; numbers and words when they are complete. A word that is no literal (`city=Oslo`) is a
+string, since some templates show models their values without quotes; so is a number where the schema allows only
+strings. Others show all values in quotes: a string is told as what it contains where the schema allows none. Arguments
+that are broken end there, and stay incomplete.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from router.text.calls.call_format import Body
+from router.text.calls.objects import encodable
+from router.text.calls.text_values import STRING, TYPES, Schema, escaped, json_of_text
+from router.text.words import first_of, num_held
+
+MAX_KEY_CHARS = 256
+"""Maximum length of an argument's name, and of the white space behind it."""
+KEY = r"[\w.-]+"
+_KEY = re.compile(rf"({KEY})\s*=(?=[^=])")
+_MAY_BE_KEY = re.compile(r"[\w.-]*\s*=?")
+_SPACE = re.compile(r"\s*")
+_OPEN_STRING = re.compile(r"[rRuU]?(\"\"\"|'''|\"|')")
+_MAY_OPEN_STRING = re.compile(r"[rRuU]?(?:\"{1,2}|'{1,2})?")
+_IN_STRING = {quote: re.compile(rf"{quote}|\\") for quote in ('"', "'", '"""', "'''")}
+_ESCAPE = re.compile(
+    r"x[\da-fA-F]{2}|u[\da-fA-F]{4}|U[\da-fA-F]{8}|[0-7]{3}|[0-7]{1,2}(?=[^0-7])|[^xuU0-7]", re.ASCII | re.DOTALL
+)
+_MAY_BE_ESCAPE = re.compile(r"x[\da-fA-F]?|u[\da-fA-F]{0,3}|U[\da-fA-F]{0,7}|[0-7]{0,2}", re.ASCII)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "/": "/",
+            "\\": "\\", "'": "'", '"': '"'}  # fmt: skip
+"""What a letter behind a backslash means; Python keeps the backslash before any other. \\/ is JSON's."""
+_IN_WORD = re.compile(r"[,:()\[\]{}'\"<\\]")
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)(?:[eE][+-]?\d+)?|0[xXoObB][\da-fA-F_]+", re.ASCII)
+_NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ENDS = {"(": ")", "[": "]", "{": "}"}
+_CALL, _LIST, _DICT = "(", "[", "{"
+
+
+class _State(enum.Enum):
+    ITEM = enum.auto()
+    VALUE = enum.auto()
+    STRING = enum.auto()
+    BEHIND_STRING = enum.auto()
+    WORD = enum.auto()
+    COLON = enum.auto()
+    COMMA = enum.auto()
+    BROKEN = enum.auto()
+    OVER = enum.auto()
+
+
+class PythonArguments:
+    """Reads the arguments of one call, behind its bracket. `broken_by`: words behind the call; none of them can stand
+    outside strings."""
+
+    def __init__(self, schema: Schema, broken_by: Sequence[str] = ()) -> None:
+        self._schema = schema
+        self._broken_by = broken_by
+        self._state = _State.ITEM
+        self._at = 0
+        """Position in the text that is being read."""
+        self._open = [_CALL]
+        """The brackets that are open, the call's first."""
+        self._num_items = [0]
+        """How many items each of them has so far."""
+        self._types = TYPES
+        """JSON types that the value may have."""
+        self._is_key = False
+        """A dictionary's key is read, no value."""
+        self._quote = ""
+        self._is_raw = False
+        self._held: list[str] | None = None
+        """The pieces of a string where the schema allows none: told as what it contains when it is complete."""
+        self._word: list[str] = []
+        """The pieces of a word, which is told when it is complete."""
+        self._word_open: list[str] = []
+        """The brackets that are open within the word, and, last, a quote."""
+        self._told: list[str] = []
+
+    def body(self, text: str) -> Body:
+        """See `CallReader`."""
+        self._at = 0
+        while self._step(text):
+            pass
+        told, self._told = "".join(self._told), []
+        return Body(self._at, told, is_over=self._state is _State.OVER)
+
+    def _step(self, text: str) -> bool:
+        """Read on. Returns whether another step may find more."""
+        match self._state:
+            case _State.STRING:
+                return self._read_string(text)
+            case _State.WORD:
+                return self._read_word(text)
+            case _State.BROKEN:
+                return self._read_broken(text)
+            case _State.OVER:
+                return False
+        match = _SPACE.match(text, self._at)
+        assert match is not None
+        self._at = match.end()
+        if self._at == len(text):
+            return False
+        match self._state:
+            case _State.ITEM:
+                return self._read_item(text)
+            case _State.VALUE:
+                return self._read_value(text)
+            case _State.BEHIND_STRING:
+                return self._read_behind_string(text)
+            case _State.COLON:
+                return self._read_sign(text, ":", _State.VALUE)
+            case _:
+                return self._read_sign(text, ",", _State.ITEM)
+
+    # -- brackets, keys and signs -------------------------------------------------------------------------------------
+
+    def _read_item(self, text: str) -> bool:
+        if text[self._at] == _ENDS[self._open[-1]]:
+            return self._close()
+        of = self._open[-1]
+        if of == _CALL:
+            match = _KEY.match(text, self._at, self._at + MAX_KEY_CHARS)
+            if match is None:
+                may_be = _MAY_BE_KEY.match(text, self._at, self._at + MAX_KEY_CHARS)
+                assert may_be is not None
+                if may_be.end() == len(text) and len(text) - self._at < MAX_KEY_CHARS:
+                    return False
+                return self._break()
+            self._at = match.end()
+            self._begin_item(f"{json.dumps(match[1], ensure_ascii=False)}: ")
+            self._types = self._schema.types_of(match[1])
+            self._state = _State.VALUE
+            return True
+        self._begin_item("")
+        self._types = STRING if of == _DICT else TYPES
+        self._is_key = of == _DICT
+        self._state = _State.VALUE
+        return True
+
+    def _begin_item(self, said: str) -> None:
+        is_first_argument = len(self._open) == 1 and not self._num_items[-1]
+        self._told.append(("{" if is_first_argument else ", " if self._num_items[-1] else "") + said)
+        self._num_items[-1] += 1
+
+    def _close(self) -> bool:
+        self._at += 1
+        of, num_items = self._open.pop(), self._num_items.pop()
+        if of == _CALL:
+            self._told.append("}" if num_items else "{}")
+            self._state = _State.OVER
+            return False
+        self._told.append(_ENDS[of])
+        self._state = _State.COMMA
+        return True
+
+    def _read_sign(self, text: str, sign: str, following: _State) -> bool:
+        """A comma or colon, or the end of what is open."""
+        if text[self._at] == sign:
+            self._at += 1
+            if sign == ":":
+                self._told.append(": ")
+            self._state = following
+            return True
+        if sign == "," and text[self._at] == _ENDS[self._open[-1]]:
+            return self._close()
+        return self._break()
+
+    def _break(self) -> bool:
+        self._state = _State.BROKEN
+        return True
+
+    def _read_broken(self, text: str) -> bool:
+        found = first_of(text, self._broken_by, self._at)
+        if found is not None:
+            self._at = found[0]
+            self._state = _State.OVER
+        else:
+            self._at = len(text) - num_held(text[self._at :], self._broken_by)
+        return False
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def _read_value(self, text: str) -> bool:
+        char = text[self._at]
+        if char in "[{" and not self._is_key:
+            self._at += 1
+            self._told.append(char)
+            self._open.append(char)
+            self._num_items.append(0)
+            self._state = _State.ITEM
+            return True
+        may_be = _MAY_OPEN_STRING.match(text, self._at)
+        assert may_be is not None
+        if may_be.end() == len(text) and may_be.end() > self._at:
+            return False
+        opens = _OPEN_STRING.match(text, self._at)
+        if opens is None:
+            self._state = _State.WORD
+            return True
+        self._held = None if "string" in self._types else []
+        self._tell_string('"')
+        self._open_string(text, opens)
+        return True
+
+    def _open_string(self, text: str, opens: re.Match[str]) -> None:
+        self._quote, self._is_raw, self._at = opens[1], text[self._at] in "rR", opens.end()
+        self._state = _State.STRING
+
+    def _tell_string(self, said: str) -> None:
+        """A piece of a string, as JSON."""
+        (self._told if self._held is None else self._held).append(said)
+
+    def _read_string(self, text: str) -> bool:
+        match = _IN_STRING[self._quote].search(text, self._at)
+        if match is None:
+            end = len(text) - num_held(text[self._at :], (self._quote,))
+            self._tell_string(escaped(text[self._at : end]))
+            self._at = end
+            return False
+        self._tell_string(escaped(text[self._at : match.start()]))
+        self._at = match.start()
+        if match[0] != "\\":
+            self._at = match.end()
+            self._state = _State.BEHIND_STRING
+            return True
+        return self._read_escape(text)
+
+    def _read_escape(self, text: str) -> bool:
+        start = self._at + 1
+        if self._is_raw:
+            if start == len(text):
+                return False
+            self._tell_string(escaped(text[self._at : start + 1]))
+            self._at = start + 1
+            return True
+        match = _ESCAPE.match(text, start)
+        if match is None:
+            may_be = _MAY_BE_ESCAPE.match(text, start)
+            if may_be is not None and may_be.end() == len(text):
+                return False
+            self._tell_string("\\\\")
+            self._at = start
+            return True
+        self._tell_string(_json_of_escape(match[0]))
+        self._at = match.end()
+        return True
+
+    def _read_behind_string(self, text: str) -> bool:
+        """Python joins strings that stand next to each other."""
+        if text[self._at] in "\"'":
+            may_be = _MAY_OPEN_STRING.match(text, self._at)
+            opens = _OPEN_STRING.match(text, self._at)
+            assert may_be is not None
+            assert opens is not None
+            if may_be.end() == len(text):
+                return False
+            self._open_string(text, opens)
+            return True
+        self._tell_string('"')
+        if self._held is not None:
+            said = encodable(json.loads("".join(self._held)))
+            self._held = None
+            self._told.append(json_of_text(said, self._types))
+        self._go_on()
+        return True
+
+    def _go_on(self) -> None:
+        """A key or value is complete."""
+        self._state = _State.COLON if self._is_key else _State.COMMA
+        self._is_key, self._types = False, TYPES
+
+    def _read_word(self, text: str) -> bool:
+        match = _IN_WORD.search(text, self._at)
+        end = len(text) if match is None else match.start()
+        self._word.append(text[self._at : end])
+        self._at = end
+        if match is None:
+            return False
+        sign, within = match[0], self._word_open[-1] if self._word_open else ""
+        is_quoted = within in ("'", '"')
+        if sign == "<" and not is_quoted:
+            if any(text.startswith(word, end) for word in self._broken_by):
+                return self._break()
+            if any(word.startswith(text[end : end + len(word)]) for word in self._broken_by):
+                return False
+        if sign == "\\" and end + 1 == len(text):
+            return False
+        if within and sign == (within if is_quoted else _ENDS[within]):
+            self._word_open.pop()
+        elif is_quoted:
+            pass
+        elif sign in "'\"" or sign in _ENDS:
+            self._word_open.append(sign)
+        elif not within and (sign in ",)]}" or (sign == ":" and self._is_key)):
+            return self._end_word()
+        num_taken = 2 if sign == "\\" else 1
+        self._word.append(text[end : end + num_taken])
+        self._at = end + num_taken
+        return True
+
+    def _end_word(self) -> bool:
+        word, self._word = "".join(self._word).strip(), []
+        if not word:
+            return self._break()
+        self._told.append(f'"{escaped(word)}"' if self._is_key else json_of_word(word, self._types))
+        self._go_on()
+        return True
+
+
+def json_of_word(word: str, types: frozenset[str]) -> str:
+    """What stands without quotes, as JSON. `types`: those that it may have."""
+    if word in _NAMES:
+        return _NAMES[word]
+    if types != STRING and _NUMBER.fullmatch(word):
+        try:
+            json.loads(word)
+        except ValueError:
+            return _json_of_number(word)
+        return word
+    return json.dumps(word, ensure_ascii=False)
+
+
+def _json_of_number(word: str) -> str:
+    """A number that only Python writes so. One that JSON cannot tell is a string."""
+    readings: tuple[Callable[[str], int | float], ...] = (int, lambda each: int(each, 0), float)
+    for reading in readings:
+        try:
+            value = reading(word)
+            if math.isfinite(value):
+                return json.dumps(value)
+        except (ValueError, OverflowError):
+            pass
+    return json.dumps(word)
+
+
+def _json_of_escape(escape: str) -> str:
+    """What `escape` means behind a backslash, within a JSON string."""
+    kind = escape[0]
+    if kind not in "xuU01234567":
+        return escaped(_ESCAPED.get(escape, f"\\{escape}"))
+    code = int(escape, 8) if kind.isdigit() else int(escape[1:], 16)
+    if 0xD800 <= code <= 0xDFFF:  # half a character: no message may contain it
+        return f"\\u{code:04x}"
+    return escaped(chr(code) if code <= 0x10FFFF else f"\\{escape}")
