@@ -143,13 +143,15 @@ def _glm(calls: Iterable[Call], space: str) -> str:
     return space.join(each)
 
 
-def _pythonic(calls: Iterable[Call]) -> str:
-    each = []
+def _in_python(calls: Iterable[Call]) -> Iterator[str]:
     for name, arguments in calls:
         values = arguments.items() if isinstance(arguments, dict) else [("", arguments)]
         said = (f"{key}={json.dumps(value) if isinstance(value, str) else repr(value)}" for key, value in values)
-        each.append(f"{name}({', '.join(said)})")
-    return f"[{', '.join(each)}]"
+        yield f"{name}({', '.join(said)})"
+
+
+def _pythonic(calls: Iterable[Call]) -> str:
+    return f"[{', '.join(_in_python(calls))}]"
 
 
 def _openai(calls: Iterable[Call]) -> str:
@@ -166,6 +168,7 @@ WRITERS = {
     "deepseek_v32": _deepseek_v32, "kimi_k2": _kimi_k2, "seed_oss": _seed_oss, "minimax_m2": _minimax_m2,
     "pythonic": _pythonic, "llama4_pythonic": _pythonic,
     "lfm2": lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>",
+    "olmo3": lambda calls: "\n".join(["<function_calls>", *_in_python(calls), "</function_calls>"]),
     "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,
 }  # fmt: skip
 

@@ -272,13 +272,15 @@ class ToolCallParser:
     def _find_joint(self, joint: str) -> bool | None:
         """Whether another call of a list begins. True: it does. None: it does not. False: it is too early to tell."""
         self._hold_space()
+        joint = joint.strip()  # white space is held already
         if not self._text.startswith(joint):
             return None if self._text else False
         rest = self._text[len(joint) :].lstrip()
-        if not rest:
-            return False
-        if rest[0] == "]":
+        assert self._call is not None
+        if any(rest.startswith(word) for word in self._call.ends):
             return None
+        if any(word.startswith(rest) for word in self._call.ends) or not rest:
+            return False
         begin, self._text = self._text[: len(self._text) - len(rest)], rest
         self._begin_call(begin)
         return True

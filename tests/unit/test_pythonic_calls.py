@@ -19,7 +19,7 @@ from router.text.calls.text_values import Schema
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
 
-PARSERS = ("pythonic", "llama4_pythonic", "lfm2")
+PARSERS = ("pythonic", "llama4_pythonic", "lfm2", "olmo3")
 PROPERTIES: dict[str, Any] = {
     "text": {"type": "string"}, "number": {"type": "integer"}, "on": {"type": "boolean"}, "list": {"type": "array"},
     "maybe": {"type": ["string", "null"]}, "colour": {"enum": ["red", 3, None]}, "any": {},
@@ -134,6 +134,7 @@ NONE = ["[]", "[f]", "[f(]", "[f(3)]", "[f('a')]", "[f(text)]", "[g(text='a')]",
         "[1, 2]", "[ ", "[f(", "[f(te", "[f(text ", "f(text='a')", "[[f()]]", f"[{'f' * MAX_HEAD_CHARS}()]",
         f"[f({'k' * MAX_HEAD_CHARS}=1)]"]  # fmt: skip
 BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
+LINES, LINES_END = "<function_calls>\nf(text='a')", "</function_calls>"
 JSON = '{"name": "f", "arguments": {"text": "a"}}'
 CASES: list[tuple[str, str, Outcome]] = [
     *((parser, text, told) for parser in ("pythonic", "llama4_pythonic") for text, told in OF_ALL),
@@ -159,6 +160,16 @@ CASES: list[tuple[str, str, Outcome]] = [
     ("lfm2", f"{BEGIN}[{JSON}, {JSON}]{END}", ("", [A, A])),
     ("lfm2", f"{BEGIN}[{JSON[:-2]}{END}", ("", [(A[0], A[1][:-1])])),
     ("pythonic", f"[{JSON}]", (f"[{JSON}]", [])),
+    ("lfm2", f"{BEGIN}[now(),{END} So.", (" So.", [NOW])), ("lfm2", f"{BEGIN}[now(),<b>", (",<b>", [NOW])),
+    # on lines
+    ("olmo3", f"I look.\n{LINES}\nnow()\n{LINES_END} So.", ("I look. So.", [A, NOW])),
+    ("olmo3", f"{LINES} f ( text = 'a\n' , any=[\n1, true]\n)now( ){LINES_END}",
+     ("", [A, ("f", '{"text": "a\\n", "any": [1, true]}'), NOW])),
+    ("olmo3", f"{LINES}\nDone.", ("\nDone.", [A])), ("olmo3", f"{LINES}\n</func", ("", [A])),
+    ("olmo3", f"{LINES}\ng(a=1)\n{LINES_END}", (f"\ng(a=1)\n{LINES_END}", [A])),
+    ("olmo3", f"{LINES}\nf(text='a', 3)\nnow()\n{LINES_END}{LINES}", ("", [A, ("f", '{"text": "a"'), A])),
+    ("olmo3", f"{LINES}\nf(any=1{LINES_END}.", (".", [A, ("f", '{"any": ')])),
+    *(("olmo3", text, (text, [])) for text in (f"<function_calls>\n{F}", "<function_calls>\n<invoke name='f'>", F)),
 ]  # fmt: skip
 
 
@@ -172,16 +183,15 @@ def test_calls_are_the_same_wherever_the_text_is_cut(parser: str, text: str, exp
 
 
 PARTS = [*"[](){}'\"\\,:= \nxuU0r<", "'''", '"""', "text", "number", "any=", "f(", "12", "True", "Oslo", "\\x4", "\\12",
-         "\\ud83d", END, BEGIN, "<|tool_call", "<|python_end|>"]  # fmt: skip
+         "\\ud83d", END, BEGIN, "<|tool_call", "<|python_end|>", ")\nf(", "</func", LINES_END]  # fmt: skip
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 @given(data=st.data())
 @settings(max_examples=400)
 def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.DataObject) -> None:
-    begin = (
-        "".join(FORMATS[parser].begins) + "[f(" + data.draw(st.sampled_from(["", "any=", "number=", "any={", "any=["]))
-    )
+    begin = "".join(FORMATS[parser].begins) + ("f(" if parser == "olmo3" else "[f(")
+    begin += data.draw(st.sampled_from(["", "any=", "number=", "any={", "any=["]))
     text = begin + "".join(data.draw(st.lists(st.sampled_from(PARTS), max_size=16)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[start:until] for start, until in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -202,6 +202,7 @@ TAUGHT = [
     ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "llama4_pythonic"),
     ('{{- "<|tool_call_start|>[" + (calls | join(", ")) + "]<|tool_call_end|>" -}}', "lfm2"),
     ('"List of tools: <|tool_list_start|>["', "lfm2"), ("<|tool_call_start|>\n```python\n", None),
+    ("<function_calls>\nfunction1(param1='value1')\n</function_calls>", "olmo3"), ("<function_calls>\n<invoke", None),
     ("<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>", "kimi_k2"),
 ]  # fmt: skip
 

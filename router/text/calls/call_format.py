@@ -78,7 +78,8 @@ class CallReader(Protocol):
 
     @property
     def joint(self) -> str:
-        """In a list of calls, what stands before the next one, which has no begin word. Empty: there are no lists."""
+        """In a list of calls, what stands before the next one, which has no begin word: a comma, or a line break.
+        Empty: there are no lists."""
 
     @property
     def ends(self) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
     pythonic          [get_weather(city="Oslo"), now()]                                      Llama 3.2, ToolACE
     llama4_pythonic   the same, between <|python_start|> and <|python_end|> or not           Llama 4
     lfm2              <|tool_call_start|>[get_weather(city="Oslo"), now()]<|tool_call_end|>  LFM2, LFM2.5
+    olmo3             <function_calls>\\nget_weather(city="Oslo")\\nnow()\\n</function_calls>    OLMo 3
 
 The first two are described by vLLM's templates (examples/tool_chat_template_llama3.2_pythonic.jinja, …_llama4_pythonic,
 …_toolace), the third by vLLM's parser (vllm/tool_parsers/lfm2_tool_parser.py) and the template of LFM2.5-8B-A1B.
 llama.cpp's template for LFM2 (models/templates/llama-cpp-lfm2.jinja) shows the model lists of JSON objects between the
-same words; so these are read, too.
+same words; so these are read, too. The last is described by vLLM's examples/tool_chat_template_olmo3.jinja.
 
 A call is one only if a keyword follows its bracket, or the bracket's end: lists in Markdown look like such lists.
 """
@@ -37,6 +38,7 @@ from router.text.calls.text_values import Schema
 
 PYTHON_BEGIN, PYTHON_END = "<|python_start|>", "<|python_end|>"
 LFM2_BEGIN, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO_BEGIN, OLMO_END = "<function_calls>", "</function_calls>"
 MAX_SHOWN_CHARS = 80
 _PYTHON = {"true": "True", "false": "False", "null": "None"}
 _NAME_OF_ARGUMENT = re.compile(KEY)
@@ -46,6 +48,8 @@ _NAME_OF_ARGUMENT = re.compile(KEY)
 class PythonicFormat(ToolFormat):
     end: str = ""
     """The word behind the list."""
+    is_bracketed: bool = True
+    """The list has brackets, and commas between its calls. Otherwise, each call is on a line of its own."""
     known_by_one_of: tuple[str, ...] = ()
     """Templates that teach this format contain one of these words, too."""
 
@@ -69,10 +73,15 @@ class PythonicFormat(ToolFormat):
             except ValueError as error:
                 raise CannotBeHeld(number, str(error)) from error
             lines.add(f"tool_{number}", f'{lines.literal(f"{tool.name}(")} {arguments} ")"', place=number)
-        begin = lines.literal(f"{self.begins[0]}[" if self.begins else "[")
-        end = lines.literal(f"]{self.end}" if self.begins else "]")
-        more = "" if is_one else ' (", " call)*'
-        return f"{begin} call{more} {end}"
+        begin, joint, end = ("[", ", ", "]") if self.is_bracketed else ("\n", "\n", "\n")
+        if self.begins:
+            begin, end = f"{self.begins[0]}{begin}", f"{end}{self.end}"
+        if not self.is_bracketed:
+            # The same words stand behind each call, since llguidance cannot yet tell a longer one from them there.
+            each = f"(call {lines.literal(joint)}){'' if is_one else '+'}"
+            return f"{lines.literal(begin)} {each} {lines.literal(self.end)}"
+        more = "" if is_one else f" ({lines.literal(joint)} call)*"
+        return f"{lines.literal(begin)} call{more} {lines.literal(end)}"
 
 
 def _arguments(lines: GrammarLines, number: int, tool: Tool) -> str:
@@ -109,15 +118,15 @@ def _arguments(lines: GrammarLines, number: int, tool: Tool) -> str:
 
 
 def _value(lines: GrammarLines, rule: str, number: int, schema: Schema, of: Any) -> str:
-    """The rule of a value that fits `of`, a part of `schema`. Within lists and objects it is as in JSON."""
+    """The rule of a value that fits `of`, a part of `schema`, as JSON or with Python's names. Within lists and objects
+    it is as in JSON."""
     values = schema.values(of)
     if values is not None:
-        texts = (json.dumps(each, ensure_ascii=False) for each in values)
-        return f"({' | '.join(lines.literal(_PYTHON.get(text, text)) for text in texts)})"
+        texts = [json.dumps(each, ensure_ascii=False) for each in values]
+        texts += [_PYTHON[text] for text in texts if text in _PYTHON]
+        return f"({' | '.join(map(lines.literal, texts))})"
     types = schema.types(of)
     names = [*(["True", "False"] if "boolean" in types else []), *(["None"] if "null" in types else [])]
-    if types <= {"boolean", "null"}:
-        return f"({' | '.join(map(lines.literal, names))})"
     lines.add(rule, json_of(schema.whole(of)), place=number)
     return f"({' | '.join([rule, *map(lines.literal, names)])})"
 
@@ -127,16 +136,20 @@ class PythonicReader:
 
     def __init__(self, tags: PythonicFormat, begin: str, schemas: Mapping[str, Schema]) -> None:
         self._tags = tags
-        self._is_first = not begin.startswith(",")
+        self._is_first = tags.is_bracketed and not begin.startswith(",")
+        """A list's bracket stands before the call."""
         self._schemas = schemas
         self._reader: ObjectReader | PythonArguments | None = None
         """Reads the call, once it is known how it is written."""
 
-    joint = ","
+    @property
+    def joint(self) -> str:
+        return "," if self._tags.is_bracketed else "\n"
 
     @property
     def ends(self) -> tuple[str, ...]:
-        return (",", "]", self._tags.end) if self._tags.end else (",", "]")
+        closing = (",", "]") if self._tags.is_bracketed else ()
+        return (*closing, self._tags.end) if self._tags.end else closing
 
     def head(self, text: str) -> Head | None:
         num_before = 0
@@ -146,7 +159,7 @@ class PythonicReader:
             num_before = len(text) - len(text[1:].lstrip())
             if num_before == len(text):
                 return None
-        if text[num_before] == "{" and self._tags.begins:
+        if text[num_before] == "{" and self._tags.begins and self._tags.is_bracketed:
             self._reader = self._reader or ObjectReader(self._tags.end)
             assert isinstance(self._reader, ObjectReader)
             head = self._reader.head(text[num_before:])
@@ -185,4 +198,7 @@ LLAMA4_PYTHONIC = PythonicFormat(
 LFM2 = PythonicFormat(
     name="lfm2", begins=(LFM2_BEGIN,), end=LFM2_END, known_by=(), known_by_one_of=(LFM2_BEGIN, "<|tool_list_start|>"),
     not_by=("```",),  # MiniCPM has the same words around Python in fences
+)  # fmt: skip
+OLMO3 = PythonicFormat(
+    name="olmo3", begins=(OLMO_BEGIN,), end=OLMO_END, is_bracketed=False, known_by=(OLMO_BEGIN,), not_by=("<invoke",)
 )  # fmt: skip
