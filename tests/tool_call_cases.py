@@ -62,8 +62,12 @@ def _mistral(calls: Iterable[Call]) -> str:
 
 def mistral_list(*calls: Call) -> str:
     """Return the calls in the format of Mistral's tokenizers before v11."""
+    return f"[TOOL_CALLS] {_listed(calls)}"
+
+
+def _listed(calls: Iterable[Call]) -> str:
     each = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
-    return f"[TOOL_CALLS] [{', '.join(each)}]"
+    return f"[{', '.join(each)}]"
 
 
 def _deepseek(calls: Iterable[Call], head: str, begin: str, end: str, between: str) -> str:
@@ -163,12 +167,15 @@ def _openai(calls: Iterable[Call]) -> str:
 
 
 WRITERS = {
-    "hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
+    "hermes": _hermes, "granite4": _hermes, "llama3_json": _llama3, "mistral": _mistral, "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31, "qwen3_coder": _qwen3_coder, "qwen3_xml": _qwen3_coder,
     "deepseek_v32": _deepseek_v32, "kimi_k2": _kimi_k2, "seed_oss": _seed_oss, "minimax_m2": _minimax_m2,
     "pythonic": _pythonic, "llama4_pythonic": _pythonic,
     "lfm2": lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>",
     "olmo3": lambda calls: "\n".join(["<function_calls>", *_in_python(calls), "</function_calls>"]),
+    "granite": lambda calls: f"<|tool_call|>{_listed(calls)}</tool_call>",
+    "hunyuan_a13b": lambda calls: f"<tool_calls>{_listed(calls)}</tool_calls>",
+    "phi4_mini_json": lambda calls: f"functools{_listed(calls)}",
     "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,
 }  # fmt: skip
 

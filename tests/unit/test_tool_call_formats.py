@@ -133,6 +133,39 @@ KIMI: list[tuple[str, Outcome]] = [
     )),
     (f"{K}{said('kimi_k2', CITY)}", (K, [OSLO])),
 ]  # fmt: skip
+OBJECT = '{"name": "f", "arguments": {}}'
+NESTED = '{"a": {"é😀": ["]</tool_calls>", {}]}}'
+
+
+def listed(begin: str, end: str) -> list[tuple[str, Outcome]]:
+    """Return the cases of a format whose calls are a list of objects between these words."""
+    weather = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    return [
+        (f"{begin}[{weather}]{end}", ("", [OSLO])),
+        (f"I look. {begin}[{OBJECT}, {weather}, {OBJECT}]{end} Done.", ("I look. Done.", [F, OSLO, F])),
+        (f"{begin}[{OBJECT}]{end}\n{begin}[{OBJECT}]{end}", ("", [F, F])),
+        (f'{begin}[ {{"arguments": {NESTED}, "name": "f"}} ,\n{OBJECT} ] {end}', ("", [("f", NESTED), F])),
+        (f'{begin}[{{"name": "f", "parameters": {{}}}}]{end}', ("", [F])),
+        (f"{begin}[{OBJECT}]{begin}[{OBJECT}]", ("", [F, F])),
+        # broken
+        (f'{begin}[{{"name": "f", "arguments": {{"a": 1{end}', ("", [("f", '{"a": 1')])),
+        (f"{begin}[{OBJECT}, 3]{end}.", (f", 3]{end}.", [F])),
+        (f"{begin}[{OBJECT}, ]{end}", (f", ]{end}", [F])),
+        (f"{begin}[{OBJECT} and", (" and", [F])),
+        (f'{begin}[{OBJECT}, {{"name": "x", "arguments": {{}}}}]', (', {"name": "x", "arguments": {}}]', [F])),
+        # cut off
+        (f'{begin}[{{"name": "weather", "arguments": {{"city": "Os', ("", [("weather", '{"city": "Os')])),
+        (f"{begin}[{OBJECT}", ("", [F])),
+        (f"{begin}[{OBJECT}, ", ("", [F])),
+        (f"{begin}[{OBJECT}, {{", (", {", [F])),
+        # no calls
+        *((f"{begin}{text}", none(f"{begin}{text}")) for text in (
+            "", "[", "[]", "[1]", "[f()]", '[{"name": 1}]', "[[]]", OBJECT, '[{"name": "f"',
+        )),
+        (f"[{OBJECT}]", none(f"[{OBJECT}]")),
+    ]  # fmt: skip
+
+
 OPENAI: list[tuple[str, Outcome]] = [
     (said("openai", CITY), ("", [OSLO])),
     (said("openai", CITY, ("f", {})), ("", [OSLO, F])),
@@ -154,6 +187,9 @@ OPENAI: list[tuple[str, Outcome]] = [
 CASES = [
     *(("openai", *case) for case in OPENAI),
     *(("kimi_k2", *case) for case in KIMI),
+    *(("granite", *case) for begin in ("<|tool_call|>", "<tool_call>") for case in listed(begin, "</tool_call>")),
+    *(("hunyuan_a13b", *case) for case in listed("<tool_calls>", "</tool_calls>")),
+    *(("phi4_mini_json", *case) for case in listed("functools", "")),
     *(("mistral", *case) for case in MISTRAL),
     *((parser, *case) for parser in ("deepseek_v3", "deepseek_v31") for case in DEEPSEEK),
 ]

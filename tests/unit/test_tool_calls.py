@@ -203,6 +203,9 @@ TAUGHT = [
     ('{{- "<|tool_call_start|>[" + (calls | join(", ")) + "]<|tool_call_end|>" -}}', "lfm2"),
     ('"List of tools: <|tool_list_start|>["', "lfm2"), ("<|tool_call_start|>\n```python\n", None),
     ("<function_calls>\nfunction1(param1='value1')\n</function_calls>", "olmo3"), ("<function_calls>\n<invoke", None),
+    ("'<|start_of_role|>' … respond with <|tool_call|> followed by a JSON list of tools used", "granite"),
+    ("格式化为<tool_calls>[{\"name\": \"func_name1\", …},...]</tool_calls>", "hunyuan_a13b"), ("<tool_calls>", None),
+    ("formatted as functools[{\"name\": [function name], …}, ...]", "phi4_mini_json"), ("<|tool_call|>", None),
     ("<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>", "kimi_k2"),
 ]  # fmt: skip
 

@@ -3,8 +3,9 @@
     mistral          [TOOL_CALLS], in both variants
     deepseek         <｜tool▁call▁begin｜> …: deepseek_v3, deepseek_v31
     kimi             <|tool_call_begin|> …, with ids that name the tools: kimi_k2
-    object_calls     {"name": …, "arguments": …}, with words around it or none: hermes, llama3_json
+    object_calls     {"name": …, "arguments": …}, with words around it or none: hermes, granite4, llama3_json
     pythonic         lists of calls in Python's syntax: pythonic, llama4_pythonic, lfm2, olmo3
+    listed           lists of such objects: granite, hunyuan_a13b, phi4_mini_json
     harmony          messages to functions, of gpt-oss: openai
     tagged           values between tags: qwen3_coder, qwen3_xml, glm45, glm47, seed_oss, minimax_m2
     dsml             such values, marked as strings or not: deepseek_v32

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.text.calls.call_format import (
     Body,
@@ -103,6 +103,8 @@ HERMES = ObjectFormat(
     known_by=("<tool_call>",),
     not_by=("<function=", "<arg_key>"),
 )
+GRANITE4 = replace(HERMES, name="granite4")
+"""Another name of vLLM's for the same format."""
 LLAMA3_JSON = ObjectFormat(
     name="llama3_json",
     leads=PYTHON_TAG,
