@@ -173,7 +173,7 @@ WRITERS = {
     "pythonic": _pythonic, "llama4_pythonic": _pythonic,
     "lfm2": lambda calls: f"<|tool_call_start|>{_pythonic(calls)}<|tool_call_end|>",
     "olmo3": lambda calls: "\n".join(["<function_calls>", *_in_python(calls), "</function_calls>"]),
-    "granite": lambda calls: f"<|tool_call|>{_listed(calls)}</tool_call>",
+    "granite": lambda calls: f"<|tool_call|>{_listed(calls)}",
     "hunyuan_a13b": lambda calls: f"<tool_calls>{_listed(calls)}</tool_calls>",
     "phi4_mini_json": lambda calls: f"functools{_listed(calls)}",
     "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,

@@ -5,8 +5,9 @@
     phi4_mini_json   functools[{"name": "get_weather", "arguments": {"city": "Oslo"}}, …]                Phi-4-mini
 
 Granite's templates ask for the first ("respond with <|tool_call|> followed by a JSON list of tools used"); some of its
-models write <tool_call> instead, as vLLM's parser says (vllm/tool_parsers/granite_tool_parser.py). The others are in
-vLLM's examples/tool_chat_template_hunyuan_a13b.jinja and …_phi4_mini.jinja.
+models write <tool_call> instead, as vLLM's parser says (vllm/tool_parsers/granite_tool_parser.py), and may end it as
+llama.cpp expects (pull request 16537). The others are in vLLM's examples/tool_chat_template_hunyuan_a13b.jinja and
+…_phi4_mini.jinja.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from router.text.calls.text_values import Schema
 class ListedFormat(ToolFormat):
     end: str = ""
     """The word behind the list."""
+    is_end_taught: bool = True
+    """Templates show it. Otherwise only some models write it, of themselves."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -40,7 +43,8 @@ class ListedFormat(ToolFormat):
             lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
         begin = lines.literal(f"{self.begins[0].removesuffix('[')}[")
         more = "" if is_one else ' (", " call)*'
-        return f"{begin} call{more} {lines.literal(f']{self.end}')}"
+        end = lines.literal(f"]{self.end if self.is_end_taught else ''}")
+        return f"{begin} call{more} {end}"
 
 
 class ListedReader:
@@ -68,7 +72,7 @@ class ListedReader:
 
 
 GRANITE = ListedFormat(
-    name="granite", begins=("<|tool_call|>", "<tool_call>"), end="</tool_call>",
+    name="granite", begins=("<|tool_call|>", "<tool_call>"), end="</tool_call>", is_end_taught=False,
     known_by=("<|tool_call|>", "<|start_of_role|>"),
 )  # fmt: skip
 HUNYUAN_A13B = ListedFormat(
