@@ -12,8 +12,9 @@ from triton_compiler import name_of, now
 
 from engine.float8 import why_no_float8
 from engine.kernels.gpu.choose import choose_experts
+from engine.kernels.gpu.convolution import convolve
 from engine.kernels.gpu.copy_rows import copy_rows
-from engine.kernels.gpu.delta import convolve, delta_rule
+from engine.kernels.gpu.delta import delta_rule
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
@@ -34,6 +35,7 @@ from engine.kernels.gpu.product import (
 from engine.lora.adapters import AddedPart
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
+from engine.models.recurrent_ops import Convolution
 from engine.models.recurrent_states import RecurrentStep
 from engine.quantization_choice import INT4_GROUP_SIZE
 from engine.sampling_params import SamplingParams
@@ -231,7 +233,9 @@ def compile_delta(num_tokens: int, dtype: torch.dtype) -> None:
     x, decay = torch.zeros(num_tokens, 8192, dtype=dtype), torch.zeros(num_tokens, 32)
     integer = torch.zeros(1, dtype=torch.int64)
     step = RecurrentStep(integer, integer + num_tokens, integer, integer == 0, num_tokens)
-    convolve(x, torch.zeros(8192, 4, dtype=dtype), torch.zeros(1, 3, 8192, dtype=dtype), step, True)
+    convolve(
+        x, Convolution(torch.zeros(8192, 4, dtype=dtype), has_silu=True), torch.zeros(1, 3, 8192, dtype=dtype), step
+    )
     delta_rule(x, decay, decay, torch.zeros(1, 32, 128, 128), step)
 
 

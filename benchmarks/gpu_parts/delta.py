@@ -18,7 +18,8 @@ from benchmarks.gpu_parts.runner import NotRun, Setting
 from benchmarks.gpu_parts.shapes import DeltaSizes
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets
 from engine.kernels.gpu import why_no_triton
-from engine.models.delta_net import TORCH_DELTA_OPS, DeltaOps
+from engine.models.recurrent_ops import Convolution, RecurrentOps
+from engine.models.recurrent_reference import TORCH_OPS
 from engine.models.recurrent_shape import DeltaLayer, recurrent_bytes
 from engine.models.recurrent_states import RecurrentStates
 
@@ -30,13 +31,13 @@ def measure(setting: Setting) -> Iterator[Row]:
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(why_not)
-    from engine.kernels.gpu.delta import TRITON_DELTA_OPS
+    from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
 
     sizes = setting.sizes.delta
     yield error_row(setting, sizes)
     for num_seqs in sizes.nums_seqs:
-        yield decode_row(setting, sizes.layer, num_seqs, TRITON_DELTA_OPS)
-    bench = Bench(sizes.layer, [sizes.prompt_tokens], TRITON_DELTA_OPS, setting)
+        yield decode_row(setting, sizes.layer, num_seqs, TRITON_RECURRENT_OPS)
+    bench = Bench(sizes.layer, [sizes.prompt_tokens], TRITON_RECURRENT_OPS, setting)
     milliseconds = 1e3 * timed([bench.compute], setting)
     yield Row(what=f"delta rules, prompt of {sizes.prompt_tokens}", value=milliseconds, unit="ms")
 
@@ -44,7 +45,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 class Bench:
     """One step of a layer, with sequences of these lengths, each of which goes on from a state."""
 
-    def __init__(self, layer: DeltaLayer, lengths: list[int], ops: DeltaOps, setting: Setting) -> None:
+    def __init__(self, layer: DeltaLayer, lengths: list[int], ops: RecurrentOps, setting: Setting) -> None:
         dtype, device, num_tokens = dtype_of(setting), setting.device, sum(lengths)
         generator = torch.Generator(device).manual_seed(1)
 
@@ -64,22 +65,22 @@ class Bench:
     def compute(self) -> torch.Tensor:
         """[T, heads, value dim]"""
         states, ops = self.states, self._ops
-        qkv = ops.convolve(self._x, self._weight, states.inputs[0], states.step, True)
+        qkv = ops.convolve(self._x, Convolution(self._weight, has_silu=True), states.inputs[0], states.step)
         return ops.delta_rule(qkv, self._decay, self._beta, states.matrices[0], states.step)
 
 
 def error_row(setting: Setting, sizes: DeltaSizes) -> Row:
-    from engine.kernels.gpu.delta import TRITON_DELTA_OPS
+    from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
 
     lengths = [1, 5, 70, 1]
     found, expected = (
-        Bench(sizes.layer, lengths, ops, setting).compute().double() for ops in (TRITON_DELTA_OPS, TORCH_DELTA_OPS)
+        Bench(sizes.layer, lengths, ops, setting).compute().double() for ops in (TRITON_RECURRENT_OPS, TORCH_OPS)
     )
     error = float(((found - expected).square().sum() / expected.square().sum()).sqrt())
     return Row(what="error of delta rules", value=error, unit="error", at_most=MAX_ERROR, is_check=True)
 
 
-def decode_row(setting: Setting, layer: DeltaLayer, num_seqs: int, ops: DeltaOps) -> Row:
+def decode_row(setting: Setting, layer: DeltaLayer, num_seqs: int, ops: RecurrentOps) -> Row:
     num_bytes = 2 * num_seqs * layer.matrices_bytes  # read and written
     benches = [
         Bench(layer, [1] * num_seqs, ops, setting) for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.cpu_backend import CpuPlan
 from engine.int4_weight import Int4Weight
-from engine.kernels.cpu_delta import CPU_DELTA_OPS
+from engine.kernels.cpu_recurrent import CPU_OPS
 from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts, ExpertWeight
 from engine.models.feed_forward import GatedFeedForward
@@ -245,7 +245,7 @@ KERNEL_PARTS = Parts(
     fastest_stack,
     scores=PanelLogits,
     each_expert=PanelExperts,
-    delta_ops=CPU_DELTA_OPS,
+    recurrent_ops=CPU_OPS,
 )
 QUANTIZED_KERNEL_PARTS = {
     "int8": replace(KERNEL_PARTS, linear=Int8PanelLinear, gated_linear=Int8PanelGatedLinear),

@@ -25,7 +25,6 @@ from engine.layers import (
 )
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
-from engine.models.delta_net import TORCH_DELTA_OPS, DeltaOps
 from engine.models.expert_choice import ChooseExperts, choose_experts
 from engine.models.expert_products import (
     ExpertProducts,
@@ -39,6 +38,8 @@ from engine.models.expert_products import (
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
+from engine.models.recurrent_ops import RecurrentOps
+from engine.models.recurrent_reference import TORCH_OPS
 from engine.scaled_weight import ScaledWeight
 from engine.weight import Weight, stacked
 
@@ -69,7 +70,7 @@ class Parts:
     four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
     """Takes (gate and up, down) in MXFP4. None: such weights are dequantised when they are loaded."""
     sum_of_experts: SumOfExperts = sum_of_experts
-    delta_ops: DeltaOps = TORCH_DELTA_OPS
+    recurrent_ops: RecurrentOps = TORCH_OPS
     sum_over_ranks: SumOverRanks | None = None
     """None: one rank computes the whole model."""
     adapters: Adapters | None = None

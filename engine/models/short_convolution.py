@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.models.delta_net import Convolve
+from engine.models.recurrent_ops import Convolution, RecurrentOps
+from engine.models.recurrent_reference import TORCH_OPS
+from engine.models.recurrent_shape import ConvolutionLayer
 from engine.models.recurrent_states import RecurrentStates
 
 
@@ -21,17 +23,20 @@ class ShortConvolution(nn.Module):
 
     _parts: Any
 
-    def __init__(self, module: Any, number: int, states: RecurrentStates, convolve: Convolve) -> None:
+    def __init__(
+        self, module: Any, layer: ConvolutionLayer, number: int, states: RecurrentStates, ops: RecurrentOps
+    ) -> None:
         """`number`: the layer's among those that keep a state."""
         super().__init__()
         self._parts = module
-        self._weight_DJ = module.conv.weight.data.squeeze(1).contiguous()
-        self._number, self._states, self._convolve = number, states, convolve
+        self._convolution = Convolution(module.conv.weight.data.squeeze(1).contiguous())
+        self._number, self._states = number, states
+        self._ops = ops if ops.fit(layer) else TORCH_OPS
 
     def forward(self, hidden_states: torch.Tensor, **_further: object) -> torch.Tensor:
         """[1, T, D] -> [1, T, D]"""
         states = self._states
         b_TD, c_TD, u_TD = self._parts.in_proj(hidden_states[0]).chunk(3, dim=1)
-        y_TD = self._convolve(b_TD * u_TD, self._weight_DJ, states.inputs[self._number], states.step, False)
+        y_TD = self._ops.convolve(b_TD * u_TD, self._convolution, states.inputs[self._number], states.step)
         output: torch.Tensor = self._parts.out_proj((c_TD * y_TD)[None])
         return output

@@ -6,7 +6,7 @@ two users. And transformers' code must take a token's place from its position id
 both when a model is made.
 
     forward(tokens) ──> transformers' body ──(layer i: q, k, v)──> AttentionBackend.project, attend ──> … ──> [T, D]
-                                         └──(layers with a state)──> DeltaNet, ShortConvolution, over RecurrentStates
+                                         └──(layers with a state)──> recurrent_layers.py, over RecurrentStates
     compute_logits  ──> the rest of its causal language model (`Head`)
 
 Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H head dim.
@@ -24,13 +24,11 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.attention import AttentionBackend
 from engine.layers import HeadProjection, Linear, Unrotated
-from engine.models.delta_net import DeltaNet
 from engine.models.layer import CosSin, OnLayer
 from engine.models.parts import Parts
-from engine.models.recurrent_shape import DeltaLayer
+from engine.models.recurrent_layers import module_of
 from engine.models.recurrent_states import RecurrentStates
 from engine.models.scores import Scores
-from engine.models.short_convolution import ShortConvolution
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_experts import FourBitExperts
 from engine.models.transformers_probe import SINKS, Head
@@ -68,12 +66,8 @@ class TransformersModel:
         for number, layer in enumerate(config.recurrent_layers):
             assert states is not None
             parent, _, attribute = layer.name.rpartition(".")
-            module, ops = causal_lm.get_submodule(layer.name), parts.delta_ops
-            ours = (
-                DeltaNet(module, layer, number, states, ops)
-                if isinstance(layer, DeltaLayer)
-                else ShortConvolution(module, number, states, ops.convolve_of(layer))
-            )
+            module, ops = causal_lm.get_submodule(layer.name), parts.recurrent_ops
+            ours = module_of(module, layer, number, states, ops)
             setattr(causal_lm.get_submodule(parent), attribute, ours)
         self._embedding = causal_lm.get_input_embeddings()
         self._body = causal_lm.get_submodule(config.body)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from delta_cases import LAYERS
 from handover import alone, finish, handed_over
 from model_bench import Bench, assert_close, engine_config, random_tokens, reference, save_model
+from recurrent_benches import LAYERS
 from recurrent_cases import CONFIGS
 
 from engine.llm_engine import LLMEngine

@@ -13,7 +13,8 @@
     experts.py              products of a mixture's experts with 8-bit weights, all experts in one launch;
                             int4_experts.py: with 4-bit weights; four_bits.py: with weights in MXFP4
     choose.py               chooses the experts of each token
-    delta.py                gated delta rules, over the states of sequences, and their convolution
+    convolution.py          causal convolutions, over the states of sequences
+    delta.py                gated delta rules, likewise
     lora.py                 what adapters add to products, all adapters in one launch; adapters.py: those of an engine
     one_row.py              products of one row with 16-bit or 8-bit weights
     digest.py               xxh3_64 of blocks in the pool

@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.int4_weight import Int4Weight
 from engine.kernels.gpu.choose import choose_experts
-from engine.kernels.gpu.delta import TRITON_DELTA_OPS
+from engine.kernels.gpu.convolution import convolve
+from engine.kernels.gpu.delta import delta_rule
 from engine.kernels.gpu.eight_bits import FEW_ROWS, MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
@@ -24,6 +25,8 @@ from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
+from engine.models.recurrent_ops import RecurrentOps
+from engine.models.recurrent_reference import gates
 from engine.quantization import (
     SMALLEST_AMAX,
     Float8Linear,
@@ -165,6 +168,7 @@ class TritonFourBitExperts(ExpertProducts):
         return four_bit_product(clamped_gate(gate_up, self._gate), self._down, tiles_G3, config)
 
 
+TRITON_RECURRENT_OPS = RecurrentOps(convolve, delta_rule, gates)
 TRITON_PARTS = Parts(
     linear=TritonLinear,
     gated_linear=partial(TritonGatedLinear, linear=TritonLinear),
@@ -175,7 +179,7 @@ TRITON_PARTS = Parts(
     four_bit_experts=TritonFourBitExperts,
     choose_experts=choose_experts,
     sum_of_experts=sum_of_experts,
-    delta_ops=TRITON_DELTA_OPS,
+    recurrent_ops=TRITON_RECURRENT_OPS,
 )
 TRITON_QUANTIZED_LINEARS = QuantizedLinears(
     plain=TRITON_PARTS.linear,

@@ -85,8 +85,8 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "int window, Tensor? sinks=None) -> Tensor",
       &paged_attention);
   m.def(
-      "convolve(Tensor x, Tensor weight, Tensor(a!) inputs, Tensor firsts, Tensor lengths, Tensor slots, Tensor is_new, "
-      "bool has_silu) -> Tensor",
+      "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor firsts, Tensor lengths, Tensor slots, "
+      "Tensor is_new, bool has_silu) -> Tensor",
       &convolve);
   m.def("delta_gates(Tensor a, Tensor b, Tensor rate, Tensor bias) -> Tensor", &delta_gates);
   m.def(

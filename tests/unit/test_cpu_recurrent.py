@@ -6,10 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from delta_cases import LAYERS, Bench, layer_of, text_of, weight_of
+from recurrent_benches import LAYERS, Bench, layer_of, text_of, weight_of
 
-from engine.kernels.cpu_delta import CPU_DELTA_OPS
-from engine.models.delta_net import TORCH_DELTA_OPS
+from engine.kernels.cpu_recurrent import CPU_OPS
+from engine.models.recurrent_ops import Convolution
+from engine.models.recurrent_reference import TORCH_OPS
 from engine.models.recurrent_shape import DeltaLayer
 
 pytestmark = pytest.mark.usefixtures("cpu_threads")
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("cpu_threads")
 def test_delta_rules_are_those_of_torch(layer: DeltaLayer) -> None:
     texts = [text_of(layer, length, seed) for seed, length in enumerate((1, 2, 9, 40))]
     found = []
-    for ops in (CPU_DELTA_OPS, TORCH_DELTA_OPS):
+    for ops in (CPU_OPS, TORCH_OPS):
         assert ops.fit(layer)
         bench = Bench(layer, ops)
         ys = bench.step(*enumerate(texts))
@@ -34,9 +35,9 @@ def test_delta_rules_are_those_of_torch(layer: DeltaLayer) -> None:
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_delta_rules_give_the_same_bits_in_any_chunks_and_company(layer: DeltaLayer) -> None:
     text = text_of(layer, 30, seed=1)
-    alone = Bench(layer, CPU_DELTA_OPS)
+    alone = Bench(layer, CPU_OPS)
     [whole] = alone.step((2, text))
-    bench = Bench(layer, CPU_DELTA_OPS)
+    bench = Bench(layer, CPU_OPS)
     pieces = []
     for begin, end in ((0, 1), (1, 3), (3, 20), (20, 29), (29, 30)):
         others = [(slot, text_of(layer, 1 + begin % 3, seed=begin)) for slot in (0, 4)]
@@ -53,11 +54,11 @@ def test_delta_gates_give_a_token_the_same_bits_whatever_is_beside_it(num_heads:
     a, b = (3 * torch.randn(2, 300, num_heads, generator=generator)).bfloat16()
     rate, bias = torch.rand(2, num_heads, generator=generator)
     a[0], a[1] = 40, -40
-    decay, beta = CPU_DELTA_OPS.gates(a, b, rate, bias)
-    for numbers, expected in zip((decay, beta), TORCH_DELTA_OPS.gates(a, b, rate, bias), strict=True):
+    decay, beta = CPU_OPS.gates(a, b, rate, bias)
+    for numbers, expected in zip((decay, beta), TORCH_OPS.gates(a, b, rate, bias), strict=True):
         torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-7)
     for begin, end in ((0, 1), (1, 8), (8, 45), (45, 299), (299, 300)):
-        ours = CPU_DELTA_OPS.gates(a[begin:end], b[begin:end], rate, bias)
+        ours = CPU_OPS.gates(a[begin:end], b[begin:end], rate, bias)
         assert torch.equal(ours[0], decay[begin:end])
         assert torch.equal(ours[1], beta[begin:end])
 
@@ -66,7 +67,7 @@ def test_delta_convolutions_without_silu() -> None:
     """As LFM2's layers are: the sum of what its weights make of a token's last inputs."""
     layer = LAYERS[1]
     x = text_of(layer, 9, seed=1).x
-    bench, weight = Bench(layer, CPU_DELTA_OPS), weight_of(layer).float()
+    bench, weight = Bench(layer, CPU_OPS), weight_of(layer).float()
     found = torch.cat([bench.convolve((1, x[:5])), bench.convolve((1, x[5:]))]).float().cpu()
     before = torch.cat((torch.zeros(layer.num_taps - 1, layer.num_channels), x.float()))
     expected = sum(before[tap : tap + 9] * weight[:, tap] for tap in range(layer.num_taps))
@@ -75,7 +76,7 @@ def test_delta_convolutions_without_silu() -> None:
 
 def test_delta_rules_write_no_others_rows() -> None:
     layer = LAYERS[1]
-    bench = Bench(layer, CPU_DELTA_OPS)
+    bench = Bench(layer, CPU_OPS)
     bench.step((-1, text_of(layer, 3, 1)), (2, text_of(layer, 4, 2)))
     for rows in (bench.states.matrices[0], bench.states.inputs[0]):
         assert [bool(row.isnan().any()) for row in rows] == [True, True, False, True, True, False]
@@ -83,15 +84,15 @@ def test_delta_rules_write_no_others_rows() -> None:
 
 def test_delta_rules_refuse_what_does_not_fit() -> None:
     layer = LAYERS[1]
-    assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 16, 8, 4))
-    assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 512, 32, 4))
-    assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 20, 32, 4))
-    assert not CPU_DELTA_OPS.fit(layer_of(2, 4, 16, 32, 9))
-    bench = Bench(layer, CPU_DELTA_OPS)
+    assert not CPU_OPS.fit(layer_of(2, 4, 16, 8, 4))
+    assert not CPU_OPS.fit(layer_of(2, 4, 512, 32, 4))
+    assert not CPU_OPS.fit(layer_of(2, 4, 20, 32, 4))
+    assert not CPU_OPS.fit(layer_of(2, 4, 16, 32, 9))
+    bench = Bench(layer, CPU_OPS)
     bench.states.assign(*(np.array([n], dtype=np.int64) for n in (3, 3, 9)))
     text = text_of(layer, 3, 1)
     with pytest.raises(RuntimeError, match="sequence 0"):
-        CPU_DELTA_OPS.convolve(text.x, bench.weight, bench.states.inputs[0], bench.states.step, True)
+        CPU_OPS.convolve(text.x, Convolution(bench.weight), bench.states.inputs[0], bench.states.step)
     bench.states.assign(*(np.array([n], dtype=np.int64) for n in (2, 2, 1)))
     with pytest.raises(RuntimeError, match="sequences of 2 tokens, for 3"):
-        CPU_DELTA_OPS.delta_rule(text.x, text.decay, text.beta, bench.states.matrices[0], bench.states.step)
+        CPU_OPS.delta_rule(text.x, text.decay, text.beta, bench.states.matrices[0], bench.states.step)

@@ -1,17 +1,16 @@
-"""Layers of gated delta rules, by the CPU kernels (source/delta.h), in bfloat16. Call `load_cpu_kernels` first."""
+"""What layers that keep a state compute between their products, by the CPU kernels (source/recurrent.h, delta.h), in
+bfloat16. Call `load_cpu_kernels` first."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.models.delta_net import DeltaOps
+from engine.models.recurrent_ops import Convolution, Limits, RecurrentOps
 from engine.models.recurrent_states import RecurrentStep
 
 
-def convolve(
-    x_TC: torch.Tensor, weight_CJ: torch.Tensor, inputs: torch.Tensor, step: RecurrentStep, has_silu: bool
-) -> torch.Tensor:
-    y_TC: torch.Tensor = torch.ops.tandem_cpu.convolve(x_TC, weight_CJ, inputs, *_sequences(step), has_silu)
+def convolve(x_TC: torch.Tensor, of: Convolution, inputs: torch.Tensor, step: RecurrentStep) -> torch.Tensor:
+    y_TC: torch.Tensor = torch.ops.tandem_cpu.convolve(x_TC, of.weight, of.bias, inputs, *_sequences(step), of.has_silu)
     return y_TC
 
 
@@ -33,6 +32,6 @@ def _sequences(step: RecurrentStep) -> tuple[torch.Tensor, ...]:
     return step.firsts, step.lengths, step.slots, step.is_new
 
 
-CPU_DELTA_OPS = DeltaOps(
-    convolve, delta_rule, gates, key_grain=16, value_grain=32, most_key_dim=256, most_taps=8, channel_grain=16
+CPU_OPS = RecurrentOps(
+    convolve, delta_rule, gates, Limits(key_grain=16, value_grain=32, most_key_dim=256), channel_grain=16, most_taps=8
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.models.delta_net import DeltaOps
+from engine.models.recurrent_ops import Convolution, RecurrentOps
 from engine.models.recurrent_shape import DeltaLayer, recurrent_bytes
 from engine.models.recurrent_states import RecurrentStates
 
@@ -51,7 +51,7 @@ class Bench:
     """A layer over the states of some sequences."""
 
     def __init__(
-        self, layer: DeltaLayer, ops: DeltaOps, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+        self, layer: DeltaLayer, ops: RecurrentOps, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
     ) -> None:
         row_bytes = recurrent_bytes((layer,), dtype.itemsize) + 64
         self.states = RecurrentStates((layer,), NUM_SLOTS, row_bytes, dtype, device)
@@ -68,7 +68,7 @@ class Bench:
         self.num_done |= dict(zip(slots, contexts, strict=True))
         self.states.assign(*(np.array(each, dtype=np.int64) for each in (lengths, contexts, slots)))
         x = torch.cat([x for _, x in chunks]).to(self.device, self.dtype)
-        return self.ops.convolve(x, self.weight, self.states.inputs[0], self.states.step, False)
+        return self.ops.convolve(x, Convolution(self.weight), self.states.inputs[0], self.states.step)
 
     def step(self, *chunks: tuple[int, Tokens]) -> list[torch.Tensor]:
         """Compute the next tokens of some slots; return what each gets."""
@@ -79,7 +79,7 @@ class Bench:
         x, decay, beta = (torch.cat([getattr(tokens, name) for _, tokens in chunks]) for name in ("x", "decay", "beta"))
         x, decay, beta = x.to(self.device, self.dtype), decay.to(self.device), beta.to(self.device)
         step = self.states.step
-        qkv = self.ops.convolve(x, self.weight, self.states.inputs[0], step, True)
+        qkv = self.ops.convolve(x, Convolution(self.weight, has_silu=True), self.states.inputs[0], step)
         y = self.ops.delta_rule(qkv, decay, beta, self.states.matrices[0], step)
         self.num_done |= dict(zip(slots, contexts, strict=True))
         return list(y.split(lengths))

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from delta_cases import LAYERS, Bench, layer_of, text_of, weight_of
+from recurrent_benches import LAYERS, Bench, layer_of, text_of, weight_of
 from triton_device import DEVICE
 
-from engine.kernels.gpu.delta import TOKENS_PER_PROGRAM, TRITON_DELTA_OPS
-from engine.models.delta_net import TORCH_DELTA_OPS
+from engine.kernels.gpu.convolution import TOKENS_PER_PROGRAM
+from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
+from engine.models.recurrent_reference import TORCH_OPS
 from engine.models.recurrent_shape import DeltaLayer
 
 ODD = layer_of(1, 3, 10, 7, 4)
@@ -17,7 +18,7 @@ ODD = layer_of(1, 3, 10, 7, 4)
 
 
 def bench_of(layer: DeltaLayer, dtype: torch.dtype) -> Bench:
-    return Bench(layer, TRITON_DELTA_OPS, dtype, DEVICE)
+    return Bench(layer, TRITON_RECURRENT_OPS, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -25,7 +26,7 @@ def bench_of(layer: DeltaLayer, dtype: torch.dtype) -> Bench:
 def test_delta_rules_are_those_of_torch(layer: DeltaLayer, dtype: torch.dtype) -> None:
     texts = [text_of(layer, length, seed) for seed, length in enumerate((1, 2, TOKENS_PER_PROGRAM + 3))]
     found = []
-    for bench in (bench_of(layer, dtype), Bench(layer, TORCH_DELTA_OPS, dtype)):
+    for bench in (bench_of(layer, dtype), Bench(layer, TORCH_OPS, dtype)):
         ys = bench.step(*enumerate(texts))
         ys += bench.step((2, text_of(layer, 1, 7)), (0, text_of(layer, 5, 6)))
         parts = torch.cat(ys), bench.states.matrices[0][:3], bench.states.inputs[0][:3]

@@ -1,0 +1,21 @@
+"""Our module for each layer that keeps a state, in place of transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from engine.models.delta_net import DeltaNet
+from engine.models.recurrent_ops import RecurrentOps
+from engine.models.recurrent_shape import ConvolutionLayer, DeltaLayer, RecurrentLayer
+from engine.models.recurrent_states import RecurrentStates
+from engine.models.short_convolution import ShortConvolution
+
+
+def module_of(module: Any, layer: RecurrentLayer, number: int, states: RecurrentStates, ops: RecurrentOps) -> nn.Module:
+    """`module`: transformers', whose parts ours takes over. `number`: the layer's among those that keep a state."""
+    if isinstance(layer, DeltaLayer):
+        return DeltaNet(module, layer, number, states, ops)
+    assert isinstance(layer, ConvolutionLayer)
+    return ShortConvolution(module, layer, number, states, ops)
