@@ -36,6 +36,26 @@ LFM2: dict[str, Any] = {
 }  # fmt: skip
 """Three of its four layers keep the last inputs of a convolution."""
 
+GRANITE_H: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 97,
+    "hidden_size": 64, "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "num_attention_heads": 4, "num_key_value_heads": 2, "shared_intermediate_size": 96, "num_local_experts": 0,
+    "num_experts_per_tok": 0, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32,
+    "mamba_expand": 2, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+    "position_embedding_type": "nope", "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96,
+    "bos_token_id": 1, "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
+"""Three of its four layers are Mamba-2."""
+
+FALCON_H1: dict[str, Any] = {
+    "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "vocab_size": 97, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32,
+    "ssm_in_multiplier": 0.7, "ssm_out_multiplier": 0.6, "max_position_embeddings": 128, "initializer_range": 0.3,
+    "eos_token_id": 96, "bos_token_id": 1, "dtype": "float32",
+}  # fmt: skip
+"""Each of its layers attends, and is Mamba-2."""
+
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 64,
     "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,

@@ -32,6 +32,7 @@ from engine.kernels.gpu.product import (
     row_product,
     scaled_row_config,
 )
+from engine.kernels.gpu.scan import scan
 from engine.lora.adapters import AddedPart
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
@@ -239,6 +240,16 @@ def compile_delta(num_tokens: int, dtype: torch.dtype) -> None:
     delta_rule(x, decay, decay, torch.zeros(1, 32, 128, 128), step)
 
 
+def compile_scan(num_tokens: int, dtype: torch.dtype) -> None:
+    """A Mamba-2 layer of Nemotron-Nano-9B-v2, with one sequence."""
+    x, decay = torch.zeros(num_tokens, 12288, dtype=dtype), torch.zeros(num_tokens, 128)
+    integer = torch.zeros(1, dtype=torch.int64)
+    step = RecurrentStep(integer, integer + num_tokens, integer, integer == 0, num_tokens)
+    taps = Convolution(torch.zeros(12288, 4, dtype=dtype), torch.zeros(12288, dtype=dtype), has_silu=True)
+    convolve(x, taps, torch.zeros(1, 3, 12288, dtype=dtype), step)
+    scan(x, decay, decay, decay[0], torch.zeros(1, 128, 128, 80), step)
+
+
 def other_cases() -> dict[str, Callable[[], None]]:
     cases: dict[str, Callable[[], None]] = {}
     for num_rows in (16, 32, 64, 256):
@@ -288,4 +299,5 @@ def other_cases() -> dict[str, Callable[[], None]]:
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = partial(compile_draws, dtype)
         cases[f"Qwen3-Next, {name_of(dtype)}"] = partial(compile_delta, 40, dtype)
+        cases[f"Nemotron-Nano-9B-v2, {name_of(dtype)}"] = partial(compile_scan, 40, dtype)
     return cases

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from engine.models.delta_net import DeltaNet
+from engine.models.mamba2 import Mamba2
 from engine.models.recurrent_ops import RecurrentOps
-from engine.models.recurrent_shape import ConvolutionLayer, DeltaLayer, RecurrentLayer
+from engine.models.recurrent_shape import ConvolutionLayer, DeltaLayer, Mamba2Layer, RecurrentLayer
 from engine.models.recurrent_states import RecurrentStates
 from engine.models.short_convolution import ShortConvolution
 
@@ -17,5 +18,7 @@ def module_of(module: Any, layer: RecurrentLayer, number: int, states: Recurrent
     """`module`: transformers', whose parts ours takes over. `number`: the layer's among those that keep a state."""
     if isinstance(layer, DeltaLayer):
         return DeltaNet(module, layer, number, states, ops)
+    if isinstance(layer, Mamba2Layer):
+        return Mamba2(module, layer, number, states, ops)
     assert isinstance(layer, ConvolutionLayer)
     return ShortConvolution(module, layer, number, states, ops)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.models.recurrent_shape import RecurrentLayer
+from engine.models.recurrent_shape import Mamba2Layer, RecurrentLayer
 from engine.models.recurrent_states import RecurrentStep
 
 
@@ -38,6 +38,13 @@ DeltaRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Re
 factor of the matrices, beta and matrices are float32. Updates `matrices`."""
 
 
+Steps = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tuple[float, float]], tuple[torch.Tensor, torch.Tensor]]
+"""(dt [T, N], rate [N], bias [N], limits): decay and dt of `Scan`; dt within the limits. rate and bias are float32."""
+Scan = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, RecurrentStep], torch.Tensor]
+"""(x [T, C], decay [T, N], dt [T, N], skip [N], matrices [rows, N, K, V], step): [T, N, V] in the dtype of x, which has
+values, keys and queries. decay, the factor of the matrices, dt, skip and matrices are float32. Updates `matrices`."""
+
+
 class Limits(NamedTuple):
     """Of heads that a kernel can compute."""
 
@@ -57,7 +64,10 @@ class RecurrentOps:
     convolve: Convolve
     delta_rule: DeltaRule
     gates: Gates
+    scan: Scan
+    steps: Steps
     delta_limits: Limits = NO_LIMITS
+    scan_limits: Limits = NO_LIMITS
     channel_grain: int = 1
     """Channels of convolutions must be a multiple of this."""
     most_taps: int = 1 << 30
@@ -65,7 +75,7 @@ class RecurrentOps:
     def fit(self, layer: RecurrentLayer) -> bool:
         """Whether they can compute the layer."""
         _, key_dim, value_dim = layer.matrices_shape
-        limits = self.delta_limits
+        limits = self.scan_limits if isinstance(layer, Mamba2Layer) else self.delta_limits
         has_heads = key_dim % limits.key_grain == 0 and key_dim <= limits.most_key_dim
         has_channels = layer.num_channels % self.channel_grain == 0 and layer.num_taps <= self.most_taps
         return has_heads and value_dim % limits.value_grain == 0 and has_channels

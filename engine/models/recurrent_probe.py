@@ -1,5 +1,5 @@
 """Finds the layers of a model in transformers' code that keep a state, which our own modules compute instead
-(delta_net.py, short_convolution.py)."""
+(delta_net.py, mamba2.py, short_convolution.py)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.models.recurrent_shape import ConvolutionLayer, DeltaLayer, RecurrentLayer
+from engine.models.recurrent_shape import ConvolutionLayer, DeltaLayer, Mamba2Layer, RecurrentLayer
 
 DELTA_NETS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
 """transformers' classes of layers of gated delta rules."""
+MAMBA_2S = frozenset({"NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer", "BambaMixer"})
+"""transformers' classes of Mamba-2 layers."""
 CONVOLUTIONS = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv"})
 """transformers' classes of layers of short convolutions."""
 
@@ -26,9 +28,14 @@ def take_recurrent_layers(model: Any) -> tuple[RecurrentLayer, ...]:
     found: list[RecurrentLayer] = []
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
-        if kind not in DELTA_NETS | CONVOLUTIONS:
+        if kind in DELTA_NETS:
+            found.append(_delta_layer(name, module))
+        elif kind in MAMBA_2S:
+            found.append(_mamba2_layer(name, module))
+        elif kind in CONVOLUTIONS:
+            found.append(_convolution_layer(name, module))
+        else:
             continue
-        found.append(_delta_layer(name, module) if kind in DELTA_NETS else _convolution_layer(name, module))
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, _Passed())
     return tuple(found)
@@ -47,6 +54,25 @@ def _delta_layer(name: str, module: Any) -> DeltaLayer:
         num_value_heads=module.num_v_heads,
         key_dim=module.head_k_dim,
         value_dim=module.head_v_dim,
+        num_taps=module.conv_kernel_size,
+    )
+
+
+def _mamba2_layer(name: str, module: Any) -> Mamba2Layer:
+    if module.activation not in ("silu", "swish"):
+        raise CannotServeError(f"its Mamba-2 layers have the activation {module.activation!r}, in place of silu")
+    num_heads, head_dim, num_groups = module.num_heads, module.head_dim, module.n_groups
+    if num_heads * head_dim != module.intermediate_size or num_heads % num_groups:
+        raise CannotServeError(
+            f"its Mamba-2 layers have {num_heads} heads of size {head_dim} in {num_groups} groups, for "
+            f"{module.intermediate_size} channels"
+        )
+    return Mamba2Layer(
+        name=name,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_dim=module.ssm_state_size,
+        num_groups=num_groups,
         num_taps=module.conv_kernel_size,
     )
 

@@ -79,4 +79,40 @@ def _of_length_one(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     return normed.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-TORCH_OPS = RecurrentOps(convolve, delta_rule, gates)
+def steps(
+    dt_TN: torch.Tensor, rate_N: torch.Tensor, bias_N: torch.Tensor, limits: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Steps` in plain torch."""
+    dt_TN = F.softplus(dt_TN.float() + bias_N).clamp(*limits)
+    return torch.exp(-rate_N * dt_TN), dt_TN
+
+
+def scan(
+    x_TC: torch.Tensor,
+    decay_TN: torch.Tensor,
+    dt_TN: torch.Tensor,
+    skip_N: torch.Tensor,
+    matrices: torch.Tensor,
+    step: RecurrentStep,
+) -> torch.Tensor:
+    """A `Scan` in plain torch, in the same way as `delta_rule`."""
+    _, num_heads, key_dim, value_dim = matrices.shape
+    num_keys = (x_TC.shape[1] - num_heads * value_dim) // 2
+    v, k, q = torch.split(x_TC.float(), [num_heads * value_dim, num_keys, num_keys], dim=1)
+    v_TNV = v.reshape(len(v), num_heads, value_dim)
+    num_sharing = num_heads * key_dim // num_keys
+    k_TNK, q_TNK = (each.reshape(len(each), -1, key_dim).repeat_interleave(num_sharing, dim=1) for each in (k, q))
+    added_TNV = v_TNV * dt_TN[..., None]
+    y_TNV = torch.empty_like(v_TNV)
+    state = torch.where(step.is_new[:, None, None, None], 0, matrices[step.slots])
+    for place in range(step.longest):
+        is_token_S = (step.lengths > place)[:, None, None]
+        rows = step.firsts + (step.lengths - 1).clamp_max(place)
+        new = state * decay_TN[rows][..., None, None] + k_TNK[rows][..., None] * added_TNV[rows][..., None, :]
+        y_TNV[rows] = torch.where(is_token_S, (new * q_TNK[rows][..., None]).sum(dim=-2), y_TNV[rows])
+        state = torch.where(is_token_S[..., None], new, state)
+    matrices[step.slots] = state
+    return (y_TNV + v_TNV * skip_N[:, None]).to(x_TC.dtype)
+
+
+TORCH_OPS = RecurrentOps(convolve, delta_rule, gates, scan, steps)

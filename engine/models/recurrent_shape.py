@@ -1,8 +1,8 @@
 """The sizes of layers that keep a state of fixed size in place of keys and values. Integers only, no torch.
 
-For each sequence, a layer of short convolutions (LFM2) keeps the last inputs of its convolution. A layer of gated delta
-rules (S. Yang et al., "Gated Delta Networks", 2024) also keeps a matrix for each head. The engine keeps these in a row
-of `RecurrentStates`.
+For each sequence, a layer of short convolutions (LFM2) keeps the last inputs of its convolution. Layers of gated delta
+rules (S. Yang et al., "Gated Delta Networks", 2024) and of Mamba-2 (T. Dao and A. Gu, "Transformers are SSMs", 2024)
+also keep a matrix for each head. The engine keeps these in a row of `RecurrentStates`.
 """
 
 from __future__ import annotations
@@ -68,6 +68,24 @@ class DeltaLayer(RecurrentLayer):
     @property
     def matrices_shape(self) -> tuple[int, int, int]:
         return self.num_value_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Layer(RecurrentLayer):
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    """Groups of heads that share keys and queries."""
+
+    @property
+    def num_channels(self) -> int:
+        """Values, keys and queries."""
+        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
+
+    @property
+    def matrices_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.state_dim, self.head_dim
 
 
 def recurrent_bytes(layers: tuple[RecurrentLayer, ...], dtype_bytes: int) -> int:

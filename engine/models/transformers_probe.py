@@ -112,7 +112,9 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
     except Exception as error:  # transformers' code may raise anything
         raise ValueError(f"config.json: {name} models cannot be served: {_meaning_of(error)}") from error
-    why_not = _why_not(calls, getattr(config, "num_hidden_layers", 0) - len(recurrent_layers))
+    why_not = _why_not(
+        calls, getattr(config, "num_hidden_layers", 0) - _num_that_do_not_attend(config, calls, recurrent_layers)
+    )
     if why_not:
         raise ValueError(f"config.json: {name} models cannot be served: {why_not}")
     return Step(
@@ -136,7 +138,7 @@ class Head:
 
     def __init__(self, model: Any, body: str) -> None:
         self._model = model
-        self._handed_over = _HandedOver()
+        self._handed_over = _HandedOver(model.get_submodule(body))
         parent, _, attribute = body.rpartition(".")
         setattr(model.get_submodule(parent), attribute, self._handed_over)
 
@@ -157,11 +159,14 @@ class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers ha
 
 
 class _HandedOver(nn.Module):
-    """Replaces a body, and returns hidden states that were computed before."""
+    """Replaces a body, and returns hidden states that were computed before. Heads may read the body's numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.x_1TD: torch.Tensor | None = None
+        numbers = {name: value for name, value in vars(body).items() if isinstance(value, (int, float))}
+        for name in numbers.keys() - vars(self).keys():
+            setattr(self, name, numbers[name])
 
     def forward(self, *_args: object, **_kwargs: object) -> _Hidden:
         assert self.x_1TD is not None
@@ -338,6 +343,15 @@ def _why_no_calls(model: Any) -> str:
     if getattr(model, "_is_stateful", False):
         return "its layers keep a state (state-space, recurrent) in place of keys and values"
     return "its attention is its own: none of its layers attends by transformers' attention interface"
+
+
+def _num_that_do_not_attend(config: Any, calls: list[_Call], recurrent_layers: tuple[RecurrentLayer, ...]) -> int:
+    """How many layers need not attend: those that keep a state and nothing else (Falcon-H1's do both), and those that
+    keep nothing, which only Nemotron-H has."""
+    attending = {call.name.rpartition(".")[0] for call in calls}
+    num_alone = sum(layer.name.rpartition(".")[0] not in attending for layer in recurrent_layers)
+    kinds = getattr(config, "layers_block_type", None) or ()
+    return num_alone + sum(kind in ("mlp", "moe") for kind in kinds)
 
 
 def _why_not(calls: list[_Call], num_layers: int) -> str:

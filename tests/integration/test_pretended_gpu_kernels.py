@@ -31,7 +31,7 @@ from pretend_gpu.flash import launched
 from pretend_gpu.triton import triton_interprets
 from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
 from quantized_on_gpu import WIDE, check_checkpoint, check_experts, check_int4_checkpoint, check_int4_experts
-from transformers_cases import GEMMA2, GPT_OSS, LFM2, QWEN3_5, QWEN3_MOE
+from transformers_cases import FALCON_H1, GEMMA2, GPT_OSS, GRANITE_H, LFM2, QWEN3_5, QWEN3_MOE
 from triton_device import DEVICE
 
 from engine import attention
@@ -80,6 +80,8 @@ def gpu() -> Iterator[PretendGpu]:
         (QWEN3_5, {}, {"attention_backend": "torch"}),
         (QWEN3_5, {"dtype": "bfloat16"}, IN_TURN),
         (LFM2, {}, {"attention_backend": "torch"}),
+        (GRANITE_H, {}, {"attention_backend": "torch"}),
+        (FALCON_H1, {"dtype": "bfloat16"}, IN_TURN),
     ],
     ids=[
         "float32",
@@ -98,6 +100,8 @@ def gpu() -> Iterator[PretendGpu]:
         "states",
         "states in bfloat16",
         "states of convolutions",
+        "states of mamba-2",
+        "states beside attention in bfloat16",
     ],
 )
 def test_recorded_steps_a_step_ahead(
@@ -447,7 +451,7 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout)
     engines = "llama", "qwen", "int8", "int4", "fp8", "blocks", "deepseek", "experts in blocks", "experts in int4"
-    for name in (*engines, "states", "adapters", "batch invariant", "batch invariant deepseek"):
+    for name in (*engines, "states", "mamba-2", "adapters", "batch invariant", "batch invariant deepseek"):
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
@@ -457,5 +461,5 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
         "_one_row_kernel", "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",
         "_expert_row_product_kernel", "_sum_kernel", "_sum_pieces_kernel", "_choose_kernel", "_pieces_kernel",
         "_reduce_pieces_kernel", "_int4_kernel", "_widen_int4_kernel", "_int4_expert_kernel", "_four_bit_kernel",
-        "_gate_kernel", "_convolve_kernel", "_delta_kernel",
+        "_gate_kernel", "_convolve_kernel", "_delta_kernel", "_scan_kernel",
     }  # fmt: skip

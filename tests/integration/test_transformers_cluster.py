@@ -14,7 +14,7 @@ import torch
 import transformers
 from clusters import RunningCluster
 from model_bench import save_model
-from transformers_cases import GEMMA2, LFM2, QWEN3_5
+from transformers_cases import FALCON_H1, GEMMA2, GRANITE_H, LFM2, QWEN3_5
 
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -65,7 +65,9 @@ def test_tokens_of_a_cluster(
     running.wait_until_at_rest()
 
 
-@pytest.mark.parametrize("config", [None, QWEN3_5, LFM2], ids=["llama", "qwen3.5", "lfm2"])
+@pytest.mark.parametrize(
+    "config", [None, QWEN3_5, LFM2, GRANITE_H, FALCON_H1], ids=["llama", "qwen3.5", "lfm2", "granite-h", "falcon-h1"]
+)
 def test_the_same_bits_alone_together_and_in_chunks(
     config: dict[str, Any] | None, few_layers: Path, tmp_path: Path
 ) -> None:

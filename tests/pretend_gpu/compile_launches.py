@@ -62,6 +62,12 @@ STATES = LLAMA | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "eos_token_id": 2,
 }  # fmt: skip
+MAMBA_2 = LLAMA | {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "num_experts_per_tok": 0,
+    "shared_intermediate_size": 512, "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2,
+    "position_embedding_type": "nope", "eos_token_id": 2,
+}  # fmt: skip
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (LLAMA, {}),
     "qwen": (QWEN, {"dtype": "float16"}),
@@ -92,6 +98,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "states": (STATES, {}),
+    "mamba-2": (MAMBA_2, {}),
     "batch invariant": (QWEN, {"batch_invariant": True, "kv_cache_dtype": "fp8"}),
     "batch invariant deepseek": (DEEPSEEK, {"batch_invariant": True}),
     "adapters": (LLAMA, {"lora_modules": "a", "enforce_eager": True}),

@@ -79,7 +79,9 @@ def test_logits_are_those_of_transformers(model_and_folder: tuple[Any, Path]) ->
 
 def test_tokens_of_requests_that_preempt_each_other(model_and_folder: tuple[Any, Path]) -> None:
     model, folder = model_and_folder
-    engine = engine_of(folder, num_kv_blocks=27, max_model_len=60, max_num_batched_tokens=16)
+    num_state_blocks = engine_of(folder).block_manager.num_state_blocks
+    num_blocks = 15 + max(12, num_state_blocks)
+    engine = engine_of(folder, num_kv_blocks=num_blocks, max_model_len=60, max_num_batched_tokens=16, max_num_seqs=6)
     prompts = [random_tokens(n, seed=n) for n in (21, 1, 30, 13, 2, 25)]
     params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
     for number, prompt in enumerate(prompts):

@@ -1,29 +1,30 @@
-"""The Triton kernels of gated delta rules: as plain torch computes them, and with the same bits in whatever chunks, and
-beside whichever sequences."""
+"""The Triton kernels of layers that keep a state: as plain torch computes them, and with the same bits in whatever
+chunks, and beside whichever sequences."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from recurrent_benches import LAYERS, Bench, layer_of, text_of, weight_of
+from recurrent_benches import LAYERS, MAMBA_2S, Bench, layer_of, mamba2_of, text_of, weight_of
 from triton_device import DEVICE
 
 from engine.kernels.gpu.convolution import TOKENS_PER_PROGRAM
 from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
 from engine.models.recurrent_reference import TORCH_OPS
-from engine.models.recurrent_shape import DeltaLayer
+from engine.models.recurrent_shape import DeltaLayer, Mamba2Layer
 
 ODD = layer_of(1, 3, 10, 7, 4)
 """Sizes that no tile has."""
+ODD_MAMBA_2 = mamba2_of(6, 7, 10, 3, 3)
 
 
-def bench_of(layer: DeltaLayer, dtype: torch.dtype) -> Bench:
+def bench_of(layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype) -> Bench:
     return Bench(layer, TRITON_RECURRENT_OPS, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layer", [LAYERS[1], ODD], ids=str)
-def test_delta_rules_are_those_of_torch(layer: DeltaLayer, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("layer", [LAYERS[1], ODD, MAMBA_2S[1], ODD_MAMBA_2], ids=str)
+def test_states_are_those_of_torch(layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype) -> None:
     texts = [text_of(layer, length, seed) for seed, length in enumerate((1, 2, TOKENS_PER_PROGRAM + 3))]
     found = []
     for bench in (bench_of(layer, dtype), Bench(layer, TORCH_OPS, dtype)):
@@ -38,8 +39,8 @@ def test_delta_rules_are_those_of_torch(layer: DeltaLayer, dtype: torch.dtype) -
     assert torch.equal(ours[2], expected[2])
 
 
-def test_delta_rules_give_the_same_bits_in_any_chunks_and_company() -> None:
-    layer = LAYERS[1]
+@pytest.mark.parametrize("layer", [LAYERS[1], MAMBA_2S[1]], ids=str)
+def test_states_give_the_same_bits_in_any_chunks_and_company(layer: DeltaLayer | Mamba2Layer) -> None:
     text = text_of(layer, 22, seed=1)
     alone = bench_of(layer, torch.bfloat16)
     [whole] = alone.step((2, text))

@@ -21,12 +21,13 @@ from engine.kernels.gpu.int4 import ScaledInt4, int4_config, int4_product, widen
 from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
+from engine.kernels.gpu.scan import scan
 from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
 from engine.models.recurrent_ops import RecurrentOps
-from engine.models.recurrent_reference import gates
+from engine.models.recurrent_reference import gates, steps
 from engine.quantization import (
     SMALLEST_AMAX,
     Float8Linear,
@@ -168,7 +169,7 @@ class TritonFourBitExperts(ExpertProducts):
         return four_bit_product(clamped_gate(gate_up, self._gate), self._down, tiles_G3, config)
 
 
-TRITON_RECURRENT_OPS = RecurrentOps(convolve, delta_rule, gates)
+TRITON_RECURRENT_OPS = RecurrentOps(convolve, delta_rule, gates, scan, steps)
 TRITON_PARTS = Parts(
     linear=TritonLinear,
     gated_linear=partial(TritonGatedLinear, linear=TritonLinear),

@@ -5,7 +5,7 @@
 //   vectors.h  <-  huge_pages.h  <-  panels.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h  <-  this file
 //              <-  adapters.h                                                       <-
 //              <-  rows.h, attention.h                                                          <-
-//              <-  filters.h  <-  sampling.h; delta.h                                                         <-
+//              <-  filters.h  <-  sampling.h; recurrent.h  <-  delta.h, scan.h                                <-
 //   attention_pairs.h, attention_tiles.h  <-  attention.h; tiles.h  <-  product_tiles.h, attention_tiles.h
 //   read_ahead.h  <-  product_pairs.h, layers.h; huge_pages.h  <-  int4.h  <-  panels.h
 
@@ -18,6 +18,7 @@
 #include "matmul.h"
 #include "rows.h"
 #include "sampling.h"
+#include "scan.h"
 
 #if defined(__GLIBC__)
 #include <malloc.h>
@@ -93,6 +94,11 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "delta_rule(Tensor qkv, Tensor decay, Tensor beta, Tensor(a!) matrices, Tensor firsts, Tensor lengths, Tensor slots, "
       "Tensor is_new) -> Tensor",
       &delta_rule);
+  m.def("scan_steps(Tensor dt, Tensor rate, Tensor bias, float least, float most) -> Tensor", &scan_steps);
+  m.def(
+      "scan(Tensor x, Tensor decay, Tensor steps, Tensor skip, Tensor(a!) matrices, Tensor firsts, Tensor lengths, "
+      "Tensor slots, Tensor is_new) -> Tensor",
+      &scan);
   m.def("largest(Tensor logits) -> Tensor", &largest);
   m.def("sample(Tensor(a!) logits, Tensor integers, Tensor numbers) -> Tensor", &sample);
   m.def("keep_freed_memory() -> ()", &keep_freed_memory);
