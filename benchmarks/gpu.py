@@ -6,7 +6,7 @@ the device's limits?
     python benchmarks/gpu.py --tiny                       the same script on any machine, with a toy: to test the script
 
     floors ─> kernels, model, answers ─> attention ─> flash ─> digests ─> steps, drafts ─> offload ─> push ─> servers
-    ─> products ─> deepseek ─> gpt-oss ─> int4-experts ─> delta ─> steps in 8 and 4 bits ─> batch_invariant ─> steps by
+    ─> products ─> deepseek ─> gpt-oss ─> int4-experts ─> states ─> steps in 8 and 4 bits ─> batch_invariant ─> steps by
     FlashAttention (each a module of gpu_parts/); by name: cuBLASLt, vllm, other launch configurations
 
 Each part runs in a separate process with its own time limit: if one fails, the table says so, and the others go on.
@@ -38,7 +38,6 @@ from benchmarks.gpu_parts import (
     answers,
     attention,
     deepseek,
-    delta,
     digests,
     drafts,
     flash,
@@ -52,6 +51,7 @@ from benchmarks.gpu_parts import (
     products,
     push,
     servers,
+    states,
     steps,
 )
 from benchmarks.gpu_parts.rows import Row, table
@@ -78,7 +78,7 @@ PARTS = (
     Part(name="deepseek", about="attention to latents and experts, alone", measure=deepseek.measure, limit_s=90),
     Part(name="gpt-oss", about="experts in MXFP4, alone", measure=gpt_oss.measure, limit_s=60),
     Part(name="int4-experts", about="experts in int4, alone", measure=int4_experts.measure, limit_s=60),
-    Part(name="delta", about="gated delta rules, alone", measure=delta.measure, limit_s=60),
+    Part(name="states", about="layers that keep a state, alone", measure=states.measure, limit_s=60),
     Part(name="steps-int8", about="the same engine with int8 weights", measure=steps.measure_int8, limit_s=90),
     Part(name="steps-int4", about="the same engine with int4 weights", measure=steps.measure_int4, limit_s=90),
     Part(name="steps-mixture", about="of an engine with experts in int4", measure=steps.measure_mixture, limit_s=90),

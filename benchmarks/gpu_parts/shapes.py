@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.recurrent_shape import DeltaLayer
+from engine.models.recurrent_shape import DeltaLayer, Mamba2Layer
 
 LLAMA_8B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -40,6 +40,8 @@ INT4_BYTES = 0.5 + 4 / 32
 """Bytes of an int4 weight, quantised from bfloat16: half a byte, and its part of its group's scale and offset."""
 
 
+NEMOTRON_LAYER = Mamba2Layer(name="layer", num_heads=128, head_dim=80, state_dim=128, num_groups=8, num_taps=4)
+TOY_MAMBA_2_LAYER = Mamba2Layer(name="layer", num_heads=4, head_dim=16, state_dim=16, num_groups=2, num_taps=4)
 QWEN3_NEXT_LAYER = DeltaLayer(
     name="layer", num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, num_taps=4
 )
@@ -195,10 +197,11 @@ class FourBitSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaSizes:
-    """A layer of gated delta rules."""
+class StateSizes:
+    """A layer of each kind that keeps matrices."""
 
-    layer: DeltaLayer
+    delta: DeltaLayer
+    mamba_2: Mamba2Layer
     nums_seqs: tuple[int, ...]
     """Sequences of a decoding step."""
     prompt_tokens: int
@@ -237,7 +240,7 @@ class Sizes:
     latents: LatentSizes
     four_bits: FourBitSizes
     int4_experts: FourBitSizes
-    delta: DeltaSizes
+    states: StateSizes
     mixture: MixtureShape
 
 
@@ -270,7 +273,7 @@ FULL = Sizes(
     int4_experts=FourBitSizes(
         num_experts=128, hidden_size=2048, expert_size=768, experts_per_token=8, nums_tokens=(1, 64, 8192)
     ),
-    delta=DeltaSizes(layer=QWEN3_NEXT_LAYER, nums_seqs=(1, 64), prompt_tokens=2048),
+    states=StateSizes(delta=QWEN3_NEXT_LAYER, mamba_2=NEMOTRON_LAYER, nums_seqs=(1, 64), prompt_tokens=2048),
     mixture=MixtureShape(QWEN_30B, layer_item_bytes=0.5 + 4 / 128),
 )  # fmt: skip
 TINY = Sizes(
@@ -297,7 +300,7 @@ TINY = Sizes(
     ),
     four_bits=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
     int4_experts=FourBitSizes(num_experts=4, hidden_size=64, expert_size=32, experts_per_token=2, nums_tokens=(3,)),
-    delta=DeltaSizes(layer=TOY_DELTA_LAYER, nums_seqs=(3,), prompt_tokens=20),
+    states=StateSizes(delta=TOY_DELTA_LAYER, mamba_2=TOY_MAMBA_2_LAYER, nums_seqs=(3,), prompt_tokens=20),
     mixture=MixtureShape(TOY_MIXTURE, layer_item_bytes=INT4_BYTES),
 )  # fmt: skip
 

@@ -25,7 +25,6 @@ from lora_folders import products_of, write_adapter
 
 from benchmarks.gpu_parts import (
     attention,
-    delta,
     digests,
     drafts,
     floors,
@@ -33,6 +32,7 @@ from benchmarks.gpu_parts import (
     int4_experts,
     invariant,
     products,
+    states,
     steps,
 )
 from benchmarks.gpu_parts.profiling import DeviceWork
@@ -113,7 +113,7 @@ PARTS: dict[str, Measure] = {
     "products": products.measure,
     "gpt-oss": gpt_oss.measure,
     "int4-experts": int4_experts.measure,
-    "delta": delta.measure,
+    "states": states.measure,
     "steps-int4": steps.measure_int4,
     "steps-mixture": steps.measure_mixture,
     "invariant": invariant.measure,

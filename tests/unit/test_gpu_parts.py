@@ -19,7 +19,6 @@ from benchmarks.gpu_parts import (
     against_vllm,
     attention,
     deepseek,
-    delta,
     digests,
     drafts,
     flash,
@@ -30,6 +29,7 @@ from benchmarks.gpu_parts import (
     offload,
     products,
     profiling,
+    states,
     steps,
     variants,
 )
@@ -223,15 +223,16 @@ def test_experts_in_four_bits(setting: Setting) -> None:
 
 
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
-def test_delta_rules(setting: Setting) -> None:
-    error, decode, prompt = delta.measure(replace(setting, known={floors.COPY: 10.0}))
-    assert (error.what, error.is_check, error.is_met) == ("error of delta rules", True, True)
-    assert error.value is not None
-    assert error.value < 1e-5, "in float32"
-    assert (decode.what, decode.unit, decode.limit) == ("delta rules, decode 3", "GB/s", 10.0)
-    assert (prompt.what, prompt.unit) == ("delta rules, prompt of 20", "ms")
-    assert decode.value
-    assert prompt.value
+def test_layers_that_keep_a_state(setting: Setting) -> None:
+    rows = list(states.measure(replace(setting, known={floors.COPY: 10.0})))
+    for name, (error, decode, prompt) in (("delta rules", rows[:3]), ("Mamba-2", rows[3:])):
+        assert (error.what, error.is_check, error.is_met) == (f"error of {name}", True, True)
+        assert error.value is not None
+        assert error.value < 1e-5, "in float32"
+        assert (decode.what, decode.unit, decode.limit) == (f"{name}, decode 3", "GB/s", 10.0)
+        assert (prompt.what, prompt.unit) == (f"{name}, prompt of 20", "ms")
+        assert decode.value
+        assert prompt.value
 
 
 def test_few_experts_rotate_among_more_weights_than_a_cache_holds(

@@ -1,4 +1,5 @@
-"""Measures layers of gated delta rules alone: the convolution and the rule of one layer of Qwen3-Next-80B-A3B.
+"""Measures layers that keep a state, alone: the convolution and what comes after it, of one layer of Qwen3-Next-80B-A3B
+(gated delta rules) and one of Nemotron-Nano-9B-v2 (Mamba-2).
 
 A decoding step reads and writes each sequence's matrices, so a copy of as many bytes is its limit. A prompt's tokens
 are computed one after the other, with a part of a matrix in registers: no limit of the device says how long that takes.
@@ -15,14 +16,14 @@ from benchmarks.gpu_parts.deepseek import rate_of_bytes, timed
 from benchmarks.gpu_parts.gpt_oss import dtype_of
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import NotRun, Setting
-from benchmarks.gpu_parts.shapes import DeltaSizes
 from benchmarks.gpu_parts.timing import cache_bytes, num_sets
 from engine.kernels.gpu import why_no_triton
 from engine.models.recurrent_ops import Convolution, RecurrentOps
 from engine.models.recurrent_reference import TORCH_OPS
-from engine.models.recurrent_shape import DeltaLayer, recurrent_bytes
+from engine.models.recurrent_shape import DeltaLayer, Mamba2Layer, recurrent_bytes
 from engine.models.recurrent_states import RecurrentStates
 
+Layer = DeltaLayer | Mamba2Layer
 MAX_ERROR = 1e-2
 """Relative error against plain torch, from rounding to bfloat16 between the two and at the end."""
 
@@ -33,19 +34,20 @@ def measure(setting: Setting) -> Iterator[Row]:
         raise NotRun(why_not)
     from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
 
-    sizes = setting.sizes.delta
-    yield error_row(setting, sizes)
-    for num_seqs in sizes.nums_seqs:
-        yield decode_row(setting, sizes.layer, num_seqs, TRITON_RECURRENT_OPS)
-    bench = Bench(sizes.layer, [sizes.prompt_tokens], TRITON_RECURRENT_OPS, setting)
-    milliseconds = 1e3 * timed([bench.compute], setting)
-    yield Row(what=f"delta rules, prompt of {sizes.prompt_tokens}", value=milliseconds, unit="ms")
+    sizes, ops = setting.sizes.states, TRITON_RECURRENT_OPS
+    for name, layer in (("delta rules", sizes.delta), ("Mamba-2", sizes.mamba_2)):
+        yield error_row(setting, name, layer, ops)
+        for num_seqs in sizes.nums_seqs:
+            yield decode_row(setting, name, layer, num_seqs, ops)
+        bench = Bench(layer, [sizes.prompt_tokens], ops, setting)
+        milliseconds = 1e3 * timed([bench.compute], setting)
+        yield Row(what=f"{name}, prompt of {sizes.prompt_tokens}", value=milliseconds, unit="ms")
 
 
 class Bench:
     """One step of a layer, with sequences of these lengths, each of which goes on from a state."""
 
-    def __init__(self, layer: DeltaLayer, lengths: list[int], ops: RecurrentOps, setting: Setting) -> None:
+    def __init__(self, layer: Layer, lengths: list[int], ops: RecurrentOps, setting: Setting) -> None:
         dtype, device, num_tokens = dtype_of(setting), setting.device, sum(lengths)
         generator = torch.Generator(device).manual_seed(1)
 
@@ -58,32 +60,35 @@ class Bench:
         counts = np.array(lengths)
         self.states.assign(counts, counts + 1, np.arange(len(lengths)))
         self._x = randn(num_tokens, layer.num_channels).to(dtype)
-        self._weight = randn(layer.num_channels, layer.num_taps).to(dtype)
-        self._decay, self._beta = randn(2, num_tokens, layer.num_value_heads).sigmoid()
-        self._ops = ops
+        weight, bias = randn(layer.num_channels, layer.num_taps).to(dtype), randn(layer.num_channels).to(dtype)
+        has_bias = isinstance(layer, Mamba2Layer)
+        self._convolution = Convolution(weight, bias if has_bias else None, has_silu=True)
+        num_heads = layer.matrices_shape[0]
+        self._decay, self._beta = randn(2, num_tokens, num_heads).sigmoid()
+        self._skip = randn(num_heads)
+        self._layer, self._ops = layer, ops
 
     def compute(self) -> torch.Tensor:
         """[T, heads, value dim]"""
         states, ops = self.states, self._ops
-        qkv = ops.convolve(self._x, Convolution(self._weight, has_silu=True), states.inputs[0], states.step)
-        return ops.delta_rule(qkv, self._decay, self._beta, states.matrices[0], states.step)
+        matrices, step = states.matrices[0], states.step
+        x = ops.convolve(self._x, self._convolution, states.inputs[0], step)
+        if isinstance(self._layer, DeltaLayer):
+            return ops.delta_rule(x, self._decay, self._beta, matrices, step)
+        return ops.scan(x, self._decay, self._beta, self._skip, matrices, step)
 
 
-def error_row(setting: Setting, sizes: DeltaSizes) -> Row:
-    from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
-
+def error_row(setting: Setting, name: str, layer: Layer, ops: RecurrentOps) -> Row:
     lengths = [1, 5, 70, 1]
-    found, expected = (
-        Bench(sizes.layer, lengths, ops, setting).compute().double() for ops in (TRITON_RECURRENT_OPS, TORCH_OPS)
-    )
+    found, expected = (Bench(layer, lengths, each, setting).compute().double() for each in (ops, TORCH_OPS))
     error = float(((found - expected).square().sum() / expected.square().sum()).sqrt())
-    return Row(what="error of delta rules", value=error, unit="error", at_most=MAX_ERROR, is_check=True)
+    return Row(what=f"error of {name}", value=error, unit="error", at_most=MAX_ERROR, is_check=True)
 
 
-def decode_row(setting: Setting, layer: DeltaLayer, num_seqs: int, ops: RecurrentOps) -> Row:
+def decode_row(setting: Setting, name: str, layer: Layer, num_seqs: int, ops: RecurrentOps) -> Row:
     num_bytes = 2 * num_seqs * layer.matrices_bytes  # read and written
     benches = [
         Bench(layer, [1] * num_seqs, ops, setting) for _ in range(num_sets(num_bytes, cache_bytes(setting.device)))
     ]
     seconds = timed([bench.compute for bench in benches], setting)
-    return rate_of_bytes(f"delta rules, decode {num_seqs}", num_bytes, seconds, setting)
+    return rate_of_bytes(f"{name}, decode {num_seqs}", num_bytes, seconds, setting)
