@@ -51,6 +51,9 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "falcon-h1": lambda **more: transformers.FalconH1Config(**FALCON | more),
     "falcon-h1-normed": lambda **more: transformers.FalconH1Config(**FALCON | {"mamba_rms_norm": True} | more),
     "granite-h": lambda **more: transformers.GraniteMoeHybridConfig(**GRANITE | more),
+    "granite-h-moe": lambda **more: transformers.GraniteMoeHybridConfig(
+        **GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24} | more
+    ),
     "nemotron-h": lambda **more: transformers.NemotronHConfig(**NEMOTRON | more),
     "lfm2": lambda **more: transformers.Lfm2Config(**CONVOLUTIONS | more),
     "lfm2-moe": lambda **more: transformers.Lfm2MoeConfig(**CONVOLUTIONS | FEW_EXPERTS | more),

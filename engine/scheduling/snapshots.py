@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 MIN_TOKENS = 128
 """A snapshot must spare at least so many tokens: to take it, a prompt is cut in two steps."""
-WORTH = 8
+WORTH = 16
 """… and so many that, times WORTH, their keys and values take as much memory as the snapshot."""
 ANSWER_START_TOKENS = 8
 """A chat template ends a prompt with the first tokens of an answer, which the conversation's next turn may not repeat,

@@ -86,8 +86,9 @@ def test_points(num_tokens: int, num_reused: int, num_shared: int, points: list[
 
 def test_a_large_snapshot_must_spare_more() -> None:
     assert min_snapshot_tokens(1, 16) == 128
-    assert min_snapshot_tokens(104, 16) == 208
-    assert min_snapshot_tokens(197, 16) == 394
+    assert min_snapshot_tokens(104, 16) == 128
+    assert min_snapshot_tokens(197, 16) == 197
+    assert min_snapshot_tokens(548, 16) == 548
 
 
 def test_a_conversation_goes_on_from_the_last_turn() -> None:
