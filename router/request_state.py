@@ -304,7 +304,7 @@ class RequestState:
             return actions + self._on_last_token(tokens.finish_reason, is_transfer_open=is_decode)
         early, self._early = self._early, []
         for later in early:
-            if self.plan is plan:
+            if self.plan is plan and self.phase is not Phase.SETTLING:  # else the attempt or the answer has ended
                 actions += self._on_tokens(plan.decode, later, plan)
         return actions
 
