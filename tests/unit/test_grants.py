@@ -158,6 +158,16 @@ def test_leases_live_by_their_owners_signs_of_life() -> None:
     assert table.next_expiry_s() is None
 
 
+def test_a_further_grant_is_a_sign_of_life_of_its_owner() -> None:
+    """Its lease is as long as that of the owner's first grant was, and the first grant lives as long."""
+    table = make_table()
+    first = table.issue("owner", [1], 0, 0.0)
+    second = table.issue("owner", [2], 0, 6.0)
+    assert table.expire(LEASE_S) == []
+    assert write(table, second, [2]) is Verdict.ACCEPTED
+    assert table.expire(6.0 + LEASE_S) == [first, second]
+
+
 def test_plain_data() -> None:
     table = make_table()
     grant = table.issue("owner", [1], 0, 0.0)
@@ -302,7 +312,9 @@ class GrantMachine(RuleBasedStateMachine):
             if self.now_s - lost_s >= LEASE_S:
                 self.writing.pop(grant_id, None)
                 del self.lost_s[grant_id]
-        self.take_back(self.table.expire(self.now_s))
+        freed = self.table.expire(self.now_s)
+        assert all(grant.grant_id in self.ended for grant in freed), "freed before its lease was over"
+        self.take_back(freed)
         after_s = self.table.next_expiry_s()
         assert after_s is None or after_s > self.now_s
 
