@@ -10,7 +10,7 @@ from typing import Any, cast
 import grammar_cases
 import grpc
 import pytest
-from lifecycle_bench import Bench, load, settle
+from lifecycle_bench import LENGTH, Bench, ScriptedSession, load, settle
 
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -62,6 +62,36 @@ async def test_the_room_of_a_failed_attempt_is_its_requests_until_that_is_in_the
     assert len(bench.queue) == 0
     await behind.leave()
     assert bench.pool.rooms == set()
+
+
+async def test_what_comes_late_of_a_failed_attempt_does_not_give_back_the_room_of_the_next() -> None:
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    num_blocks = bench.decode.num_planned_blocks
+    bench.d.say("r", 1, failed=pb.Failed(code=grpc.StatusCode.UNAVAILABLE.value[0], message="x", can_retry=True))
+    await settle()
+    assert bench.d.sent[-1].generate.attempt == 2
+    bench.d.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
+    await settle()
+    assert bench.decode.num_planned_blocks == num_blocks > 0
+    await asked.leave()
+    assert bench.decode.num_planned_blocks == 0
+
+
+async def test_an_answer_leaves_no_inbox_at_the_worker_that_had_no_room_for_it() -> None:
+    """That worker would have a request for ever, and would be kept after it has left the registry."""
+    bench = Bench()
+    asked = bench.request("r")
+    await settle()
+    bench.d.say("r", 1, busy=pb.Busy())
+    await settle()
+    other = cast(ScriptedSession, bench.add("other", pb.Role.ROLE_DECODE, 2048).session)
+    bench.dispatch()
+    await settle()
+    other.say("r", other.sent[-1].generate.attempt, tokens=pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH))
+    await asked.task
+    assert (bench.d.names, other.names) == (set(), set())
 
 
 class Context:

@@ -104,6 +104,17 @@ async def test_it_goes_on_where_its_tokens_come_sooner() -> None:
     assert bench.cluster.budget.num_tokens == type(bench.cluster.budget)().num_tokens, "no retry was paid for"
 
 
+async def test_a_stream_that_loses_its_worker_does_not_move_from_there_any_more() -> None:
+    bench = Crowded()
+    asked = await bench.stream("r")
+    await bench.say_token("r", 1, 1, 6)
+    assert len(bench.rebalancer) == 1
+    bench.lose_decode_session(num_lost=1)
+    await settle()
+    assert len(bench.rebalancer) == 0
+    await asked.leave()
+
+
 @pytest.mark.parametrize("keeps_no_prefixes", [False, True])
 async def test_a_worker_that_keeps_no_prefixes_computes_all_of_it_again(keeps_no_prefixes: bool) -> None:
     bench = Crowded()
