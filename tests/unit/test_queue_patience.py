@@ -93,6 +93,16 @@ async def test_who_loses_the_next_worker_too_waits_for_another_as_long_as_before
     assert asyncio.get_running_loop().time() - lost_s >= 1.0
 
 
+async def test_who_gives_up_as_a_worker_joins_goes_there() -> None:
+    """The queue hears of workers in the next turn of the event loop, and the time may be up in this one."""
+    workers = Workers(worker_wait_s=0.1)
+    moved = workers.wait("old", is_return=True)
+    await asyncio.sleep(0)
+    workers.room["old"] = 1
+    assert (await moved).kind == Kind("old")
+    assert (len(workers.queue), workers.queue.num_tokens, workers.room["old"]) == (0, 0, 0)
+
+
 async def test_those_without_a_worker_do_not_fill_the_queue_of_others() -> None:
     workers = Workers(worker_wait_s=30.0, max_tokens=10)
     workers.room["new"] = 2

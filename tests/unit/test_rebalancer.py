@@ -112,6 +112,7 @@ async def test_a_stream_that_loses_its_worker_does_not_move_from_there_any_more(
     bench.lose_decode_session(num_lost=1)
     await settle()
     assert len(bench.rebalancer) == 0
+    assert not bench.rebalancer._streams, "workers come and go for years"
     await asked.leave()
 
 

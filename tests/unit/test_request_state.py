@@ -134,6 +134,17 @@ def test_disaggregated_from_queue_to_end() -> None:
     assert state.token_ids == [5, 6, 7]
 
 
+def test_the_usage_says_what_was_cached_where_the_prompt_was_first_computed() -> None:
+    state = prefilling()
+    state.on(said(P, 1, tokens=pb.Tokens(token_ids=[5], num_cached_tokens=32)))
+    state.on(tokens(D, 1, 1, 6))
+    assert state.num_cached_tokens == 32
+    state.on(WorkerLost(D))
+    state.on(Planned(Plan(D2, None)))
+    state.on(said(D2, 2, tokens=pb.Tokens(index=2, token_ids=[7], num_cached_tokens=16)))
+    assert (state.token_ids, state.num_cached_tokens) == ([5, 6, 7], 32)
+
+
 def test_local_needs_no_grant() -> None:
     state = RequestState(max_attempts=3, budget=RetryBudget())
     state.start()
