@@ -184,7 +184,10 @@ async def test_one_moves_at_a_time() -> None:
     assert not bench.pool.rooms
 
 
-@pytest.mark.parametrize("why", ["requests wait", "it has prompts", "it is ejected", "of another kind", "off"])
+@pytest.mark.parametrize(
+    "why",
+    ["requests wait", "it has prompts", "it is ejected", "of another kind", "a shorter context", "only prompts", "off"],
+)
 async def test_it_stays(why: str) -> None:
     bench = Crowded()
     if why == "off":
@@ -211,6 +214,11 @@ async def test_it_stays(why: str) -> None:
             assert bench.pool.is_set_aside(bench.prefill.key)
         case "of another kind":
             bench.tell(bench.prefill, compat_digest="another")
+        case "a shorter context":
+            bench.prefill.record.model.max_model_len = 1024
+            bench.tell(bench.prefill)
+        case "only prompts":
+            bench.tell(bench.prefill, can_generate=False)
     num_sent = len(bench.p.sent)
     await bench.say_token("r", 1, 1, 6)
     await bench.say_token("r", 1, 2, 7)
