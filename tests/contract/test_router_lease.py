@@ -126,3 +126,12 @@ async def test_why_a_session_ended_is_known_although_a_command_was_still_to_be_s
             assert worker.was_left.wait(DEADLINE_S)
             await seen.is_lost.wait()
             assert (seen.session.lost_why, seen.session.is_our_fault) == (why, "ABORTED" in why)
+
+
+async def test_nothing_of_a_session_that_has_ended_goes_on_or_changes_why_it_was_lost() -> None:
+    async with observed() as (worker, seen):
+        tasks = [task for task in asyncio.all_tasks() if "WorkerSession." in str(task.get_coro())]
+        assert len(tasks) > 1, "one reads, and one watches for silence"
+        worker.ends.set()
+        await asyncio.wait(tasks)
+        assert seen.session.lost_why == "the worker ended the session"
