@@ -25,6 +25,25 @@ async def test_a_worker_that_says_it_drains_gets_nothing_more_though_the_registr
     await asked.leave()
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+async def test_a_worker_that_is_lost_before_the_request_hears_of_its_plan_is_no_end_of_it(is_forgotten: bool) -> None:
+    """Nothing else would tell the request: it has no inbox at that worker yet."""
+    bench = Bench()
+    bench.decode.is_full = True
+    asked = bench.request("r")
+    await settle()
+    bench.decode.set_load(load(50))
+    bench.decode.set_load(load(100))
+    bench.queue.dispatch()
+    bench.lose_decode_session(num_lost=1)
+    if is_forgotten:
+        del bench.pool.workers.handles[bench.decode.key]
+    other = cast(ScriptedSession, bench.add("other", pb.Role.ROLE_DECODE, 2048).session)
+    await settle()
+    assert other.sent[-1].generate.attempt == 2
+    await asked.leave()
+
+
 async def test_a_prefill_worker_with_a_shorter_context_is_not_used() -> None:
     bench = Bench(with_prefill=True, prefill_max_model_len=1024)
     asked = bench.request("r")
