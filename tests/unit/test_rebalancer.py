@@ -324,6 +324,26 @@ async def test_it_goes_on_although_its_worker_is_the_last_and_begins_to_drain() 
     await asked.leave()
 
 
+@pytest.mark.parametrize("how", ["fills up", "is of another kind"])
+async def test_it_goes_back_where_the_other_worker_changes_before_it_has_gone_there(how: str) -> None:
+    class Lookup(NothingCached):
+        async def longest_match(self, token_ids: list[int], *args: str) -> dict[WorkerKey, int]:
+            if token_ids != PROMPT and how == "fills up":
+                bench.hear_load(bench.prefill, load(0))
+            elif token_ids != PROMPT:
+                bench.tell(bench.prefill, compat_digest="another")
+            return {}
+
+    bench = Crowded(Lookup())
+    asked = await bench.stream("r")
+    await bench.crowd()
+    await bench.say_token("r", 1, 1, 6)
+    again = bench.d.sent[-1].generate
+    assert (again.attempt, list(again.output_token_ids)) == (2, [5, 6])
+    assert [command.WhichOneof("command") for command in bench.p.sent[1:]] == ["cancel"]
+    await asked.leave()
+
+
 async def test_it_goes_to_one_that_has_not_just_said_busy() -> None:
     bench = Crowded()
     other = bench.add("p2", pb.Role.ROLE_PREFILL, 2048)

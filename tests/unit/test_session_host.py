@@ -103,6 +103,21 @@ async def test_a_name_that_comes_back_names_something_new_in_the_engine() -> Non
     await asyncio.wait([router.task])
 
 
+async def test_a_cancel_ends_the_attempt_that_it_names_and_no_other() -> None:
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=2))
+    router.send(cancel=pb.Cancel(request_id="a", attempt=2))
+    router.send(cancel=pb.Cancel(request_id="a", attempt=3))
+    await settle()
+    first, second = bench.role.streams
+    assert bench.role.cancelled == [second]
+    assert (first.is_open, second.is_open) == (True, False)
+    router.task.cancel()
+    await asyncio.wait([router.task])
+
+
 async def test_ending_the_sessions_says_what_was_still_to_be_said() -> None:
     bench = Bench()
     router = await bench.router()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import grpc
 import pytest
 from one_worker import OneWorker
 
@@ -28,6 +29,43 @@ async def test_a_worker_that_leaves_in_order_has_not_lost_its_session(
         worker.pool.set_records([])
         await asyncio.wait([session._task])
     assert caplog.messages == []
+    await worker.pool.close()
+
+
+@pytest.mark.parametrize("how", ["its last request ends", "its session is lost"])
+async def test_a_worker_that_has_left_the_registry_is_kept_as_long_as_it_has_requests(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    worker = OneWorker(monkeypatch)
+    handle = await worker.open_handle()
+    session, workers = handle.session, worker.pool.workers
+    assert session is not None
+    session.attach("r", lambda _: None)
+    worker.pool.set_records([])
+    assert workers.handles == {handle.key: handle}
+    if how == "its last request ends":
+        session.detach("r")
+        workers._on_load(handle, handle.record.load)
+    else:
+        worker.channels[0].ends[0].set_result(grpc.StatusCode.UNAVAILABLE)
+    await asyncio.wait([session._task])
+    while tasks := list(workers._tasks):
+        await asyncio.wait(tasks)
+    assert (workers.handles, handle.is_forgotten) == ({}, True)
+    assert (worker.channels[0].is_closed, len(worker.channels[0].ends)) == (True, 1)
+    await worker.pool.close()
+
+
+async def test_a_worker_that_was_full_is_asked_again_once_its_session_is_open_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it had has ended with the session, and no load will show that."""
+    worker = OneWorker(monkeypatch)
+    handle = await worker.open_handle()
+    handle.note_busy(handle.num_frees)
+    assert handle.is_full
+    await worker.lose_session(num_requests=0)
+    assert not (await worker.open_handle()).is_full
     await worker.pool.close()
 
 
