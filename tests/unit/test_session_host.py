@@ -29,12 +29,14 @@ class Generates:
         self.host = host
         self.streams: list[Stream] = []
         self.cancelled: list[Stream] = []
+        self.alive: list[RouterSession] = []
+        """The session of each sign of life."""
 
     def on_command(self, session: RouterSession, command: Any) -> None:
         self.streams.append(self.host.open(session, command.generate))
 
     def on_beat(self, session: RouterSession) -> None:
-        pass
+        self.alive.append(session)
 
     def cancel(self, stream: Stream) -> None:
         self.cancelled.append(stream)
@@ -116,6 +118,20 @@ async def test_a_cancel_ends_the_attempt_that_it_names_and_no_other() -> None:
     assert (first.is_open, second.is_open) == (True, False)
     router.task.cancel()
     await asyncio.wait([router.task])
+
+
+async def test_each_command_is_a_sign_of_life_of_its_router() -> None:
+    """A router beats only while it has nothing else to say: without this, the leases of a busy one would end."""
+    bench = Bench()
+    router, other = await bench.router(), await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    router.send(cancel=pb.Cancel(request_id="a", attempt=1))
+    router.send(beat=pb.Beat())
+    await settle()
+    assert bench.role.alive == [bench.role.streams[0].session] * 3
+    for each in (router, other):
+        each.task.cancel()
+    await asyncio.wait([router.task, other.task])
 
 
 async def test_ending_the_sessions_says_what_was_still_to_be_said() -> None:
