@@ -134,6 +134,20 @@ async def test_each_command_is_a_sign_of_life_of_its_router() -> None:
     await asyncio.wait([router.task, other.task])
 
 
+async def test_an_answer_that_is_complete_is_no_open_stream_any_more() -> None:
+    """Whether or not its router says more about it: a worker that drains does not wait for that."""
+    bench = Bench()
+    router = await bench.router()
+    router.send(generate=pb.EngineRequest(request_id="a", attempt=1))
+    await settle()
+    (stream,) = bench.role.streams
+    bench.host.deliver([finished(stream.engine_id)])
+    assert (stream.is_open, bench.host.find(stream.engine_id), stream.session.streams) == (False, None, {})
+    await asyncio.wait_for(bench.host.drain(), 5)
+    router.task.cancel()
+    await asyncio.wait([router.task])
+
+
 async def test_ending_the_sessions_says_what_was_still_to_be_said() -> None:
     bench = Bench()
     router = await bench.router()
