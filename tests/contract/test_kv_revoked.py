@@ -13,6 +13,7 @@ from nixl_marks import NIXL
 
 from kv_transfer import GrantGone, PeerUnreachable
 from kv_transfer.transfer import Transfer
+from protos import tandem_kv_transfer_pb2 as pb
 
 
 async def test_request_that_is_not_wanted_any_more(cluster: Cluster, receiving: Receiving) -> None:
@@ -22,6 +23,19 @@ async def test_request_that_is_not_wanted_any_more(cluster: Cluster, receiving: 
         await push.commit(4, 1, [3])
     assert len(receiving.committed) == 1
     assert receiving.freed == []  # on_commit took the blocks
+
+
+async def test_who_asks_again_is_told_again_that_the_request_is_not_wanted(receiving: Receiving) -> None:
+    """The first answer may have been lost."""
+    receiving.is_wanted = False
+    receiver = receiving.receiver
+    grant = receiver.issue("router", [6], 1)
+    commit = pb.CommitRequest(
+        grant_id=grant.grant_id, epoch=grant.epoch, incarnation=grant.incarnation, num_prompt_tokens=4, first_token_id=1
+    )
+    for _ in range(2):
+        assert (await receiver.commit(commit)).outcome == pb.CommitResponse.GRANT_GONE
+    assert len(receiving.committed) == 1
 
 
 async def test_commit_after_revoke(cluster: Cluster, receiving: Receiving) -> None:
@@ -199,3 +213,24 @@ async def test_lease_ends_with_its_owners_silence(cluster: Cluster) -> None:
     receiving.receiver.drop_owner("alive")
     assert [freed.block_ids for freed in receiving.freed] == [(1,), (2,)]
     assert receiving.receiver.table.counters.num_expired_leases == 1
+
+
+@over("ipc")
+async def test_blocks_are_freed_a_lease_after_their_sender_is_lost_though_nothing_else_was_to_expire(
+    cluster: Cluster,
+) -> None:
+    """The timer of leases has nothing to wait for by then: the owner of the grant is gone, and there is no other."""
+    receiving = await cluster.add_receiving(lease_s=0.2)
+    receiver = receiving.receiver
+    grant = receiver.issue("router", [6], 0)
+    attachment_id = receiver.attach(
+        pb.PushChunk(grant_id=grant.grant_id, epoch=grant.epoch, incarnation=grant.incarnation)
+    )
+    receiver.drop_owner("router")
+    async with asyncio.timeout(DEADLINE_S):
+        while receiver._has_deadline.is_set():  # noqa: ASYNC110 - the timer has slept until the lease of the grant ended
+            await asyncio.sleep(0.01)
+    assert receiving.freed == [], "the sender may still write"
+    receiver.sender_gone(grant.grant_id, attachment_id)
+    await until(receiving.has_freed)
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]

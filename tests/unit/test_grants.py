@@ -78,6 +78,7 @@ def test_commit_hands_over_and_ends_the_epoch() -> None:
     assert table.drop_owner("owner") == []
     assert table.begin_commit(grant.grant_id, grant.epoch, ME) is CommitStart.COMMITTED
     assert table.begin_commit(grant.grant_id, grant.epoch + 1, ME) is CommitStart.GONE
+    assert table.begin_commit(grant.grant_id, grant.epoch, "incarnation-0") is CommitStart.GONE
     assert table.next_expiry_s() == 1.0 + LEASE_S
     assert table.expire(1.0 + LEASE_S) == []
     assert table.begin_commit(grant.grant_id, grant.epoch, ME) is CommitStart.GONE
@@ -129,6 +130,19 @@ def test_one_sided_sender_keeps_blocks_in_quarantine() -> None:
     assert table.expire(4.9 + LEASE_S) == []
     assert table.expire(5.0 + LEASE_S) == [lost]
     assert table.reserved_block_ids() == []
+
+
+def test_the_end_of_an_earlier_sender_is_not_that_of_the_one_that_writes_now() -> None:
+    """The earlier one has abandoned the grant, and its connection breaks only then."""
+    table = make_table()
+    grant = table.issue("owner", [4], 0, 0.0)
+    earlier = attach(table, grant)
+    assert table.abandon(grant.grant_id, grant.epoch, ME) == []
+    now = attach(table, grant)
+    table.sender_gone(grant.grant_id, earlier, 1.0)
+    assert table.revoke(grant.grant_id) == []
+    assert table.expire(1.0 + LEASE_S) == []
+    assert table.detach(grant.grant_id, now) == [grant]
 
 
 def test_one_sided_senders_come_one_after_another() -> None:
@@ -245,9 +259,11 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(attachment=attachments)
     def lose_sender(self, attachment: tuple[Grant, int]) -> None:
         grant, attachment_id = attachment
-        if attachment_id in self.writing.get(grant.grant_id, set()) and grant.grant_id not in self.lost_s:
+        if grant.grant_id in self.lost_s:
+            return
+        if attachment_id in self.writing.get(grant.grant_id, set()):
             self.lost_s[grant.grant_id] = self.now_s
-            self.table.sender_gone(grant.grant_id, attachment_id, self.now_s)
+        self.table.sender_gone(grant.grant_id, attachment_id, self.now_s)
 
     @rule(grant=grants)
     def abandon(self, grant: Grant) -> None:
