@@ -11,7 +11,7 @@ import pytest
 from kv_harness import DEADLINE_S, LEASE_S, Cluster, Receiving, assert_moved, over, until
 from nixl_marks import NIXL
 
-from kv_transfer import GrantGone, PeerUnreachable
+from kv_transfer import GrantGone, InvalidTransfer, PeerUnreachable
 from kv_transfer.transfer import Transfer
 from protos import tandem_kv_transfer_pb2 as pb
 
@@ -36,6 +36,28 @@ async def test_who_asks_again_is_told_again_that_the_request_is_not_wanted(recei
     for _ in range(2):
         assert (await receiver.commit(commit)).outcome == pb.CommitResponse.GRANT_GONE
     assert len(receiving.committed) == 1
+
+
+async def test_an_abandoned_push_gives_its_connection_back(cluster: Cluster, receiving: Receiving) -> None:
+    """Once, however often it is abandoned. Else a connection to a worker that has gone would be kept for ever."""
+    push = await cluster.push(receiving.receiver.issue("router", [6], 0), [3])
+    assert push._kept.num_users == 1
+    for _ in range(2):
+        await push.abandon()
+    assert push._kept.num_users == 0
+
+
+async def test_a_receiver_that_misses_blocks_of_others_is_not_believed(
+    cluster: Cluster, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = await cluster.push(receiving.receiver.issue("router", [5, 6], 1), [2, 3])
+
+    async def commit(_: pb.CommitRequest) -> pb.CommitResponse:
+        return pb.CommitResponse(outcome=pb.CommitResponse.MISMATCH, mismatched_blocks=[6, 5])
+
+    monkeypatch.setattr(receiving.receiver, "commit", commit)
+    with pytest.raises(InvalidTransfer, match="answered a commit with"):
+        await push.commit(8, 1, [2, 3])
 
 
 async def test_commit_after_revoke(cluster: Cluster, receiving: Receiving) -> None:

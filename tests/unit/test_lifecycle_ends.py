@@ -16,7 +16,9 @@ from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from router.generation_defaults import GenerationDefaults
 from router.model_info import ModelInfo
+from router.open_requests import OpenRequests
 from router.request_events import WorkerKey
+from router.sequences import Sequences
 from router.served_kind import Kind
 from router.served_model import KEPT_S, ServedModel, Texts
 from router.servicer import InferenceServicer
@@ -92,6 +94,18 @@ async def test_an_answer_leaves_no_inbox_at_the_worker_that_had_no_room_for_it()
     other.say("r", other.sent[-1].generate.attempt, tokens=pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH))
     await asked.task
     assert (bench.d.names, other.names) == (set(), set())
+
+
+async def test_who_is_aborted_while_it_is_prepared_ends_as_it_begins() -> None:
+    bench, requests = Bench(), OpenRequests()
+    requests.enter("r", ["r"])
+    assert requests.abort("r")
+    sequences = Sequences([bench.lifecycle("r")], is_streaming=True)
+    requests.begin("r", sequences)
+    async with asyncio.timeout(5):
+        messages = [message async for message in sequences.run()]
+    assert [message.finish_reason for message in messages] == [inference_pb.FINISH_REASON_ABORT]
+    assert (bench.d.names, bench.pool.rooms, len(bench.queue)) == (set(), set(), 0)
 
 
 class Context:

@@ -66,3 +66,20 @@ async def test_the_others_wait_for_the_second_token_that_comes_now(num_before: i
     goes_on.set()
     assert [list(message.token_ids) async for message in messages] == [[8], []]
     assert begun == ["second token", "other"]
+
+
+async def test_the_others_begin_though_the_first_answer_has_no_second_token() -> None:
+    begun = asyncio.Event()
+
+    async def first() -> AsyncGenerator[pb.GenerateResponse, None]:
+        yield pb.GenerateResponse(token_ids=[7], finish_reason=pb.FINISH_REASON_STOP)
+
+    async def other() -> AsyncGenerator[pb.GenerateResponse, None]:
+        begun.set()
+        yield pb.GenerateResponse(sequence=1, finish_reason=pb.FINISH_REASON_LENGTH)
+
+    lifecycles: Any = [SimpleNamespace(run=first, has_one_worker=False), SimpleNamespace(run=other)]
+    async with asyncio.timeout(5):
+        messages = [message async for message in Sequences(lifecycles, is_streaming=True).run()]
+    assert begun.is_set()
+    assert [message.sequence for message in messages] == [0, 1]
