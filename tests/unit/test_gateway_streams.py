@@ -7,7 +7,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from gateway.run import _under_free_name
 from gateway.streams import Leaving, until_leaving
+from protos.tandem_inference_pb2 import GenerateResponse
+from rpc.errors import RequestExists
 from rpc.merge import merged
 
 
@@ -108,3 +111,23 @@ async def test_a_cancellation_from_within_one_stream_ends_them_all(num: int) -> 
         async with asyncio.timeout(2):
             await anext(streams)
     assert all(source.is_closed for source in sources)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_only_a_stream_that_has_not_begun_is_asked_for_under_another_name(has_begun: bool) -> None:
+    """It would begin again from its first token."""
+
+    async def stream(num_tokens: int, error: Exception | None = None) -> AsyncGenerator[GenerateResponse, None]:
+        for index in range(num_tokens):
+            yield GenerateResponse(offset=index, token_ids=[index])
+        if error is not None:
+            raise error
+
+    received: list[int] = []
+    renamed = _under_free_name(stream(int(has_begun), RequestExists("running")), lambda: stream(2))
+    try:
+        async for message in renamed:
+            received += message.token_ids
+    except RequestExists:
+        assert has_begun
+    assert received == ([0] if has_begun else [0, 1])
