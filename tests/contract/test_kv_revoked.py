@@ -256,3 +256,23 @@ async def test_blocks_are_freed_a_lease_after_their_sender_is_lost_though_nothin
     receiver.sender_gone(grant.grant_id, attachment_id)
     await until(receiving.has_freed)
     assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
+
+
+@over("ipc", NIXL)
+async def test_a_sender_whose_stream_broke_says_that_it_has_ended_when_its_commit_fails(
+    cluster: Cluster, receiving: Receiving
+) -> None:
+    """Else the receiver would keep the blocks for a lease."""
+    grant = receiving.receiver.issue("router", [6], 0)
+    push = await cluster.push(grant, [3])
+    await push._writer.drain()
+    push._writer._stream.cancel()  # type: ignore[attr-defined]
+    async with asyncio.timeout(DEADLINE_S):
+        while not receiving.receiver.table._lost:  # noqa: ASYNC110 - the receiver tells nobody
+            await asyncio.sleep(0.01)
+    receiving.receiver.revoke(grant.grant_id)
+    with pytest.raises(GrantGone):
+        await push.commit(4, 1, [3])
+    while cluster.sender._background:
+        await asyncio.wait(cluster.sender._background)
+    assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
