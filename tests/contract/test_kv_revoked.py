@@ -259,10 +259,11 @@ async def test_blocks_are_freed_a_lease_after_their_sender_is_lost_though_nothin
 
 
 @over("ipc", NIXL)
+@pytest.mark.parametrize("closes", [False, True])
 async def test_a_sender_whose_stream_broke_says_that_it_has_ended_when_its_commit_fails(
-    cluster: Cluster, receiving: Receiving
+    cluster: Cluster, receiving: Receiving, closes: bool
 ) -> None:
-    """Else the receiver would keep the blocks for a lease."""
+    """Else the receiver would keep the blocks for a lease. A sender that closes says it before."""
     grant = receiving.receiver.issue("router", [6], 0)
     push = await cluster.push(grant, [3])
     await push._writer.drain()
@@ -273,6 +274,9 @@ async def test_a_sender_whose_stream_broke_says_that_it_has_ended_when_its_commi
     receiving.receiver.revoke(grant.grant_id)
     with pytest.raises(GrantGone):
         await push.commit(4, 1, [3])
+    if closes:
+        cluster.senders.remove(cluster.sender)
+        await cluster.sender.close()
     while cluster.sender._background:
         await asyncio.wait(cluster.sender._background)
     assert [freed.grant_id for freed in receiving.freed] == [grant.grant_id]
