@@ -332,6 +332,25 @@ async def test_requests_of_one_name_run_beside_each_other(is_in_body: bool) -> N
     assert re.fullmatch("mine mine-[0-9a-f]{8}", " ".join(sorted(running)))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answers_to_the_first_prompt_come_before_those_to_the_second(stream: bool) -> None:
+    async def script(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        for sequence in range(2):
+            for message in (tokens(0, 1, text=f"{request.text}{sequence}"), last(1)):
+                message.sequence = sequence
+                yield message
+
+    async with gateway() as (router, http):
+        router.script = script
+        answer = await http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, "stream": stream})
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for event in events for choice in event["choices"] if choice["text"]]
+    else:
+        choices = answer.json()["choices"]
+    assert {choice["index"]: choice["text"] for choice in choices} == {0: "a0", 1: "a1", 2: "b0", 3: "b1"}
+
+
 async def test_a_name_that_stays_in_use_is_refused() -> None:
     async with gateway() as (router, http):
         router.script = failing(RequestExists("running"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
 from gateway.run import _under_free_name
-from gateway.streams import Leaving, until_leaving
+from gateway.streams import EventStream, Leaving, until_leaving
 from protos.tandem_inference_pb2 import GenerateResponse
 from rpc.errors import RequestExists
 from rpc.merge import merged
@@ -131,3 +132,17 @@ async def test_only_a_stream_that_has_not_begun_is_asked_for_under_another_name(
     except RequestExists:
         assert has_begun
     assert received == ([0] if has_begun else [0, 1])
+
+
+async def test_a_stream_that_has_ended_is_kept_alive_no_longer() -> None:
+    sent: list[Any] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await EventStream(events(), {}, keep_alive_s=60.0)({}, asyncio.Queue().get, send)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert [message.get("body") for message in sent] == [None, b"data: 1\n\n", b""]

@@ -24,7 +24,7 @@ from router.served_model import KEPT_S, ServedModel, Texts
 from router.servicer import InferenceServicer
 from router.text.tokenizer import Tokenizer
 from router.validation.resumption import kind_name
-from rpc.errors import InvalidRequest, NoWorker, TandemError
+from rpc.errors import Draining, InvalidRequest, NoWorker, TandemError
 
 
 async def test_who_leaves_while_it_waits_is_not_taken_for_hours_of_waiting() -> None:
@@ -109,11 +109,15 @@ async def test_who_is_aborted_while_it_is_prepared_ends_as_it_begins() -> None:
 
 
 class Context:
-    """The context of an RPC whose client never gives up."""
+    """The context of an RPC whose client gives up after `remaining_s`; None: never."""
+
+    def __init__(self, remaining_s: float | None = None) -> None:
+        self._remaining_s = remaining_s
 
     async def send_initial_metadata(self, _: object) -> None: ...
 
-    def time_remaining(self) -> None: ...
+    def time_remaining(self) -> float | None:
+        return self._remaining_s
 
     def invocation_metadata(self) -> None: ...
 
@@ -255,7 +259,10 @@ async def test_whom_nobody_can_serve_is_told_what_is_missing_and_so_is_the_log(
     await servicer.close()
 
 
-async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("remaining_s", [None, 60.0])
+async def test_a_stream_that_is_closed_has_freed_what_it_owns(
+    remaining_s: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
     """The request is freed when its stream is closed, not when the garbage collector finds its generators: until then,
     others with its id are refused, and a draining router waits."""
     caplog.set_level("INFO")
@@ -263,7 +270,8 @@ async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.Log
     bench.decode.record.model.vocab_size = 100
     servicer = servicer_of(bench)
     request = inference_pb.GenerateRequest(request_id="r", token_ids=inference_pb.TokenIds(ids=[1, 2, 3]))
-    answer = cast(AsyncGenerator[inference_pb.GenerateResponse, None], servicer.Generate(request, cast(Any, Context())))
+    context = cast(Any, Context(remaining_s))
+    answer = cast(AsyncGenerator[inference_pb.GenerateResponse, None], servicer.Generate(request, context))
     first = asyncio.ensure_future(anext(answer))
     await settle()
     bench.d.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5]))
@@ -275,4 +283,23 @@ async def test_a_stream_that_is_closed_has_freed_what_it_owns(caplog: pytest.Log
     assert facts["message"] == "cancelled"
     assert (facts["prompt_tokens"], facts["completion_tokens"], facts["decode_worker"]) == (3, 1, "d")
     assert (facts["attempts"], facts["mode"]) == (1, "MODE_LOCAL")
+    await servicer.close()
+
+
+async def test_a_router_that_drains_takes_nothing_new_and_finishes_what_it_has() -> None:
+    bench = Bench()
+    bench.decode.record.model.vocab_size = 100
+    servicer = servicer_of(bench)
+    request = inference_pb.GenerateRequest(request_id="r", token_ids=inference_pb.TokenIds(ids=[1, 2, 3]))
+    answer = cast(AsyncGenerator[inference_pb.GenerateResponse, None], servicer.Generate(request, cast(Any, Context())))
+    first = asyncio.ensure_future(anext(answer))
+    await settle()
+    draining = asyncio.create_task(servicer.drain())
+    await settle()
+    assert isinstance(await refusal_of(servicer, ""), Draining)
+    bench.d.say("r", 1, tokens=pb.Tokens(index=0, token_ids=[5], finish_reason=LENGTH))
+    assert list((await first).token_ids) == [5]
+    assert not draining.done()
+    assert [message.finish_reason async for message in answer] == [LENGTH]
+    await asyncio.wait_for(draining, 5)
     await servicer.close()
