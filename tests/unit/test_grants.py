@@ -259,7 +259,7 @@ class GrantMachine(RuleBasedStateMachine):
     @rule(attachment=attachments)
     def lose_sender(self, attachment: tuple[Grant, int]) -> None:
         grant, attachment_id = attachment
-        if grant.grant_id in self.lost_s:
+        if grant.grant_id in self.lost_s or not attachment_id:  # 0: it was not let in, so its stream is no push
             return
         if attachment_id in self.writing.get(grant.grant_id, set()):
             self.lost_s[grant.grant_id] = self.now_s
