@@ -239,7 +239,7 @@ class HostLedger(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ..., num_saving: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "takes_thinking_budgets", "lora_digests", "leaving_loras", "exchanged_lora_names", "transport", "traits", "rival_address")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "num_state_blocks", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "takes_thinking_budgets", "lora_digests", "leaving_loras", "exchanged_lora_names", "transport", "traits", "rival_address")
     class LoraDigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +261,7 @@ class WorkerRecord(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     CAN_GENERATE_FIELD_NUMBER: _ClassVar[int]
     KEEPS_NO_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TAKES_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     TAKES_CACHE_SALTS_FIELD_NUMBER: _ClassVar[int]
     TAKES_ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +287,7 @@ class WorkerRecord(_message.Message):
     lease_ms: int
     can_generate: bool
     keeps_no_prefixes: bool
+    num_state_blocks: int
     takes_grammars: bool
     takes_cache_salts: bool
     takes_allowed_token_ids: bool
@@ -297,7 +299,7 @@ class WorkerRecord(_message.Message):
     transport: str
     traits: ModelTraits
     rival_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., takes_thinking_budgets: _Optional[bool] = ..., lora_digests: _Optional[_Mapping[str, str]] = ..., leaving_loras: _Optional[_Iterable[_Union[LeavingLoRA, _Mapping]]] = ..., exchanged_lora_names: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ..., rival_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., num_state_blocks: _Optional[int] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., takes_thinking_budgets: _Optional[bool] = ..., lora_digests: _Optional[_Mapping[str, str]] = ..., leaving_loras: _Optional[_Iterable[_Union[LeavingLoRA, _Mapping]]] = ..., exchanged_lora_names: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ..., rival_address: _Optional[str] = ...) -> None: ...
 
 class LeavingLoRA(_message.Message):
     __slots__ = ("lora_name", "lora_digest")

@@ -24,7 +24,10 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
 
 def decode_candidate(handle: WorkerHandle, request: QueuedRequest, slowness: float) -> DecodeCandidate:
     ahead = request.overtakes
-    num_blocks_kept = 0 if ahead is None else -(-ahead.num_tokens // handle.facts.block_size)
+    # For states, too: whether the prompt comes from another worker is not known yet.
+    num_blocks_kept = handle.facts.num_state_blocks
+    if ahead is not None:
+        num_blocks_kept += -(-ahead.num_tokens // handle.facts.block_size) + handle.facts.num_state_blocks
     return DecodeCandidate(
         key=handle.key,
         kind=handle.facts.kind_for(request.needs.lora_name, request.needs.kind),

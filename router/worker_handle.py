@@ -30,6 +30,8 @@ class WorkerFacts(NamedTuple):
     role: pb.Role
     compat_digest: str
     block_size: int
+    num_state_blocks: int
+    """Blocks that a prompt from another worker takes for the state of its layers, beside those of its tokens."""
     max_model_len: int
     transport: str
     can_generate: bool
@@ -48,6 +50,7 @@ class WorkerFacts(NamedTuple):
             role=record.role,
             compat_digest=record.compat_digest,
             block_size=record.model.block_size,
+            num_state_blocks=record.num_state_blocks,
             max_model_len=record.model.max_model_len,
             transport=record.transport,
             can_generate=record.can_generate,

@@ -393,6 +393,7 @@ class WorkerProcess:
             lease_ms=self._args.lease_ms,
             can_generate=True,
             keeps_no_prefixes=not self._config.cache.enable_prefix_caching or self._config.model.recurrent_bytes > 0,
+            num_state_blocks=self.engine.num_state_blocks,
             takes_grammars=True,
             takes_cache_salts=True,
             takes_allowed_token_ids=True,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from lifecycle_bench import Bench, load, settle
+from lifecycle_bench import BLOCK, PROMPT, Bench, load, settle
 
 from protos import tandem_worker_pb2 as pb
 from router.known_workers import LOOK_S
+from router.needs import Needs
 from router.queued_request import QueuedRequest
 from router.taken_room import TakenRoom
 
@@ -95,3 +96,19 @@ async def test_who_waits_is_looked_at_once_for_all_loads_of_a_turn(monkeypatch: 
         await asyncio.sleep(0)
         assert num_tried == turn
     await asked.leave()
+
+
+@pytest.mark.parametrize(("num_state_blocks", "has_room"), [(10, True), (11, False)])
+async def test_a_prompt_of_another_worker_takes_room_for_its_state_too(num_state_blocks: int, has_room: bool) -> None:
+    """Otherwise the decode worker would say Busy, again and again."""
+    bench = Bench(with_prefill=True)
+    bench.decode.record.num_state_blocks = num_state_blocks
+    bench.decode.take_record(bench.decode.record)
+    bench.hear_load(bench.decode, load(len(PROMPT) // BLOCK + 10))
+    room = bench.pool.choose(QueuedRequest(num_tokens=len(PROMPT), needs=Needs()))
+    assert (room is not None) == has_room
+    if room is not None:
+        assert room.plan.prefill == bench.prefill.key
+        assert bench.decode.num_planned_blocks == len(PROMPT) // BLOCK + num_state_blocks
+        room.end()
+        assert bench.decode.num_planned_blocks == 0
