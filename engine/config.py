@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.lora.modules import LoRAModule, LoRARoom
 from engine.models.deepseek_config import LatentConfig
+from engine.models.head_shape import HeadShape
 from engine.scheduling.speculation import SpeculativeConfig
 from prefix_hash import prefix_key
 
@@ -52,6 +53,8 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     weights_digest: str
     """Digest of the weights' bytes (or of the dummy seed): weights with equal digests compute equal KV."""
+    head_shapes: tuple[HeadShape, ...] = ()
+    """Each layer's, if they differ: see `ModelShape`."""
     recurrent_bytes: int = 0
     """What a sequence keeps besides keys and values (engine/models/recurrent_states.py); 0: nothing."""
 

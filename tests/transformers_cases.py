@@ -56,6 +56,16 @@ FALCON_H1: dict[str, Any] = {
 }  # fmt: skip
 """Each of its layers attends, and is Mamba-2."""
 
+GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "vocab_size": 307, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 24,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512, "num_kv_shared_layers": 1,
+    "max_position_embeddings": 128, "initializer_range": 0.3, "eos_token_id": 96, "bos_token_id": 1, "pad_token_id": 0,
+    "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
+"""Every other layer has heads of twice the size, and the last one has no keys and values of its own."""
+
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 64,
     "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,

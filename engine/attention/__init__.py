@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.attention.base import AttentionBackend, LatentBackend, Needs, PagedBackend, StepLayout
@@ -16,6 +17,7 @@ from engine.attention.cpu_backend import CpuAttention
 from engine.attention.flash_backend import FlashAttention
 from engine.attention.flash_calls import load_flash_calls
 from engine.attention.latent_forms import Unfolding
+from engine.attention.shaped_backend import ShapedAttention
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.torch_latents import TorchLatentAttention
 from engine.config import EngineConfig
@@ -23,6 +25,7 @@ from engine.kernels.build import load_cpu_kernels
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kv_cache import KV_ORDER, LATENT_KV_ORDER, PAIRED_KV_ORDER
 from engine.models.deepseek_config import LatentConfig
+from engine.models.head_shape import HeadShape
 from engine.models.model_shape import ModelShape
 
 __all__ = [
@@ -49,8 +52,21 @@ def kv_order_of(backend: str, model: ModelShape) -> str:
 
 def create_attention_backend(config: EngineConfig) -> PagedBackend[Any]:
     """Create `config.device.attention_backend`. Raises `KernelsUnavailable`, `FlashUnavailable`."""
+    if config.model.head_shapes:
+        return ShapedAttention(
+            {shape: _create_backend(_with_heads(config, shape)) for shape in dict.fromkeys(config.model.head_shapes)},
+            config.cache.block_size,
+        )
     if config.model.mla is not None:
         return _create_latent_backend(config, config.model.mla)
+    return _create_backend(config)
+
+
+def _with_heads(config: EngineConfig, shape: HeadShape) -> EngineConfig:
+    return replace(config, model=replace(config.model, **shape._asdict(), head_shapes=()))
+
+
+def _create_backend(config: EngineConfig) -> AttentionBackend[Any]:
     if config.device.attention_backend == "cpu":
         load_cpu_kernels()
         return CpuAttention()

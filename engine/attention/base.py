@@ -15,7 +15,7 @@ is `kv`: [block, 2, K, slot, H]. With latents: C latent dim, P rotated key dim, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -51,6 +51,11 @@ class Needs:
     def num_groups(self) -> int:
         """Query heads per key head."""
         return self.model.num_heads // self.model.num_kv_heads
+
+    def of_each_shape(self) -> list[Needs]:
+        """What a backend must serve for the layers of each shape of heads."""
+        shapes = dict.fromkeys(self.model.head_shapes)
+        return [replace(self, model=replace(self.model, **each._asdict(), head_shapes=())) for each in shapes] or [self]
 
 
 @dataclass(frozen=True, slots=True)

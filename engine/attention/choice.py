@@ -51,8 +51,9 @@ def why_no_kernels(name: str, needs: Needs) -> str:
 
 
 def _why_no_cpu_kernels(needs: Needs) -> str:
-    if why_not := CpuAttention.why_not(needs):
-        return why_not
+    for each in needs.of_each_shape():
+        if why_not := CpuAttention.why_not(each):
+            return why_not
     try:
         load_cpu_kernels()
     except KernelsUnavailable as error:
@@ -124,6 +125,8 @@ def why_no_triton_kernels(needs: Needs) -> str:
         return "they need a GPU of compute capability {}.{} or later, and this one has {}.{}".format(
             *MIN_CAPABILITY, *needs.capability
         )
+    if needs.model.head_shapes:
+        return "they serve layers whose heads are of one shape, and the model's differ"
     # Import these only now that Triton is known to be installed.
     if needs.model.mla is not None:
         from engine.attention.triton_latents import TritonLatentAttention
@@ -190,6 +193,8 @@ def _flash_calls(needs: Needs) -> FlashCalls:
         raise FlashUnavailable("it is called for keys and values of heads, and the model's attention is latent")
     if needs.model.has_soft_cap:
         raise FlashUnavailable("it is called without a soft cap, and the model caps its scores")
+    if needs.model.head_shapes:
+        raise FlashUnavailable("it is called for layers whose heads are of one shape, and the model's differ")
     if needs.model.has_sinks:
         raise FlashUnavailable("it is called without attention sinks, and the model has them")
     return load_flash_calls(

@@ -16,7 +16,7 @@ from engine.models.scores import Scores
 
 GRAIN = 16
 """Lanes of the kernels' vectors: must divide block sizes and head sizes."""
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_GROUPS = 96
 """The kernels' MAX_ROWS."""
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from engine.model_loader.folder import names_in, read_json, safetensors_files
 
 WHOLES = frozenset({
-    "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl",
-    "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm",
+    "gemma3", "gemma4", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm",
 })  # fmt: skip
 """`model_type` of checkpoints for text and images of which the text is served."""
 SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

@@ -237,8 +237,9 @@ def compat_digest(
     """
     # The number of positions changes no KV; where RoPE depends on it, its configuration has it.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
-    if not shape.recurrent_layers:
-        del architecture["recurrent_layers"]  # as in versions that knew no such layers
+    for name in ("recurrent_layers", "head_shapes"):
+        if not architecture[name]:
+            del architecture[name]  # as in versions that knew no such layers
     # Ranks add up in another order than a single device, and their blocks hold other heads.
     ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
     return join_parts(
@@ -292,6 +293,7 @@ def _model_config(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        head_shapes=shape.head_shapes,
         mla=shape.mla,
         hidden_size=shape.hidden_size,
         eos_token_ids=_eos_token_ids(folder, hf_config, shape.vocab_size),

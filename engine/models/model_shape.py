@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from engine.models.deepseek_config import LatentConfig
 from engine.models.experts_config import ExpertsConfig
+from engine.models.head_shape import HeadShape
 from engine.models.recurrent_shape import RecurrentLayer
 
 
@@ -28,6 +29,8 @@ class ModelShape:
     """None: the pool holds keys and values of heads."""
     moe: ExpertsConfig | None = None
 
+    head_shapes: tuple[HeadShape, ...] = ()
+    """Each layer's, if they differ; the fields above then describe the pool (engine/models/head_shape.py)."""
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
     """Layers that keep a state in place of keys and values. They are not among the `num_layers` of the pool."""
 

@@ -14,7 +14,7 @@ Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.attention import AttentionBackend
 from engine.layers import HeadProjection, Linear, Unrotated
+from engine.models.head_shape import HeadShape
 from engine.models.layer import CosSin, OnLayer
 from engine.models.parts import Parts
 from engine.models.recurrent_layers import module_of
@@ -74,11 +75,11 @@ class TransformersModel:
         attending = [causal_lm.get_submodule(module.name) for module in config.attention]
         self._head = Head(causal_lm, config.body)
         self._check_tokens_are_apart(attending, config)
-        heads = HeadProjection(
-            config.num_heads, config.num_kv_heads, config.head_dim, Unrotated(), q_norm=None, k_norm=None
-        )
+        own = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        shapes = config.head_shapes or (own,) * len(attending)
         self._step = _Step()
-        for i, (module, of) in enumerate(zip(attending, config.attention, strict=True)):
+        for i, (module, of, shape) in enumerate(zip(attending, config.attention, shapes, strict=True)):
+            heads = HeadProjection(*shape, Unrotated(), q_norm=None, k_norm=None)
             module.tandem_attention = _PagedAttention(i, of.scores, backend, heads, self._step)
         self._num_layers = config.num_layers
 
@@ -176,14 +177,16 @@ class _Step:
     plan: Any = None
     kv_pool: torch.Tensor | None = None
     on_layer: OnLayer | None = None
-    cos_sin: CosSin | None = None
+    cos_sin: dict[int, CosSin] = field(default_factory=dict)
+    """By head dim."""
     num_attended: int = 0
 
     def begin(self, plan: Any, kv_pool: torch.Tensor, on_layer: OnLayer | None) -> None:
         self.plan, self.kv_pool, self.on_layer, self.num_attended = plan, kv_pool, on_layer, 0
 
     def end(self) -> None:
-        self.plan = self.kv_pool = self.on_layer = self.cos_sin = None
+        self.plan = self.kv_pool = self.on_layer = None
+        self.cos_sin.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +205,10 @@ class _PagedAttention:
         assert step.num_attended == self.layer, "transformers' code took another way than it was seen to take"
         qkv_TXH = torch.cat((q_1NTH[0], k_1KTH[0], v_1KTH[0])).transpose(0, 1)
         kv = step.kv_pool[self.layer]
-        if step.cos_sin is None:
-            step.cos_sin = self.heads.rotary.select(qkv_TXH)
-        q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, step.cos_sin)
+        head_dim = self.heads.head_dim
+        if head_dim not in step.cos_sin:
+            step.cos_sin[head_dim] = self.heads.rotary.select(qkv_TXH)
+        q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, step.cos_sin[head_dim])
         sinks_N = None if sinks_N is None else sinks_N.float()
         o_TX = self.backend.attend(q_TNH, kv, step.plan, self.scores, sinks_N)
         step.num_attended += 1

@@ -28,6 +28,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from engine.models.head_shape import HeadShape, pool_shape, why_not_together
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers
 from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.scores import AttentionModule, Scores
@@ -54,9 +55,10 @@ class Step:
     attention: tuple[AttentionModule, ...]
     """In the order of the calls."""
     recurrent_layers: tuple[RecurrentLayer, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: HeadShape
+    """The pool's."""
+    head_shapes: tuple[HeadShape, ...]
+    """Each layer's, if they differ."""
     hidden_size: int
     vocab_size: int
     num_expert_tensors: int
@@ -122,9 +124,8 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
             AttentionModule(name=call.name, scores=call.scores, has_sinks=call.has_sinks) for call in calls
         ),
         recurrent_layers=recurrent_layers,
-        num_heads=calls[0].num_heads,
-        num_kv_heads=calls[0].num_kv_heads,
-        head_dim=calls[0].head_dim,
+        heads=pool_shape(call.heads for call in calls),
+        head_shapes=tuple(call.heads for call in calls) if len({call.heads for call in calls}) > 1 else (),
         hidden_size=hidden_1TD.shape[-1],
         vocab_size=logits_1TV.shape[-1],
         num_expert_tensors=sum(parameter.ndim == 3 for parameter in model.parameters()),
@@ -176,9 +177,7 @@ class _HandedOver(nn.Module):
 @dataclass(frozen=True, slots=True)
 class _Call:
     name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: HeadShape
     scores: Scores
     has_sinks: bool
 
@@ -201,9 +200,7 @@ class _Watcher:
         self.calls.append(
             _Call(
                 name=self.name,
-                num_heads=q.shape[1],
-                num_kv_heads=k.shape[1],
-                head_dim=head_dim,
+                heads=HeadShape(q.shape[1], k.shape[1], head_dim),
                 scores=Scores(
                     scale=head_dim**-0.5 if scale is None else float(scale),
                     sliding_window=mask.window,
@@ -239,9 +236,20 @@ def _watched_attention(
     return torch.empty_like(query).transpose(1, 2), None
 
 
+class _Mask(torch.Tensor):
+    """What was made from it, by any operation, is another mask; except all of it, which Gemma 4's code takes."""
+
+    function: Callable[..., Any] | None = None
+    window: int | None = None
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part: torch.Tensor = super().__getitem__(index)
+        return self if part.shape == self.shape else part
+
+
 def _watched_mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_rest: Any) -> torch.Tensor:
-    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    mask.function, mask.window = mask_function, None  # type: ignore[attr-defined]
+    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta").as_subclass(_Mask)
+    mask.function = mask_function
     return mask
 
 
@@ -361,10 +369,8 @@ def _why_not(calls: list[_Call], num_layers: int) -> str:
         return "a layer attends more than once in a step"
     if len(calls) != num_layers:
         return f"{len(calls)} attentions in {num_layers} layers: the others keep something other than keys and values"
-    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
-    if len(shapes) > 1:
-        return f"its layers have heads of several shapes (query heads, key heads, size): {sorted(shapes)}"
-    num_heads, num_kv_heads, head_dim = shapes.pop()
-    if num_heads % num_kv_heads or head_dim % 2:
-        return f"{num_heads} query heads, {num_kv_heads} key heads of size {head_dim}"
-    return ""
+    shapes = {call.heads for call in calls}
+    for num_heads, num_kv_heads, head_dim in shapes:
+        if num_heads % num_kv_heads or head_dim % 2:
+            return f"{num_heads} query heads, {num_kv_heads} key heads of size {head_dim}"
+    return why_not_together(shapes)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from clusters import RunningCluster
 from model_bench import save_model
-from transformers_cases import FALCON_H1, GEMMA2, GRANITE_H, LFM2, QWEN3_5
+from transformers_cases import FALCON_H1, GEMMA2, GEMMA4, GRANITE_H, LFM2, QWEN3_5
 
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -65,9 +65,12 @@ def test_tokens_of_a_cluster(
     running.wait_until_at_rest()
 
 
-@pytest.mark.parametrize(
-    "config", [None, QWEN3_5, LFM2, GRANITE_H, FALCON_H1], ids=["llama", "qwen3.5", "lfm2", "granite-h", "falcon-h1"]
-)
+BY_NAME = {
+    "llama": None, "qwen3.5": QWEN3_5, "lfm2": LFM2, "granite-h": GRANITE_H, "falcon-h1": FALCON_H1, "gemma4": GEMMA4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", BY_NAME.values(), ids=BY_NAME.keys())
 def test_the_same_bits_alone_together_and_in_chunks(
     config: dict[str, Any] | None, few_layers: Path, tmp_path: Path
 ) -> None:

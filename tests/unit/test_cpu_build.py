@@ -56,7 +56,7 @@ def choose(name: str, **change: object) -> str:
         ({"device": "cuda"}, "the device is cuda"),
         ({"dtype": "float32"}, "it computes bfloat16, and dtype is float32"),
         ({"block_size": 8}, "block_size must be a multiple of 16, is 8"),
-        ({"head_dim": 72}, "head size must be a multiple of 16 up to 256, is 72"),
+        ({"head_dim": 72}, "head size must be a multiple of 16 up to 512, is 72"),
         ({"num_groups": 97}, "at most 96 query heads may share a key head, and 97 do"),
         ({"product_inputs": (161, 1536)}, "must be even, are 161 and 1536"),
         ({"product_inputs": (576, 203)}, "must be even, are 576 and 203"),

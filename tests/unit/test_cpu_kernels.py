@@ -86,7 +86,7 @@ def test_attention_with_sinks(window: int) -> None:
 
 
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 8])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_attention_of_all_head_shapes(num_groups: int, head_dim: int) -> None:
     lens = [(70, 1), (15, 1), (16, 1), (0, 1), (0, 19), (30, 35)]
     assert_close(case_of(lens, num_heads=2 * num_groups, num_kv_heads=2, head_dim=head_dim))
@@ -167,7 +167,7 @@ def test_rows_are_laid_out_by_the_plan() -> None:
 # -- what comes before ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_rotation_against_plain_torch(head_dim: int, has_norms: bool) -> None:
     generator = torch.Generator().manual_seed(3)

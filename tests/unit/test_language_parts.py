@@ -41,6 +41,14 @@ def rotated(sections: list[int], **more: Any) -> dict[str, Any]:
 PARTLY = {"mrope_interleaved": True, "partial_rotary_factor": 0.5}
 PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (text("gemma3_text", head_dim=16, sliding_window=8, query_pre_attn_scalar=24), SIGHT),
+    "gemma4": (
+        text(
+            "gemma4_text", head_dim=16, global_head_dim=32, sliding_window=8, hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=SMALL["vocab_size"], num_kv_shared_layers=1,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+        ),
+        SIGHT | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
     "idefics3": (text("llama"), SIGHT),
     "internvl": (text("qwen2"), SIGHT | {"image_size": [16, 16], "patch_size": [8, 8]}),
     "llava": (text("llama"), CLIP),
@@ -206,6 +214,6 @@ def test_a_text_part_that_leaves_out_most(tmp_path: Path) -> None:
 def test_others_are_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "text_config": {"vocab_size": 9}}))
     with pytest.raises(
-        ValueError, match=f"model_type '{name}' is more than a language model.*only of gemma3, idefics3"
+        ValueError, match=f"model_type '{name}' is more than a language model.*only of gemma3, gemma4, idefics3"
     ):
         engine_config(tmp_path)

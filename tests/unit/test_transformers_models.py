@@ -47,6 +47,11 @@ GPT2 = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2] * 4}
+GEMMA4 = SMALL | {
+    "num_hidden_layers": 5, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "pad_token_id": 0, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}  # fmt: skip
 CONFIGS: dict[str, Any] = {
     "afmoe": lambda: transformers.AfmoeConfig(
         **SMALL, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1,
@@ -58,6 +63,12 @@ CONFIGS: dict[str, Any] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SMALL, head_dim=16, sliding_window=8, query_pre_attn_scalar=24, pad_token_id=0
     ),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4),
+    "gemma4-moe": lambda: transformers.Gemma4TextConfig(
+        **GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, num_experts=4,
+        top_k_experts=2, moe_intermediate_size=24, use_bidirectional_attention="vision",
+    ),
+    "gemma4-shared": lambda: transformers.Gemma4TextConfig(**GEMMA4, num_kv_shared_layers=2, use_double_wide_mlp=True),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(
         **SMALL, head_dim=16, n_routed_experts=8, moe_intermediate_size=24, num_experts_per_tok=2, pad_token_id=0
     ),
@@ -99,7 +110,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in (*running, late)]))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt-oss", "gpt2", "qwen3-moe"])
 def test_greedy_tokens_equal(name: str, tmp_path: Path) -> None:
     model = save_model(CONFIGS[name](), tmp_path)
     prompt = random_tokens(11, seed=1)
@@ -125,7 +136,7 @@ def test_a_family_of_our_own_computed_by_transformers(tmp_path: Path) -> None:
     assert configs[2].compat_digest == engine_config(tmp_path, model_impl="transformers").compat_digest
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3", "glm4-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma", "gemma3", "gemma4", "gemma4-moe", "glm4-moe", "gpt-oss"])
 def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
     """They compute attention, linear layers and the product of the logits, as close as bfloat16 allows."""
     save_model(CONFIGS[name](), tmp_path)

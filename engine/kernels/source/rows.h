@@ -12,6 +12,8 @@
 
 namespace tandem {
 
+constexpr int64_t MOST_HEAD_DIM = 512;
+
 // out = weight * bf16(x / rms(x)), one row
 inline void norm_row(const bf16* x, const bf16* weight, float eps, int64_t D, bf16* out) {
   float sum = 0;
@@ -67,7 +69,7 @@ at::Tensor rotate_and_store(
   int64_t X = qkv.size(1) / H, N = X - 2 * K;
   TORCH_CHECK(qkv.is_contiguous() && cos.is_contiguous() && sin.is_contiguous() && kv.is_contiguous(), "contiguous");
   TORCH_CHECK(cos.numel() == T * H && sin.numel() == T * H && slot_mapping.numel() == T, "one row per token");
-  TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H <= 256, "16 must divide block and head size");
+  TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H <= MOST_HEAD_DIM, "16 must divide block and head size");
   at::Tensor out = at::empty({T, N, H}, qkv.options());
   const bf16 *in = data_of(qkv), *cp = data_of(cos), *sp = data_of(sin);
   const bf16 *qw = q_norm ? data_of(*q_norm) : nullptr, *kw = k_norm ? data_of(*k_norm) : nullptr;
@@ -75,7 +77,7 @@ at::Tensor rotate_and_store(
   const int64_t* slots = slot_mapping.data_ptr<int64_t>();
   int64_t plane = block_size * H;
   at::parallel_for(0, T, std::max<int64_t>(1, 16384 / (X * H)), [&](int64_t begin, int64_t end) {
-    bf16 normed[256], rotated[256];
+    bf16 normed[MOST_HEAD_DIM], rotated[MOST_HEAD_DIM];
     for (int64_t t = begin; t < end; t++) {
       const bf16 *row = in + t * X * H, *c = cp + t * H, *s = sp + t * H;
       for (int64_t n = 0; n < N; n++) {
