@@ -237,9 +237,9 @@ def compat_digest(
     """
     # The number of positions changes no KV; where RoPE depends on it, its configuration has it.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
-    for name in ("recurrent_layers", "head_shapes"):
-        if not architecture[name]:
-            del architecture[name]  # as in versions that knew no such layers
+    for name in ("recurrent_layers", "head_shapes", "pool_layers"):
+        if not architecture.get(name):
+            architecture.pop(name, None)  # as in versions that knew no such layers
     # Ranks add up in another order than a single device, and their blocks hold other heads.
     ranks = {} if num_ranks == 1 else {"tensor_parallel_size": num_ranks}
     return join_parts(

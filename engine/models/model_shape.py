@@ -30,7 +30,8 @@ class ModelShape:
     moe: ExpertsConfig | None = None
 
     head_shapes: tuple[HeadShape, ...] = ()
-    """Each layer's, if they differ; the fields above then describe the pool (engine/models/head_shape.py)."""
+    """Of each module that attends, if they differ; the fields above then describe the pool
+    (engine/models/head_shape.py)."""
     recurrent_layers: tuple[RecurrentLayer, ...] = ()
     """Layers that keep a state in place of keys and values. They are not among the `num_layers` of the pool."""
 

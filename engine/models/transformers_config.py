@@ -33,10 +33,12 @@ POSITIONS_WITHOUT_BOUND = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig(ModelShape):
-    """One layer of the pool for each of `attention`, in the order in which they are called. `recurrent_layers` are in
-    the order of the model's layers."""
+    """`attention` is in the order in which the modules are called, `recurrent_layers` in that of the model's layers."""
 
     attention: tuple[AttentionModule, ...]
+    pool_layers: tuple[int, ...] = ()
+    """For each of `attention`, the layer of the pool that it attends to; the first that does writes it. Empty: each has
+    its own."""
     num_expert_tensors: int
     """Number of weights that hold one product of all experts."""
     body: str
@@ -83,7 +85,8 @@ class TransformersConfig(ModelShape):
         return TransformersConfig(
             vocab_size=step.vocab_size,
             hidden_size=step.hidden_size,
-            num_layers=len(step.attention),
+            num_layers=max(step.pool_layers, default=len(step.attention) - 1) + 1,
+            pool_layers=step.pool_layers,
             num_heads=step.heads.num_heads,
             num_kv_heads=step.heads.num_kv_heads,
             head_dim=step.heads.head_dim,

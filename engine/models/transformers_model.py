@@ -77,11 +77,13 @@ class TransformersModel:
         self._check_tokens_are_apart(attending, config)
         own = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         shapes = config.head_shapes or (own,) * len(attending)
+        layers = config.pool_layers or tuple(range(len(attending)))
         self._step = _Step()
         for i, (module, of, shape) in enumerate(zip(attending, config.attention, shapes, strict=True)):
             heads = HeadProjection(*shape, Unrotated(), q_norm=None, k_norm=None)
-            module.tandem_attention = _PagedAttention(i, of.scores, backend, heads, self._step)
-        self._num_layers = config.num_layers
+            has_own_keys = layers[i] not in layers[:i]
+            module.tandem_attention = _PagedAttention(i, layers[i], has_own_keys, of.scores, backend, heads, self._step)
+        self._num_attending = len(attending)
 
     def forward(
         self,
@@ -95,7 +97,7 @@ class TransformersModel:
         step = self._step
         step.begin(plan, kv_pool, on_layer)
         x_TD = self._hidden(token_ids, positions)
-        assert step.num_attended == self._num_layers, "transformers' code took another way than it was seen to take"
+        assert step.num_attended == self._num_attending, "transformers' code took another way than it was seen to take"
         step.end()
         return x_TD
 
@@ -191,7 +193,12 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _PagedAttention:
+    number: int
+    """Among the modules that attend."""
     layer: int
+    """Of the pool."""
+    has_own_keys: bool
+    """Otherwise an earlier module of the step has written the layer."""
     scores: Scores
     backend: AttentionBackend[Any]
     heads: HeadProjection
@@ -202,19 +209,25 @@ class _PagedAttention:
     ) -> torch.Tensor:
         step = self.step
         assert step.kv_pool is not None
-        assert step.num_attended == self.layer, "transformers' code took another way than it was seen to take"
-        qkv_TXH = torch.cat((q_1NTH[0], k_1KTH[0], v_1KTH[0])).transpose(0, 1)
+        assert step.num_attended == self.number, "transformers' code took another way than it was seen to take"
         kv = step.kv_pool[self.layer]
-        head_dim = self.heads.head_dim
-        if head_dim not in step.cos_sin:
-            step.cos_sin[head_dim] = self.heads.rotary.select(qkv_TXH)
-        q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, step.cos_sin[head_dim])
+        if self.has_own_keys:
+            q_TNH = self._write(torch.cat((q_1NTH[0], k_1KTH[0], v_1KTH[0])).transpose(0, 1), kv)
+        else:
+            q_TNH = q_1NTH[0].transpose(0, 1).contiguous()
         sinks_N = None if sinks_N is None else sinks_N.float()
         o_TX = self.backend.attend(q_TNH, kv, step.plan, self.scores, sinks_N)
         step.num_attended += 1
-        if step.on_layer is not None:
+        if step.on_layer is not None and self.has_own_keys:
             step.on_layer(self.layer)
         return o_TX.view(1, *q_TNH.shape)
+
+    def _write(self, qkv_TXH: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Write keys and values to the layer; returns the queries [T, N, H]."""
+        step, head_dim = self.step, self.heads.head_dim
+        if head_dim not in step.cos_sin:
+            step.cos_sin[head_dim] = self.heads.rotary.select(qkv_TXH)
+        return self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, step.cos_sin[head_dim])
 
 
 class _ToItself:

@@ -55,10 +55,12 @@ class Step:
     attention: tuple[AttentionModule, ...]
     """In the order of the calls."""
     recurrent_layers: tuple[RecurrentLayer, ...]
+    pool_layers: tuple[int, ...]
+    """Where each module's keys and values are in the pool, if some modules attend to those of others."""
     heads: HeadShape
     """The pool's."""
     head_shapes: tuple[HeadShape, ...]
-    """Each layer's, if they differ."""
+    """Each module's, if they differ."""
     hidden_size: int
     vocab_size: int
     num_expert_tensors: int
@@ -124,6 +126,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
             AttentionModule(name=call.name, scores=call.scores, has_sinks=call.has_sinks) for call in calls
         ),
         recurrent_layers=recurrent_layers,
+        pool_layers=_pool_layers(calls),
         heads=pool_shape(call.heads for call in calls),
         head_shapes=tuple(call.heads for call in calls) if len({call.heads for call in calls}) > 1 else (),
         hidden_size=hidden_1TD.shape[-1],
@@ -177,6 +180,7 @@ class _HandedOver(nn.Module):
 @dataclass(frozen=True, slots=True)
 class _Call:
     name: str
+    keys: torch.Tensor
     heads: HeadShape
     scores: Scores
     has_sinks: bool
@@ -200,6 +204,7 @@ class _Watcher:
         self.calls.append(
             _Call(
                 name=self.name,
+                keys=k,
                 heads=HeadShape(q.shape[1], k.shape[1], head_dim),
                 scores=Scores(
                     scale=head_dim**-0.5 if scale is None else float(scale),
@@ -351,6 +356,19 @@ def _why_no_calls(model: Any) -> str:
     if getattr(model, "_is_stateful", False):
         return "its layers keep a state (state-space, recurrent) in place of keys and values"
     return "its attention is its own: none of its layers attends by transformers' attention interface"
+
+
+def _pool_layers(calls: list[_Call]) -> tuple[int, ...]:
+    """One layer of the pool for each call with keys of its own; a call that is passed the very keys of an earlier one
+    attends to that one's layer (Gemma 4). Empty if all have their own."""
+    layers: list[int] = []
+    own: list[torch.Tensor] = []
+    for call in calls:
+        earlier = next((layer for layer, keys in enumerate(own) if keys is call.keys), None)
+        layers.append(len(own) if earlier is None else earlier)
+        if earlier is None:
+            own.append(call.keys)
+    return tuple(layers) if len(own) < len(calls) else ()
 
 
 def _num_that_do_not_attend(config: Any, calls: list[_Call], recurrent_layers: tuple[RecurrentLayer, ...]) -> int:

@@ -69,6 +69,7 @@ def test_another_engine_goes_on(dtype: str, tmp_path: Path) -> None:
 
     prefill, decode, one = engine(), engine(), engine()
     assert len(decode.config.model.head_shapes) == 4
+    assert decode.executor.kv_shape.num_layers == 3, "the last layer attends to the keys of another one"
     params = SamplingParams(temperature=1, seed=3, max_tokens=20, ignore_eos=True)
     for length in (1, 37, 50):
         prompt = random_tokens(50, seed=1)[:length]
