@@ -57,7 +57,7 @@ FALCON_H1: dict[str, Any] = {
 """Each of its layers attends, and is Mamba-2."""
 
 GEMMA4: dict[str, Any] = {
-    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "vocab_size": 307, "hidden_size": 64,
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "vocab_size": 97, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 24,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512, "num_kv_shared_layers": 1,

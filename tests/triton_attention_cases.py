@@ -110,6 +110,9 @@ def attention_cases() -> dict[str, Callable[[], None]]:
         (256, torch.bfloat16, 4096, 50.0),
         (128, torch.float32, 0, 0.0),
         (256, torch.float32, 0, 0.0),
+        (512, torch.bfloat16, 0, 0.0),
+        (512, torch.bfloat16, 4096, 50.0),
+        (512, torch.float32, 0, 0.0),
     ):
         name = f"{head_dim} {name_of(dtype)}" + (f" window {window} cap" if window else "")
         cases[name] = partial(compile_attention, head_dim, dtype, window, soft_cap)
@@ -118,11 +121,11 @@ def attention_cases() -> dict[str, Callable[[], None]]:
         cases[f"{head_dim} bfloat16, 64 heads of a key's"] = partial(
             compile_attention, head_dim, torch.bfloat16, 0, 0.0, num_heads=64, num_kv_heads=1
         )
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 128, 256, 512):
         cases[f"{head_dim} bfloat16, 8-bit pool"] = partial(
             compile_attention, head_dim, torch.bfloat16, 0, 0.0, torch.float8_e4m3fn
         )
-        for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn) if head_dim <= 256 else ():
             cases[f"{head_dim} bfloat16, pool of {name_of(kv_dtype)}, batch invariant"] = partial(
                 compile_attention, head_dim, torch.bfloat16, 4096, 50.0, kv_dtype, make=InvariantTritonAttention
             )

@@ -51,9 +51,8 @@ def why_no_kernels(name: str, needs: Needs) -> str:
 
 
 def _why_no_cpu_kernels(needs: Needs) -> str:
-    for each in needs.of_each_shape():
-        if why_not := CpuAttention.why_not(each):
-            return why_not
+    if why_not := next(filter(None, map(CpuAttention.why_not, needs.of_each_shape())), ""):
+        return why_not
     try:
         load_cpu_kernels()
     except KernelsUnavailable as error:
@@ -125,8 +124,6 @@ def why_no_triton_kernels(needs: Needs) -> str:
         return "they need a GPU of compute capability {}.{} or later, and this one has {}.{}".format(
             *MIN_CAPABILITY, *needs.capability
         )
-    if needs.model.head_shapes:
-        return "they serve layers whose heads are of one shape, and the model's differ"
     # Import these only now that Triton is known to be installed.
     if needs.model.mla is not None:
         from engine.attention.triton_latents import TritonLatentAttention
@@ -134,7 +131,7 @@ def why_no_triton_kernels(needs: Needs) -> str:
         return TritonLatentAttention.why_not(needs, needs.model.mla)
     from engine.attention.triton_backend import TritonAttention
 
-    return TritonAttention.why_not(needs)
+    return next(filter(None, map(TritonAttention.why_not, needs.of_each_shape())), "")
 
 
 def uses_triton_kernels(backend: str, needs: Needs) -> bool:

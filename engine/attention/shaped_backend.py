@@ -57,6 +57,17 @@ class ShapedAttention(AttentionBackend[ShapedPlan]):
         for each in self._of.values():
             each.backend.keep_scratch(num_seqs, max_context_len)
 
+    def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> ShapedPlan:
+        """As `PlanKeeper` in engine/running/decode_graphs.py has it, if the backends do."""
+        return {
+            head_dim: each.backend.reserve_decode_plan(num_seqs, max_context_len)  # type: ignore[attr-defined]
+            for head_dim, each in self._of.items()
+        }
+
+    def refill(self, plan: ShapedPlan, layout: StepLayout) -> None:
+        for head_dim, each in self._of.items():
+            each.backend.refill(plan[head_dim], _in_parts(layout, each.parts, self._block_size))  # type: ignore[attr-defined]
+
     def project(
         self,
         qkv_TX: torch.Tensor,

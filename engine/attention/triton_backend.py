@@ -19,10 +19,13 @@ from engine.attention.base import AttentionBackend, Needs
 from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans, why_not_either
 from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
 from engine.kernels.gpu.gpu_kind import GpuKind
-from engine.kernels.gpu.prefill import MAX_GROUPS, PrefillConfig, paged_prefill
+from engine.kernels.gpu.prefill import MAX_GROUPS, MAX_LARGE_GROUPS, PrefillConfig, paged_prefill
 from engine.kernels.gpu.tile import MAX_HEAD_DIM
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.models.scores import Scores
+
+MAX_SMALL_HEAD_DIM = 256
+"""With larger heads, the kernels for `batch_invariant` have too few registers, and others fewer rows."""
 
 
 class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
@@ -62,8 +65,11 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         head_dim = needs.model.head_dim
         if head_dim > MAX_HEAD_DIM or head_dim % 2:
             return f"the model's head size must be even and at most {MAX_HEAD_DIM}, is {head_dim}"
-        if needs.num_groups > MAX_GROUPS:
-            return f"at most {MAX_GROUPS} query heads may share a key head, and {needs.num_groups} do"
+        if needs.batch_invariant and head_dim > MAX_SMALL_HEAD_DIM:
+            return f"with batch_invariant, a head's size must be at most {MAX_SMALL_HEAD_DIM}, is {head_dim}"
+        most_groups = MAX_GROUPS if head_dim <= MAX_SMALL_HEAD_DIM else MAX_LARGE_GROUPS
+        if needs.num_groups > most_groups:
+            return f"at most {most_groups} query heads may share a key head, and {needs.num_groups} do"
         return ""
 
     def attend(

@@ -31,7 +31,7 @@ from pretend_gpu.flash import launched
 from pretend_gpu.triton import triton_interprets
 from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
 from quantized_on_gpu import WIDE, check_checkpoint, check_experts, check_int4_checkpoint, check_int4_experts
-from transformers_cases import FALCON_H1, GEMMA2, GPT_OSS, GRANITE_H, LFM2, QWEN3_5, QWEN3_MOE
+from transformers_cases import FALCON_H1, GEMMA2, GEMMA4, GPT_OSS, GRANITE_H, LFM2, QWEN3_5, QWEN3_MOE
 from triton_device import DEVICE
 
 from engine import attention
@@ -82,6 +82,7 @@ def gpu() -> Iterator[PretendGpu]:
         (LFM2, {}, {"attention_backend": "torch"}),
         (GRANITE_H, {}, {"attention_backend": "torch"}),
         (FALCON_H1, {"dtype": "bfloat16"}, IN_TURN),
+        (GEMMA4 | {"vocab_size": 60, "eos_token_id": 59}, {}, {"attention_backend": "torch"}),
     ],
     ids=[
         "float32",
@@ -102,6 +103,7 @@ def gpu() -> Iterator[PretendGpu]:
         "states of convolutions",
         "states of mamba-2",
         "states beside attention in bfloat16",
+        "gemma4",
     ],
 )
 def test_recorded_steps_a_step_ahead(

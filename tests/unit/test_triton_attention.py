@@ -21,7 +21,7 @@ from engine.kernels.gpu.prefill import list_tiles
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SMALL_PIECES = DecodeConfig(block_n=16, min_piece=16, num_warps=4, num_stages=2)
-HEAD_DIMS = [8, 64, 80, 96, 128, 256]
+HEAD_DIMS = [8, 64, 80, 96, 128, 256, 512]
 
 
 def case_of(
@@ -108,7 +108,7 @@ def test_more_query_heads_than_a_tile_of_the_tensor_cores_has_rows(num_groups: i
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is of a kind of its own")
-@pytest.mark.parametrize(("head_dim", "num_groups"), [(96, 8), (256, 64)])
+@pytest.mark.parametrize(("head_dim", "num_groups"), [(96, 8), (256, 64), (512, 32)])
 def test_with_the_sizes_for_other_gpus(head_dim: int, num_groups: int) -> None:
     case = case_of([(260, 1), (15, 1), (0, 4), (30, 9)], num_groups, head_dim, torch.float16, num_kv_heads=1)
     actual, expected = attend(case, kind=GPU_KINDS[8, 9]).double(), case.expected(0)

@@ -82,7 +82,7 @@ def test_without_pythons_headers_a_gpu_gets_plain_torch(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"head_dim": 512}, "head size must be even and at most 256, is 512"),
+        ({"head_dim": 514}, "head size must be even and at most 512, is 514"),
         ({"num_kv_heads": 1, "num_heads": 65}, "at most 64 query heads may share a key head, and 65 do"),
         ({"hidden_size": 65536}, "hidden size must be at most 32768, is 65536"),
     ],

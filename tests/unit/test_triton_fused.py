@@ -105,7 +105,7 @@ def store(case: Case, heads: HeadProjection, slots: torch.Tensor) -> tuple[Any, 
 
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_rotation_and_write(head_dim: int, dtype: torch.dtype, has_norms: bool) -> None:
     case = Case([(33, 1), (0, 1), (6, 9)], num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
     slots = torch.from_numpy(case.layout.slot_mapping)

@@ -60,8 +60,13 @@ class DecodeConfig:
         in an A100's 164 KB. If two would not fit, tiles are half as large. No registers spill
         (tests/unit/test_triton_compile.py). `kv_itemsize`: bytes of a number in the pool, if not those of the queries;
         with smaller numbers, more tiles are in flight, with as many bytes."""
+        if itemsize == 4 and head_dim > 256:
+            return DecodeConfig(block_n=MIN_SIDE, min_piece=256, num_warps=8, num_stages=1)
         if itemsize == 4:  # no tensor cores: correct, but slow
             return DecodeConfig(block_n=32, min_piece=256, num_warps=8, num_stages=3)
+        if head_dim > 256:  # tiles of the fewest keys that tensor cores multiply
+            num_stages = 3 if kind.shared_bytes < 2 * MOST_BYTES else 5
+            return DecodeConfig(block_n=MIN_SIDE, min_piece=256, num_warps=8, num_stages=num_stages)
         num_stages = 9 if kv_itemsize == 1 else 5
         numbers = MOST_NUMBERS if kind.shared_bytes >= 2 * MOST_BYTES else MOST_NUMBERS // 2
         block_n = min(numbers // padded_head_dim(head_dim), MOST_KEYS)

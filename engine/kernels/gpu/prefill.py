@@ -47,8 +47,13 @@ class PrefillConfig:
         those of the queries; converting 8-bit numbers takes registers. With MMA the operands pass through registers,
         too, so there must be fewer scores or rows."""
         if itemsize == 4:  # no tensor cores: correct, but slow
-            return PrefillConfig(max(32, triton.next_power_of_2(num_groups)), block_n=16, num_warps=8, num_stages=1)
+            block_m = 16 if head_dim > 256 else 32
+            return PrefillConfig(
+                max(block_m, triton.next_power_of_2(num_groups)), block_n=16, num_warps=8, num_stages=1
+            )
         is_mma = kind.tensor_cores is TensorCores.MMA
+        if head_dim > 256:
+            return PrefillConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)
         if head_dim > 128 and is_mma:
             return PrefillConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
         if head_dim > 128:
@@ -59,6 +64,8 @@ class PrefillConfig:
 
 MAX_GROUPS = 64
 """The most query heads per key head. A tile has room for at least one token."""
+MAX_LARGE_GROUPS = 32
+"""The same with more than 256 numbers per head."""
 
 
 def list_tiles(

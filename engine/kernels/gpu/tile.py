@@ -21,7 +21,7 @@ import triton.language as tl
 from engine.models.scores import Scores
 
 LOG2_E: tl.constexpr = tl.constexpr(1 / math.log(2))
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MIN_SIDE = 16
 """The smallest side of a tile that tensor cores multiply."""
 
