@@ -16,14 +16,14 @@ With models whose layers keep a state, a table also has the blocks that hold one
     state_ids    allocated with the others; take the state to another engine
     loaded_ids   the row is loaded from them: a grant's, which another engine fills, or a snapshot's, which the prefix
                  cache keeps  ──loaded──> drop_loaded
-    saved_ids    begin_snapshot ──> a step saves the row to them ──keep_snapshot──> kept with the cached prefix
+    saved        begin_snapshot ──> a step saves the row to them ──keep_snapshot──> kept with the cached prefix
 
 `check_integrity` recounts everything from the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
@@ -48,12 +48,12 @@ class _Table:
     """Leading blocks whose hashes have been offered to the prefix cache."""
     state_ids: list[int] = field(default_factory=list)
     loaded_ids: list[int] = field(default_factory=list)
-    saved_ids: list[int] = field(default_factory=list)
-    """Blocks that launched steps save snapshots to."""
+    saved: dict[bytes, list[int]] = field(default_factory=dict)
+    """By snapshot that launched steps save: its blocks."""
 
     def in_order_of_eviction(self) -> Iterator[int]:
         """All blocks: the last ones of the sequence come first."""
-        return chain(self.saved_ids, self.loaded_ids, self.state_ids, reversed(self.block_ids))
+        return chain(*self.saved.values(), self.loaded_ids, self.state_ids, reversed(self.block_ids))
 
 
 class _Prefix(NamedTuple):
@@ -271,25 +271,28 @@ class BlockManager:
         while table.loaded_ids:
             self._pool.drop_ref(table.loaded_ids.pop(), table.owner)
 
-    def begin_snapshot(self, seq: Sequence, num_spare_blocks: int) -> list[int]:
-        """Take blocks for a snapshot of `seq`; none if that does not leave `num_spare_blocks` available. A launched
-        step must fill them."""
+    def begin_snapshot(self, seq: Sequence, num_tokens: int, num_spare_blocks: int) -> list[int]:
+        """Take blocks for a snapshot after the first `num_tokens` tokens; none if that does not leave
+        `num_spare_blocks` available, or if there is such a snapshot already, or another sequence is saving one. A
+        launched step must fill them."""
         if self.num_available - num_spare_blocks < self.num_state_blocks:
             return []
+        snapshot = self.prefixes.hashes_of(seq, num_tokens)[-1]
+        if self.prefixes.snapshots.has(snapshot) or any(snapshot in table.saved for table in self._tables.values()):
+            return []
         table = self._tables[seq.seq_id]
-        block_ids = [self._pool.take(table.owner) for _ in range(self.num_state_blocks)]
-        table.saved_ids += block_ids
-        return block_ids
+        table.saved[snapshot] = [self._pool.take(table.owner) for _ in range(self.num_state_blocks)]
+        return table.saved[snapshot]
 
-    def keep_snapshot(self, seq: Sequence, num_tokens: int, block_ids: Collection[int]) -> None:
-        """Keep a snapshot after the first `num_tokens` tokens, which `begin_snapshot` took `block_ids` for."""
+    def keep_snapshot(self, seq: Sequence, num_tokens: int) -> None:
+        """Keep the snapshot after the first `num_tokens` tokens, which `begin_snapshot` took blocks for."""
         table = self._tables[seq.seq_id]
         hashes = self.prefixes.hashes_of(seq, num_tokens)
         for block_id, block_hash in zip(table.block_ids, hashes, strict=False):
             self.prefixes.store(block_id, block_hash)  # where another sequence's block had the hash, and is gone
+        block_ids = table.saved.pop(hashes[-1])
         self.prefixes.snapshots.store(hashes, block_ids)
         for block_id in block_ids:
-            table.saved_ids.remove(block_id)
             self._pool.drop_ref(block_id, table.owner)
 
     def _snapshot_points(self, seq: Sequence, prefix: _Prefix) -> list[int]:

@@ -281,12 +281,13 @@ class Scheduler:
 
     def _take_snapshot(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence | None:
         """End the sequence's part of the step where a snapshot of its state is due, if that is within the next
-        `num_new_tokens` tokens and there is room for one beside what running sequences may need next."""
+        `num_new_tokens` tokens, nobody else takes it, and there is room beside what running sequences may need next."""
         first = seq.num_computed_tokens
         num_tokens = next((point - first for point in seq.snapshot_points if point > first), num_new_tokens + 1)
         if num_tokens > num_new_tokens:
             return None
-        snapshot_ids = self.block_manager.begin_snapshot(seq, self._num_spare() + len(self.running))
+        num_spare_blocks = self._num_spare() + len(self.running)
+        snapshot_ids = self.block_manager.begin_snapshot(seq, first + num_tokens, num_spare_blocks)
         return ScheduledSequence(seq, num_tokens, snapshot_ids=snapshot_ids) if snapshot_ids else None
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
@@ -376,7 +377,7 @@ class Scheduler:
             end, token_ids = scheduled.end - num_wrong, sampled_ids[: len(sampled_ids) - num_wrong]
             self.block_manager.register_computed(seq, end)
             if scheduled.snapshot_ids:
-                self.block_manager.keep_snapshot(seq, end, scheduled.snapshot_ids)
+                self.block_manager.keep_snapshot(seq, end)
             if token_ids:
                 outputs.append(self._put_tokens(seq, end, token_ids, logprobs.get(seq.seq_id)))
         return outputs

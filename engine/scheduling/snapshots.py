@@ -77,6 +77,9 @@ class Snapshots:
         """Whether the block holds a part of a snapshot."""
         return block_id in self._hash_of
 
+    def has(self, snapshot: bytes) -> bool:
+        return snapshot in self._blocks_of
+
     def reusable_hashes(self) -> list[bytes]:
         """Return the hashes of all blocks that a snapshot comes after. With a block, all those before it are there."""
         return list(self._needing)

@@ -233,6 +233,30 @@ def test_a_sequence_ends_while_its_snapshot_is_saved() -> None:
     assert scheduler.check_integrity() == []
 
 
+def test_equal_prompts_take_one_snapshot() -> None:
+    """Several answers to one prompt: each snapshot more would evict what is of use, to be dropped at once."""
+    scheduler = make()
+    prompt = text(1, 30)
+    for name in ("a", "b", "c"):
+        scheduler.add(sequence(name, prompt))
+    assert plan(step(scheduler)) == [("a", 20), ("b", 30), ("c", 14)]
+    assert plan(step(scheduler)) == [("b", 1), ("a", 10), ("c", 16)]
+    assert scheduler.check_integrity() == []
+
+
+def test_where_a_snapshot_ends_with_its_sequence_another_one_takes_it() -> None:
+    scheduler = make()
+    for name in ("a", "b"):
+        scheduler.add(sequence(name, text(1, 61)))
+    output = scheduler.schedule()
+    assert plan(output) == [("a", 52), ("b", 12)]
+    scheduler.begin(output)
+    scheduler.abort("a")
+    scheduler.apply(output, [[], []])
+    assert plan(step(scheduler)) == [("b", 40)]
+    assert len(scheduler.block_manager.cached_hashes()) == 52 // 4
+
+
 def test_without_prefix_caching_no_step_is_cut() -> None:
     scheduler = make(enable_prefix_caching=False)
     assert serve(scheduler, text(1, 30)) == serve(scheduler, text(1, 30)) == [("r", 30)]
