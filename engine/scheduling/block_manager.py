@@ -258,6 +258,8 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Drop every block of `seq`. The last blocks of the sequence will be evicted first."""
         assert not seq.num_loading_blocks, f"blocks of sequence {seq.seq_id} are being written"
+        # Was kept before the answer, which may have taken long. The prefix is of no use without it.
+        self._pool.touch(self.prefixes.snapshots.longest(seq.block_hashes).block_ids)
         table = self._tables.pop(seq.seq_id)
         for block_id in table.in_order_of_eviction():
             self._pool.drop_ref(block_id, table.owner)

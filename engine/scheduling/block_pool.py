@@ -99,6 +99,13 @@ class BlockPool:
             else:
                 self._free.append(block_id)
 
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Let these blocks, where nobody uses them, be evicted after all that are cached now."""
+        for block_id in block_ids:
+            if block_id in self._evictor:
+                self._evictor.remove(block_id)
+                self._evictor.add(block_id)
+
     def forget_prefixes(self) -> bool:
         """Free all blocks that are only cached; copies on the host stay. Returns False if prefixes can still be found
         in the pool, because their blocks are in use or being copied."""

@@ -257,6 +257,24 @@ def test_where_a_snapshot_ends_with_its_sequence_another_one_takes_it() -> None:
     assert len(scheduler.block_manager.cached_hashes()) == 52 // 4
 
 
+def test_a_snapshot_is_as_recent_as_the_end_of_its_sequence() -> None:
+    """It would be evicted before all that other sequences left during a long answer, and the prefix be of no use."""
+    scheduler = make()
+    manager = scheduler.block_manager
+    scheduler.add(long := sequence("long", text(1, 30)))
+    step(scheduler)
+    step(scheduler)
+    scheduler.add(sequence("short", text(2, 15)))
+    step(scheduler)
+    scheduler.abort("short")
+    scheduler.abort("long")
+    assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS + 3
+    scheduler.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 3))))
+    scheduler.schedule()
+    assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS
+    assert manager.cached_hashes() == long.block_hashes[:5]
+
+
 def test_without_prefix_caching_no_step_is_cut() -> None:
     scheduler = make(enable_prefix_caching=False)
     assert serve(scheduler, text(1, 30)) == serve(scheduler, text(1, 30)) == [("r", 30)]
