@@ -58,7 +58,11 @@ class Match(NamedTuple):
 
 
 class Snapshots:
-    """The snapshots in one pool. A snapshot is known by the hash of the last block before it."""
+    """The snapshots in one pool. A snapshot is known by the hash of the last block before it.
+
+    The blocks that snapshots come after form a tree: with each block, it has the one before. So a conversation of many
+    turns, each with a snapshot, takes memory and time for each of its blocks once.
+    """
 
     def __init__(self, on_change: Callable[[bytes, bool], object]) -> None:
         """`on_change(hash, is_stored)`: a block of a prefix became reusable, since a snapshot comes after it or at its
@@ -66,12 +70,12 @@ class Snapshots:
         self._on_change = on_change
         self._blocks_of: dict[bytes, tuple[int, ...]] = {}
         """By snapshot: the blocks that hold it."""
-        self._prefix_of: dict[bytes, tuple[bytes, ...]] = {}
-        """By snapshot: the hashes of the prefix' blocks. It is the last one."""
         self._hash_of: dict[int, bytes] = {}
         """By block: the snapshot that it holds a part of."""
-        self._needing: dict[bytes, set[bytes]] = {}
-        """By hash of a prefix' block: the snapshots after it, which are of no use without it."""
+        self._before: dict[bytes, bytes | None] = {}
+        """By hash of a prefix' block: that of the block before it."""
+        self._after: dict[bytes, set[bytes]] = {}
+        """By hash of a prefix' block: those of the next blocks on the ways to snapshots."""
 
     def __contains__(self, block_id: int) -> bool:
         """Whether the block holds a part of a snapshot."""
@@ -82,11 +86,11 @@ class Snapshots:
 
     def reusable_hashes(self) -> list[bytes]:
         """Return the hashes of all blocks that a snapshot comes after. With a block, all those before it are there."""
-        return list(self._needing)
+        return list(self._before)
 
     def longest(self, hashes: Seq[bytes]) -> Match:
         """Find the last snapshot on the way of a prompt with blocks of these hashes."""
-        num_shared = next((i for i, block_hash in enumerate(hashes) if block_hash not in self._needing), len(hashes))
+        num_shared = next((i for i, block_hash in enumerate(hashes) if block_hash not in self._before), len(hashes))
         for num_reused in range(num_shared, 0, -1):
             if (block_ids := self._blocks_of.get(hashes[num_reused - 1])) is not None:
                 return Match(num_shared, num_reused, block_ids)
@@ -94,46 +98,60 @@ class Snapshots:
 
     def store(self, hashes: Seq[bytes], block_ids: Iterable[int]) -> None:
         """Keep a snapshot after the blocks of `hashes`, which must be cached, unless there is one."""
-        prefix = tuple(hashes)
-        snapshot = prefix[-1]
+        snapshot = hashes[-1]
         if snapshot in self._blocks_of:
             return
         self._blocks_of[snapshot] = tuple(block_ids)
-        self._prefix_of[snapshot] = prefix
         self._hash_of |= dict.fromkeys(self._blocks_of[snapshot], snapshot)
-        for block_hash in prefix:
-            needing = self._needing.setdefault(block_hash, set())
-            needing.add(snapshot)
-            if len(needing) == 1:
-                self._on_change(block_hash, True)
+        first_new = len(hashes)
+        while first_new and hashes[first_new - 1] not in self._before:
+            first_new -= 1
+        for before, block_hash in zip([None, *hashes][first_new:], hashes[first_new:], strict=False):
+            self._before[block_hash] = before
+            self._after[block_hash] = set()
+            if before is not None:
+                self._after[before].add(block_hash)
+            self._on_change(block_hash, True)
 
     def drop_holding(self, block_id: int) -> tuple[int, ...]:
         """Drop the snapshot that the block holds a part of. Returns its blocks."""
         return self.drop(self._hash_of[block_id])
 
     def drop_needing(self, block_hash: bytes) -> list[int]:
-        """Drop the snapshots after a prefix' block. Returns their blocks."""
-        return [block_id for snapshot in [*self._needing.get(block_hash, ())] for block_id in self.drop(snapshot)]
+        """Drop the snapshots after a prefix' block, which are of no use without it. Returns their blocks."""
+        ways, snapshots = [block_hash], list[bytes]()
+        while ways:
+            block_hash = ways.pop()
+            ways += self._after.get(block_hash, ())
+            if block_hash in self._blocks_of:
+                snapshots.append(block_hash)
+        return [block_id for snapshot in snapshots for block_id in self.drop(snapshot)]
 
     def drop(self, snapshot: bytes) -> tuple[int, ...]:
         """Drop a snapshot, if there is one. Returns its blocks."""
         block_ids = self._blocks_of.pop(snapshot, ())
         for block_id in block_ids:
             del self._hash_of[block_id]
-        for block_hash in reversed(self._prefix_of.pop(snapshot, ())):
-            needing = self._needing[block_hash]
-            needing.remove(snapshot)
-            if not needing:
-                del self._needing[block_hash]
-                self._on_change(block_hash, False)
+        last: bytes | None = snapshot
+        while last in self._after and not self._after[last] and last not in self._blocks_of:
+            before = self._before.pop(last)
+            del self._after[last]
+            if before is not None:
+                self._after[before].remove(last)
+            self._on_change(last, False)
+            last = before
         return block_ids
 
     def check_integrity(self, cached: Container[bytes]) -> list[str]:
         """Return one sentence per error. `cached`: the hashes of all blocks that can be found."""
         held = {block_id: snapshot for snapshot, block_ids in self._blocks_of.items() for block_id in block_ids}
         problems = [] if held == self._hash_of else ["the snapshots and their blocks differ"]
-        needed = {block_hash for prefix in self._prefix_of.values() for block_hash in prefix}
-        if needed != set(self._needing) or set(self._blocks_of) != set(self._prefix_of):
+        after: dict[bytes, set[bytes]] = {block_hash: set() for block_hash in self._before}
+        for block_hash, before in self._before.items():
+            if before is not None:
+                after.setdefault(before, set()).add(block_hash)
+        ends = {block_hash for block_hash, following in after.items() if not following}
+        if after != self._after or not ends <= self._blocks_of.keys() <= after.keys():
             problems.append("the snapshots and their prefixes differ")
-        num_lost = sum(block_hash not in cached for block_hash in needed)
+        num_lost = sum(block_hash not in cached for block_hash in self._before)
         return [*problems, f"{num_lost} blocks before snapshots are not cached"] if num_lost else problems

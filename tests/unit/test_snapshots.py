@@ -14,7 +14,7 @@ from engine.scheduling.block_ledger import CacheEvent
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import INVALID_TOKEN, Sequence, SequenceStatus
-from engine.scheduling.snapshots import min_snapshot_tokens, snapshot_points
+from engine.scheduling.snapshots import Snapshots, min_snapshot_tokens, snapshot_points
 
 EOS = 1
 NUM_STATE_BLOCKS = 3
@@ -273,6 +273,28 @@ def test_a_snapshot_is_as_recent_as_the_end_of_its_sequence() -> None:
     scheduler.schedule()
     assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS
     assert manager.cached_hashes() == long.block_hashes[:5]
+
+
+class CountedHash(bytes):
+    num_lookups = 0
+
+    def __hash__(self) -> int:
+        CountedHash.num_lookups += 1
+        return super().__hash__()
+
+
+def test_many_snapshots_of_a_long_conversation_take_no_longer() -> None:
+    """A snapshot for each fourth block of 1,000: each takes time for its own part of the way."""
+    snapshots = Snapshots(lambda block_hash, is_stored: None)
+    hashes = [CountedHash(i.to_bytes(16)) for i in range(1000)]
+    for num_blocks in range(4, 1001, 4):
+        snapshots.store(hashes[:num_blocks], [num_blocks])
+    assert CountedHash.num_lookups < 20 * len(hashes)
+    CountedHash.num_lookups = 0
+    assert sorted(snapshots.drop_needing(hashes[2])) == [*range(4, 1001, 4)]
+    assert CountedHash.num_lookups < 20 * len(hashes)
+    assert snapshots.reusable_hashes() == []
+    assert snapshots.check_integrity([]) == []
 
 
 def test_without_prefix_caching_no_step_is_cut() -> None:
