@@ -256,13 +256,17 @@ class BlockManager:
         table.owner = owner
 
     def free(self, seq: Sequence) -> None:
-        """Drop every block of `seq`. The last blocks of the sequence will be evicted first."""
+        """Drop every block of `seq`. The last blocks of the sequence will be evicted first: at once, if they come after
+        all snapshots on its way, since no sequence can go on from them."""
         assert not seq.num_loading_blocks, f"blocks of sequence {seq.seq_id} are being written"
         # Was kept before the answer, which may have taken long. The prefix is of no use without it.
-        self._pool.touch(self.prefixes.snapshots.longest(seq.block_hashes).block_ids)
+        num_shared, _, snapshot_ids = self.prefixes.snapshots.longest(seq.block_hashes)
+        self._pool.touch(snapshot_ids)
         table = self._tables.pop(seq.seq_id)
         for block_id in table.in_order_of_eviction():
             self._pool.drop_ref(block_id, table.owner)
+        if num_shared:
+            self._pool.evict_first(table.block_ids[num_shared:])
         seq.block_table, seq.state_block_ids, seq.loaded_state_ids, seq.has_state_to_load = [], [], [], False
 
     # -- states -------------------------------------------------------------------------------------------------

@@ -106,6 +106,12 @@ class BlockPool:
                 self._evictor.remove(block_id)
                 self._evictor.add(block_id)
 
+    def evict_first(self, block_ids: Iterable[int]) -> None:
+        """Let these blocks, where nobody uses them, be evicted before all others, the last one first."""
+        for block_id in block_ids:
+            if block_id in self._evictor:
+                self._evictor.make_oldest(block_id)
+
     def forget_prefixes(self) -> bool:
         """Free all blocks that are only cached; copies on the host stay. Returns False if prefixes can still be found
         in the pool, because their blocks are in use or being copied."""

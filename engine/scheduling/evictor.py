@@ -44,6 +44,10 @@ class LRUEvictor:
         assert block_id not in self, f"block {block_id} is evictable already"
         self._ready[block_id] = None
 
+    def make_oldest(self, block_id: int) -> None:
+        """Evict this waiting block before all others that wait."""
+        self._waiting.move_to_end(block_id, last=False)
+
     def remove(self, block_id: int) -> None:
         del (self._ready if block_id in self._ready else self._waiting)[block_id]
 

@@ -149,10 +149,10 @@ def test_a_snapshot_goes_with_any_of_its_blocks_and_the_others_are_free_at_once(
     serve(scheduler, text(1, 30))
     manager = scheduler.block_manager
     assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS
-    scheduler.add(sequence("large", text(2, 31 * 4)))
+    scheduler.add(sequence("large", text(2, 33 * 4)))
     scheduler.schedule()
     assert manager.ledger().num_free == NUM_STATE_BLOCKS - 1
-    assert manager.ledger().num_cached == 7
+    assert manager.ledger().num_cached == 5
     assert manager.cached_hashes() == []
     assert scheduler.check_integrity() == []
 
@@ -166,10 +166,10 @@ def test_a_snapshot_goes_with_any_block_of_its_prefix() -> None:
     serve(scheduler, [*shared, *text(2, 10)])
     assert len(manager.cached_hashes()) == 5
     assert manager.ledger().num_cached == 5 + NUM_STATE_BLOCKS + 2, "prefix, snapshot, rest"
-    scheduler.add(sequence("large", text(3, 31 * 4)))
+    scheduler.add(sequence("large", text(3, 33 * 4)))
     scheduler.schedule()
     assert manager.ledger().num_free == NUM_STATE_BLOCKS
-    assert manager.ledger().num_cached == 4 + 2
+    assert manager.ledger().num_cached == 4
     assert manager.cached_hashes() == []
     assert scheduler.check_integrity() == []
 
@@ -273,6 +273,43 @@ def test_a_snapshot_is_as_recent_as_the_end_of_its_sequence() -> None:
     scheduler.schedule()
     assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS
     assert manager.cached_hashes() == long.block_hashes[:5]
+
+
+def test_what_no_prompt_can_go_on_from_is_evicted_first() -> None:
+    """An answer's keys and values would evict all that can be reused, since they are more recent."""
+    scheduler = make()
+    manager = scheduler.block_manager
+    serve(scheduler, text(1, 30))
+    reusable = manager.cached_hashes()
+    scheduler.add(sequence("answered", text(2, 30)))
+    for _ in range(15):
+        step(scheduler)
+    scheduler.abort("answered")
+    assert manager.ledger().num_cached == 7 + 10 + 2 * NUM_STATE_BLOCKS
+    scheduler.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 5))))
+    scheduler.schedule()
+    assert manager.cached_hashes()[:5] == reusable
+    assert len(manager.cached_hashes()) == 5 + 5
+    assert scheduler.check_integrity() == []
+
+
+def test_without_snapshots_the_oldest_blocks_are_evicted_first() -> None:
+    """A decode worker reuses keys and values in grants."""
+    scheduler = make()
+    manager = scheduler.block_manager
+    names = ("old", "new")
+    for number, name in enumerate(names):
+        seq = sequence(name, text(number, 16))
+        seq.num_state_blocks = NUM_STATE_BLOCKS
+        assert scheduler.reserve(seq)
+        scheduler.commit(name, 7, 16)
+        step(scheduler)
+        scheduler.abort(name)
+    scheduler.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 4))))
+    scheduler.schedule()
+    again = [sequence(name, text(number, 16)) for number, name in enumerate(names)]
+    hashes = [manager.prefixes.hashes_of(seq, 16) for seq in again]
+    assert [len(manager.prefixes.match(each)) for each in hashes] == [0, 4]
 
 
 class CountedHash(bytes):
