@@ -295,7 +295,7 @@ class BlockManager:
         table = self._tables[seq.seq_id]
         hashes = self.prefixes.hashes_of(seq, num_tokens)
         for block_id, block_hash in zip(table.block_ids, hashes, strict=False):
-            self.prefixes.store(block_id, block_hash)  # where another sequence's block had the hash, and is gone
+            self._pool.prefer(block_id, block_hash)  # an older one would be evicted sooner, and the snapshot too
         block_ids = table.saved.pop(hashes[-1])
         self.prefixes.snapshots.store(hashes, block_ids)
         for block_id in block_ids:

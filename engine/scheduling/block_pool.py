@@ -126,6 +126,15 @@ class BlockPool:
                 self._evictor.remove(block_id)
                 self._free.append(block_id)
 
+    def prefer(self, block_id: int, block_hash: bytes) -> None:
+        """Make a used block findable by `block_hash`. If nobody uses the one that has been, that one becomes free."""
+        other = self.prefixes.block_of(block_hash)
+        if other is not None and other in self._evictor:
+            self.prefixes.replace(other, block_id)
+            self.release([other])
+        else:
+            self.prefixes.store(block_id, block_hash)
+
     def _evict_oldest(self) -> None:
         self.release(self.prefixes.drop(self._evictor.oldest))
 

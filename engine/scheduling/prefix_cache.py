@@ -46,6 +46,10 @@ class PrefixCache:
         """How many blocks of the pool can be found, without those of snapshots."""
         return len(self._hash_of)
 
+    def block_of(self, block_hash: bytes) -> int | None:
+        """Return the block that can be found by this hash, or None."""
+        return self._block_of.get(block_hash)
+
     def hash_of(self, block_id: int) -> bytes:
         """Return the hash of a block that can be found."""
         return self._hash_of[block_id]
@@ -85,6 +89,12 @@ class PrefixCache:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
             self._note(block_hash, is_stored=True)
+
+    def replace(self, block_id: int, other: int) -> None:
+        """Find `other`, which cannot be found yet, where `block_id` was found."""
+        block_hash = self._hash_of.pop(block_id)
+        self._block_of[block_hash] = other
+        self._hash_of[other] = block_hash
 
     def drop(self, block_id: int) -> list[int]:
         """Make a block of the pool unfindable, or the snapshot that it holds a part of. Returns all blocks that can no

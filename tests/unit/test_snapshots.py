@@ -160,10 +160,15 @@ def test_a_snapshot_goes_with_any_of_its_blocks_and_the_others_are_free_at_once(
 def test_a_snapshot_goes_with_any_block_of_its_prefix() -> None:
     scheduler = make(num_blocks=40, min_snapshot_tokens=16)
     shared = text(1, 20)
-    serve(scheduler, [*shared, 3])
+    scheduler.add(sequence("before", [*shared, 3]))
+    step(scheduler)
     manager = scheduler.block_manager
-    assert manager.ledger().num_cached == 5
-    serve(scheduler, [*shared, *text(2, 10)])
+    scheduler.add(sequence("after", [*shared, *text(2, 10)]))
+    step(scheduler)
+    step(scheduler)
+    scheduler.abort("before")
+    assert manager.ledger().num_cached == 5 + NUM_STATE_BLOCKS
+    scheduler.abort("after")
     assert len(manager.cached_hashes()) == 5
     assert manager.ledger().num_cached == 5 + NUM_STATE_BLOCKS + 2, "prefix, snapshot, rest"
     scheduler.add(sequence("large", text(3, 33 * 4)))
@@ -273,6 +278,22 @@ def test_a_snapshot_is_as_recent_as_the_end_of_its_sequence() -> None:
     scheduler.schedule()
     assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS
     assert manager.cached_hashes() == long.block_hashes[:5]
+
+
+def test_a_snapshot_comes_after_the_blocks_of_its_own_sequence() -> None:
+    """Not after those of an older one, which are evicted sooner, as soon as while the answer is written."""
+    scheduler = make(min_snapshot_tokens=16)
+    manager = scheduler.block_manager
+    shared = text(1, 20)
+    serve(scheduler, [*shared, 3])
+    scheduler.add(answering := sequence("answering", [*shared, *text(2, 10)]))
+    step(scheduler)
+    assert manager.ledger().num_cached == NUM_STATE_BLOCKS, "there is one block for each hash"
+    step(scheduler)
+    scheduler.add(sequence("large", text(3, 4 * (manager.ledger().num_free - 1))))
+    assert len(scheduler.schedule().scheduled) == 2
+    assert manager.cached_hashes() == answering.block_hashes[:5]
+    assert scheduler.check_integrity() == []
 
 
 def test_what_no_prompt_can_go_on_from_is_evicted_first() -> None:
