@@ -29,7 +29,7 @@ KERNELS = {
     "race_kernel", "copy_kernel", "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel",
     "row_product_kernel", "expert_row_product_kernel", "sum_kernel", "sum_pieces_kernel", "choose_kernel",
     "pieces_kernel", "reduce_pieces_kernel", "four_bit_kernel", "gate_kernel", "int4_kernel", "widen_int4_kernel",
-    "int4_expert_kernel", "convolve_kernel", "delta_kernel",
+    "int4_expert_kernel", "convolve_kernel", "delta_kernel", "scan_kernel",
 }  # fmt: skip
 FLOAT8_KERNELS = {"widen_kernel", "quantize_kernel"}
 
@@ -39,7 +39,7 @@ ONE_OF_EACH = [
     "64 rows, int4 words", "256 rows, int4 128", "1 row bfloat16", "bfloat16", "at 8", "draws bfloat16",
     "rank 16 bfloat16", "DeepSeek-V3, 1 token", "gpt-oss-20b, 1 token", "16 rows, batch invariant",
     "128 bfloat16, pool of bfloat16, batch invariant", "bfloat16, unfolded", "Qwen3-30B-A3B, 1 token, int4 128",
-    "Qwen3-Next, bfloat16",
+    "Qwen3-Next, bfloat16", "Nemotron-Nano-9B-v2, bfloat16",
 ]  # fmt: skip
 ONE_INSTRUCTION = {
     "80": "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
