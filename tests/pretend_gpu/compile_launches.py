@@ -65,7 +65,7 @@ STATES = LLAMA | {
 MAMBA_2 = LLAMA | {
     "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_hidden_layers": 3,
     "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "num_experts_per_tok": 0,
-    "shared_intermediate_size": 512, "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2,
+    "shared_intermediate_size": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2,
     "position_embedding_type": "nope", "eos_token_id": 2,
 }  # fmt: skip
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
