@@ -158,6 +158,21 @@ def _pythonic(calls: Iterable[Call]) -> str:
     return f"[{', '.join(_in_python(calls))}]"
 
 
+def _gemma4(calls: Iterable[Call]) -> str:
+    return "".join(f"<|tool_call>call:{name}{in_gemmas(arguments)}<tool_call|>" for name, arguments in calls)
+
+
+def in_gemmas(value: Any) -> str:
+    """Return the value as Gemma 4's templates write it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{in_gemmas(value[key])}' for key in sorted(value))}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_gemmas, value))}]"
+    return json.dumps(value)
+
+
 def _openai(calls: Iterable[Call]) -> str:
     """The answer follows the start of the first message, which is in the prompt."""
     return "<|end|><|start|>assistant".join(
@@ -177,6 +192,7 @@ WRITERS = {
     "hunyuan_a13b": lambda calls: f"<tool_calls>{_listed(calls)}</tool_calls>",
     "phi4_mini_json": lambda calls: f"functools{_listed(calls)}",
     "glm45": lambda calls: _glm(calls, "\n"), "glm47": lambda calls: _glm(calls, ""), "openai": _openai,
+    "gemma4": _gemma4,
 }  # fmt: skip
 
 

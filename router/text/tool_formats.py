@@ -14,6 +14,7 @@ from typing import Any
 from router.text.calls.call_format import FORM, GrammarLines, Tool, ToolFormat, json_of
 from router.text.calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from router.text.calls.dsml import DEEPSEEK_V32
+from router.text.calls.gemma import GEMMA4
 from router.text.calls.harmony import OPENAI
 from router.text.calls.kimi import KIMI_K2
 from router.text.calls.listed import GRANITE, HUNYUAN_A13B, PHI4_MINI_JSON
@@ -25,7 +26,7 @@ from router.text.calls.tagged import GLM45, GLM47, MINIMAX_M2, QWEN3_CODER, QWEN
 _KNOWN: tuple[ToolFormat, ...] = (
     HERMES, LLAMA3_JSON, MISTRAL, GRANITE, GRANITE4, HUNYUAN_A13B, PHI4_MINI_JSON, DEEPSEEK_V3, DEEPSEEK_V31,
     DEEPSEEK_V32, KIMI_K2, QWEN3_CODER, QWEN3_XML, GLM45, GLM47, SEED_OSS, MINIMAX_M2, PYTHONIC, LLAMA4_PYTHONIC, LFM2,
-    OLMO3, OPENAI
+    OLMO3, GEMMA4, OPENAI
 )  # fmt: skip
 FORMATS = {each.name: each for each in _KNOWN}
 AUTO = "auto"

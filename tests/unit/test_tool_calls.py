@@ -207,6 +207,7 @@ TAUGHT = [
     ("格式化为<tool_calls>[{\"name\": \"func_name1\", …},...]</tool_calls>", "hunyuan_a13b"), ("<tool_calls>", None),
     ("formatted as functools[{\"name\": [function name], …}, ...]", "phi4_mini_json"), ("<|tool_call|>", None),
     ("<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>", "kimi_k2"),
+    ("'<|tool_call>call:' + function['name'] + '{' … '}<tool_call|>' … '<|tool_response>'", "gemma4"),
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@
     kimi             <|tool_call_begin|> …, with ids that name the tools: kimi_k2
     object_calls     {"name": …, "arguments": …}, with words around it or none: hermes, granite4, llama3_json
     pythonic         lists of calls in Python's syntax: pythonic, llama4_pythonic, lfm2, olmo3
+    gemma            JSON with keys without quotes, and strings between tokens: gemma4
     listed           lists of such objects: granite, hunyuan_a13b, phi4_mini_json
     harmony          messages to functions, of gpt-oss: openai
     tagged           values between tags: qwen3_coder, qwen3_xml, glm45, glm47, seed_oss, minimax_m2
@@ -15,6 +16,7 @@
     free_text        for grammars: regexes of texts without certain words
     text_values      turns plain-text values into JSON, by the tool's schema
     python_values    turns arguments in Python's syntax into JSON
+    gemma_values     turns Gemma's arguments into JSON
     objects          JSON that comes in pieces: where an object ends, and what a whole one calls
 
 `tool_formats` lists all formats.

@@ -27,15 +27,13 @@ from typing import Any
 
 from router.text.calls.call_format import Body, CallReader, CannotBeHeld, GrammarLines, Head, Tool, ToolFormat, json_of
 from router.text.calls.heads import NAME, Cursor, head_of
-from router.text.calls.text_values import STRING, Schema, escaped, json_of_text
+from router.text.calls.text_values import STRING, Schema, bounds_of, escaped, json_of_text
 from router.text.words import first_of, num_held
 
 CALL, SEED, MINIMAX = "<tool_call>", "<seed:tool_call>", "<minimax:tool_call>"
 FUNCTION, INVOKE = "<function=", '<invoke name="'
 MAX_KEY_CHARS = 256
 """Maximum length of an argument's name. A longer text is no name."""
-MAX_COUNT = 1000
-"""Larger bounds of a text's length are not enforced: the grammar would count the characters one by one."""
 MAX_END_CHARS = 64
 """At least the length of the longest tag that ends a value."""
 MAX_SHOWN_CHARS = 80
@@ -183,17 +181,12 @@ class TaggedFormat(ToolFormat):
 
     def _text(self, lines: GrammarLines, least: Any = None, most: Any = None) -> str:
         """The rule of a value that is text, and its end."""
-        bounds = (least if _is_count(least) else 0, most if _is_count(most) else None)
-        return lines.text_until(self._behind_value, bounds, without=self._never_in_text)
+        return lines.text_until(self._behind_value, bounds_of(least, most), without=self._never_in_text)
 
     @property
     def _never_in_text(self) -> tuple[str, ...]:
         """Words that no text contains that is held to the grammar: among them those that end it."""
         return (self.value_end, self.call_end)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 class _State(enum.Enum):

@@ -12,6 +12,8 @@ from typing import Any
 
 MAX_DEPTH = 16
 """Maximum depth of nested schemas that are examined. Beyond it, a value may be anything."""
+MAX_COUNT = 1000
+"""Larger bounds of a length are not enforced: the grammar would count the characters one by one."""
 TYPES = frozenset({"string", "number", "boolean", "null", "object", "array"})
 STRING = frozenset({"string"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -109,6 +111,15 @@ def type_of(value: Any) -> str:
         return "null"
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
     return names.get(type(value), "string")
+
+
+def bounds_of(least: Any, most: Any) -> tuple[int, int | None]:
+    """The least and most characters or items that are enforced, of those that a schema names. None: no bound."""
+    return least if _is_count(least) else 0, most if _is_count(most) else None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 def json_of_text(text: str, types: frozenset[str]) -> str:
