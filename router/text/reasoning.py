@@ -1,7 +1,7 @@
 """Separates a model's thoughts from its answer, as the text comes: `<think>…</think>answer`. Pure.
 
-    text ──> START ── <think> ──> THOUGHT ── </think> ──> GAP ── text ──> ANSWER ──> calls of tools, and content
-               └─ anything else ─────────────────────────────────────────────^
+    text ──> START ── <think> ──> LABEL ──> THOUGHT ── </think> ──> GAP ── text ──> ANSWER ──> calls of tools, content
+               └─ anything else ───────────────────────────────────────────────────────^
 
 If the prompt ends with an opened `<think>`, as with some chat templates, an answer begins in THOUGHT. The output
 depends only on the text so far, however it is cut into pieces, so that an answer can continue at another router. White
@@ -34,6 +34,13 @@ class Marks:
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
+    label: str = ""
+    """What the model writes between the first word, which may be a token, and the thought. It may leave it out."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """What a prompt that has begun a thought ends with, white space apart."""
+        return tuple(f"{word}{self.label}".rstrip() for word in self.begins)
 
 
 THINK = Marks(("<think>",), ("</think>",))
@@ -42,12 +49,14 @@ MARKS = {
     "deepseek_r1": THINK,
     "seed_oss": Marks(("<seed:think>",), ("</seed:think>",)),
     "mistral": Marks(("[THINK]",), ("[/THINK]",)),
+    "gemma4": Marks(("<|channel>",), ("<channel|>",), label="thought\n"),
     "granite": Marks(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
 }
-"""By vLLM's names of the parsers. Two have the same marks: whether an answer begins within a thought is seen from the
-prompt, not known by the name."""
+"""By vLLM's names of the parsers. Gemma 4's marks are described in
+ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. Two parsers have the same: whether an answer begins within a
+thought is seen from the prompt, not known by the name."""
 HARMONY = "openai_gptoss"
 """Answers that consist of messages, in which thoughts stand between others (`router.text.harmony`)."""
 PARSERS = (*MARKS, HARMONY)
@@ -62,21 +71,23 @@ def parser_of_template(source: str) -> str:
     if THINK.ends[0] in plain:
         return "qwen3" if "enable_thinking" in plain else "deepseek_r1"
     known = (
-        ("seed_oss", MARKS["seed_oss"].ends), ("mistral", MARKS["mistral"].ends), ("granite", MARKS["granite"].begins)
+        ("seed_oss", MARKS["seed_oss"].ends), ("mistral", MARKS["mistral"].ends), ("gemma4", MARKS["gemma4"].ends),
+        ("granite", MARKS["granite"].begins),
     )  # fmt: skip
     return next((name for name, words in known if any(word in plain for word in words)), "")
 
 
 def opened_by(prompt: str, continued: str = "") -> str:
-    """The word at the prompt's end that begins a thought; with harmony, the open header. Empty: none. `continued`: the
-    content that the prompt ends with and that the answer continues; it may itself begin or end a thought."""
+    """What begins a thought at the prompt's end (`Marks.opens`); with harmony, the open header. Empty: none.
+    `continued`: the content that the prompt ends with and that the answer continues; it may itself begin or end a
+    thought."""
     begin = prompt.rfind(continued.strip())
     said, before = prompt[begin:], prompt[:begin].rstrip()
-    begun = max((said.rfind(word), word) for marks in MARKS.values() for word in marks.begins)
+    begun = max((said.rfind(word), word) for marks in MARKS.values() for word in marks.opens)
     ended = max(said.rfind(word) for marks in MARKS.values() for word in marks.ends)
     if max(begun[0], ended) >= 0:
         return begun[1] if begun[0] > ended else ""
-    word = next((word for marks in MARKS.values() for word in marks.begins if before.endswith(word)), "")
+    word = next((word for marks in MARKS.values() for word in marks.opens if before.endswith(word)), "")
     return word or header_at_end_of(prompt[:begin])
 
 
@@ -113,7 +124,8 @@ class Reasoning:
         """How thoughts begin and end. None: the answers have no thoughts."""
         if self.marks is None:
             return None
-        return Thoughts(self.marks.begins[0], self.marks.ends[0], has_begun=self.is_open, may_repeat=False)
+        begin = self.marks.begins[0] + self.marks.label
+        return Thoughts(begin, self.marks.ends[0], has_begun=self.is_open, may_repeat=False)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -131,14 +143,14 @@ NO_REASONING = Reasoning()
 
 
 def reasoning_of(parser: str, opened: str, *, has_form: bool, is_within: bool = False) -> Reasoning | Harmony:
-    """How to read thoughts. `parser`: the model's, empty for none. `opened`: the word with which the prompt has begun a
+    """How to read thoughts. `parser`: the model's, empty for none. `opened`: that with which the prompt has begun a
     thought, if it has (`opened_by`). `is_within`: the prompt contains some of the thought, too. `has_form`: a form
     constrains the answers; then they have no thoughts, unless the prompt has begun one, or answers are harmony's
     messages."""
     if parser == HARMONY:
         return Harmony(opened=opened if opened.startswith(CHANNEL) else "")
     marks = MARKS.get(parser)
-    is_open = marks is not None and opened in marks.begins
+    is_open = marks is not None and opened in marks.opens
     if marks is None or (has_form and not is_open):
         return NO_REASONING
     return Reasoning(marks=marks, is_open=is_open, is_within=is_open and is_within)
@@ -146,6 +158,7 @@ def reasoning_of(parser: str, opened: str, *, has_form: bool, is_within: bool = 
 
 class _State(enum.Enum):
     START = enum.auto()
+    LABEL = enum.auto()
     THOUGHT = enum.auto()
     GAP = enum.auto()
     ANSWER = enum.auto()
@@ -199,6 +212,8 @@ class ReasoningParser:
         match self._state:
             case _State.START:
                 return self._read_start()
+            case _State.LABEL:
+                return self._read_label()
             case _State.THOUGHT:
                 return self._read_thought()
             case _State.GAP:
@@ -216,14 +231,23 @@ class ReasoningParser:
         begun = next((word for word in self._marks.begins if stripped.startswith(word)), None)
         if begun is not None:
             self._text = stripped[len(begun) :]
-            self._said.begin_thought(self._num_chars - len(self._text))
-            self._state = _State.THOUGHT
+            self._state = _State.LABEL
         elif any(word.startswith(stripped) for word in self._marks.begins):
             return False
         else:
             self._said.answer += self._space
             self._state = _State.ANSWER
         self._space = []
+        return True
+
+    def _read_label(self) -> bool:
+        label = self._marks.label
+        if self._text.startswith(label):
+            self._text = self._text[len(label) :]
+        elif label.startswith(self._text):
+            return False
+        self._said.begin_thought(self._num_chars - len(self._text))
+        self._state = _State.THOUGHT
         return True
 
     def _read_thought(self) -> bool:

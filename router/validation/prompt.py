@@ -60,9 +60,9 @@ class ChatPrompt:
 class TokenizedPrompt:
     token_ids: list[int]
     thought_opened_by: str = ""
-    """The word with which the chat template has begun a thought, if it has."""
+    """The words with which the chat template has begun a thought, if it has."""
     is_within_thought: bool = False
-    """The prompt contains more of the thought than that word."""
+    """The prompt contains more of the thought than those words."""
 
 
 Prompt: TypeAlias = TextPrompt | TokenIdsPrompt | ChatPrompt

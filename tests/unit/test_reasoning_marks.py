@@ -27,6 +27,15 @@ CASES: list[tuple[str, str, str, str]] = [
     ("mistral", "<think>a</think>b", "", "<think>a</think>b"),
     ("seed_oss", "<seed:think>So. <think></seed:think>\n\nYes.", "So. <think>", "Yes."),
     ("seed_oss", "<seed:think>cut </seed:thi", "cut </seed:thi", ""),
+    ("gemma4", "<|channel>thought\nSo. <|channel|>\n<channel|>\n\nYes.", "So. <|channel|>", "Yes."),
+    ("gemma4", "<|channel>thought\n<channel|>Yes.", "", "Yes."),
+    ("gemma4", "<|channel>thought\n\n thought\nso<channel|>Yes. <|channel>", "thought\nso", "Yes. <|channel>"),
+    ("gemma4", "<|channel>So.<channel|>Yes.", "So.", "Yes."),
+    ("gemma4", "<|channel>thoughts<channel|>Yes.", "thoughts", "Yes."),
+    ("gemma4", "<|channel><channel|>Yes.", "", "Yes."),
+    ("gemma4", "<|channel>thou", "", ""),
+    ("gemma4", "<|channel>thought\ncut <chan", "cut <chan", ""),
+    ("gemma4", "thought\nSo.<channel|>Yes.", "", "thought\nSo.<channel|>Yes."),
     ("granite", f"{G} So.\n\n{R} Yes.", "So.", "Yes."),
     ("granite", "\nHere's my thought process: So. Here's my response:\nYes.", "So.", "Yes."),
     ("granite", f"{G} Here is my idea. Here{R}Yes. {R}", "Here is my idea. Here", f"Yes. {R}"),
@@ -54,11 +63,18 @@ def test_what_is_thought_and_what_is_said(parser: str, text: str, thought: str, 
         assert parse(parser, [begun, text[position:]]) == (thought, said)
 
 
-def test_calls_follow_what_was_thought() -> None:
-    calls = ToolCallParser(FORMATS["mistral"], {"f": Schema(None)}, str)
-    reader = ReasoningParser(MARKS["mistral"], is_open=False, calls=calls)
-    told = [reader.push(char) for char in f"[THINK]I call {CALL}.[/THINK]{CALL}"]
-    assert "".join(each.reasoning for each in told) == f"I call {CALL}."
+@pytest.mark.parametrize(
+    ("parser", "begin", "call", "end"),
+    [
+        ("mistral", "[THINK]", CALL, "[/THINK]"),
+        ("gemma4", "<|channel>thought\n", "<|tool_call>call:f{a:1}<tool_call|>", "\n<channel|>"),
+    ],
+)
+def test_calls_follow_what_was_thought(parser: str, begin: str, call: str, end: str) -> None:
+    calls = ToolCallParser(FORMATS[parser], {"f": Schema(None)}, str)
+    reader = ReasoningParser(MARKS[parser], is_open=False, calls=calls)
+    told = [reader.push(char) for char in f"{begin}I call {call}.{end}{call}"]
+    assert "".join(each.reasoning for each in told) == f"I call {call}."
     assert "".join(piece.arguments for each in told for piece in each.calls) == '{"a": 1}'
     assert "".join(each.content for each in [*told, reader.finish()]) == ""
 
@@ -69,6 +85,7 @@ def test_calls_follow_what_was_thought() -> None:
         ("'[THINK]' + m.reasoning + '[/THINK]'", "mistral"), ("{# [/THINK] #}", ""), ("[THINKING]", ""),
         ("Write your thoughts after 'Here is my thought process:'", "granite"), ("Here is my response:", ""),
         ("'<seed:think>' + thoughts + '</seed:think>'", "seed_oss"), ("</think> [/THINK]", "deepseek_r1"),
+        ("text.split('<channel|>') … '<|channel>thought\n<channel|>' … enable_thinking", "gemma4"),
         ("'<|start|>assistant<|channel|>final<|message|>'", "openai_gptoss"),
     ],
 )  # fmt: skip
@@ -78,7 +95,7 @@ def test_a_template_tells_how_its_model_thinks(source: str, known: str) -> None:
 
 @pytest.mark.parametrize("parser", MARKS)
 def test_a_thought_that_the_prompt_began_is_one_to_its_own_model_alone(parser: str) -> None:
-    begin = MARKS[parser].begins[0]
+    begin = MARKS[parser].opens[0]
     assert opened_by(f"Hi {begin}\n") == begin
     for other in MARKS:
         reasoning = reasoning_of(other, opened_by(begin), has_form=False)
@@ -87,8 +104,22 @@ def test_a_thought_that_the_prompt_began_is_one_to_its_own_model_alone(parser: s
     assert reasoning_of("openai_gptoss", opened_by(begin), has_form=False) == Harmony()
 
 
+def test_a_label_belongs_to_the_words_before_a_thought() -> None:
+    """Also where a message goes on within the thought."""
+    for said, is_within in (("<|channel>thought\n", False), ("<|channel>thought\nSo", True)):
+        assert opened_by(f"<|turn>model\n{said}") == ("" if is_within else "<|channel>thought")
+        opened = opened_by(f"<|turn>model\n{said}", said)
+        assert opened == "<|channel>thought"
+        reasoning = reasoning_of("gemma4", opened, has_form=False, is_within=is_within)
+        reader = reasoning.reader(None)
+        assert reader is not None
+        told = reader.push(" thought\nis it.<channel|>Yes.")
+        assert (told.reasoning, told.content) == (f"{' ' if is_within else ''}thought\nis it.", "Yes.")
+    assert opened_by("<|turn>model\n<|channel>thought\n<channel|>") == ""
+
+
 @pytest.mark.parametrize("is_added", [False, True])
-@pytest.mark.parametrize("parser", ["qwen3", "mistral", "granite"])
+@pytest.mark.parametrize("parser", ["qwen3", "mistral", "gemma4", "granite"])
 def test_a_form_holds_what_follows_the_thought(parser: str, is_added: bool, tmp_path: Path) -> None:
     made, marks = tokenizer(), MARKS[parser]
     if is_added:
@@ -96,7 +127,7 @@ def test_a_form_holds_what_follows_the_thought(parser: str, is_added: bool, tmp_
     write_model(tmp_path)
     made.save(str(tmp_path / "tokenizer.json"))
     grammars = Grammars(tmp_path, vocab_size=300, eos_token_ids=frozenset({EOS}))
-    reasoning = reasoning_of(parser, marks.begins[0], has_form=True)
+    reasoning = reasoning_of(parser, marks.opens[0], has_form=True)
     grammar = reasoning.grammar(grammar_text("choice"), tokens=Tokenizer(made).added_ids(reasoning.words))
 
     def may_be(ids: list[int]) -> bool:

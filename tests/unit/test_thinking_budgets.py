@@ -30,6 +30,9 @@ WORDS = [
     "<|end|>",
     "analysis",
     "<|start|>",
+    "<|channel>",
+    "<channel|>",
+    "thought",
 ]
 HARMONY = "openai_gptoss"
 
@@ -64,6 +67,8 @@ async def test_in_the_tokens_of_each_kind_of_model() -> None:
     assert await budget_of("qwen3", **asks) == ThinkingBudget(**think)
     assert await budget_of("deepseek_r1", "<think>", **asks) == ThinkingBudget(**think, has_begun=True)
     assert await budget_of("mistral", **asks) == ThinkingBudget(num_tokens=5, end_token_id=4, begin_token_ids=[3])
+    label = {"num_tokens": 5, "end_token_id": 11, "begin_token_ids": [10, 12]}
+    assert await budget_of("gemma4", **asks) == ThinkingBudget(**label), "white space is no token here"
     harmony = {
         "num_tokens": 5, "end_token_id": 7, "begin_token_ids": [5, 8, 6], "may_repeat": True,
         "other_end_token_ids": [9, 5],
