@@ -19,6 +19,7 @@ from types import MappingProxyType
 from router.text.calls.call_format import around
 from router.text.calls.free_text import pattern, text_without
 from router.text.calls.harmony import CHANNEL
+from router.text.calls.kimi import CALLS_BEGIN as KIMI_CALLS
 from router.text.harmony import Harmony, HarmonyParser, header_at_end_of
 from router.text.said import Said
 from router.text.thoughts import Thoughts
@@ -34,6 +35,8 @@ class Marks:
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
+    calls: tuple[str, ...] = ()
+    """Words that begin tool calls, and may end a thought, too: models leave out the word that ends it."""
     label: str = ""
     """What the model writes between the first word, which may be a token, and the thought. It may leave it out."""
 
@@ -47,6 +50,12 @@ THINK = Marks(("<think>",), ("</think>",))
 MARKS = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
+    "deepseek_v3": THINK,
+    "glm45": THINK,
+    "minimax_m2": THINK,
+    "nemotron_v3": THINK,
+    "olmo3": THINK,
+    "kimi_k2": Marks(THINK.begins, THINK.ends, calls=(KIMI_CALLS,)),
     "seed_oss": Marks(("<seed:think>",), ("</seed:think>",)),
     "mistral": Marks(("[THINK]",), ("[/THINK]",)),
     "gemma4": Marks(("<|channel>",), ("<channel|>",), label="thought\n"),
@@ -55,8 +64,9 @@ MARKS = {
     ),
 }
 """By vLLM's names of the parsers. Gemma 4's marks are described in
-ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. Two parsers have the same: whether an answer begins within a
-thought is seen from the prompt, not known by the name."""
+ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. Many parsers have the same: whether an answer begins within a
+thought is seen from the prompt, not known by the name. That calls may end Kimi K2's thoughts is described by vLLM's
+vllm/reasoning/kimi_k2_reasoning_parser.py."""
 HARMONY = "openai_gptoss"
 """Answers that consist of messages, in which thoughts stand between others (`router.text.harmony`)."""
 PARSERS = (*MARKS, HARMONY)
@@ -68,6 +78,8 @@ def parser_of_template(source: str) -> str:
     plain = without_comments(source)
     if CHANNEL in plain:
         return HARMONY
+    if THINK.ends[0] in plain and KIMI_CALLS in plain:
+        return "kimi_k2"
     if THINK.ends[0] in plain:
         return "qwen3" if "enable_thinking" in plain else "deepseek_r1"
     known = (
@@ -116,7 +128,7 @@ class Reasoning:
         added = " | ".join(f"<[{tokens[word]}]>" for word in ends if word in tokens)
         spelled = "" if added else f"({'|'.join(map(pattern, ends))})"
         lines = f"start: THOUGHT {f'({added}) ' if added else ''}GAP @form\n"
-        lines += f"THOUGHT: /{text_without(ends)}{spelled}/\nGAP: /\\n{{0,2}}/\n"
+        lines += f"THOUGHT: /{text_without((*ends, *self.marks.calls))}{spelled}/\nGAP: /\\n{{0,2}}/\n"
         return around(form, lines)
 
     @property
@@ -125,7 +137,8 @@ class Reasoning:
         if self.marks is None:
             return None
         begin = self.marks.begins[0] + self.marks.label
-        return Thoughts(begin, self.marks.ends[0], has_begun=self.is_open, may_repeat=False)
+        calls = self.marks.calls
+        return Thoughts(begin, self.marks.ends[0], has_begun=self.is_open, may_repeat=False, other_ends=calls)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -172,6 +185,7 @@ class ReasoningParser:
         self, marks: Marks, *, is_open: bool, is_within: bool = False, calls: ToolCallParser | None = None
     ) -> None:
         self._marks = marks
+        self._ends = marks.ends if calls is None else (*marks.ends, *marks.calls)
         self._state = _State.THOUGHT if is_open else _State.START
         self._space: list[str] = []
         """White space before `_text`: emitted if text of the same kind follows."""
@@ -251,9 +265,9 @@ class ReasoningParser:
         return True
 
     def _read_thought(self) -> bool:
-        found = first_of(self._text, self._marks.ends)
+        found = first_of(self._text, self._ends)
         if found is None:
-            position = len(self._text) - num_held(self._text, self._marks.ends)
+            position = len(self._text) - num_held(self._text, self._ends)
             self._think(self._text[:position])
             self._text = self._text[position:]
             return False
@@ -261,7 +275,7 @@ class ReasoningParser:
         self._think(self._text[:position])
         self._said.end_thought(self._num_chars - len(self._text) + position)
         self._space = []
-        self._text = self._text[position + len(end) :]
+        self._text = self._text[position + (0 if end in self._marks.calls else len(end)) :]
         self._state = _State.GAP
         return True
 

@@ -85,6 +85,7 @@ def test_calls_follow_what_was_thought(parser: str, begin: str, call: str, end: 
         ("'[THINK]' + m.reasoning + '[/THINK]'", "mistral"), ("{# [/THINK] #}", ""), ("[THINKING]", ""),
         ("Write your thoughts after 'Here is my thought process:'", "granite"), ("Here is my response:", ""),
         ("'<seed:think>' + thoughts + '</seed:think>'", "seed_oss"), ("</think> [/THINK]", "deepseek_r1"),
+        ("'<think></think>' … '<|tool_calls_section_begin|>'", "kimi_k2"), ("<|tool_calls_section_begin|>", ""),
         ("text.split('<channel|>') … '<|channel>thought\n<channel|>' … enable_thinking", "gemma4"),
         ("'<|start|>assistant<|channel|>final<|message|>'", "openai_gptoss"),
     ],
@@ -100,8 +101,36 @@ def test_a_thought_that_the_prompt_began_is_one_to_its_own_model_alone(parser: s
     for other in MARKS:
         reasoning = reasoning_of(other, opened_by(begin), has_form=False)
         assert isinstance(reasoning, Reasoning)
-        assert reasoning.is_open == (MARKS[other] == MARKS[parser])
+        assert reasoning.is_open == (MARKS[other].opens == MARKS[parser].opens)
     assert reasoning_of("openai_gptoss", opened_by(begin), has_form=False) == Harmony()
+
+
+KIMI = '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+
+
+def test_a_call_of_kimis_ends_its_thought() -> None:
+    """Where there are tools to call; and grammars forbid what would be read as such a call."""
+    for text, thought, said, calls in (
+        (f"So.\n{KIMI}", "So.", "", ['{"a": 1}']), (f"So.</think> Well.{KIMI}", "So.", "Well.", ['{"a": 1}']),
+        ("So <|tool_calls_sect", "So <|tool_calls_sect", "", []),
+        ("So <|tool_calls_section_begin|>no.</think>Yes.", "So", "<|tool_calls_section_begin|>no.</think>Yes.", []),
+    ):  # fmt: skip
+        for pieces in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+            reader = reasoning_of("kimi_k2", "<think>", has_form=False).reader(
+                ToolCallParser(FORMATS["kimi_k2"], {"f": Schema(None)}, str)
+            )
+            assert reader is not None
+            told = [*map(reader.push, pieces), reader.finish()]
+            assert "".join(each.reasoning for each in told) == thought
+            assert "".join(each.content for each in told) == said
+            assert ["".join(piece.arguments for each in told for piece in each.calls)] == (calls or [""])
+    reader = reasoning_of("kimi_k2", "<think>", has_form=False).reader(None)
+    assert reader is not None
+    told = [reader.push(f"So {KIMI}</think>Yes."), reader.finish()]
+    assert "".join(each.reasoning for each in told) == f"So {KIMI}"
+    thoughts = reasoning_of("kimi_k2", "<think>", has_form=False).thoughts
+    assert thoughts is not None
+    assert thoughts.other_ends == ("<|tool_calls_section_begin|>",)
 
 
 def test_a_label_belongs_to_the_words_before_a_thought() -> None:
@@ -119,7 +148,7 @@ def test_a_label_belongs_to_the_words_before_a_thought() -> None:
 
 
 @pytest.mark.parametrize("is_added", [False, True])
-@pytest.mark.parametrize("parser", ["qwen3", "mistral", "gemma4", "granite"])
+@pytest.mark.parametrize("parser", ["qwen3", "kimi_k2", "mistral", "gemma4", "granite"])
 def test_a_form_holds_what_follows_the_thought(parser: str, is_added: bool, tmp_path: Path) -> None:
     made, marks = tokenizer(), MARKS[parser]
     if is_added:
@@ -142,4 +171,6 @@ def test_a_form_holds_what_follows_the_thought(parser: str, is_added: bool, tmp_
         assert not may_be([*made.encode(f"{begun}{end}").ids, EOS])
         spelled = [part for char in end for part in made.encode(char).ids]
         assert may_be([*made.encode(begun).ids, *spelled, *made.encode("red").ids, EOS]) == (not is_added)
+    for call in marks.calls:
+        assert not may_be(made.encode(f"a {call}").ids)
     assert not may_be([*made.encode("red").ids, EOS])
