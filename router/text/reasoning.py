@@ -3,6 +3,8 @@
     text ──> START ── <think> ──> LABEL ──> THOUGHT ── </think> ──> GAP ── text ──> ANSWER ──> calls of tools, content
                └─ anything else ───────────────────────────────────────────────────────^
 
+Some models write what they say between words, too, which are left out: GAP reads the first, ANSWER the second.
+
 If the prompt ends with an opened `<think>`, as with some chat templates, an answer begins in THOUGHT. The output
 depends only on the text so far, however it is cut into pieces, so that an answer can continue at another router. White
 space at the edges of a thought, and before the text behind it, is dropped. Only the first block counts; an answer that
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from router.text.calls.call_format import around
@@ -37,6 +39,8 @@ class Marks:
     ends: tuple[str, ...]
     calls: tuple[str, ...] = ()
     """Words that begin tool calls, and may end a thought, too: models leave out the word that ends it."""
+    answer: tuple[str, ...] = ()
+    """Words before and behind what is said, also without a thought. The model may leave them out. Empty: none."""
     label: str = ""
     """What the model writes between the first word, which may be a token, and the thought. It may leave it out."""
 
@@ -55,6 +59,8 @@ MARKS = {
     "minimax_m2": THINK,
     "nemotron_v3": THINK,
     "olmo3": THINK,
+    "ernie45": Marks(THINK.begins, THINK.ends, answer=("<response>", "</response>")),
+    "hunyuan_a13b": Marks(THINK.begins, THINK.ends, answer=("<answer>", "</answer>")),
     "kimi_k2": Marks(THINK.begins, THINK.ends, calls=(KIMI_CALLS,)),
     "seed_oss": Marks(("<seed:think>",), ("</seed:think>",)),
     "mistral": Marks(("[THINK]",), ("[/THINK]",)),
@@ -66,11 +72,13 @@ MARKS = {
 """By vLLM's names of the parsers. Gemma 4's marks are described in
 ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. Many parsers have the same: whether an answer begins within a
 thought is seen from the prompt, not known by the name. That calls may end Kimi K2's thoughts is described by vLLM's
-vllm/reasoning/kimi_k2_reasoning_parser.py."""
+vllm/reasoning/kimi_k2_reasoning_parser.py, the words around answers by ernie45_… and hunyuan_a13b_… beside it."""
 HARMONY = "openai_gptoss"
 """Answers that consist of messages, in which thoughts stand between others (`router.text.harmony`)."""
 PARSERS = (*MARKS, HARMONY)
 NONE = "none"
+_HUNYUAN_TURN = "<|extra_0|>"
+"""The token with which Hunyuan-A13B's templates end a user's turn; they need not show an answer's words."""
 
 
 def parser_of_template(source: str) -> str:
@@ -78,10 +86,10 @@ def parser_of_template(source: str) -> str:
     plain = without_comments(source)
     if CHANNEL in plain:
         return HARMONY
-    if THINK.ends[0] in plain and KIMI_CALLS in plain:
-        return "kimi_k2"
     if THINK.ends[0] in plain:
-        return "qwen3" if "enable_thinking" in plain else "deepseek_r1"
+        own = (("kimi_k2", KIMI_CALLS), ("ernie45", MARKS["ernie45"].answer[0]), ("hunyuan_a13b", _HUNYUAN_TURN))
+        name = next((name for name, word in own if word in plain), "")
+        return name or ("qwen3" if "enable_thinking" in plain else "deepseek_r1")
     known = (
         ("seed_oss", MARKS["seed_oss"].ends), ("mistral", MARKS["mistral"].ends), ("gemma4", MARKS["gemma4"].ends),
         ("granite", MARKS["granite"].begins),
@@ -143,7 +151,7 @@ class Reasoning:
     @property
     def words(self) -> tuple[str, ...]:
         """Words that delimit thoughts."""
-        return () if self.marks is None else (*self.marks.begins, *self.marks.ends)
+        return () if self.marks is None else (*self.marks.begins, *self.marks.ends, *self.marks.answer)
 
     def reader(self, calls: ToolCallParser | None) -> AnswerReader | None:
         """A reader for one answer, in which `calls` reads tool calls. None: all text is content."""
@@ -166,6 +174,8 @@ def reasoning_of(parser: str, opened: str, *, has_form: bool, is_within: bool = 
     is_open = marks is not None and opened in marks.opens
     if marks is None or (has_form and not is_open):
         return NO_REASONING
+    if has_form:
+        marks = replace(marks, answer=())  # a form may begin with such a word itself
     return Reasoning(marks=marks, is_open=is_open, is_within=is_open and is_within)
 
 
@@ -192,6 +202,10 @@ class ReasoningParser:
         self._text = ""
         """Text that has not been emitted yet."""
         self._has_thought = is_within
+        self._has_answer = not marks.answer
+        """The word before what is said was read, or there is none."""
+        self._answer_end = ""
+        """The word that ends what is said, if it was begun by one."""
         self._num_chars = 0
         """Length of the answer's text so far."""
         self._said = Said(calls)
@@ -218,6 +232,8 @@ class ReasoningParser:
             self._said.answer.append(rest)
         elif self._state is _State.THOUGHT and self._text:
             self._said.reasoning.append(rest)
+        elif self._state in (_State.GAP, _State.ANSWER):
+            self._said.answer.append(rest)
         self._space, self._text = [], ""
         return self._said.take_last()
 
@@ -233,20 +249,21 @@ class ReasoningParser:
             case _State.GAP:
                 return self._read_gap()
             case _State.ANSWER:
-                self._said.answer.append(self._text)
-                self._text = ""
-                return False
+                return self._read_answer()
 
     def _read_start(self) -> bool:
         stripped = self._text.lstrip()
         if len(stripped) < len(self._text):
             self._space.append(self._text[: len(self._text) - len(stripped)])
             self._text = stripped
-        begun = next((word for word in self._marks.begins if stripped.startswith(word)), None)
-        if begun is not None:
+        words = (*self._marks.begins, *self._marks.answer[:1])
+        begun = next((word for word in words if stripped.startswith(word)), None)
+        if begun in self._marks.answer:
+            self._state = _State.GAP
+        elif begun is not None:
             self._text = stripped[len(begun) :]
             self._state = _State.LABEL
-        elif any(word.startswith(stripped) for word in self._marks.begins):
+        elif any(word.startswith(stripped) for word in words):
             return False
         else:
             self._said.answer += self._space
@@ -283,19 +300,49 @@ class ReasoningParser:
         """Emit `text` as thought, except for white space at its end, which is held, and at the thought's beginning."""
         if not self._has_thought:
             text = text.lstrip()
+        self._has_thought |= self._emit(text, self._said.reasoning)
+
+    def _emit(self, text: str, to: list[str]) -> bool:
+        """Emit `text`, except for white space at its end, which is held. Returns whether there was more."""
         said = text.rstrip()
         if said:
-            self._said.reasoning += [*self._space, said]
+            to += [*self._space, said]
             self._space = []
-            self._has_thought = True
         if len(said) < len(text):
             self._space.append(text[len(said) :])
+        return bool(said)
 
     def _read_gap(self) -> bool:
         self._text = self._text.lstrip()
-        if self._text:
-            self._state = _State.ANSWER
-        return bool(self._text)
+        if not self._text:
+            return False
+        if not self._has_answer:
+            begin, end = self._marks.answer
+            if not self._text.startswith(begin) and begin.startswith(self._text):
+                return False
+            self._has_answer = True
+            if self._text.startswith(begin):
+                self._text, self._answer_end = self._text[len(begin) :], end
+                return True
+        self._state = _State.ANSWER
+        return True
+
+    def _read_answer(self) -> bool:
+        if not self._answer_end:
+            self._said.answer.append(self._text)
+            self._text = ""
+            return False
+        position = self._text.find(self._answer_end)
+        is_over = position >= 0
+        if not is_over:
+            position = len(self._text) - num_held(self._text, (self._answer_end,))
+        self._emit(self._text[:position], self._said.answer)
+        self._text = self._text[position:]
+        if is_over:
+            self._text = self._text[len(self._answer_end) :]
+            self._answer_end, self._space = "", []
+            self._state = _State.GAP
+        return is_over
 
 
 AnswerReader = ToolCallParser | ReasoningParser | HarmonyParser

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.logprobs import OfContent
 from protos import tandem_inference_pb2 as pb
 from router.text.harmony import Harmony
-from router.text.reasoning import THINK, Reasoning
+from router.text.reasoning import MARKS, THINK, Reasoning
 
 THOUGHTS = st.lists(st.sampled_from(["So", " then", ".", "\n", "<", "</", "\u00e9", "Two"]), max_size=6)
 ANSWERS = st.lists(st.sampled_from(["Two", " then", "\n", "<b", ">", "So", "\u00e9"]), max_size=6)
@@ -42,6 +42,16 @@ def test_an_answer_behind_a_thought(begin: list[str], thought: list[str], end: l
     content, told = told_of(tokens, Reasoning(marks=THINK).reader(None))
     assert "".join(told).lstrip() == content.lstrip()
     assert told == tokens[len(tokens) - len(told) :], "no hole"
+
+
+@given(THOUGHTS, ANSWERS, st.booleans())
+def test_an_answer_between_words(thought: list[str], answer: list[str], is_whole: bool) -> None:
+    ends = ["\n", "</response>", "\n"] if is_whole else []
+    tokens = ["<think>", "\n", *thought, "</think>", "\n\n", "<response>", "\n", "Yes", *answer, *ends]
+    content, told = told_of(tokens, Reasoning(marks=MARKS["ernie45"]).reader(None))
+    assert content == "".join(["Yes", *answer]).rstrip() if is_whole else "".join(["Yes", *answer])
+    assert "".join(told).startswith(content)
+    assert not "".join(told)[len(content) :].strip().removeprefix("</response>").strip()
 
 
 @given(THOUGHTS, ENDS, ANSWERS)

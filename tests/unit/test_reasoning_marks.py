@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,21 @@ CASES: list[tuple[str, str, str, str]] = [
     ("gemma4", "<|channel>thou", "", ""),
     ("gemma4", "<|channel>thought\ncut <chan", "cut <chan", ""),
     ("gemma4", "thought\nSo.<channel|>Yes.", "", "thought\nSo.<channel|>Yes."),
+    ("ernie45", "<think>\nSo.\n</think>\n\n<response>\nYes.\n\n<b> \n</response>\n", "So.", "Yes.\n\n<b>"),
+    ("ernie45", "<response>\nYes.\n</response>", "", "Yes."),
+    ("ernie45", "<think>So.</think>\nYes. \n", "So.", "Yes. \n"),
+    ("ernie45", "<think>So.</think><respon", "So.", "<respon"),
+    ("ernie45", "<think>So.</think><b>", "So.", "<b>"),
+    ("ernie45", "<think>a</think><response>Yes. \n</resp", "a", "Yes. \n</resp"),
+    ("ernie45", " \n<resp", "", " \n<resp"),
+    ("ernie45", "<think>a</think><response>Yes. \n", "a", "Yes. \n"),
+    ("ernie45", "Yes.</response>", "", "Yes.</response>"),
+    ("ernie45", "<think>a</think><response>\n</response>", "a", ""),
+    ("ernie45", "<response>", "", ""),
+    ("ernie45", "<response>a</response>\n b</response> ", "", "ab</response> "),
+    ("ernie45", "<response><response>a</response><response>", "", "<response>a<response>"),
+    ("hunyuan_a13b", "<think>\nSo.\n</think>\n<answer>\nYes. </response>\n</answer>", "So.", "Yes. </response>"),
+    ("hunyuan_a13b", "<think>\n\n</think>\n<answer>\nYes.", "", "Yes."),
     ("granite", f"{G} So.\n\n{R} Yes.", "So.", "Yes."),
     ("granite", "\nHere's my thought process: So. Here's my response:\nYes.", "So.", "Yes."),
     ("granite", f"{G} Here is my idea. Here{R}Yes. {R}", "Here is my idea. Here", f"Yes. {R}"),
@@ -68,6 +84,18 @@ def test_what_is_thought_and_what_is_said(parser: str, text: str, thought: str, 
     [
         ("mistral", "[THINK]", CALL, "[/THINK]"),
         ("gemma4", "<|channel>thought\n", "<|tool_call>call:f{a:1}<tool_call|>", "\n<channel|>"),
+        (
+            "hunyuan_a13b",
+            "<think>\n",
+            '<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>',
+            "\n</think>\n",
+        ),
+        (
+            "hunyuan_a13b",
+            "<think>\n",
+            '<answer>\n<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>\n</answer>',
+            "\n</think>\n",
+        ),
     ],
 )
 def test_calls_follow_what_was_thought(parser: str, begin: str, call: str, end: str) -> None:
@@ -85,7 +113,10 @@ def test_calls_follow_what_was_thought(parser: str, begin: str, call: str, end: 
         ("'[THINK]' + m.reasoning + '[/THINK]'", "mistral"), ("{# [/THINK] #}", ""), ("[THINKING]", ""),
         ("Write your thoughts after 'Here is my thought process:'", "granite"), ("Here is my response:", ""),
         ("'<seed:think>' + thoughts + '</seed:think>'", "seed_oss"), ("</think> [/THINK]", "deepseek_r1"),
-        ("'<think></think>' … '<|tool_calls_section_begin|>'", "kimi_k2"), ("<|tool_calls_section_begin|>", ""),
+        ("</think>\n\n<response>\n", "ernie45"),
+        ("<|extra_0|> … enable_thinking … <think>\n\n</think>\n", "hunyuan_a13b"),
+        ("<response> <|extra_0|>", ""), ("'<think></think>' … '<|tool_calls_section_begin|>'", "kimi_k2"),
+        ("<|tool_calls_section_begin|>", ""),
         ("text.split('<channel|>') … '<|channel>thought\n<channel|>' … enable_thinking", "gemma4"),
         ("'<|start|>assistant<|channel|>final<|message|>'", "openai_gptoss"),
     ],
@@ -106,6 +137,26 @@ def test_a_thought_that_the_prompt_began_is_one_to_its_own_model_alone(parser: s
 
 
 KIMI = '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+
+
+@pytest.mark.parametrize("parser", ["ernie45", "hunyuan_a13b"])
+def test_words_around_an_answer_are_shown_to_its_reader_and_no_part_of_forms(parser: str) -> None:
+    begin, end = MARKS[parser].answer
+    assert {begin, end} <= set(reasoning_of(parser, "", has_form=False).words)
+    reader = reasoning_of(parser, "<think>", has_form=True).reader(None)
+    assert reader is not None
+    assert reader.push(f"So.</think>{begin}a{end}").content == f"{begin}a{end}"
+
+
+@pytest.mark.parametrize("piece", [" ", "\n" * 80, "</respons", "a </", "<response>"])
+def test_no_answer_takes_long(piece: str) -> None:
+    reader = ReasoningParser(MARKS["ernie45"], is_open=False)
+    reader.push("<response>a")
+    began_s = time.process_time()
+    for _ in range(20_000):
+        reader.push(piece)
+    reader.finish()
+    assert time.process_time() - began_s < 2
 
 
 def test_a_call_of_kimis_ends_its_thought() -> None:
