@@ -300,6 +300,7 @@ class BlockManager:
         self.prefixes.snapshots.store(hashes, block_ids)
         for block_id in block_ids:
             self._pool.drop_ref(block_id, table.owner)
+        self._pool.evict_first(self.prefixes.snapshots.superseded(hashes))
 
     def _snapshot_points(self, seq: Sequence, prefix: _Prefix) -> list[int]:
         if not self.num_state_blocks or not self.prefixes.is_enabled:

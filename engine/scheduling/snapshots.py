@@ -113,6 +113,17 @@ class Snapshots:
                 self._after[before].add(block_hash)
             self._on_change(block_hash, True)
 
+    def superseded(self, hashes: Seq[bytes]) -> tuple[int, ...]:
+        """Return the blocks of the snapshot before the one after the blocks of `hashes`, if it is hardly of use beside
+        that one: no other way begins between them, and they are closer together than a snapshot takes blocks."""
+        for num_blocks in range(len(hashes) - 1, 0, -1):
+            before = hashes[num_blocks - 1]
+            if len(self._after[before]) > 1:
+                return ()
+            if (block_ids := self._blocks_of.get(before)) is not None:
+                return block_ids if len(hashes) - num_blocks < len(block_ids) else ()
+        return ()
+
     def drop_holding(self, block_id: int) -> tuple[int, ...]:
         """Drop the snapshot that the block holds a part of. Returns its blocks."""
         return self.drop(self._hash_of[block_id])

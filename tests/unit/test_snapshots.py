@@ -358,3 +358,31 @@ def test_many_snapshots_of_a_long_conversation_take_no_longer() -> None:
 def test_without_prefix_caching_no_step_is_cut() -> None:
     scheduler = make(enable_prefix_caching=False)
     assert serve(scheduler, text(1, 30)) == serve(scheduler, text(1, 30)) == [("r", 30)]
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "evicted"),
+    [
+        ([*text(1, 30), *text(2, 8)], [], 1),
+        ([*text(1, 30), *text(2, 20)], [], 0),  # it spares as much as it takes
+        ([*text(1, 30), *text(2, 8)], [*text(1, 20), *text(3, 18)], 0),  # it is on a third one's way
+    ],
+    ids=["superseded", "far apart", "on another way"],
+)
+def test_a_snapshot_that_the_next_turn_hardly_needs_is_evicted_before_older_ones(
+    second: list[int], third: list[int], evicted: int
+) -> None:
+    scheduler = make(min_snapshot_tokens=4)
+    manager = scheduler.block_manager
+    prompts = [each for each in (text(8, 30), text(1, 30), second, third) if each]
+    for prompt in prompts:
+        serve(scheduler, prompt)
+    num_blocks_up_to = [(len(each) - 8) // 4 for each in prompts]
+    ends = [
+        manager.prefixes.hashes_of(sequence("s", each), 4 * num)[-1]
+        for each, num in zip(prompts, num_blocks_up_to, strict=True)
+    ]
+    num_useless = sum(len(each) // 4 - num for each, num in zip(prompts, num_blocks_up_to, strict=True))
+    scheduler.add(sequence("large", text(9, 4 * (manager.ledger().num_free + num_useless + 1))))
+    scheduler.schedule()
+    assert [manager.prefixes.snapshots.has(each) for each in ends] == [i != evicted for i in range(len(prompts))]
