@@ -43,6 +43,9 @@ MAKING = threading.Lock()
 """
 SINKS = "s_aux"
 """transformers' name of attention sinks: scores without values, one per query head."""
+KEEPING_NOTHING = frozenset({"mlp", "moe"})
+"""transformers' kinds of layers that only feed forward, which Nemotron-H has."""
+STATELESS_KINDS = KEEPING_NOTHING | {"full_attention"}
 HARMLESS = frozenset({
     "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
     SINKS,
@@ -316,7 +319,7 @@ def _hidden_states(model: Any, body: str, *, has_recurrent_layers: bool) -> torc
     positions = {"position_ids": tokens} if _takes_positions(decoder) else {}
     hidden_1TD: torch.Tensor = decoder(
         input_ids=tokens,
-        attention_mask=_masks_of(model.config, tokens, has_recurrent_layers),
+        attention_mask=_masks_of(model, tokens, has_recurrent_layers),
         use_cache=False,
         **positions,
     ).last_hidden_state
@@ -325,14 +328,17 @@ def _hidden_states(model: Any, body: str, *, has_recurrent_layers: bool) -> torc
     return hidden_1TD
 
 
-def _masks_of(config: Any, tokens: torch.Tensor, has_recurrent_layers: bool) -> Any:
+def _masks_of(model: Any, tokens: torch.Tensor, has_recurrent_layers: bool) -> Any:
     """The tokens, all of which are there, or with layers that keep a state the mask of each kind of layer: to make one
-    for those layers, transformers' code would look whether all tokens are there."""
-    if not has_recurrent_layers:
+    for those layers, transformers' code would look whether all tokens are there. It does so even if a model of such a
+    family has none of them (Granite 4 Micro)."""
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    has_none_of_its_family = getattr(model, "_is_stateful", False) and bool(kinds) and kinds <= STATELESS_KINDS
+    if not has_recurrent_layers and not has_none_of_its_family:
         return tokens
-    embeds = torch.empty(*tokens.shape, config.hidden_size, device="meta")
+    embeds = torch.empty(*tokens.shape, model.config.hidden_size, device="meta")
     causal = transformers.masking_utils.create_causal_mask(
-        config=config, inputs_embeds=embeds, attention_mask=tokens, past_key_values=None, position_ids=tokens
+        config=model.config, inputs_embeds=embeds, attention_mask=tokens, past_key_values=None, position_ids=tokens
     )
     return {"full_attention": causal, "linear_attention": None, "conv": None}
 
@@ -377,7 +383,7 @@ def _num_that_do_not_attend(config: Any, calls: list[_Call], recurrent_layers: t
     attending = {call.name.rpartition(".")[0] for call in calls}
     num_alone = sum(layer.name.rpartition(".")[0] not in attending for layer in recurrent_layers)
     kinds = getattr(config, "layers_block_type", None) or ()
-    return num_alone + sum(kind in ("mlp", "moe") for kind in kinds)
+    return num_alone + sum(kind in KEEPING_NOTHING for kind in kinds)
 
 
 def _why_not(calls: list[_Call], num_layers: int) -> str:

@@ -80,6 +80,10 @@ CONFIGS: dict[str, Any] = {
     "granite": lambda: transformers.GraniteConfig(
         **SMALL, attention_multiplier=0.2, logits_scaling=3.0, residual_multiplier=0.7, embedding_multiplier=2.0
     ),
+    "granite4": lambda: transformers.GraniteMoeHybridConfig(
+        **SMALL, layer_types=["attention"] * 3, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=6,
+        shared_intermediate_size=80, attention_multiplier=0.2, position_embedding_type="rope",
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
     "olmo2": lambda: transformers.Olmo2Config(**SMALL),
     "opt": lambda: transformers.OPTConfig(
