@@ -67,6 +67,14 @@ def _mamba2_layer(name: str, module: Any) -> Mamba2Layer:
             f"its Mamba-2 layers have {num_heads} heads of size {head_dim} in {num_groups} groups, for "
             f"{module.intermediate_size} channels"
         )
+    if min(module.ssm_state_size, module.conv_kernel_size) < 1:
+        raise CannotServeError(
+            f"its Mamba-2 layers have states of {module.ssm_state_size} numbers and convolutions of "
+            f"{module.conv_kernel_size} taps"
+        )
+    limits = module.time_step_limit
+    if limits is None or limits[0] > limits[1]:
+        raise CannotServeError(f"its Mamba-2 layers have the time_step_limit {limits}, not the least and the most")
     return Mamba2Layer(
         name=name,
         num_heads=num_heads,

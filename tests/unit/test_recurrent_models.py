@@ -212,6 +212,12 @@ def test_rows_of_a_recorded_step_are_new_with_a_text_of_one_token() -> None:
         ({"hidden_act": "gelu"}, "its layers of delta rules have hidden_act 'gelu'", "qwen"),
         ({"linear_num_value_heads": 3}, "its layers of delta rules have 3 value heads for 2", "qwen"),
         ({"conv_bias": True}, "its convolutions have a bias", "lfm2"),
+        ({"hidden_act": "gelu"}, "its Mamba-2 layers have the activation 'gelu'", "granite"),
+        ({"mamba_n_groups": 4}, "its Mamba-2 layers have 6 heads of size 16 in 4 groups, for 96 channels", "granite"),
+        ({"mamba_d_state": 0}, "its Mamba-2 layers have states of 0 numbers and convolutions of 4 taps", "granite"),
+        ({"mamba_d_conv": 0}, "its Mamba-2 layers have states of 8 numbers and convolutions of 0 taps", "granite"),
+        ({"time_step_limit": None}, "its Mamba-2 layers have the time_step_limit None, not the least", "granite"),
+        ({"time_step_limit": (1.0, 0.5)}, r"its Mamba-2 layers have the time_step_limit \(1.0, 0.5\), not", "granite"),
     ],
 )
 def test_what_our_layers_do_not_compute_is_refused(
