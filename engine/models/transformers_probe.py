@@ -184,6 +184,7 @@ class _HandedOver(nn.Module):
 class _Call:
     name: str
     keys: torch.Tensor
+    values: torch.Tensor
     heads: HeadShape
     scores: Scores
     has_sinks: bool
@@ -208,6 +209,7 @@ class _Watcher:
             _Call(
                 name=self.name,
                 keys=k,
+                values=v,
                 heads=HeadShape(q.shape[1], k.shape[1], head_dim),
                 scores=Scores(
                     scale=head_dim**-0.5 if scale is None else float(scale),
@@ -365,15 +367,15 @@ def _why_no_calls(model: Any) -> str:
 
 
 def _pool_layers(calls: list[_Call]) -> tuple[int, ...]:
-    """One layer of the pool for each call with keys of its own; a call that is passed the very keys of an earlier one
-    attends to that one's layer (Gemma 4). Empty if all have their own."""
+    """One layer of the pool for each call with keys of its own; a call that is passed the very keys and values of an
+    earlier one attends to that one's layer (Gemma 4). Empty if all have their own."""
     layers: list[int] = []
-    own: list[torch.Tensor] = []
+    own: list[_Call] = []
     for call in calls:
-        earlier = next((layer for layer, keys in enumerate(own) if keys is call.keys), None)
-        layers.append(len(own) if earlier is None else earlier)
-        if earlier is None:
-            own.append(call.keys)
+        earlier = (layer for layer, of in enumerate(own) if of.keys is call.keys and of.values is call.values)
+        layers.append(next(earlier, len(own)))
+        if layers[-1] == len(own):
+            own.append(call)
     return tuple(layers) if len(own) < len(calls) else ()
 
 

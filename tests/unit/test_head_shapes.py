@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from handover import alone, handed_over
 from transformers_cases import GEMMA4
 
@@ -18,6 +19,8 @@ from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.models.head_shape import HeadShape, pool_shape, why_not_together
+from engine.models.scores import Scores
+from engine.models.transformers_probe import _Call, _pool_layers
 from engine.sampling_params import SamplingParams
 
 LARGE, SMALL, WIDE = HeadShape(8, 4, 32), HeadShape(8, 4, 16), HeadShape(8, 2, 64)
@@ -54,6 +57,17 @@ def test_a_layer_of_smaller_tokens_uses_the_first_part_of_each_block() -> None:
     assert of_part.block_tables.tolist() == [[15, 6]]
     assert of_part.slot_mapping.tolist() == [24, 25, 26]
     assert _in_parts(layout, 1, 4) is layout
+
+
+def test_a_layer_shares_the_pool_only_with_one_of_the_same_keys_and_values() -> None:
+    one, two = torch.empty(1, device="meta"), torch.empty(1, device="meta")
+
+    def layers_of(*keys_and_values: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, ...]:
+        scores = Scores(scale=1.0)
+        return _pool_layers([_Call("name", *each, LARGE, scores, has_sinks=False) for each in keys_and_values])
+
+    assert layers_of((one, one), (two, two), (one, one)) == (0, 1, 0)
+    assert layers_of((one, one), (two, two)) == layers_of((one, one), (one, two)) == ()
 
 
 @pytest.mark.usefixtures("one_thread")
