@@ -45,7 +45,9 @@ def choose(name: str, **change: object) -> str:
     """The backend behind `name` for `SHAPE` with these changes."""
     shape = {**SHAPE, **change}
     known = {key: shape.pop(key) for key in KNOWN if key in shape}
-    model = SimpleNamespace(num_heads=shape.pop("num_groups"), num_kv_heads=1, mla=None, moe=None, **shape)
+    model = SimpleNamespace(
+        num_heads=shape.pop("num_groups"), num_kv_heads=1, head_shapes=(), mla=None, moe=None, **shape
+    )
     known = {"kv_dtype": known["dtype"], **known}
     return choose_attention_backend(name, Needs(model=model, capability=None, **known))  # type: ignore[arg-type]
 
