@@ -30,7 +30,8 @@ def test_ten_times_the_sustainable_load() -> None:
     assert after["answered"] == after["requests"] > 0, summary
     # measured for two seconds, of which one may be lost
     assert after["goodput_per_s"] >= 0.1 * before["goodput_per_s"], summary
-    assert during["p99_refusal_ms"] < 2000, summary
+    # long before the deadline, although ten times the load and other tests share the cores
+    assert during["p99_refusal_ms"] < 0.6 * 1000 * summary["shape"]["deadline_s"], summary
     assert during["p50_retry_after_s"] > 0, summary
     growth_mib = summary["memory_growth_mib"]
     assert max(growth_mib["redis"], growth_mib["router"]) < 64, summary
