@@ -83,30 +83,35 @@ def continued(beginning: list[int], turn: int) -> list[int]:
 def test_a_prompt_that_the_decode_worker_has_stays_there(cluster: RunningCluster) -> None:
     prompt = tokens(50, 200)
     ask(cluster, prompt)
+    answer = ask_until_local(cluster, prompt)
+    assert answer.usage.cached_tokens == 192
+    assert not answer.timings.HasField("kv_transfer")
+    cluster.wait_until_at_rest()
+
+
+def ask_until_local(cluster: RunningCluster, prompt: list[int], salt: str | None = None) -> Answer:
+    """Ask until the decode worker is known to have the prompt; that the prefill worker has it may be known sooner."""
     answers: list[Answer] = []
 
     def is_local() -> bool:
-        answers.append(ask(cluster, prompt))
+        answers.append(ask(cluster, prompt, salt))
         return answers[-1].timings.mode == pb.MODE_LOCAL
 
     wait_until(is_local, 10, "the decode worker's prefix is used", lambda: answers[-1])
-    assert answers[-1].usage.cached_tokens == 192
-    assert not answers[-1].timings.HasField("kv_transfer")
-    cluster.wait_until_at_rest()
+    return answers[-1]
 
 
 def test_prefixes_are_shared_by_those_of_one_salt_alone(cluster: RunningCluster) -> None:
     """A prompt that one tenant has cached is computed anew for another, and each tenant finds its own again."""
     prompt = tokens(60, 320)
     ask(cluster, prompt, "one")
-    mine = ask_until_found(cluster, lambda _: prompt, "one")
-    assert mine.timings.mode == pb.MODE_LOCAL
+    mine = ask_until_local(cluster, prompt, "one")
     for salt in ("two", None):
         theirs = ask(cluster, prompt, salt)
         assert (theirs.usage.cached_tokens, theirs.timings.mode) == (0, pb.MODE_DISAGGREGATED)
         assert theirs.timings.kv_transfer.num_cached_blocks == 0
         assert theirs.token_ids == mine.token_ids
-    assert ask_until_found(cluster, lambda _: prompt, "two").usage.cached_tokens == mine.usage.cached_tokens
+    assert ask_until_local(cluster, prompt, "two").usage.cached_tokens == mine.usage.cached_tokens
     cluster.wait_until_at_rest()
 
 
@@ -119,14 +124,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_moved_though_it_is_cached(clus
     """The whole prompt is computed: the decode worker's cached blocks only save the transfer."""
     prompt = tokens(77, 320)
     ask(cluster, prompt)
-    found: list[Answer] = []
-
-    def is_found_at_the_decode_worker() -> bool:  # that the prefill worker has it may be known sooner
-        found.append(ask(cluster, prompt))
-        return found[-1].timings.mode == pb.MODE_LOCAL
-
-    wait_until(is_found_at_the_decode_worker, 10, "the decode worker's cached blocks are known", lambda: found[-1])
-    cached = found[-1]
+    cached = ask_until_local(cluster, prompt)
     with Client(cluster.address) as client:
         told = client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=0)
     assert told.timings.mode == pb.MODE_DISAGGREGATED

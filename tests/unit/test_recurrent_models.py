@@ -206,6 +206,7 @@ def test_rows_of_a_recorded_step_are_new_with_a_text_of_one_token() -> None:
         assert reserved.is_new[: len(slots)].tolist() == is_new
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
     ("fields", "why", "family"),
     [
