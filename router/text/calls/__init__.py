@@ -14,6 +14,7 @@
     call_format      what a format is: its words, the reader of one call, the grammar of answers that are calls
     heads            reads what stands before arguments, a piece at a time
     free_text        for grammars: regexes of texts without certain words
+    stepwise         reads arguments that are not JSON, one state after the other
     text_values      turns plain-text values into JSON, by the tool's schema
     python_values    turns arguments in Python's syntax into JSON
     gemma_values     turns Gemma's arguments into JSON

@@ -20,9 +20,9 @@ import json
 import re
 from collections.abc import Sequence
 
-from router.text.calls.call_format import Body
 from router.text.calls.objects import unquoted
 from router.text.calls.python_values import json_of_word
+from router.text.calls.stepwise import StepwiseReader
 from router.text.calls.text_values import TYPES, Schema, escaped, json_of_text
 from router.text.words import first_of, num_held
 
@@ -51,16 +51,15 @@ class _State(enum.Enum):
     OVER = enum.auto()
 
 
-class GemmaArguments:
+class GemmaArguments(StepwiseReader):
     """Reads the arguments of one call, behind its bracket. `broken_by`: words behind the call; none of them can stand
     outside strings."""
 
     def __init__(self, schema: Schema, broken_by: Sequence[str]) -> None:
+        super().__init__()
         self._schema = schema
         self._broken_by = broken_by
         self._state = _State.ITEM
-        self._at = 0
-        """Position in the text that is being read."""
         self._open = ["{"]
         """The brackets that are open, the call's first."""
         self._num_items = [0]
@@ -73,18 +72,13 @@ class GemmaArguments:
         """The pieces of a word, which is told when it is complete."""
         self._is_quoted = False
         """The word is in JSON's quotes, and within them."""
-        self._told = ["{"]
+        self._told.append("{")
 
-    def body(self, text: str) -> Body:
-        """See `CallReader`."""
-        self._at = 0
-        while self._step(text):
-            pass
-        told, self._told = "".join(self._told), []
-        return Body(self._at, told, is_over=self._state is _State.OVER)
+    @property
+    def _is_over(self) -> bool:
+        return self._state is _State.OVER
 
     def _step(self, text: str) -> bool:
-        """Read on. Returns whether another step may find more."""
         match self._state:
             case _State.STRING:
                 return self._read_string(text)

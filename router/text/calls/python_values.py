@@ -21,8 +21,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from router.text.calls.call_format import Body
 from router.text.calls.objects import encodable
+from router.text.calls.stepwise import StepwiseReader
 from router.text.calls.text_values import STRING, TYPES, Schema, escaped, json_of_text
 from router.text.words import first_of, num_held
 
@@ -61,16 +61,15 @@ class _State(enum.Enum):
     OVER = enum.auto()
 
 
-class PythonArguments:
+class PythonArguments(StepwiseReader):
     """Reads the arguments of one call, behind its bracket. `broken_by`: words behind the call; none of them can stand
     outside strings."""
 
     def __init__(self, schema: Schema, broken_by: Sequence[str] = ()) -> None:
+        super().__init__()
         self._schema = schema
         self._broken_by = broken_by
         self._state = _State.ITEM
-        self._at = 0
-        """Position in the text that is being read."""
         self._open = [_CALL]
         """The brackets that are open, the call's first."""
         self._num_items = [0]
@@ -87,18 +86,12 @@ class PythonArguments:
         """The pieces of a word, which is told when it is complete."""
         self._word_open: list[str] = []
         """The brackets that are open within the word, and, last, a quote."""
-        self._told: list[str] = []
 
-    def body(self, text: str) -> Body:
-        """See `CallReader`."""
-        self._at = 0
-        while self._step(text):
-            pass
-        told, self._told = "".join(self._told), []
-        return Body(self._at, told, is_over=self._state is _State.OVER)
+    @property
+    def _is_over(self) -> bool:
+        return self._state is _State.OVER
 
     def _step(self, text: str) -> bool:
-        """Read on. Returns whether another step may find more."""
         match self._state:
             case _State.STRING:
                 return self._read_string(text)

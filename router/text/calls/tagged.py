@@ -25,8 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.text.calls.call_format import Body, CallReader, CannotBeHeld, GrammarLines, Head, Tool, ToolFormat, json_of
+from router.text.calls.call_format import CallReader, CannotBeHeld, GrammarLines, Head, Tool, ToolFormat, json_of
 from router.text.calls.heads import NAME, Cursor, head_of
+from router.text.calls.stepwise import StepwiseReader
 from router.text.calls.text_values import STRING, Schema, bounds_of, escaped, json_of_text
 from router.text.words import first_of, num_held
 
@@ -196,17 +197,16 @@ class _State(enum.Enum):
     OVER = enum.auto()
 
 
-class TaggedReader:
+class TaggedReader(StepwiseReader):
     joint = ""
 
     def __init__(self, tags: TaggedFormat, begin: str, schemas: Mapping[str, Schema]) -> None:
+        super().__init__()
         self._tags = tags
         self._begin = begin
         self._schemas = schemas
         self._schema = Schema(None)
         self._state = _State.BETWEEN
-        self._at = 0
-        """Position in the text that is being read."""
         self._num_arguments = 0
         self._key = ""
         """The argument whose value is read, or comes next."""
@@ -216,7 +216,6 @@ class TaggedReader:
         """At the beginning of a value."""
         self._value: list[str] = []
         """The pieces of a value that is emitted when it is complete."""
-        self._told: list[str] = []
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -245,15 +244,11 @@ class TaggedReader:
 
     # -- arguments ----------------------------------------------------------------------------------------------
 
-    def body(self, text: str) -> Body:
-        self._at = 0
-        while self._step(text):
-            pass
-        told, self._told = "".join(self._told), []
-        return Body(self._at, told, is_over=self._state is _State.OVER)
+    @property
+    def _is_over(self) -> bool:
+        return self._state is _State.OVER
 
     def _step(self, text: str) -> bool:
-        """Read on. Returns whether another step may find more."""
         match self._state:
             case _State.BETWEEN:
                 return self._read_between(text)
