@@ -14,7 +14,7 @@ from engine.float8 import why_no_float8
 from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.convolution import convolve
 from engine.kernels.gpu.copy_rows import copy_rows
-from engine.kernels.gpu.delta import delta_rule
+from engine.kernels.gpu.delta_spans import delta_rule_in_spans
 from engine.kernels.gpu.digest import block_digests
 from engine.kernels.gpu.draw import draw
 from engine.kernels.gpu.eight_bits import quantize_rows, scaled_product, widen
@@ -32,11 +32,12 @@ from engine.kernels.gpu.product import (
     row_product,
     scaled_row_config,
 )
-from engine.kernels.gpu.scan import scan
+from engine.kernels.gpu.scan_spans import scan_in_spans
 from engine.lora.adapters import AddedPart
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
 from engine.models.recurrent_ops import Convolution
+from engine.models.recurrent_shape import Mamba2Layer
 from engine.models.recurrent_states import RecurrentStep
 from engine.quantization_choice import INT4_GROUP_SIZE
 from engine.sampling_params import SamplingParams
@@ -229,25 +230,35 @@ def compile_draws(dtype: torch.dtype) -> None:
     draw(torch.zeros(1, 128256, dtype=dtype), [Sequence(0, "r", [1], 1, params)])
 
 
+def mamba_2(num_heads: int, head_dim: int, state_dim: int, num_groups: int) -> Mamba2Layer:
+    return Mamba2Layer(
+        name="", num_heads=num_heads, head_dim=head_dim, state_dim=state_dim, num_groups=num_groups, num_taps=4
+    )
+
+
+NEMOTRON, FALCON_H1 = mamba_2(128, 80, 128, 8), mamba_2(24, 128, 256, 1)
+"""Nemotron-Nano-9B-v2's layers, and Falcon-H1-7B's, whose states are larger."""
+
+
 def compile_delta(num_tokens: int, dtype: torch.dtype) -> None:
     """A layer of Qwen3-Next-80B-A3B, with one sequence."""
     x, decay = torch.zeros(num_tokens, 8192, dtype=dtype), torch.zeros(num_tokens, 32)
     integer = torch.zeros(1, dtype=torch.int64)
-    step = RecurrentStep(integer, integer + num_tokens, integer, integer == 0, num_tokens)
+    step = RecurrentStep(integer, integer + num_tokens, integer, integer == 0, np.array([num_tokens]))
     convolve(
         x, Convolution(torch.zeros(8192, 4, dtype=dtype), has_silu=True), torch.zeros(1, 3, 8192, dtype=dtype), step
     )
-    delta_rule(x, decay, decay, torch.zeros(1, 32, 128, 128), step)
+    delta_rule_in_spans(x, decay, decay, torch.zeros(1, 32, 128, 128), step, now.kind)
 
 
-def compile_scan(num_tokens: int, dtype: torch.dtype) -> None:
-    """A Mamba-2 layer of Nemotron-Nano-9B-v2, with one sequence."""
-    x, decay = torch.zeros(num_tokens, 12288, dtype=dtype), torch.zeros(num_tokens, 128)
+def compile_scan(layer: Mamba2Layer, num_tokens: int, dtype: torch.dtype) -> None:
+    num_channels, num_heads = layer.num_channels, layer.num_heads
+    x, decay = torch.zeros(num_tokens, num_channels, dtype=dtype), torch.zeros(num_tokens, num_heads)
     integer = torch.zeros(1, dtype=torch.int64)
-    step = RecurrentStep(integer, integer + num_tokens, integer, integer == 0, num_tokens)
-    taps = Convolution(torch.zeros(12288, 4, dtype=dtype), torch.zeros(12288, dtype=dtype), has_silu=True)
-    convolve(x, taps, torch.zeros(1, 3, 12288, dtype=dtype), step)
-    scan(x, decay, decay, decay[0], torch.zeros(1, 128, 128, 80), step)
+    step = RecurrentStep(integer, integer + num_tokens, integer, integer == 0, np.array([num_tokens]))
+    taps = Convolution(torch.zeros(num_channels, 4, dtype=dtype), torch.zeros(num_channels, dtype=dtype), has_silu=True)
+    convolve(x, taps, torch.zeros(1, 3, num_channels, dtype=dtype), step)
+    scan_in_spans(x, decay, decay, decay[0], torch.zeros(1, *layer.matrices_shape), step, now.kind)
 
 
 def other_cases() -> dict[str, Callable[[], None]]:
@@ -299,5 +310,6 @@ def other_cases() -> dict[str, Callable[[], None]]:
     for dtype in (torch.bfloat16, torch.float32):
         cases[f"draws {name_of(dtype)}"] = partial(compile_draws, dtype)
         cases[f"Qwen3-Next, {name_of(dtype)}"] = partial(compile_delta, 40, dtype)
-        cases[f"Nemotron-Nano-9B-v2, {name_of(dtype)}"] = partial(compile_scan, 40, dtype)
+        cases[f"Nemotron-Nano-9B-v2, {name_of(dtype)}"] = partial(compile_scan, NEMOTRON, 40, dtype)
+        cases[f"Falcon-H1-7B, {name_of(dtype)}"] = partial(compile_scan, FALCON_H1, 40, dtype)
     return cases

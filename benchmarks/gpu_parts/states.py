@@ -1,8 +1,9 @@
 """Measures layers that keep a state, alone: the convolution and what comes after it, of one layer of Qwen3-Next-80B-A3B
 (gated delta rules) and one of Nemotron-Nano-9B-v2 (Mamba-2).
 
-A decoding step reads and writes each sequence's matrices, so a copy of as many bytes is its limit. A prompt's tokens
-are computed one after the other, with a part of a matrix in registers: no limit of the device says how long that takes.
+A decoding step reads and writes each sequence's matrices, so a copy of as many bytes is its limit. A prompt is computed
+in spans of tokens, one after the other: no limit of the device says how long that takes. Beside it, its tokens one
+after the other, as `batch_invariant` has them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(why_not)
+    from engine.kernels.gpu.invariant_parts import INVARIANT_RECURRENT_OPS
     from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
 
     sizes, ops = setting.sizes.states, TRITON_RECURRENT_OPS
@@ -39,9 +41,10 @@ def measure(setting: Setting) -> Iterator[Row]:
         yield error_row(setting, name, layer, ops)
         for num_seqs in sizes.nums_seqs:
             yield decode_row(setting, name, layer, num_seqs, ops)
-        bench = Bench(layer, [sizes.prompt_tokens], ops, setting)
-        milliseconds = 1e3 * timed([bench.compute], setting)
-        yield Row(what=f"{name}, prompt of {sizes.prompt_tokens}", value=milliseconds, unit="ms")
+        for how, each in (("in spans", ops), ("token by token", INVARIANT_RECURRENT_OPS)):
+            bench = Bench(layer, [sizes.prompt_tokens], each, setting)
+            milliseconds = 1e3 * timed([bench.compute], setting)
+            yield Row(what=f"{name}, prompt of {sizes.prompt_tokens} {how}", value=milliseconds, unit="ms")
 
 
 class Bench:
@@ -79,7 +82,7 @@ class Bench:
 
 
 def error_row(setting: Setting, name: str, layer: Layer, ops: RecurrentOps) -> Row:
-    lengths = [1, 5, 70, 1]
+    lengths = [1, 5, 150, 16, 1]
     found, expected = (Bench(layer, lengths, each, setting).compute().double() for each in (ops, TORCH_OPS))
     error = float(((found - expected).square().sum() / expected.square().sum()).sqrt())
     return Row(what=f"error of {name}", value=error, unit="error", at_most=MAX_ERROR, is_check=True)

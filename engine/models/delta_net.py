@@ -6,9 +6,6 @@ a module's weights. It computes the same for each sequence of a step by itself, 
 
     x ──products──> queries, keys, values ──convolution, SiLU──> delta rule ──norm, gated by z──> product ──> y
 
-A sequence's tokens are computed one after the other, whatever chunks its prompt comes in. Many at once would be faster,
-but would add up in another order.
-
 Shapes: T tokens, S sequences, D hidden, C channels, J taps, N value heads, K and V dims of keys and values.
 """
 

@@ -29,7 +29,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStep:
-    """A step's sequences, as the layers need them. On the device, except `longest`."""
+    """A step's sequences, as the layers need them. On the device, except `lengths_on_host`."""
 
     firsts: torch.Tensor
     """[S] int64: each sequence's first token among the step's."""
@@ -39,8 +39,12 @@ class RecurrentStep:
     """[S] int64: its row of the states."""
     is_new: torch.Tensor
     """[S] bool: its row holds nothing yet."""
-    longest: int
-    """The largest of `lengths`."""
+    lengths_on_host: Integers
+
+    @property
+    def longest(self) -> int:
+        """The largest of `lengths`."""
+        return int(self.lengths_on_host.max(initial=0))
 
 
 class RecurrentStates:
@@ -80,7 +84,7 @@ class RecurrentStates:
         firsts = np.cumsum(query_lens) - query_lens
         is_new = context_lens == query_lens
         sent = to_device(np.stack([firsts, query_lens, self._rows_of(slots), is_new]), self._device)
-        self.step = RecurrentStep(sent[0], sent[1], sent[2], sent[3].bool(), int(query_lens.max(initial=0)))
+        self.step = RecurrentStep(sent[0], sent[1], sent[2], sent[3].bool(), query_lens)
 
     def reserve_decodes(self, num_seqs: int) -> RecurrentStep:
         """Return a step of `num_seqs` sequences of one token each, at fixed addresses, for a recording; until
@@ -88,7 +92,7 @@ class RecurrentStates:
         firsts = torch.arange(num_seqs, device=self._device)
         slots = torch.full_like(firsts, self._num_slots)
         is_new = torch.ones(num_seqs, dtype=torch.bool, device=self._device)
-        self.step = RecurrentStep(firsts, torch.ones_like(firsts), slots, is_new, 1)
+        self.step = RecurrentStep(firsts, torch.ones_like(firsts), slots, is_new, np.ones(num_seqs, dtype=np.int64))
         return self.step
 
     def refill(self, reserved: RecurrentStep, context_lens: Integers, slots: Integers) -> None:

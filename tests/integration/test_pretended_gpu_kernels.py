@@ -464,4 +464,5 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
         "_expert_row_product_kernel", "_sum_kernel", "_sum_pieces_kernel", "_choose_kernel", "_pieces_kernel",
         "_reduce_pieces_kernel", "_int4_kernel", "_widen_int4_kernel", "_int4_expert_kernel", "_four_bit_kernel",
         "_gate_kernel", "_convolve_kernel", "_delta_kernel", "_scan_kernel",
+        "_solve_kernel", "_delta_spans_kernel", "_scan_spans_kernel",
     }  # fmt: skip

@@ -225,14 +225,16 @@ def test_experts_in_four_bits(setting: Setting) -> None:
 @pytest.mark.skipif(bool(why_no_triton("cpu")), reason="Triton is not installed, or not interpreted")
 def test_layers_that_keep_a_state(setting: Setting) -> None:
     rows = list(states.measure(replace(setting, known={floors.COPY: 10.0})))
-    for name, (error, decode, prompt) in (("delta rules", rows[:3]), ("Mamba-2", rows[3:])):
+    for name, (error, decode, in_spans, by_token) in (("delta rules", rows[:4]), ("Mamba-2", rows[4:])):
         assert (error.what, error.is_check, error.is_met) == (f"error of {name}", True, True)
         assert error.value is not None
         assert error.value < 1e-5, "in float32"
         assert (decode.what, decode.unit, decode.limit) == (f"{name}, decode 3", "GB/s", 10.0)
-        assert (prompt.what, prompt.unit) == (f"{name}, prompt of 20", "ms")
+        assert (in_spans.what, in_spans.unit) == (f"{name}, prompt of 20 in spans", "ms")
+        assert (by_token.what, by_token.unit) == (f"{name}, prompt of 20 token by token", "ms")
         assert decode.value
-        assert prompt.value
+        assert in_spans.value
+        assert by_token.value
 
 
 def test_few_experts_rotate_among_more_weights_than_a_cache_holds(

@@ -29,7 +29,8 @@ KERNELS = {
     "race_kernel", "copy_kernel", "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel",
     "row_product_kernel", "expert_row_product_kernel", "sum_kernel", "sum_pieces_kernel", "choose_kernel",
     "pieces_kernel", "reduce_pieces_kernel", "four_bit_kernel", "gate_kernel", "int4_kernel", "widen_int4_kernel",
-    "int4_expert_kernel", "convolve_kernel", "delta_kernel", "scan_kernel",
+    "int4_expert_kernel", "convolve_kernel", "delta_kernel", "scan_kernel", "solve_kernel",
+    "delta_spans_kernel", "scan_spans_kernel",
 }  # fmt: skip
 FLOAT8_KERNELS = {"widen_kernel", "quantize_kernel"}
 

@@ -9,7 +9,9 @@ from recurrent_benches import LAYERS, MAMBA_2S, Bench, layer_of, mamba2_of, text
 from triton_device import DEVICE
 
 from engine.kernels.gpu.convolution import TOKENS_PER_PROGRAM
+from engine.kernels.gpu.invariant_parts import INVARIANT_RECURRENT_OPS
 from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
+from engine.models.recurrent_ops import RecurrentOps
 from engine.models.recurrent_reference import TORCH_OPS
 from engine.models.recurrent_shape import DeltaLayer, Mamba2Layer
 
@@ -18,16 +20,17 @@ ODD = layer_of(1, 3, 10, 7, 4)
 ODD_MAMBA_2 = mamba2_of(6, 7, 10, 3, 3)
 
 
-def bench_of(layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype) -> Bench:
-    return Bench(layer, TRITON_RECURRENT_OPS, dtype, DEVICE)
+def bench_of(layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype, ops: RecurrentOps = INVARIANT_RECURRENT_OPS) -> Bench:
+    return Bench(layer, ops, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", [LAYERS[1], ODD, MAMBA_2S[1], ODD_MAMBA_2], ids=str)
-def test_states_are_those_of_torch(layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ops", [TRITON_RECURRENT_OPS, INVARIANT_RECURRENT_OPS], ids=["spans", "invariant"])
+def test_states_are_those_of_torch(ops: RecurrentOps, layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype) -> None:
     texts = [text_of(layer, length, seed) for seed, length in enumerate((1, 2, TOKENS_PER_PROGRAM + 3))]
     found = []
-    for bench in (bench_of(layer, dtype), Bench(layer, TORCH_OPS, dtype)):
+    for bench in (bench_of(layer, dtype, ops), Bench(layer, TORCH_OPS, dtype)):
         ys = bench.step(*enumerate(texts))
         ys += bench.step((2, text_of(layer, 1, 7)), (0, text_of(layer, 5, 6)))
         parts = torch.cat(ys), bench.states.matrices[0][:3], bench.states.inputs[0][:3]

@@ -16,6 +16,9 @@
     convolution.py          causal convolutions, over the states of sequences
     delta.py                gated delta rules, likewise
     scan.py                 scans of Mamba-2, likewise
+    spans.py                what the next two share
+    delta_spans.py          gated delta rules, many tokens of a sequence at once
+    scan_spans.py           scans of Mamba-2, likewise
     lora.py                 what adapters add to products, all adapters in one launch; adapters.py: those of an engine
     one_row.py              products of one row with 16-bit or 8-bit weights
     digest.py               xxh3_64 of blocks in the pool

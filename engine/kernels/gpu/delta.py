@@ -1,8 +1,8 @@
 """Layers of gated delta rules (engine/models/delta_net.py): the rule itself.
 
-It computes a sequence's tokens one after the other, with a part of a head's matrix in registers. So a prompt takes as
-many rounds as it has tokens. But a token's numbers depend neither on the chunks that its prompt comes in nor on other
-sequences.
+It computes a sequence's tokens one after the other, with a part of a head's matrix in registers. So a token's numbers
+depend neither on the chunks that its prompt comes in nor on other sequences, but a prompt takes as many rounds as it
+has tokens. Without `batch_invariant`, prompts are computed in spans (delta_spans.py).
 
 Shapes: T tokens, S sequences, C channels, N value heads, K and V dims of keys and values.
 """
@@ -18,12 +18,20 @@ from engine.models.recurrent_states import RecurrentStep
 
 NUMBERS_PER_PROGRAM = 4096
 """Numbers of a matrix that a program of four warps keeps in registers."""
+ALL = 1 << 30
 
 
 def delta_rule(
-    qkv_TC: torch.Tensor, decay_TN: torch.Tensor, beta_TN: torch.Tensor, matrices: torch.Tensor, step: RecurrentStep
+    qkv_TC: torch.Tensor,
+    decay_TN: torch.Tensor,
+    beta_TN: torch.Tensor,
+    matrices: torch.Tensor,
+    step: RecurrentStep,
+    fewer_than: int = ALL,
 ) -> torch.Tensor:
-    """A `DeltaRule` (engine/models/recurrent_ops.py). All but the rows of `matrices` are contiguous."""
+    """A `DeltaRule` (engine/models/recurrent_ops.py). All but the rows of `matrices` are contiguous.
+
+    Sequences of `fewer_than` tokens and more are left out."""
     _, num_heads, key_dim, value_dim = matrices.shape
     num_tokens, num_channels = qkv_TC.shape
     num_key_heads = (num_channels - num_heads * value_dim) // (2 * key_dim)
@@ -32,7 +40,7 @@ def delta_rule(
     y_TNV = qkv_TC.new_empty(num_tokens, num_heads, value_dim)
     _delta_kernel[(len(step.slots), num_heads, triton.cdiv(value_dim, block_v))](
         qkv_TC, decay_TN, beta_TN, matrices, step.firsts, step.lengths, step.slots, step.is_new, y_TNV,
-        matrices.stride(0), key_dim**-0.5,
+        matrices.stride(0), fewer_than, key_dim**-0.5,
         KEY_HEADS=num_key_heads, HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, EPSILON=EPSILON,
         BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
@@ -51,6 +59,7 @@ def _delta_kernel(
     is_new_ptr,
     y_ptr,
     row_stride,
+    fewer_than,
     scale,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -63,6 +72,8 @@ def _delta_kernel(
     """Program (sequence, value head, piece of the values)."""
     seq, head = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(firsts_ptr + seq), tl.load(lengths_ptr + seq)
+    if length >= fewer_than:
+        return
     slot, is_new = tl.load(slots_ptr + seq), tl.load(is_new_ptr + seq)
     keys_K = tl.arange(0, BLOCK_K)
     values_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.int4_weight import Int4Weight
 from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.convolution import convolve
-from engine.kernels.gpu.delta import delta_rule
+from engine.kernels.gpu.delta_spans import delta_rule_in_spans
 from engine.kernels.gpu.eight_bits import FEW_ROWS, MAX_ROWS, quantize_rows, scaled_product, widen
 from engine.kernels.gpu.experts import expert_config, expert_product, sum_of_experts, tiles_of
 from engine.kernels.gpu.four_bits import clamped_gate, four_bit_product
@@ -21,7 +21,7 @@ from engine.kernels.gpu.int4 import ScaledInt4, int4_config, int4_product, widen
 from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
-from engine.kernels.gpu.scan import scan
+from engine.kernels.gpu.scan_spans import scan_in_spans
 from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
@@ -169,7 +169,7 @@ class TritonFourBitExperts(ExpertProducts):
         return four_bit_product(clamped_gate(gate_up, self._gate), self._down, tiles_G3, config)
 
 
-TRITON_RECURRENT_OPS = RecurrentOps(convolve, delta_rule, gates, scan, steps)
+TRITON_RECURRENT_OPS = RecurrentOps(convolve, delta_rule_in_spans, gates, scan_in_spans, steps)
 TRITON_PARTS = Parts(
     linear=TritonLinear,
     gated_linear=partial(TritonGatedLinear, linear=TritonLinear),

@@ -1,8 +1,8 @@
 """Mamba-2 layers (engine/models/mamba2.py): the scan.
 
-It computes a sequence's tokens one after the other, with a part of a head's matrix in registers. So a prompt takes as
-many rounds as it has tokens. But a token's numbers depend neither on the chunks that its prompt comes in nor on other
-sequences.
+It computes a sequence's tokens one after the other, with a part of a head's matrix in registers. So a token's numbers
+depend neither on the chunks that its prompt comes in nor on other sequences, but a prompt takes as many rounds as it
+has tokens. Without `batch_invariant`, prompts are computed in spans (scan_spans.py).
 
 Shapes: T tokens, S sequences, C channels, N heads, K and V dims of keys and values.
 """
@@ -17,6 +17,7 @@ from engine.models.recurrent_states import RecurrentStep
 
 NUMBERS_PER_PROGRAM = 4096
 """Numbers of a matrix that a program of four warps keeps in registers."""
+ALL = 1 << 30
 
 
 def scan(
@@ -26,8 +27,11 @@ def scan(
     skip_N: torch.Tensor,
     matrices: torch.Tensor,
     step: RecurrentStep,
+    fewer_than: int = ALL,
 ) -> torch.Tensor:
-    """A `Scan` (engine/models/recurrent_ops.py). All but the rows of `matrices` are contiguous."""
+    """A `Scan` (engine/models/recurrent_ops.py). All but the rows of `matrices` are contiguous.
+
+    Sequences of `fewer_than` tokens and more are left out."""
     _, num_heads, key_dim, value_dim = matrices.shape
     num_tokens, num_channels = x_TC.shape
     num_groups = (num_channels - num_heads * value_dim) // (2 * key_dim)
@@ -36,7 +40,7 @@ def scan(
     y_TNV = x_TC.new_empty(num_tokens, num_heads, value_dim)
     _scan_kernel[(len(step.slots), num_heads, triton.cdiv(value_dim, block_v))](
         x_TC, decay_TN, dt_TN, skip_N, matrices, step.firsts, step.lengths, step.slots, step.is_new, y_TNV,
-        matrices.stride(0),
+        matrices.stride(0), fewer_than,
         GROUPS=num_groups, HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_K=block_k, BLOCK_V=block_v,
         num_warps=4,
     )  # fmt: skip
@@ -56,6 +60,7 @@ def _scan_kernel(
     is_new_ptr,
     y_ptr,
     row_stride,
+    fewer_than,
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -66,6 +71,8 @@ def _scan_kernel(
     """Program (sequence, head, piece of the values)."""
     seq, head = tl.program_id(0), tl.program_id(1)
     first, length = tl.load(firsts_ptr + seq), tl.load(lengths_ptr + seq)
+    if length >= fewer_than:
+        return
     slot, is_new = tl.load(slots_ptr + seq), tl.load(is_new_ptr + seq)
     keys_K = tl.arange(0, BLOCK_K)
     values_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
