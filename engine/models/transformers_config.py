@@ -78,6 +78,7 @@ class TransformersConfig(ModelShape):
             )
         config = causal_lm_config(hf_config)
         _check_positions(config)
+        _check_per_layer_inputs(config)
         max_positions, why_no_more = _max_positions(config)
         step = watch_a_step(config, max_positions)
         fields = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_COMPUTATION}
@@ -115,6 +116,18 @@ def _check_positions(config: Any) -> None:
         # Models without this field usually cannot be served for other reasons; report those first.
         watch_a_step(config, POSITIONS_WITHOUT_BOUND)
     raise ValueError(f"config.json: max_position_embeddings must be an integer of at least 1, is {most!r}")
+
+
+def _check_per_layer_inputs(config: Any) -> None:
+    """Raise `ValueError` if Gemma 4 would look up tokens in a second table of embeddings that lacks them. (Gemma 3n
+    takes the first row for these.)"""
+    if config.model_type != "gemma4_text" or not config.hidden_size_per_layer_input:
+        return
+    if config.vocab_size_per_layer_input < config.vocab_size:
+        raise ValueError(
+            f"config.json: vocab_size_per_layer_input must be at least vocab_size={config.vocab_size}, is "
+            f"{config.vocab_size_per_layer_input}: transformers' code looks up every token there"
+        )
 
 
 def _max_positions(config: Any) -> tuple[int, str]:

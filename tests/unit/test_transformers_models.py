@@ -69,6 +69,10 @@ CONFIGS: dict[str, Any] = {
         top_k_experts=2, moe_intermediate_size=24, use_bidirectional_attention="vision",
     ),
     "gemma4-shared": lambda: transformers.Gemma4TextConfig(**GEMMA4, num_kv_shared_layers=2, use_double_wide_mlp=True),
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **GEMMA4 | {"intermediate_size": [80] * 5, "vocab_size_per_layer_input": 50}, laurel_rank=8,
+        num_kv_shared_layers=2, activation_sparsity_pattern=[0.5] + [0.0] * 4,
+    ),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(
         **SMALL, head_dim=16, n_routed_experts=8, moe_intermediate_size=24, num_experts_per_tok=2, pad_token_id=0
     ),
@@ -271,6 +275,10 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
         ),
         (lambda: transformers.OlmoConfig(**SMALL | {"num_hidden_layers": 5000}), "OlmoForCausalLM", "at most 1024"),
         (transformers.Gemma3Config, "Gemma3ForConditionalGeneration", "models of more than text"),
+        (
+            lambda: transformers.Gemma4TextConfig(**GEMMA4 | {"vocab_size_per_layer_input": 306}), "Gemma4ForCausalLM",
+            "vocab_size_per_layer_input must be at least vocab_size=307, is 306",
+        ),
         (lambda: transformers.OlmoConfig(**SMALL), "LlamaForCausalLM", "has no causal language model of that name"),
         (
             lambda: transformers.OlmoConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "OlmoForCausalLM",
