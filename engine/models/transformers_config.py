@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,7 @@ class TransformersConfig(ModelShape):
         config = causal_lm_config(hf_config)
         _check_positions(config)
         _check_per_layer_inputs(config)
+        _check_cap_of_logits(config)
         max_positions, why_no_more = _max_positions(config)
         step = watch_a_step(config, max_positions)
         fields = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_COMPUTATION}
@@ -127,6 +129,16 @@ def _check_per_layer_inputs(config: Any) -> None:
         raise ValueError(
             f"config.json: vocab_size_per_layer_input must be at least vocab_size={config.vocab_size}, is "
             f"{config.vocab_size_per_layer_input}: transformers' code looks up every token there"
+        )
+
+
+def _check_cap_of_logits(config: Any) -> None:
+    """Raise `ValueError` for a cap that would turn all logits into NaN, which a step without numbers does not show."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    if isinstance(cap, (int, float)) and not 0 < cap < math.inf:
+        raise ValueError(
+            f"config.json: final_logit_softcapping must be null or a finite number more than 0, is {cap}: "
+            "transformers' code divides logits by it"
         )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import tempfile
 import threading
 from collections.abc import Callable
@@ -233,6 +234,9 @@ def _why_not_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, 
     if k.shape != v.shape or q.shape[2:] != k.shape[2:] or q.shape[2] != NUM_TOKENS:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         return f"queries, keys and values must have heads of one size, are {shapes}"
+    soft_cap = arguments.get("softcap")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        return f"its attention caps its scores at {soft_cap} (attn_logit_softcapping), by which it would divide"
     sinks = arguments.get(SINKS)
     if sinks is not None and sinks.shape != q.shape[1:2]:
         return f"its attention has sinks of shape {list(sinks.shape)}, not one for each query head"

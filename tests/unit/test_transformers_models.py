@@ -276,6 +276,14 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
         (lambda: transformers.OlmoConfig(**SMALL | {"num_hidden_layers": 5000}), "OlmoForCausalLM", "at most 1024"),
         (transformers.Gemma3Config, "Gemma3ForConditionalGeneration", "models of more than text"),
         (
+            lambda: transformers.Gemma2Config(**SMALL, head_dim=16, attn_logit_softcapping=0.0), "Gemma2ForCausalLM",
+            r"attention caps its scores at 0.0 \(attn_logit_softcapping\)",
+        ),
+        (
+            lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, final_logit_softcapping=0.0),
+            "Gemma3ForCausalLM", "final_logit_softcapping must be null or a finite number more than 0, is 0.0",
+        ),
+        (
             lambda: transformers.Gemma4TextConfig(**GEMMA4 | {"vocab_size_per_layer_input": 306}), "Gemma4ForCausalLM",
             "vocab_size_per_layer_input must be at least vocab_size=307, is 306",
         ),
