@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from typing import Any
 
 import torch
@@ -16,6 +18,14 @@ MAMBA_2S = frozenset({"NemotronHMamba2Mixer", "GraniteMoeHybridMambaLayer", "Fal
 """transformers' classes of Mamba-2 layers."""
 CONVOLUTIONS = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv"})
 """transformers' classes of layers of short convolutions."""
+OURS = (
+    "gated delta rules (Qwen3-Next, Qwen 3.5), Mamba-2 beside attention (Granite 4, Nemotron-H, Falcon-H1, Bamba) and "
+    "short convolutions (LFM2)"
+)
+KINDS_WITH_STATES = frozenset({"linear_attention", "conv"})
+"""Among transformers' kinds of layers."""
+CACHES = frozenset({"past_key_values", "cache_params", "state"})
+"""transformers' names of the argument in which a layer finds what it keeps of the tokens before."""
 
 
 class CannotServeError(Exception):
@@ -39,6 +49,36 @@ def take_recurrent_layers(model: Any) -> tuple[RecurrentLayer, ...]:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, _Passed())
     return tuple(found)
+
+
+def why_not_its_states(model: Any) -> str:
+    """Which layers keep a state that none of our modules computes, as a clause; empty if none seems to. For a model
+    that is refused: to tell such layers it goes by names alone."""
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    # transformers' mark of models whose layers cannot be rolled back to an earlier token; some have their kinds alone.
+    if not getattr(model, "_is_stateful", False) and not kinds & KINDS_WITH_STATES:
+        return ""
+    keeping = {name: module for name, module in model.named_modules() if name and _takes_a_cache(module)}
+    innermost = [
+        module for name, module in keeping.items() if not any(other.startswith(f"{name}.") for other in keeping)
+    ]
+    classes = Counter(type(module).__name__ for module in innermost if not _attends(module))
+    if not classes:
+        return ""
+    which = ", ".join(f"{classes[name]} {name}" for name in sorted(classes))
+    return (
+        f"its layers keep a state (in transformers' code: {which}) that Tandem does not compute. Of layers that keep a "
+        f"state, it computes {OURS}"
+    )
+
+
+def _takes_a_cache(module: nn.Module) -> bool:
+    return not CACHES.isdisjoint(inspect.signature(module.forward).parameters)
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether it calls attention by transformers' interface."""
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _delta_layer(name: str, module: Any) -> DeltaLayer:

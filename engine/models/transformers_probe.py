@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.models.head_shape import HeadShape, pool_shape, why_not_together
-from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers
+from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
 from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.scores import AttentionModule, Scores
 
@@ -104,27 +104,34 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
     """Run a step without weights and record it. Raises `ValueError` that says what cannot be served."""
     name = type(config).__name__.removesuffix("Config")
     calls: list[_Call] = []
+    other_states = ""
     try:
         model = _model_without_weights(config)
         body = _body_of(model)
         recurrent_layers = take_recurrent_layers(model)
+        # Why such code fails without numbers, or attends in too few layers.
+        other_states = "" if recurrent_layers else why_not_its_states(model)
         for module_name, module in model.named_modules():
             module.tandem_watcher = _Watcher(module_name, calls, max_positions)
         hidden_1TD = _hidden_states(model, body, has_recurrent_layers=len(recurrent_layers) > 0)
         if not calls:
-            raise CannotServeError(_why_no_calls(model))
+            raise CannotServeError(
+                other_states
+                or "its attention is its own: none of its layers attends by transformers' attention interface"
+            )
         if not _takes_positions(model.get_decoder()):
             raise CannotServeError("its code counts positions by itself, and takes none")
         logits_1TV = Head(model, body).logits(hidden_1TD)
     except CannotServeError as error:
         raise ValueError(f"config.json: {name} models cannot be served: {error}") from error
     except Exception as error:  # transformers' code may raise anything
-        raise ValueError(f"config.json: {name} models cannot be served: {_meaning_of(error)}") from error
+        why_not = other_states or _meaning_of(error)
+        raise ValueError(f"config.json: {name} models cannot be served: {why_not}") from error
     why_not = _why_not(
         calls, getattr(config, "num_hidden_layers", 0) - _num_that_do_not_attend(config, calls, recurrent_layers)
     )
     if why_not:
-        raise ValueError(f"config.json: {name} models cannot be served: {why_not}")
+        raise ValueError(f"config.json: {name} models cannot be served: {other_states or why_not}")
     return Step(
         attention=tuple(
             AttentionModule(name=call.name, scores=call.scores, has_sinks=call.has_sinks) for call in calls
@@ -360,14 +367,6 @@ def _meaning_of(error: Exception) -> str:
         )
     line = (str(error).splitlines() or [""])[0]
     return f"transformers' code, without weights, ends with {type(error).__name__}: {line}"
-
-
-def _why_no_calls(model: Any) -> str:
-    """Why the step did not call our attention, as a clause."""
-    # transformers' mark of models whose layers cannot be rolled back to an earlier token.
-    if getattr(model, "_is_stateful", False):
-        return "its layers keep a state (state-space, recurrent) in place of keys and values"
-    return "its attention is its own: none of its layers attends by transformers' attention interface"
 
 
 def _pool_layers(calls: list[_Call]) -> tuple[int, ...]:

@@ -257,14 +257,13 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
         (lambda: transformers.DiffLlamaConfig(**SMALL), "DiffLlamaForCausalLM", "attends more than once in a step"),
         (
             lambda: transformers.RecurrentGemmaConfig(**SMALL, lru_width=48, block_types=["recurrent", "attention"]),
-            "RecurrentGemmaForCausalLM", "1 attentions in 3 layers",
+            "RecurrentGemmaForCausalLM", r"keep a state \(in transformers' code: 2 RecurrentGemma",
         ),
         (
             lambda: transformers.YoutuConfig(**SMALL, kv_lora_rank=24, q_lora_rank=None, qk_nope_head_dim=8),
             "YoutuForCausalLM", "keys and values must have heads of one size",
         ),
         (lambda: transformers.BloomConfig(hidden_size=48, n_head=6), "BloomForCausalLM", "its attention is its own"),
-        (lambda: transformers.MambaConfig(num_hidden_layers=2, vocab_size=97), "MambaForCausalLM", "keep a state"),
         (lambda: transformers.GPTJConfig(n_embd=48, n_head=6), "GPTJForCausalLM", "takes no attention but its own"),
         (lambda: transformers.BartConfig(is_decoder=True), "BartForCausalLM", "counts positions by itself"),
         (
@@ -297,6 +296,44 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused_before_weights_are_read(config: Any, architecture: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         shape_of(hf(config(), architecture))
+
+
+KIMI = SMALL | {
+    "pad_token_id": 0, "head_dim": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "kv_lora_rank": 24, "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "which"),
+    [
+        (
+            lambda: transformers.JambaConfig(**SMALL, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+            "JambaForCausalLM", "2 JambaMambaMixer",
+        ),
+        (
+            lambda: transformers.Zamba2Config(**SMALL, layers_block_type=["mamba", "hybrid", "mamba"]),
+            "Zamba2ForCausalLM", "3 Zamba2MambaMixer",
+        ),
+        (lambda: transformers.KimiLinearConfig(**KIMI), "KimiLinearForCausalLM", "2 KimiLinearDeltaAttention"),
+        (lambda: transformers.MiniMaxConfig(**SMALL), "MiniMaxForCausalLM", "1 MiniMaxLightningAttention"),
+        (
+            lambda: transformers.RwkvConfig(vocab_size=97, hidden_size=48, num_hidden_layers=2), "RwkvForCausalLM",
+            "2 RwkvFeedForward, 2 RwkvSelfAttention",
+        ),
+        (lambda: transformers.MambaConfig(num_hidden_layers=2, vocab_size=97), "MambaForCausalLM", "2 MambaMixer"),
+        (lambda: transformers.Mamba2Config(num_hidden_layers=2, vocab_size=97), "Mamba2ForCausalLM", "2 Mamba2Mixer"),
+    ],
+)  # fmt: skip
+def test_states_that_we_do_not_compute_are_named_and_those_that_we_do(
+    config: Any, architecture: str, which: str
+) -> None:
+    with pytest.raises(ValueError, match=r"its layers keep a state .* that Tandem does not compute") as refused:
+        shape_of(hf(config(), architecture))
+    line = str(refused.value)
+    assert f"(in transformers' code: {which})" in line
+    assert "gated delta rules (Qwen3-Next, Qwen 3.5), Mamba-2 beside attention" in line
+    assert "\n" not in line
 
 
 def test_an_unknown_architecture_is_named() -> None:
