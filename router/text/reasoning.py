@@ -56,6 +56,7 @@ MARKS = {
     "deepseek_r1": THINK,
     "deepseek_v3": THINK,
     "glm45": THINK,
+    "glm47": THINK,
     "minimax_m2": THINK,
     "nemotron_v3": THINK,
     "olmo3": THINK,

@@ -138,8 +138,9 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["generate", "x", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs: must be a JSON object, is [1]"),
         (
             ["up", "--reasoning-parser", "r1"],
-            "--reasoning-parser must be one of auto, qwen3, deepseek_r1, deepseek_v3, glm45, minimax_m2, nemotron_v3, "
-            "olmo3, ernie45, hunyuan_a13b, kimi_k2, seed_oss, mistral, gemma4, granite, openai_gptoss, none, is",
+            "--reasoning-parser must be one of auto, qwen3, deepseek_r1, deepseek_v3, glm45, glm47, minimax_m2, "
+            "nemotron_v3, olmo3, ernie45, hunyuan_a13b, kimi_k2, seed_oss, mistral, gemma4, granite, openai_gptoss, "
+            "none, is",
         ),
         (["up", "--decode", "0"], "--decode must be in [1, 64], is 0"),
         (["up", "--decode", "1000000"], "--decode must be in [1, 64], is 1000000"),

@@ -338,8 +338,8 @@ def test_another_parser_is_named_with_those_there_are() -> None:
     for known in ("auto", *PARSERS, "none"):
         assert RouterArgs(model="m", reasoning_parser=known).reasoning_parser == known
     known = (
-        "auto, qwen3, deepseek_r1, deepseek_v3, glm45, minimax_m2, nemotron_v3, olmo3, ernie45, hunyuan_a13b, "
-        "kimi_k2, seed_oss, mistral, gemma4, granite, openai_gptoss, none"
+        "auto, qwen3, deepseek_r1, deepseek_v3, glm45, glm47, minimax_m2, nemotron_v3, olmo3, ernie45, "
+        "hunyuan_a13b, kimi_k2, seed_oss, mistral, gemma4, granite, openai_gptoss, none"
     )
     with pytest.raises(ValueError, match=f"reasoning_parser must be one of {known}, is 'r1'"):
         RouterArgs(model="m", reasoning_parser="r1")
