@@ -48,10 +48,12 @@ def resolve_quantization(
 
 def check_quantization(asked: str, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> None:
     """Raise `ValueError` if a quantization given by name cannot work."""
+    if model.model_impl == "transformers":
+        check_quantization_by_transformers(asked)
     why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
     if asked == "int4" and not why_not:
         why_not = _why_no_groups(model)
-    advice = "none" if model.model_impl == "transformers" else "int8 or none"
+    advice = "int8 or none"
     if (model.mla is not None or model.moe is not None) and asked != "none":
         advice = "auto or none"
         why_not = (
@@ -60,6 +62,14 @@ def check_quantization(asked: str, capability: tuple[int, int] | None, dtype: st
         )
     if why_not:
         raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
+
+
+def check_quantization_by_transformers(asked: str) -> None:
+    """Raise `ValueError` if models that transformers' code computes cannot have this quantization."""
+    if asked not in ("auto", "none"):
+        raise ValueError(
+            f"quantization {asked} cannot work here: the model is computed by transformers' code; give none"
+        )
 
 
 def _why_widened(
@@ -106,8 +116,6 @@ def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None
     """Why products cannot use this quantization, as a clause; empty if they can."""
     if quantization == "none":
         return ""
-    if model.model_impl == "transformers":
-        return "the model is computed by transformers' code"
     if quantization != "fp8":
         return ""
     if why_not := why_no_float8(capability):

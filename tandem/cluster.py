@@ -14,11 +14,8 @@ and gets a new incarnation, so that nobody relies on what its predecessor report
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import socket
-import sys
-import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +24,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.model_loader.settings import check_settings
+from engine.model_loader.settings import check_beside_states, check_settings
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
 from router.generation_defaults import GenerationDefaults
@@ -44,13 +41,13 @@ from tandem.cluster_args import (
     REDIS,
     ClusterArgs,
     gateway_spec,
-    python_env,
     router_spec,
     worker_spec,
 )
 from tandem.gpus import IPC_IS_FASTER, in_words, share_out, visible_gpus
 from tandem.local_redis import LocalRedis, LocalRedisError
-from tandem.process_run import ProcessSpec, dying_with_us
+from tandem.model_folder import has_states, resolve_model
+from tandem.process_run import ProcessSpec
 from tandem.stderr import tell
 from tandem.supervision import ProcessError, ProcessEvent, RestartPolicy, SupervisedProcess
 from worker_service.args import check_lora_dir
@@ -163,8 +160,12 @@ class Cluster:
     async def _start(self) -> None:
         if self.args.redis_url:
             await _check_redis(self.args.redis_url)
-        folder = await self._resolve_model()
+        model = self.args.engine.model
+        folder = await resolve_model(model, self._on_event)
+        if folder is None:
+            raise ClusterError(f"model {model!r} cannot be prepared: see the lines above")
         await asyncio.to_thread(self._check_settings, folder)
+        await self._check_beside_states(folder)
         if not self.args.redis_url:
             try:
                 self._redis = LocalRedis()
@@ -306,32 +307,14 @@ class Cluster:
         except ValueError as error:
             raise ClusterError(with_flags(str(error), args.field_names)) from error
 
-    async def _resolve_model(self) -> Path:
-        """The local folder of `args.engine.model`. Downloads and conversions run in a separate process, so that signals
-        end them and this process needs no torch."""
-        model = self.args.engine.model
-        if folder := _model_folder(model):
-            return folder
-        started_at_s = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            *dying_with_us(sys.executable, "-P", "-m", "tandem", "fetch", model),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **python_env()},
-        )  # fmt: skip
+    async def _check_beside_states(self, folder: Path) -> None:
+        """Raise `ClusterError`, naming the flag, if workers would refuse their settings because the model's layers keep
+        a state."""
         try:
-            output, _ = await process.communicate()
-        except asyncio.CancelledError:
-            process.kill()
-            await process.wait()
-            raise
-        if process.returncode != 0:
-            raise ClusterError(f"model {model!r} cannot be prepared: see the lines above")
-        folder = Path(output.decode().strip())
-        self._on_event(
-            ProcessEvent(name="model", what=f"{model} is at {folder} ({time.monotonic() - started_at_s:.1f} s)")
-        )
-        return folder
+            check_beside_states(self.args.engine)
+        except ValueError as error:
+            if await has_states(self.args.engine, folder):
+                raise ClusterError(with_flags(str(error), self.args.field_names)) from error
 
 
 async def _check_redis(url: str) -> None:
@@ -348,12 +331,6 @@ async def _check_redis(url: str) -> None:
         ) from error
     finally:
         await redis.aclose()
-
-
-def _model_folder(model: str) -> Path | None:
-    """The folder of a model that needs no preparation; None: `model` is no such folder."""
-    path = Path(model).expanduser()
-    return path.resolve() if (path / "config.json").is_file() else None
 
 
 def connect_address(listen: str) -> str:

@@ -50,6 +50,7 @@ from engine.model_loader.language_part import read_config
 from engine.model_loader.settings import (
     aliases_of,
     check_adapter,
+    check_beside_states,
     dtype_of,
     lora_folders,
     max_model_len_of,
@@ -146,8 +147,7 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
 
 
 def _check_recurrent(args: EngineArgs, state_bytes: int, device: str) -> None:
-    """Raise `ValueError` if settings cannot work with layers that keep a state of `state_bytes`, 0 for none, which
-    cannot go back to an earlier token."""
+    """Raise `ValueError` if settings cannot work with layers that keep a state of `state_bytes`, 0 for none."""
     if not state_bytes:
         return
     most_bytes = memory_bytes(device)
@@ -156,11 +156,7 @@ def _check_recurrent(args: EngineArgs, state_bytes: int, device: str) -> None:
             f"max_num_seqs must be at most {most_bytes // state_bytes}, all the memory of this process, is "
             f"{args.max_num_seqs}: each sequence keeps a state of {least_gib(state_bytes)} GiB"
         )
-    why = "the model has layers that keep a state in place of keys and values"
-    if args.speculative_config:
-        raise ValueError(f"speculative_config must be empty: {why}, and no step takes back a wrong guess")
-    if args.kv_offloading_size:
-        raise ValueError(f"kv_offloading_size must be 0: {why}, which is not copied to host memory")
+    check_beside_states(args)
 
 
 def _device_config(args: EngineArgs, backend: str, needs: Needs) -> DeviceConfig:

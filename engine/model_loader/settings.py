@@ -17,8 +17,8 @@ from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora
 from engine.memory import least_gib, memory_bytes, most_gib
 from engine.model_loader.language_part import read_config
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
-from engine.quantization_choice import check_quantization
-from engine.tensor_parallel.shares import share_of
+from engine.quantization_choice import check_quantization, check_quantization_by_transformers
+from engine.tensor_parallel.shares import ONE_RANK, share_of
 
 CPU_KV_CACHE_GIB = 1.0
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -29,13 +29,17 @@ AMD_DRIVER = Path("/dev/kfd")
 
 def check_settings(args: EngineArgs, folder: Path) -> None:
     """Raise `ValueError`, naming the field, if the engine would refuse `args` for the model in `folder`. It may still
-    refuse what this leaves out: what depends on the device, and a model that transformers' code computes."""
+    refuse what this leaves out: what depends on the device, and, of a model that transformers' code computes, what that
+    code must be observed for."""
     hf_config = read_config(folder, args.load_format)
     is_ours = is_for_our_decoder(hf_config, args.model_impl)
     for name, path in lora_folders(args, can_adapt=is_ours).items():
         check_adapter(name, path)
     offloading_bytes_of(args)
     if not is_ours:
+        check_quantization_by_transformers(args.quantization)
+        if args.tensor_parallel_size > 1:
+            raise ValueError(ONE_RANK)
         return
     shape = share_of(load_decoder_config(hf_config), args.tensor_parallel_size)
     is_cpu = args.device == "cpu" or (args.device == "auto" and not may_have_gpu())
@@ -50,6 +54,15 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
         device="cpu" if is_cpu else "cuda",
         knows_device=is_cpu,
     )
+
+
+def check_beside_states(args: EngineArgs) -> None:
+    """Raise `ValueError` if `args` cannot work with layers that keep a state, which no step can take back."""
+    why = "the model has layers that keep a state in place of keys and values"
+    if args.speculative_config:
+        raise ValueError(f"speculative_config must be empty: {why}, and no step takes back a wrong guess")
+    if args.kv_offloading_size:
+        raise ValueError(f"kv_offloading_size must be 0: {why}, which is not copied to host memory")
 
 
 def may_have_gpu() -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from engine.models.decoder_config import DecoderConfig
 from engine.models.model_shape import ModelShape
 
+ONE_RANK = "tensor_parallel_size must be 1 for models that transformers' code computes"
 MOST_NAMED = 16
 """Errors list working numbers of ranks up to this."""
 
@@ -21,7 +22,7 @@ def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
     if num_ranks == 1:
         return shape
     if not isinstance(shape, DecoderConfig):
-        raise ValueError("tensor_parallel_size must be 1 for models that transformers' code computes")
+        raise ValueError(ONE_RANK)
     if why_not := _why_not(shape, num_ranks):
         sizes = [str(size) for size in range(1, MOST_NAMED + 1) if not _why_not(shape, size)]
         raise ValueError(

