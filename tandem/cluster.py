@@ -160,10 +160,10 @@ class Cluster:
     async def _start(self) -> None:
         if self.args.redis_url:
             await _check_redis(self.args.redis_url)
-        model = self.args.engine.model
-        folder = await resolve_model(model, self._on_event)
-        if folder is None:
-            raise ClusterError(f"model {model!r} cannot be prepared: see the lines above")
+        try:
+            folder = await resolve_model(self.args.engine.model, self._on_event)
+        except ValueError as error:
+            raise ClusterError(str(error)) from error
         await asyncio.to_thread(self._check_settings, folder)
         await self._check_beside_states(folder)
         if not self.args.redis_url:

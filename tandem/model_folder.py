@@ -21,22 +21,25 @@ from tandem.process_run import dying_with_us
 from tandem.supervision import ProcessEvent
 
 
-async def resolve_model(model: str, on_event: Callable[[ProcessEvent], None]) -> Path | None:
-    """The local folder of a model. None: it cannot be prepared, and stderr says why."""
+async def resolve_model(model: str, on_event: Callable[[ProcessEvent], None]) -> Path:
+    """The local folder of a model. Raises `ValueError` if it cannot be prepared; then stderr says why."""
     if folder := _ready_folder(model):
         return folder
     started_at_s = time.monotonic()
     output = await _output_of("tandem", "fetch", model)
     if output is None:
-        return None
+        raise ValueError(f"model {model!r} cannot be prepared: see the lines above")
     on_event(ProcessEvent(name="model", what=f"{model} is at {output} ({time.monotonic() - started_at_s:.1f} s)"))
     return Path(output)
 
 
 async def has_states(args: EngineArgs, folder: Path) -> bool:
     """Whether layers of the model in `folder` keep a state in place of keys and values. False if it cannot be served:
-    a worker says why. Takes some seconds if transformers' code computes the model."""
-    if is_for_our_decoder(read_config(folder, args.load_format), args.model_impl):
+    others say why. Takes some seconds if transformers' code computes the model."""
+    try:
+        if is_for_our_decoder(read_config(folder, args.load_format), args.model_impl):
+            return False
+    except ValueError:
         return False
     words = "engine.model_loader.has_states", str(folder), args.load_format, args.model_impl
     return await _output_of(*words, stderr=asyncio.subprocess.DEVNULL) not in (None, "0")

@@ -32,6 +32,8 @@ class SoakArgs:
     """Folder of adapters that are exchanged for one another. Empty: none are."""
     engine: EngineArgs = field(default_factory=lambda: EngineArgs(**ENGINE))
     """The workers' engine. Requests select its adapters."""
+    is_offloading_given: bool = False
+    """Whether `engine.kv_offloading_size` must be as it is. Otherwise it is 0 for a model that cannot have it."""
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(**POLICY))
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+from engine.engine_args import EngineArgs
 from rpc.errors import TandemError
 from tandem.chaos.args import SoakArgs
 from tandem.chaos.asked import DEADLINE_S, Asked, Heard
@@ -34,6 +35,7 @@ from tandem.chaos.verdict import Absence, Absences, Verdict, judge, needs_check
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
+from tandem.model_folder import has_states, resolve_model
 from tandem.supervision import ProcessEvent, RestartPolicy, describe_exit
 from tandem.tables import not_at_rest
 
@@ -108,11 +110,12 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
 
     Raises `ClusterError` if the cluster cannot be started, or if a process dies again and again.
     """
+    engine = await _engine_of(args, say)
     adapters = args.adapters_to_exchange()
     links = TemporaryDirectory(prefix="tandem-chaos-adapters-")
     exchanged = ExchangedAdapters(adapters, links.name)
     cluster_args = ClusterArgs(
-        engine=replace(args.engine, max_loras=args.max_loras),
+        engine=replace(engine, max_loras=args.max_loras),
         lora_dir=links.name if adapters else "",
         policy=args.policy,
         num_prefill=args.num_prefill,
@@ -160,6 +163,21 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
         links.cleanup()
         for proxy in proxies.values():
             proxy.close()
+
+
+async def _engine_of(args: SoakArgs, say: Callable[[str], None]) -> EngineArgs:
+    """The workers' engine, without KV offloading by default if the model cannot have it."""
+    engine = args.engine
+    if args.is_offloading_given or not engine.kv_offloading_size:
+        return engine
+    try:
+        folder = await resolve_model(engine.model, lambda _: None)  # the cluster says where it is
+    except ValueError as error:
+        raise ClusterError(str(error)) from error
+    if not await has_states(engine, folder):
+        return engine
+    say("--kv-offloading-size is 0: the model has layers that keep a state, which is not copied to host memory")
+    return replace(engine, kv_offloading_size=0.0)
 
 
 class _Soak:

@@ -50,7 +50,10 @@ from worker_service.args import WorkerArgs
 @json_option
 @options_of(EngineArgs, defaults=ENGINE, leave_out={"seed"})
 @options_of(PolicyConfig, defaults=POLICY)
+@click.pass_context
 def chaos(
+    context: click.Context,
+    /,
     is_json: bool,
     is_verbose: bool,
     seconds: float,
@@ -87,6 +90,7 @@ def chaos(
     from tandem.cluster import ClusterError
 
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
+    is_offloading_given = context.get_parameter_source("kv_offloading_size") is not click.core.ParameterSource.DEFAULT
     try:
         args = SoakArgs(
             seconds=seconds,
@@ -98,6 +102,7 @@ def chaos(
             transport=transport,
             lora_dir=lora_dir,
             engine=engine,
+            is_offloading_given=is_offloading_given,
             policy=policy,
         )
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from lora_folders import write_adapter
+from transformers_cases import GEMMA2, LFM2
 
 from rpc.errors import NoWorker, Unreachable
 from tandem.chaos import soak
@@ -64,6 +66,34 @@ def test_workers_have_the_settings_that_are_given(monkeypatch: pytest.MonkeyPatc
     wrong = CliRunner().invoke(main, ["chaos", "--quantization", "int9"])
     assert wrong.exit_code == 2
     assert "--quantization must be one of" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "size"),
+    [
+        (LFM2, (), 0.0),
+        (LFM2, ("--kv-offloading-size", "0.2"), 0.2),
+        (GEMMA2, (), 0.2),
+        (GEMMA2, ("--kv-offloading-size", "0.1"), 0.1),
+    ],
+)
+def test_layers_with_a_state_go_without_host_memory_unless_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], flags: tuple[str, ...], size: float
+) -> None:
+    started: list[ClusterArgs] = []
+
+    def cluster(args: ClusterArgs, **_: Any) -> None:
+        started.append(args)
+        raise ClusterError("enough")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(soak, "Cluster", cluster)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(main, ["chaos", "--model", str(tmp_path), *flags])
+    (args,) = started
+    assert args.engine.kv_offloading_size == size
+    said = "--kv-offloading-size is 0: the model has layers that keep a state"
+    assert (said in result.stderr) == (size == 0)
 
 
 def test_ctrl_c_names_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
