@@ -22,8 +22,28 @@ from tandem.stderr import tell
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+class _RunBatch(click.Command):
+    """Tells vLLM's users, who give run-batch a model to load, where the model is named."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from tandem.cli.up import up
+
+            flag = error.option_name
+            if all(flag not in (*parameter.opts, *parameter.secondary_opts) for parameter in up.params):
+                raise
+            raise click.UsageError(
+                f"No such option {flag!r}: the requests go to a server that runs. Give {flag} to its `tandem up`, and "
+                "here only --base-url",
+                ctx,
+            ) from error
+
+
 @click.command(
     "run-batch",
+    cls=_RunBatch,
     short_help="Answer a file of requests, in OpenAI's batch format.",
     epilog=examples(
         "tandem run-batch -i requests.jsonl -o answers.jsonl",

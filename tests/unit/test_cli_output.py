@@ -121,6 +121,9 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
     assert "an HTTP server answers there, not a router: the router's gRPC port is another one" in result.stderr
 
 
+BATCH = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl")
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -176,6 +179,13 @@ async def test_a_port_of_http_is_told_from_a_router(command: list[str]) -> None:
         (["up", "--host", "0.0.0.0"], "No such option '--host': use --listen HOST:PORT"),
         (["up", "--num-gpu-blocks-override", "5"], ": use --num-kv-blocks instead"),
         (["up", "--wrong"], "No such option '--wrong'."),
+        (
+            [*BATCH, "--model", "m"],
+            "No such option '--model': the requests go to a server that runs. Give --model to its `tandem up`, and "
+            "here only --base-url",
+        ),
+        ([*BATCH, "--max-model-len=99"], "'--max-model-len': the requests go to a server that runs. Give"),
+        ([*BATCH, "--wrong"], "No such option '--wrong'."),
         (["up", "Qwen/Qwen3-0.6B"], "A model is named with --model"),
         (["up", "--served-model-name", "a", "b"], "several values of a flag have commas between them: a,b"),
         (["up", "--lora-modules", "a=/a", "b=/b", "c=/c"], "several values of a flag have commas between them: a,b"),
