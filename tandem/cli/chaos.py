@@ -16,7 +16,7 @@ from kv_transfer import TRANSPORTS
 from router.policy import PolicyConfig
 from rpc.entrypoint import build, options_of
 from tandem.chaos.args import ENGINE, POLICY, SoakArgs
-from tandem.cli.options import examples, json_option
+from tandem.cli.options import check_rebalance, examples, is_given, json_option
 from tandem.stderr import tell
 from worker_service.args import WorkerArgs
 
@@ -90,7 +90,7 @@ def chaos(
     from tandem.cluster import ClusterError
 
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
-    is_offloading_given = context.get_parameter_source("kv_offloading_size") is not click.core.ParameterSource.DEFAULT
+    check_rebalance(context, policy)
     try:
         args = SoakArgs(
             seconds=seconds,
@@ -102,7 +102,7 @@ def chaos(
             transport=transport,
             lora_dir=lora_dir,
             engine=engine,
-            is_offloading_given=is_offloading_given,
+            is_offloading_given=is_given(context, "kv_offloading_size"),
             policy=policy,
         )
     except ValueError as error:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -15,6 +15,9 @@ from rpc.keys import first_key
 from rpc.tls import ClientTLS
 from tandem.client import DEFAULT_ADDRESS
 from tandem.client_base import checked_address
+
+if TYPE_CHECKING:
+    from router.policy import PolicyConfig
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -102,6 +105,17 @@ json_option = click.option("--json", "is_json", is_flag=True, help="Print one JS
 def examples(*lines: str) -> str:
     """A command's epilog: one example per line, as typed."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether the option was given, on the command line or in the environment."""
+    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+
+def check_rebalance(context: click.Context, policy: PolicyConfig) -> None:
+    """Refuse a --rebalance that is given but would do nothing."""
+    if policy.rebalance and not policy.learn_costs and is_given(context, "rebalance"):
+        raise click.UsageError("--rebalance needs --learn-costs: without them no stream is moved")
 
 
 def no_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

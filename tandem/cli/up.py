@@ -16,7 +16,7 @@ from engine.engine_args import EngineArgs
 from gateway.args import API_KEY_HELP
 from router.policy import PolicyConfig
 from rpc.entrypoint import Several, build, options_of, stop_signals
-from tandem.cli.options import examples
+from tandem.cli.options import check_rebalance, examples, is_given
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import AUTO, OWN, SERVICES, ClusterArgs
 from tandem.stderr import tell
@@ -120,12 +120,13 @@ def up(context: click.Context, /, **options: Any) -> None:
     the cores.
     """
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
-    if options["is_aggregated"] and _is_given(context, "num_prefill"):
+    check_rebalance(context, policy)
+    if options["is_aggregated"] and is_given(context, "num_prefill"):
         raise click.UsageError("--aggregated starts no prefill workers: leave out either --prefill or --aggregated")
     own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
     if own.pop("has_no_http"):
         for flag, name in NEED_HTTP.items():
-            if _is_given(context, name):
+            if is_given(context, name):
                 raise click.UsageError(f"{flag} needs HTTP: leave out either {flag} or --no-http")
         own["http_port"] = None
     try:
@@ -139,10 +140,6 @@ def up(context: click.Context, /, **options: Any) -> None:
     for problem in problems:
         tell(f"Error: {problem}")
     sys.exit(1 if problems else 0)
-
-
-def _is_given(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
 async def _serve(args: ClusterArgs) -> list[str]:

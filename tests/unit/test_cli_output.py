@@ -152,6 +152,8 @@ BATCH = ("run-batch", "-i", "in.jsonl", "-o", "out.jsonl")
         (["up", "--no-http", "--http-port", "8001"], "--http-port needs HTTP"),
         (["up", "--no-http", "--allowed-origins", "[]"], "--allowed-origins needs HTTP"),
         (["up", "--no-http", "--gateways", "2"], "--gateways needs HTTP"),
+        (["up", "--rebalance", "--no-learn-costs"], "--rebalance needs --learn-costs"),
+        (["chaos", "--rebalance"], "--rebalance needs --learn-costs"),
         (["up", "--api-server-count", "2"], ": use --gateways"),
         (["up", "--max-model-len", "1"], "--max-model-len must be at least 2"),
         (["up", "--load-format", "gguf"], "--load-format gguf needs a .gguf file"),
