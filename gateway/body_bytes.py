@@ -23,5 +23,6 @@ async def body_bytes(request: Request, max_bytes: int) -> bytes:
     async for chunk in request.stream():
         data += chunk
         if len(data) > max_bytes:
-            raise Refusal(TOO_LARGE, f"the request body is larger than {max_bytes} bytes, the maximum")
+            bound = f"{max_bytes} bytes, the maximum (the gateway's --max-body-bytes)"
+            raise Refusal(TOO_LARGE, f"the request body is larger than {bound}")
     return bytes(data)

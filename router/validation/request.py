@@ -100,8 +100,8 @@ def check_size(request: Message, max_bytes: int) -> None:
     if num_bytes > max_bytes:
         sizes = {field.name: _num_bytes(value) for field, value in request.ListFields()}
         largest = max(sizes, key=lambda name: sizes[name])
-        bound = f"is too long: the request has {num_bytes} bytes, the maximum is {max_bytes}"
-        raise InvalidRequest([(largest, bound)])
+        bound = f"{max_bytes} (the router's --max-message-bytes)"
+        raise InvalidRequest([(largest, f"is too long: the request has {num_bytes} bytes, the maximum is {bound}")])
 
 
 def _num_bytes(value: Any) -> int:

@@ -320,7 +320,10 @@ async def test_a_compressed_body_is_refused_by_its_header(path: str) -> None:
 @pytest.mark.parametrize(("data", "status"), [(b'{"prompt": "a', 400), (b"", 400), (b"x" * 5000, 413), (b"\xff", 400)])
 async def test_bytes_that_are_no_body(data: bytes, status: int) -> None:
     async with gateway(max_body_bytes=4096) as (_, http):
-        assert (await http.post("/v1/completions", content=data)).status_code == status
+        refused = await http.post("/v1/completions", content=data)
+    assert refused.status_code == status
+    bound = "larger than 4096 bytes, the maximum (the gateway's --max-body-bytes)"
+    assert (bound in refused.json()["error"]["message"]) == (status == 413)
 
 
 async def test_neutral_values_and_what_has_no_effect_are_let_through() -> None:

@@ -258,7 +258,9 @@ def test_limits_are_those_of_the_engine_and_of_the_proto() -> None:
 )
 def test_a_message_that_is_too_large_is_named_by_what_takes_most(request_: pb.GenerateRequest, field: str) -> None:
     check_size(request_, request_.ByteSize())
-    with pytest.raises(InvalidRequest, match=f"{request_.ByteSize()} bytes, the maximum is 1000") as caught:
+    with pytest.raises(
+        InvalidRequest, match=f"{request_.ByteSize()} bytes, the maximum is 1000 .the router.s --max-message-bytes"
+    ) as caught:
         check_size(request_, 1000)
     assert [violation.field for violation in caught.value.violations] == [field]
 
