@@ -36,6 +36,11 @@ def check_target(target: str, *, has_tls: bool = False) -> None:
     certificate. Targets with other schemes are left to gRPC."""
     if re.match(r"(?:dns|unix|xds)[:-]", target):
         return
+    if not target.startswith(tuple(_SCHEMES.values())) and re.search(r"[,\s].*\S", target):
+        raise ValueError(
+            "must be one HOST:PORT; several routers are ipv4:HOST:PORT,HOST:PORT (or ipv6:), all with IP addresses, is "
+            f"{target!r}"
+        )
     of_list = next((scheme for scheme in _SCHEMES.values() if target.startswith(scheme)), "")
     for address in addresses_of(target):
         split_address(address)

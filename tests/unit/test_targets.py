@@ -47,6 +47,9 @@ def test_what_a_name_server_knows_is_left_to_grpc(target: str) -> None:
         ("ipv4:127.0.0.1:1,", "HOST:PORT"),
         ("ipv4:127.0.0.1:1,127.0.0.1:65536", "HOST:PORT"),
         ("localhost", "HOST:PORT"),
+        ("a,b", "must be one HOST:PORT; several routers are ipv4:HOST:PORT,HOST:PORT .*, is 'a,b'"),
+        ("127.0.0.1:1,127.0.0.2:2", "must be one HOST:PORT; several routers are ipv4:HOST:PORT,HOST:PORT"),
+        ("127.0.0.1:1 127.0.0.2:2", "must be one HOST:PORT; several routers are ipv4:HOST:PORT,HOST:PORT"),
     ],
 )
 def test_what_grpc_could_not_use_is_refused_where_it_is_said(target: str, said: str) -> None:
