@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["create_engine_config", "load_model", "resolve_model"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+_HUB_FILES = ("*.json", "*.jinja")
+"""Besides weights."""
 
 
 def create_engine_config(args: EngineArgs) -> EngineConfig:
@@ -80,9 +81,14 @@ def _fetch_from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    from engine.model_loader.folder import names_of_weights
+
     report(f"{model}: looking in the hub")
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+        folder = Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+        # A repository may also have all weights in another form (Mistral's consolidated.safetensors). The folder is
+        # named for its commit.
+        return Path(snapshot_download(model, revision=folder.name, allow_patterns=names_of_weights(folder)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(

@@ -29,10 +29,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def safetensors_files(folder: Path) -> list[Path]:
     """The files of a folder's weights, sorted by name. Raises `ValueError` if there are none, or one is missing."""
+    names = names_of_weights(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
     index = folder / INDEX_FILE
-    if (folder / SINGLE_FILE).is_file() and not index.is_file():
-        return _not_empty([folder / SINGLE_FILE])
-    if not index.is_file():
+    if missing and index.is_file():
+        raise ValueError(f"{index} names missing files: {', '.join(missing)}")
+    if missing:
         if pickled := sorted(path.name for path in folder.glob("pytorch_model*.bin*")):
             raise ValueError(
                 f"{folder} has pickled weights ({pickled[0]}), which are not read; convert them to safetensors: "
@@ -42,6 +44,15 @@ def safetensors_files(folder: Path) -> list[Path]:
         raise ValueError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; for random weights give load_format dummy"
         )
+    return _not_empty([folder / name for name in names])
+
+
+def names_of_weights(folder: Path) -> list[str]:
+    """The names of the files that hold a folder's weights, sorted: those of its index, or one. They need not be there.
+    Raises `ValueError` for an index that is broken."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return [SINGLE_FILE]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -52,10 +63,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise ValueError(f"{index} names files in other folders: {', '.join(outside)}")
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{index} names missing files: {', '.join(missing)}")
-    return _not_empty([folder / name for name in names])
+    return names
 
 
 def _not_empty(files: list[Path]) -> list[Path]:

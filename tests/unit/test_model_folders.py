@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from llama_folders import folder_with
 from safetensors.torch import load_file
 
@@ -18,6 +19,7 @@ from engine.cache_dir import build_once
 from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config, resolve_model
 from engine.model_loader.default_model import DEFAULT_MODEL, fetch_default_model
+from engine.model_loader.folder import INDEX_FILE
 
 
 def test_resolve(tmp_path: Path) -> None:
@@ -41,6 +43,38 @@ def test_resolve(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"file/cache cannot be written: .*Set HOME to a folder that can, or give"):
         fetch_default_model(tmp_path / "file" / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("in_hub", "weights"),
+    [
+        ({"model-1.safetensors", "model-2.safetensors", INDEX_FILE}, {"model-1.safetensors", "model-2.safetensors"}),
+        ({"model.safetensors"}, {"model.safetensors"}),
+        (set(), set()),
+    ],
+)
+def test_of_the_hub_only_the_weights_that_are_read_are_fetched(
+    in_hub: set[str], weights: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistral's repositories also have all weights in a form of their own, gpt-oss' in a further folder."""
+    others = {"consolidated.safetensors", "original/model-9.safetensors", "README.md", "model.bin"}
+    index = json.dumps({"weight_map": {name: name for name in sorted(weights)}})
+    revisions = []
+
+    def snapshot_download(model: str, *, allow_patterns: list[str], revision: str | None = None) -> str:
+        assert model == "owner/model"
+        revisions.append(revision)
+        snapshot = tmp_path / "0123abcd"
+        for name in filter_repo_objects([*in_hub, *others, "config.json"], allow_patterns=allow_patterns):
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            (snapshot / name).write_text(index if name == INDEX_FILE else "{}")
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    folder = resolve_model("owner/model")
+    assert {path.name for path in folder.rglob("*") if path.suffix != ".json"} == weights
+    assert (folder / "config.json").is_file()
+    assert revisions == [None, "0123abcd"], "files of one commit"
 
 
 def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
