@@ -239,7 +239,7 @@ class HostLedger(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_free: _Optional[int] = ..., num_kept: _Optional[int] = ..., num_saving: _Optional[int] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "num_state_blocks", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "takes_thinking_budgets", "lora_digests", "leaving_loras", "exchanged_lora_names", "transport", "traits", "rival_address")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "pid", "compat_digest", "prefix_key", "is_draining", "load", "model", "protocol_version", "lease_ms", "can_generate", "keeps_no_prefixes", "num_state_blocks", "takes_grammars", "takes_cache_salts", "takes_allowed_token_ids", "takes_bad_words", "takes_thinking_budgets", "lora_digests", "leaving_loras", "exchanged_lora_names", "transport", "traits", "rival_address", "version")
     class LoraDigestsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +273,7 @@ class WorkerRecord(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRAITS_FIELD_NUMBER: _ClassVar[int]
     RIVAL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -299,7 +300,8 @@ class WorkerRecord(_message.Message):
     transport: str
     traits: ModelTraits
     rival_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., num_state_blocks: _Optional[int] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., takes_thinking_budgets: _Optional[bool] = ..., lora_digests: _Optional[_Mapping[str, str]] = ..., leaving_loras: _Optional[_Iterable[_Union[LeavingLoRA, _Mapping]]] = ..., exchanged_lora_names: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ..., rival_address: _Optional[str] = ...) -> None: ...
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., compat_digest: _Optional[str] = ..., prefix_key: _Optional[bytes] = ..., is_draining: _Optional[bool] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., model: _Optional[_Union[_tandem_inference_pb2.GetModelInfoResponse, _Mapping]] = ..., protocol_version: _Optional[int] = ..., lease_ms: _Optional[int] = ..., can_generate: _Optional[bool] = ..., keeps_no_prefixes: _Optional[bool] = ..., num_state_blocks: _Optional[int] = ..., takes_grammars: _Optional[bool] = ..., takes_cache_salts: _Optional[bool] = ..., takes_allowed_token_ids: _Optional[bool] = ..., takes_bad_words: _Optional[bool] = ..., takes_thinking_budgets: _Optional[bool] = ..., lora_digests: _Optional[_Mapping[str, str]] = ..., leaving_loras: _Optional[_Iterable[_Union[LeavingLoRA, _Mapping]]] = ..., exchanged_lora_names: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., traits: _Optional[_Union[ModelTraits, _Mapping]] = ..., rival_address: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class LeavingLoRA(_message.Message):
     __slots__ = ("lora_name", "lora_digest")
@@ -427,7 +429,7 @@ class GetClusterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable", "ejected", "of_another_kind", "apart", "not_connected", "unused")
+    __slots__ = ("router_id", "num_queued_requests", "num_queued_tokens", "num_running_requests", "is_registry_reachable", "workers", "unreachable", "ejected", "of_another_kind", "apart", "not_connected", "unused", "version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +442,7 @@ class ClusterStatus(_message.Message):
     APART_FIELD_NUMBER: _ClassVar[int]
     NOT_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     UNUSED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     num_queued_requests: int
     num_queued_tokens: int
@@ -452,7 +455,8 @@ class ClusterStatus(_message.Message):
     apart: _containers.RepeatedCompositeFieldContainer[WorkerPair]
     not_connected: _containers.RepeatedScalarFieldContainer[str]
     unused: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., ejected: _Optional[_Iterable[str]] = ..., of_another_kind: _Optional[_Iterable[str]] = ..., apart: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., not_connected: _Optional[_Iterable[str]] = ..., unused: _Optional[_Iterable[str]] = ...) -> None: ...
+    version: str
+    def __init__(self, router_id: _Optional[str] = ..., num_queued_requests: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., is_registry_reachable: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., unreachable: _Optional[_Iterable[str]] = ..., ejected: _Optional[_Iterable[str]] = ..., of_another_kind: _Optional[_Iterable[str]] = ..., apart: _Optional[_Iterable[_Union[WorkerPair, _Mapping]]] = ..., not_connected: _Optional[_Iterable[str]] = ..., unused: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class WorkerPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker")

@@ -16,6 +16,7 @@ from router.open_requests import OpenRequests
 from router.parts import RouterParts
 from router.worker_handle import WorkerHandle
 from rpc.errors import InternalError, NotFound, TandemError, rpc_errors_as_tandem_errors
+from rpc.version import tandem_version
 
 _T = TypeVar("_T")
 
@@ -61,6 +62,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             workers=workers,
             unreachable=unreachable,
             unused=self._unused(),
+            version=tandem_version(),
             ejected=self._parts.pool.ejected,
             of_another_kind=self._parts.pool.of_another_kind,
             not_connected=self._parts.pool.not_connected,

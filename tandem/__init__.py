@@ -145,18 +145,11 @@ __all__ = [
 ]
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("tandem-llm")
-    except PackageNotFoundError:  # a checkout on the path that was never installed
-        return "0.0.0+checkout"
-
-
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return _version()
+        from rpc.version import tandem_version
+
+        return tandem_version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

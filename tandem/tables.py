@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,18 @@ def seen_by_all(statuses: Sequence[ClusterStatus]) -> ClusterStatus:
             remarks = getattr(seen, name)
             remarks.extend([remark for remark in getattr(other, name) if remark not in remarks])
     return seen
+
+
+def version_line(statuses: Sequence[ClusterStatus]) -> str:
+    """The version that most processes have, and which processes have others. Empty if none says its version."""
+    versions = {f"router {status.router_id}": status.version for status in statuses}
+    versions |= {worker.record.worker_id: worker.record.version for worker in seen_by_all(statuses).workers}
+    known = Counter(filter(None, versions.values()))
+    if not known:
+        return ""
+    ((usual, _),) = known.most_common(1)
+    others = [f"{name} ({version or 'older'})" for name, version in versions.items() if version != usual]
+    return f"tandem {usual}" + (f"; others: {', '.join(others)}" if others else "")
 
 
 def adapter_lines(status: ClusterStatus) -> list[str]:

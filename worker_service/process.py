@@ -45,6 +45,7 @@ from rpc.entrypoint import announce, with_flags
 from rpc.http import HttpServer, show_metrics, tell_of_process
 from rpc.server import CannotListen, Server
 from rpc.session import PROTOCOL_VERSION
+from rpc.version import tandem_version
 from worker_service.args import WorkerArgs, check_lora_dir
 from worker_service.device_pool import DeviceWatch
 from worker_service.lora_folder import LoRAFolder
@@ -408,4 +409,5 @@ class WorkerProcess:
             transport=self._args.transport,
             traits=self._traits,
             rival_address=self._registration.rival_address,
+            version=tandem_version(),
         )

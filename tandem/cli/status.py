@@ -21,6 +21,7 @@ from tandem.tables import (
     router_line,
     seen_by_all,
     status_table,
+    version_line,
 )
 
 
@@ -47,6 +48,8 @@ def status(is_json: bool, address: str, api_key: str, tls: ClientTLS | None) -> 
         return
     for line in [router_line(answer, each) for each, answer in answers.by_address.items()] + answers.away:
         click.echo(line)
+    if version := version_line(list(answers.by_address.values())):
+        click.echo(version)
     seen = seen_by_all(list(answers.by_address.values()))
     print_table(status_table(seen))
     for line in adapter_lines(seen):

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from engine.cache_dir import default_download_dir
 from engine.model_loader.default_model import DEFAULT_MODEL
 from rpc.errors import InvalidRequest
+from rpc.version import tandem_version
 from tandem.client import Client
 
 SMALL = (
@@ -150,7 +151,8 @@ def test_ctrl_c_cancels_the_request_on_the_workers(cluster: RunningCluster) -> N
 def test_status_lists_the_workers(cluster: RunningCluster) -> None:
     done = tandem("status", router=cluster.address)
     assert done.returncode == 0, done.stderr
-    router, header, *rows = done.stdout.splitlines()
+    router, version, header, *rows = done.stdout.splitlines()
+    assert version == f"tandem {tandem_version()}", "all have it"
     assert f"at {cluster.address}: 0 running, 0 queued" in router
     assert header.split()[:4] == ["id", "role", "address", "pid"]
     assert [row.split()[:2] for row in rows] == [["prefill-1", "prefill"], ["decode-1", "decode"]]

@@ -17,6 +17,7 @@ from tandem.tables import (
     router_line,
     seen_by_all,
     status_table,
+    version_line,
 )
 
 ADDRESS = "127.0.0.1:50051"
@@ -75,6 +76,19 @@ def test_several_routers_see_each_worker_once_and_every_remark_is_said() -> None
     assert [row[-1] for row in status_table(whole).rows] == ["ejected", "ejected"]
     assert list(whole.ejected) == ["a", "b"]
     assert list(whole.unused) == ["c: another model"]
+
+
+def test_one_version_is_said_once_and_others_name_those_that_have_them() -> None:
+    def seen(of_router: str, **of_workers: str) -> worker_pb.ClusterStatus:
+        records = [worker_pb.WorkerRecord(worker_id=name, version=version) for name, version in of_workers.items()]
+        workers = [worker_pb.WorkerStatus(record=record) for record in records]
+        return worker_pb.ClusterStatus(router_id=f"r{of_router}", version=of_router, workers=workers)
+
+    assert version_line([seen("2", a="2", b="2")]) == "tandem 2"
+    assert version_line([seen("2", b="2", a="1", c="2", d="")]) == "tandem 2; others: a (1), d (older)"
+    assert version_line([seen("1", a="2", b="2"), seen("2", a="2", b="2")]) == "tandem 2; others: router r1 (1)"
+    assert version_line([seen("", a="2")]) == "tandem 2; others: router r (older)"
+    assert version_line([seen("", a="", b="")]) == "", "older than those that say it"
 
 
 def test_which_workers_have_which_adapter() -> None:
