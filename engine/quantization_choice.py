@@ -9,7 +9,13 @@ from engine.cache_dir import report
 from engine.float8 import why_no_float8
 from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED, StoredWeights
+from engine.models.transformers_config import TransformersConfig
 
+FEWEST_OUTPUTS = 128
+"""In models by transformers' code, weights of fewer outputs stay plain. Among them are the gates of experts and of
+states, for which rounding matters most; they take little memory."""
+INT8_GRAIN = 2
+"""The CPU kernels take inputs in pairs."""
 FLOAT8_GRAIN = 16
 """Both sizes of a weight in 8 bits must be multiples of this for `torch._scaled_mm`."""
 GROUP_GRAIN = 16
@@ -48,28 +54,42 @@ def resolve_quantization(
 
 def check_quantization(asked: str, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> None:
     """Raise `ValueError` if a quantization given by name cannot work."""
-    if model.model_impl == "transformers":
-        check_quantization_by_transformers(asked)
     why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
-    if asked == "int4" and not why_not:
-        why_not = _why_no_groups(model)
-    advice = "int8 or none"
-    if (model.mla is not None or model.moe is not None) and asked != "none":
-        advice = "auto or none"
-        why_not = (
-            "models with latent attention or experts can only have quantised weights as their checkpoint stores them, "
-            "which is what auto does"
-        )
+    if isinstance(model, TransformersConfig):
+        advice = "none"
+        if asked != "none":
+            why_not = why_not or _why_no_product(asked, model)
+    else:
+        advice = "int8 or none"
+        if asked == "int4" and not why_not:
+            why_not = _why_no_groups(model)
+        if (model.mla is not None or model.moe is not None) and asked != "none":
+            advice = "auto or none"
+            why_not = (
+                "models with latent attention or experts can only have quantised weights as their checkpoint stores "
+                "them, which is what auto does"
+            )
     if why_not:
         raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
 
 
-def check_quantization_by_transformers(asked: str) -> None:
-    """Raise `ValueError` if models that transformers' code computes cannot have this quantization."""
-    if asked not in ("auto", "none"):
-        raise ValueError(
-            f"quantization {asked} cannot work here: the model is computed by transformers' code; give none"
-        )
+def quantizes(quantization: str, outputs: int, inputs: int) -> bool:
+    """Whether a weight of this size is quantised in a model that transformers' code computes; others stay plain."""
+    if quantization == "none" or outputs < FEWEST_OUTPUTS:
+        return False
+    if quantization == "fp8":
+        return outputs % FLOAT8_GRAIN == 0 and inputs % FLOAT8_GRAIN == 0
+    return inputs % (INT4_GROUP_SIZE if quantization == "int4" else INT8_GRAIN) == 0
+
+
+def _why_no_product(asked: str, model: TransformersConfig) -> str:
+    """Why no weight of the model would be quantised, as a clause; empty if some would, or all that count."""
+    if model.has_experts:
+        return "transformers' code computes the model, and its experts, which are most of its weights, would stay plain"
+    if not any(quantizes(asked, *size) for size in model.products):
+        sizes = ", ".join(f"{outputs}x{inputs}" for outputs, inputs in model.products)
+        return f"none of the model's products, of sizes {sizes}, fits it"
+    return ""
 
 
 def _why_widened(
@@ -122,7 +142,7 @@ def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None
         return why_not
     if dtype != "bfloat16":
         return f"it computes bfloat16, and dtype is {dtype}"
-    sizes = _sizes_of_products(model)
+    sizes = () if isinstance(model, TransformersConfig) else _sizes_of_products(model)
     if any(size % FLOAT8_GRAIN for size in sizes):
         return f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
     return ""

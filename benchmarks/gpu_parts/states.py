@@ -3,12 +3,13 @@
 
 A decoding step reads and writes each sequence's matrices, so a copy of as many bytes is its limit. A prompt is computed
 in spans of tokens, one after the other: no limit of the device says how long that takes. Beside it, its tokens one
-after the other, as `batch_invariant` has them.
+after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,15 +34,17 @@ def measure(setting: Setting) -> Iterator[Row]:
     why_not = why_no_triton(setting.device)
     if why_not:
         raise NotRun(why_not)
-    from engine.kernels.gpu.invariant_parts import INVARIANT_RECURRENT_OPS
+    from engine.kernels.gpu.delta import delta_rule
     from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
+    from engine.kernels.gpu.scan import scan
 
     sizes, ops = setting.sizes.states, TRITON_RECURRENT_OPS
     for name, layer in (("delta rules", sizes.delta), ("Mamba-2", sizes.mamba_2)):
         yield error_row(setting, name, layer, ops)
         for num_seqs in sizes.nums_seqs:
             yield decode_row(setting, name, layer, num_seqs, ops)
-        for how, each in (("in spans", ops), ("token by token", INVARIANT_RECURRENT_OPS)):
+        token_by_token = replace(ops, delta_rule=delta_rule, scan=scan)
+        for how, each in (("in spans", ops), ("token by token", token_by_token)):
             bench = Bench(layer, [sizes.prompt_tokens], each, setting)
             milliseconds = 1e3 * timed([bench.compute], setting)
             yield Row(what=f"{name}, prompt of {sizes.prompt_tokens} {how}", value=milliseconds, unit="ms")

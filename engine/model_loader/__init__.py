@@ -10,6 +10,7 @@ not import torch, which takes a second, and only a conversion imports transforme
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from engine.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from engine.attention import PagedBackend
+    from engine.layers import MakeLinear
     from engine.model_loader.weights import Weights
     from engine.models import DecoderConfig, ModelShape
     from engine.models.model import Model
@@ -155,11 +157,22 @@ def _load_transformers_model(
     from engine.model_loader.transformers_weights import load_causal_lm
     from engine.models.transformers_config import TransformersConfig
     from engine.models.transformers_model import TransformersModel
+    from engine.models.transformers_products import replace_products
 
     assert isinstance(shape, TransformersConfig)
     assert isinstance(backend, AttentionBackend)
     causal_lm = load_causal_lm(config, keeps_four_bits=parts.four_bit_experts is not None)
+    replace_products(causal_lm, _linear_of(config, parts), parts.lm_head, config.device.device)
     return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape))
+
+
+def _linear_of(config: EngineConfig, parts: Parts) -> Callable[[int, int], MakeLinear]:
+    """Which part computes a product of these outputs and inputs."""
+    from engine.quantization_choice import quantizes
+
+    quantization = config.model.quantization
+    plain = _parts_of(replace(config, model=replace(config.model, quantization="none")))
+    return lambda outputs, inputs: parts.linear if quantizes(quantization, outputs, inputs) else plain.linear
 
 
 def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStates | None:

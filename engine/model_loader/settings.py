@@ -17,7 +17,7 @@ from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora
 from engine.memory import least_gib, memory_bytes, most_gib
 from engine.model_loader.language_part import read_config
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
-from engine.quantization_choice import check_quantization, check_quantization_by_transformers
+from engine.quantization_choice import check_quantization
 from engine.tensor_parallel.shares import ONE_RANK, share_of
 
 CPU_KV_CACHE_GIB = 1.0
@@ -37,7 +37,6 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
         check_adapter(name, path)
     offloading_bytes_of(args)
     if not is_ours:
-        check_quantization_by_transformers(args.quantization)
         if args.tensor_parallel_size > 1:
             raise ValueError(ONE_RANK)
         return

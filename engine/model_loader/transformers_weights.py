@@ -27,8 +27,9 @@ from engine.models.transformers_probe import MAKING, causal_lm_config
 
 
 def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
-    """Load the model onto the device, in the engine's dtype, with our attention. Raises `ValueError` if files and
-    config.json do not fit; transformers itself would make up missing weights.
+    """Load the model in the engine's dtype, with our attention: onto the device, or into host memory if weights are to
+    be quantised. Raises `ValueError` if files and config.json do not fit; transformers itself would make up missing
+    weights.
 
     `keeps_four_bits`: experts in MXFP4 stay so, in our own modules (engine/models/transformers_experts.py); otherwise
     they are dequantised."""
@@ -50,7 +51,8 @@ def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
                 check_all(tensors)
                 if not keeps_four_bits:
                     tensors = widen_all(tensors, dtype=TORCH_DTYPES[model.dtype], device=device)
-            causal_lm, loaded = _loaded(model_class, hf_config, tensors, arguments, device)
+            goes_to = device if model.quantization == "none" else "cpu"
+            causal_lm, loaded = _loaded(model_class, hf_config, tensors, arguments, goes_to)
             _check_all_fits(str(model.path), loaded)
     return causal_lm.eval().requires_grad_(False)
 

@@ -1,8 +1,8 @@
 """The operations of layers that keep a state, between their products: what they take, and which layers they fit.
 
-Each computes a sequence's tokens from the sequence's row of `RecurrentStates`, and leaves the new state there. On CPUs,
-and on GPUs under `batch_invariant`, it computes them one after the other. So its numbers depend neither on the chunks
-that a prompt comes in nor on other sequences (README, P3).
+Each computes a sequence's tokens from the sequence's row of `RecurrentStates`, and leaves the new state there. On CPUs
+it computes them one after the other. So its numbers depend neither on the chunks that a prompt comes in nor on other
+sequences (README, P3).
 
 Shapes: T tokens, C channels, J taps, N value heads, K and V dims of keys and values.
 """

@@ -42,6 +42,8 @@ class TransformersConfig(ModelShape):
     its own."""
     num_expert_tensors: int
     """Number of weights that hold one product of all experts."""
+    products: tuple[tuple[int, int], ...]
+    """(outputs, inputs) of the layers' products, without repetitions."""
     body: str
     """Name of the module that computes hidden states from tokens; the rest of the causal language model computes logits
     from them."""
@@ -98,6 +100,7 @@ class TransformersConfig(ModelShape):
             attention=step.attention,
             recurrent_layers=step.recurrent_layers,
             num_expert_tensors=step.num_expert_tensors,
+            products=step.products,
             body=step.body,
             why_no_more_positions=why_no_more,
             computation=hashlib.blake2b(meaning.encode(), digest_size=16).hexdigest(),

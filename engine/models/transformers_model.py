@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.pytorch_utils import Conv1D
 
 from engine.attention import AttentionBackend
-from engine.layers import HeadProjection, Linear, Unrotated
+from engine.layers import HeadProjection, Unrotated
 from engine.models.head_shape import HeadShape
 from engine.models.layer import CosSin, OnLayer
 from engine.models.parts import Parts
@@ -55,12 +54,12 @@ class TransformersModel:
         parts: Parts,
         states: RecurrentStates | None = None,
     ) -> None:
-        """`causal_lm`: transformers' model, with weights on the device and `PAGED` attention. This modifies it.
-        `states`: of `config.recurrent_layers`; None if there are none."""
+        """`causal_lm`: transformers' model on the device, with `PAGED` attention and its products replaced
+        (engine/models/transformers_products.py). This modifies it further. `states`: of `config.recurrent_layers`; None
+        if there are none."""
         self.adapters: Adapters | None = None
         self.states = states
         self.reads_back = False  # if it does read back, the configuration has already turned recording off
-        replace_products(causal_lm, parts)
         for module in causal_lm.modules():
             if isinstance(module, FourBitExperts):
                 module.compute_by(parts)
@@ -246,31 +245,3 @@ def _poison_the_second(_module: nn.Module, _inputs: Any, output: torch.Tensor) -
     output = output.clone()
     output[:, 1] = float("nan")
     return output
-
-
-class _Product(nn.Module):
-    """One of our parts in place of torch's linear layer."""
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self._linear = linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self._linear(x.reshape(-1, x.shape[-1]).contiguous())
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def replace_products(causal_lm: Any, parts: Parts) -> None:
-    """Replace linear layers by `parts`, unless these are plain torch."""
-    head = causal_lm.get_output_embeddings()
-    for parent in list(causal_lm.modules()):
-        for name, module in list(parent.named_children()):
-            make = parts.lm_head if module is head else parts.linear
-            if type(module) not in (nn.Linear, Conv1D) or make is Linear:
-                continue
-            # Conv1D is GPT-2's linear layer, with a transposed weight.
-            weight = module.weight.data.T.contiguous() if type(module) is Conv1D else module.weight.data
-            bias = () if module.bias is None else (module.bias.data,)
-            if weight.shape[1] % 2 or (module is head and bias):
-                continue  # the logits' product has no bias
-            setattr(parent, name, _Product(make(weight, *bias)))

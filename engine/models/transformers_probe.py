@@ -33,6 +33,7 @@ from engine.models.head_shape import HeadShape, pool_shape, why_not_together
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
 from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.scores import AttentionModule, Scores
+from engine.models.transformers_products import sizes_of_products
 
 WATCHED = "tandem_watched"
 """The name of the recording attention in transformers."""
@@ -68,6 +69,7 @@ class Step:
     hidden_size: int
     vocab_size: int
     num_expert_tensors: int
+    products: tuple[tuple[int, int], ...]
     body: str
 
 
@@ -109,6 +111,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         model = _model_without_weights(config)
         body = _body_of(model)
         recurrent_layers = take_recurrent_layers(model)
+        num_expert_tensors, products = _num_expert_tensors(model), sizes_of_products(model)
         # Why such code fails without numbers, or attends in too few layers.
         other_states = "" if recurrent_layers else why_not_its_states(model)
         for module_name, module in model.named_modules():
@@ -142,7 +145,8 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         head_shapes=tuple(call.heads for call in calls) if len({call.heads for call in calls}) > 1 else (),
         hidden_size=hidden_1TD.shape[-1],
         vocab_size=logits_1TV.shape[-1],
-        num_expert_tensors=sum(parameter.ndim == 3 for parameter in model.parameters()),
+        num_expert_tensors=num_expert_tensors,
+        products=products,
         body=body,
     )
 
@@ -354,6 +358,12 @@ def _masks_of(model: Any, tokens: torch.Tensor, has_recurrent_layers: bool) -> A
         config=model.config, inputs_embeds=embeds, attention_mask=tokens, past_key_values=None, position_ids=tokens
     )
     return {"full_attention": causal, "linear_attention": None, "conv": None}
+
+
+def _num_expert_tensors(model: Any) -> int:
+    """How many weights hold one product of all experts. A convolution's weight has three dims, too."""
+    modules = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+    return sum(parameter.ndim == 3 for module in modules for parameter in module.parameters(recurse=False))
 
 
 def _meaning_of(error: Exception) -> str:

@@ -83,6 +83,8 @@ def gpu() -> Iterator[PretendGpu]:
         (GRANITE_H, {}, {"attention_backend": "torch"}),
         (FALCON_H1, {"dtype": "bfloat16"}, IN_TURN),
         (GEMMA4 | {"vocab_size": 60, "eos_token_id": 59}, {}, {"attention_backend": "torch"}),
+        (GRANITE_H | {"shared_intermediate_size": 160}, {"quantization": "int4"}, {"attention_backend": "torch"}),
+        (QWEN3_5 | {"intermediate_size": 160}, {"dtype": "bfloat16", "quantization": "fp8"}, IN_TURN),
     ],
     ids=[
         "float32",
@@ -104,6 +106,8 @@ def gpu() -> Iterator[PretendGpu]:
         "states of mamba-2",
         "states beside attention in bfloat16",
         "gemma4",
+        "int4 by transformers",
+        "fp8 by transformers",
     ],
 )
 def test_recorded_steps_a_step_ahead(

@@ -58,10 +58,6 @@ async def test_a_machine_without_our_redis_is_told_to_name_one(tmp_path: Path, m
             {"model_impl": "transformers", "tensor_parallel_size": 2},
             "--tensor-parallel-size must be 1 for models that transformers' code computes",
         ),
-        (
-            {"model_impl": "transformers", "quantization": "int8"},
-            "--quantization int8 cannot work here: the model is computed by transformers' code; give none",
-        ),
         ({"max_loras": 1, "lora_dir": "/nowhere"}, "--lora-dir: there is no folder /nowhere"),
         (
             {"generation_config": "/nowhere"},

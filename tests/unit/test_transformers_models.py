@@ -236,13 +236,6 @@ def test_sinks_are_seen_and_flash_attention_has_none() -> None:
         choose_attention_backend("flash_attn", needs)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_eight_bits_are_refused(quantization: str, tmp_path: Path) -> None:
-    save_model(CONFIGS["olmo2"](), tmp_path)
-    with pytest.raises(ValueError, match=f"quantization {quantization} cannot work here: the model is computed by"):
-        engine_config(tmp_path, quantization=quantization)
-
-
 def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
     save_model(CONFIGS["phi3-longrope"](), tmp_path)
     assert engine_config(tmp_path).model.max_model_len == 64

@@ -3,30 +3,34 @@ chunks, and beside whichever sequences."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from recurrent_benches import LAYERS, MAMBA_2S, Bench, layer_of, mamba2_of, text_of, weight_of
 from triton_device import DEVICE
 
 from engine.kernels.gpu.convolution import TOKENS_PER_PROGRAM
-from engine.kernels.gpu.invariant_parts import INVARIANT_RECURRENT_OPS
+from engine.kernels.gpu.delta import delta_rule
 from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
+from engine.kernels.gpu.scan import scan
 from engine.models.recurrent_ops import RecurrentOps
 from engine.models.recurrent_reference import TORCH_OPS
 from engine.models.recurrent_shape import DeltaLayer, Mamba2Layer
 
+TOKEN_BY_TOKEN = replace(TRITON_RECURRENT_OPS, delta_rule=delta_rule, scan=scan)
 ODD = layer_of(1, 3, 10, 7, 4)
 """Sizes that no tile has."""
 ODD_MAMBA_2 = mamba2_of(6, 7, 10, 3, 3)
 
 
-def bench_of(layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype, ops: RecurrentOps = INVARIANT_RECURRENT_OPS) -> Bench:
+def bench_of(layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype, ops: RecurrentOps = TOKEN_BY_TOKEN) -> Bench:
     return Bench(layer, ops, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", [LAYERS[1], ODD, MAMBA_2S[1], ODD_MAMBA_2], ids=str)
-@pytest.mark.parametrize("ops", [TRITON_RECURRENT_OPS, INVARIANT_RECURRENT_OPS], ids=["spans", "invariant"])
+@pytest.mark.parametrize("ops", [TRITON_RECURRENT_OPS, TOKEN_BY_TOKEN], ids=["spans", "token by token"])
 def test_states_are_those_of_torch(ops: RecurrentOps, layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype) -> None:
     texts = [text_of(layer, length, seed) for seed, length in enumerate((1, 2, TOKENS_PER_PROGRAM + 3))]
     found = []

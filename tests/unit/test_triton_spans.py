@@ -13,10 +13,11 @@ from gpu_kinds import GPU_KINDS
 from recurrent_benches import Bench, Tokens, layer_of, mamba2_of, text_of
 from triton_device import DEVICE
 
+from engine.kernels.gpu.delta import delta_rule
 from engine.kernels.gpu.delta_spans import delta_rule_in_spans
 from engine.kernels.gpu.gpu_kind import GpuKind
-from engine.kernels.gpu.invariant_parts import INVARIANT_RECURRENT_OPS
 from engine.kernels.gpu.parts import TRITON_RECURRENT_OPS
+from engine.kernels.gpu.scan import scan
 from engine.kernels.gpu.scan_spans import scan_in_spans
 from engine.kernels.gpu.spans import FEWEST, SEQS_AT_ONCE
 from engine.models.recurrent_ops import RecurrentOps
@@ -24,6 +25,7 @@ from engine.models.recurrent_shape import DeltaLayer, Mamba2Layer
 from engine.models.recurrent_states import RecurrentStep
 
 Layer = DeltaLayer | Mamba2Layer
+TOKEN_BY_TOKEN = replace(TRITON_RECURRENT_OPS, delta_rule=delta_rule, scan=scan)
 LAYERS = {
     "delta": layer_of(2, 4, 16, 32, 4),
     "delta, odd sizes": layer_of(1, 3, 10, 7, 4),
@@ -43,13 +45,16 @@ OF_HALVES = 2e-4
 
 
 def in_spans(kind: GpuKind) -> RecurrentOps:
-    rule, scan = partial(delta_rule_in_spans, kind=kind), partial(scan_in_spans, kind=kind)
-    return replace(TRITON_RECURRENT_OPS, delta_rule=rule, scan=scan)
+    return replace(
+        TRITON_RECURRENT_OPS,
+        delta_rule=partial(delta_rule_in_spans, kind=kind),
+        scan=partial(scan_in_spans, kind=kind),
+    )
 
 
 def assert_agree(layer: Layer, ops: RecurrentOps, *steps: list[tuple[int, Tokens]]) -> None:
     """In each step, slots compute their next tokens."""
-    benches = [Bench(layer, each, device=DEVICE) for each in (ops, INVARIANT_RECURRENT_OPS)]
+    benches = [Bench(layer, each, device=DEVICE) for each in (ops, TOKEN_BY_TOKEN)]
     for step in steps:
         ours, expected = (torch.cat(bench.step(*step)) for bench in benches)
         torch.testing.assert_close(ours, expected, rtol=ROUNDED, atol=ROUNDED)
@@ -93,7 +98,7 @@ def test_spans_of_some_of_many_sequences(ops: RecurrentOps) -> None:
     firsts, counts, slots = (torch.from_numpy(each).to(DEVICE) for each in (ends - lengths, lengths, np.arange(133)))
     step = RecurrentStep(firsts, counts, slots, slots < 0, lengths)
     found = []
-    for each in (ops, INVARIANT_RECURRENT_OPS):
+    for each in (ops, TOKEN_BY_TOKEN):
         matrices = torch.randn(133, 1, 16, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         y = each.delta_rule(text.x.to(DEVICE), text.decay.to(DEVICE), text.beta.to(DEVICE), matrices, step)
         found.append((y, matrices))

@@ -2,7 +2,7 @@
 
 It computes a sequence's tokens one after the other, with a part of a head's matrix in registers. So a token's numbers
 depend neither on the chunks that its prompt comes in nor on other sequences, but a prompt takes as many rounds as it
-has tokens. Without `batch_invariant`, prompts are computed in spans (delta_spans.py).
+has tokens. In bfloat16, prompts are computed in spans (delta_spans.py).
 
 Shapes: T tokens, S sequences, C channels, N value heads, K and V dims of keys and values.
 """

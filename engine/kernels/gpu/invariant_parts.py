@@ -11,8 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from engine.kernels.gpu.convolution import convolve
-from engine.kernels.gpu.delta import delta_rule
 from engine.kernels.gpu.eight_bits import scaled_product
 from engine.kernels.gpu.experts import tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
@@ -26,11 +24,8 @@ from engine.kernels.gpu.product import (
     row_product,
     scaled_row_config,
 )
-from engine.kernels.gpu.scan import scan
 from engine.layers import HeadProducts, Linear
 from engine.models.expert_products import ExpertProducts
-from engine.models.recurrent_ops import RecurrentOps
-from engine.models.recurrent_reference import gates, steps
 from engine.quantization import Float8Linear, QuantizedLinears
 from engine.weight import Weight
 
@@ -121,15 +116,12 @@ class InvariantInt4Linear(TritonInt4Linear):
         return y_TN.view(*x.shape[:-1], y_TN.shape[1])
 
 
-INVARIANT_RECURRENT_OPS = RecurrentOps(convolve, delta_rule, gates, scan, steps)
-"""Tokens are computed one after the other, whatever chunks a prompt comes in."""
 INVARIANT_PARTS = replace(
     TRITON_PARTS.with_products(InvariantLinear),
     lm_head=InvariantFloatLinear,
     scores=InvariantFloatLinear,
     head_products=InvariantHeadProducts,
     plain_experts=InvariantExperts,
-    recurrent_ops=INVARIANT_RECURRENT_OPS,
 )
 INVARIANT_QUANTIZED_LINEARS = QuantizedLinears(
     plain=InvariantLinear,

@@ -5,7 +5,7 @@ each other; from span to span, the state is carried on. The spans of all sequenc
 are numbered one after the other.
 
 A sequence's first span begins where its tokens of the step begin. So a token's numbers depend, by some rounding, on the
-chunks that its prompt comes in. Under `batch_invariant`, tokens are computed one after the other instead.
+chunks that its prompt comes in, as it does by the rounding of torch's products.
 
 Tensor cores multiply numbers of 16 bits. A number of 32 bits is given to them as two of 16, its halves, whose sum has
 16 of its 24 significant bits. (Where a text repeats itself, errors of its larger half alone, and of the 11 bits of

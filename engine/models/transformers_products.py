@@ -1,0 +1,66 @@
+"""Our products in place of transformers' linear layers: faster ones, or with weights in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.layers import Linear, MakeLinear
+
+
+class _Product(nn.Module):
+    """One of our parts in place of torch's linear layer."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._linear(x.reshape(-1, x.shape[-1]).contiguous())
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def replace_products(
+    causal_lm: Any, linear_of: Callable[[int, int], MakeLinear], lm_head: MakeLinear, device: str
+) -> None:
+    """Replace linear layers, one after the other, and move the model to the device. Whatever would be plain torch, or
+    does not fit our parts, stays.
+
+    `linear_of`: which of our parts computes a product of these outputs and inputs; `lm_head`: which one the logits."""
+    head = causal_lm.get_output_embeddings()
+    for parent in list(causal_lm.modules()):
+        for name, module in list(parent.named_children()):
+            if not is_product(module):
+                continue
+            make = lm_head if module is head else linear_of(*size_of(module))
+            if make is Linear or size_of(module)[1] % 2 or (module is head and module.bias is not None):
+                continue  # the logits' product has no bias
+            # Conv1D is GPT-2's linear layer, with a transposed weight.
+            weight = module.weight.data.T.contiguous() if type(module) is Conv1D else module.weight.data
+            bias = () if module.bias is None else (module.bias.data.to(device),)
+            setattr(parent, name, _Product(make(weight.to(device), *bias)))
+    causal_lm.to(device)
+
+
+def sizes_of_products(causal_lm: Any) -> tuple[tuple[int, int], ...]:
+    """(outputs, inputs) of the products that layers have, without repetitions."""
+    return tuple(sorted({size_of(module) for module in _products_of_layers(causal_lm)}))
+
+
+def _products_of_layers(causal_lm: Any) -> Iterator[nn.Module]:
+    head = causal_lm.get_output_embeddings()
+    return (module for module in causal_lm.modules() if is_product(module) and module is not head)
+
+
+def is_product(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def size_of(product: Any) -> tuple[int, int]:
+    """(outputs, inputs)"""
+    sizes: tuple[int, int] = tuple(product.weight.shape)
+    return sizes[::-1] if type(product) is Conv1D else sizes

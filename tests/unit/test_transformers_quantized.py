@@ -1,0 +1,116 @@
+"""Weights in 8 and 4 bits of models that transformers' own code computes: the results are those of transformers with
+the dequantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference, save_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers_cases import GRANITE_H, LFM2, QWEN3_5, QWEN3_MOE
+
+from engine.attention import Needs, why_no_graphs
+from engine.models import load_model_shape
+from engine.models.transformers_products import is_product
+from engine.quantization import quantize_int8
+from engine.quantization_choice import FEWEST_OUTPUTS
+from engine.weight import as_int4
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDE = SMALL | {"hidden_size": 96, "intermediate_size": 160}
+GPT2 = {"vocab_size": 307, "n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 128, "eos_token_id": 2}
+GRANITE = GRANITE_H | {"vocab_size": 307, "shared_intermediate_size": 160}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "granite-h": lambda: transformers.GraniteMoeHybridConfig(**GRANITE),
+    "lfm2": lambda: transformers.Lfm2Config(**LFM2 | {"vocab_size": 307, "block_ff_dim": 160}),
+    "olmo2": lambda: transformers.Olmo2Config(**WIDE | {"attention_bias": True}),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**QWEN3_5 | {"vocab_size": 307, "intermediate_size": 160}),
+}
+
+
+def int8(weight_NK: torch.Tensor) -> torch.Tensor:
+    int8_NK, scale_N = quantize_int8(weight_NK)
+    return (int8_NK * scale_N[:, None]).to(weight_NK.dtype)
+
+
+DEQUANTISED = {"int8": int8, "int4": lambda weight_NK: as_int4(weight_NK).dequantized()}
+
+
+def dequantise(model: Any, quantization: str) -> int:
+    """Round the weights that are quantised; return how many products there are of these."""
+    head, num_rounded = model.get_output_embeddings(), 0
+    for module in model.modules():
+        if not is_product(module) or module is head:
+            continue
+        weight = module.weight.data.T if type(module) is Conv1D else module.weight.data
+        if len(weight) < FEWEST_OUTPUTS or (weight.shape[1] % 32 and quantization == "int4"):
+            continue
+        rounded = DEQUANTISED[quantization](weight.contiguous())
+        module.weight.data = rounded.T.contiguous() if type(module) is Conv1D else rounded
+        num_rounded += 1
+    return num_rounded
+
+
+@pytest.mark.parametrize("quantization", DEQUANTISED)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_the_dequantised_weights(name: str, quantization: str, tmp_path: Path) -> None:
+    model = save_model(CONFIGS[name](), tmp_path)
+    num_products = sum(type(module) in (nn.Linear, Conv1D) for module in model.modules())
+    assert 0 < dequantise(model, quantization) < num_products - 1, "some stay plain beside the logits'"
+    bench = Bench(engine_config(tmp_path, quantization=quantization, model_impl="transformers"))
+    tokens = random_tokens(21, seed=1)
+    seq = bench.sequence(tokens)
+    assert bench.logits((seq, 13)) is None
+    logits = bench.logits((seq, 8))
+    assert logits is not None
+    assert_close(logits[0], reference(model, tokens))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_cpu_kernels_multiply_with_quantised_weights(quantization: str, tmp_path: Path) -> None:
+    model = save_model(CONFIGS["qwen3.5"](), tmp_path / "plain")
+    dequantise(model.bfloat16(), quantization)
+    model.save_pretrained(tmp_path / "rounded")
+    tokens, found = random_tokens(21, seed=1), []
+    for folder, given in (("plain", quantization), ("rounded", "none")):
+        settings = {"quantization": given, "dtype": "bfloat16", "block_size": 16, "num_kv_blocks": 64}
+        bench = Bench(engine_config(tmp_path / folder, **settings))
+        seq = bench.sequence(tokens)
+        found.append(bench.logits((seq, 21)))
+    assert found[0] is not None
+    assert found[1] is not None
+    if quantization == "int4":
+        assert torch.equal(*found)
+    else:  # the rounded weights have 8 bits, too, but their scales another 8
+        assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+
+
+def test_models_of_which_nothing_would_be_quantised_are_refused(tmp_path: Path) -> None:
+    save_model(transformers.Olmo2Config(**SMALL), tmp_path)
+    with pytest.raises(ValueError, match=r"quantization int8 cannot work here: none of the model's products, of sizes"):
+        engine_config(tmp_path, quantization="int8")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_experts_are_refused(quantization: str, tmp_path: Path) -> None:
+    save_model(transformers.Qwen3MoeConfig(**WIDE, **EXPERTS), tmp_path)
+    with pytest.raises(ValueError, match=f"quantization {quantization} cannot work here: .* and its experts"):
+        engine_config(tmp_path, quantization=quantization, model_impl="transformers")
+
+
+@pytest.mark.parametrize(("config", "why_not"), [(QWEN3_5, ""), (QWEN3_MOE, "experts are multiplied without waiting")])
+def test_steps_of_experts_are_not_recorded_on_older_gpus(config: dict[str, Any], why_not: str) -> None:
+    """Experts are told by their weights' dims. A convolution has as many."""
+    shape = load_model_shape(config, "transformers")
+    needs = Needs(model=shape, device="cuda", capability=(8, 0), dtype="bfloat16", kv_dtype="bfloat16", block_size=16)
+    assert why_no_graphs("triton", needs).startswith(why_not)
+    assert bool(why_no_graphs("triton", needs)) == bool(why_not)
