@@ -147,7 +147,7 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         return why_not
     # Our kernels, which read nothing back, multiply experts in 8 bits, and all experts with `batch_invariant`. Whether
     # an 8-bit checkpoint has left some experts plain is known when it is read: see `Model.reads_back`.
-    is_ours = needs.quantization == AS_STORED or needs.batch_invariant
+    is_ours = (needs.quantization == AS_STORED and needs.model.model_impl == "tandem") or needs.batch_invariant
     has_grouped_products = needs.model.has_experts and not is_ours
     return _why_no_grouped_products(needs) if has_grouped_products else ""
 

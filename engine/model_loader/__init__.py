@@ -109,7 +109,7 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGrou
     shape = load_model_shape(config.model.hf_config, config.model.model_impl)
     parts = _parts_of(config)
     if isinstance(shape, DecoderConfig):
-        weights = _weights_of(config)
+        weights = _weights_of(config, config.device.device)
         if config.lora_modules or config.lora_room.num:
             parts = _adapted(config, parts, _cuts_of(shape, group))
         if group is not None:
@@ -155,14 +155,19 @@ def _load_transformers_model(
 ) -> TransformersModel:
     from engine.attention import AttentionBackend
     from engine.model_loader.transformers_weights import load_causal_lm
+    from engine.models.stored_weights import StoredWeights, is_mxfp4
     from engine.models.transformers_config import TransformersConfig
     from engine.models.transformers_model import TransformersModel
-    from engine.models.transformers_products import replace_products
+    from engine.models.transformers_products import OurProducts, replace_products
 
     assert isinstance(shape, TransformersConfig)
     assert isinstance(backend, AttentionBackend)
-    causal_lm = load_causal_lm(config, keeps_four_bits=parts.four_bit_experts is not None)
-    replace_products(causal_lm, _linear_of(config, parts), parts.lm_head, config.device.device)
+    hf_config = config.model.hf_config
+    is_narrow = not is_mxfp4(hf_config) and StoredWeights.from_hf(hf_config).quantizations
+    narrow = _weights_of(config, "cpu") if is_narrow else None
+    causal_lm, kept = load_causal_lm(config, narrow, keeps_four_bits=parts.four_bit_experts is not None)
+    products = OurProducts(_linear_of(config, parts), parts.lm_head, narrow=parts.linear)
+    replace_products(causal_lm, products, kept, config.device.device)
     return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape))
 
 
@@ -193,13 +198,13 @@ def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStat
     )
 
 
-def _weights_of(config: EngineConfig) -> Weights:
+def _weights_of(config: EngineConfig, device: str) -> Weights:
     from engine.model_loader.eight_bit_weights import DummyEightBitWeights, EightBitWeights
     from engine.model_loader.int4_weights import DummyInt4Weights, Int4Weights
     from engine.model_loader.weights import DummyWeights, SafetensorsWeights
     from engine.models.stored_weights import AS_STORED, StoredWeights
 
-    model, device = config.model, config.device.device
+    model = config.model
     stored = StoredWeights.from_hf(model.hf_config)
     if config.load.load_format == "dummy":
         if model.quantization == AS_STORED:

@@ -52,6 +52,14 @@ class EightBitWeights(SafetensorsWeights):
             return weight.to(self.dtype).contiguous()
         return weight if self._is_kept(weight) else weight.dequantized()
 
+    def narrow_products(self) -> dict[str, tuple[int, int]]:
+        tensors = {name: handle.get_tensor(name) for name, handle in self._handle_of.items()}
+        return {
+            name: (tensor.shape[0], tensor.shape[1])
+            for name, tensor in tensors.items()
+            if tensor.dtype in self._dtypes and tensor.ndim == 2
+        }
+
     def ignore(self, suffix: str) -> None:
         for ending in ("", *SCALE_ENDINGS):
             super().ignore(suffix + ending)

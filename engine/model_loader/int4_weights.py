@@ -79,6 +79,23 @@ class Int4Weights(SafetensorsWeights):
             return weight
         return self._dequantized(name, weight)
 
+    def narrow_products(self) -> dict[str, tuple[int, int]]:
+        ending = f".{self._names.integers}"
+        names = [name for name in self._handle_of if name.endswith(ending)]
+        return {f"{name.removesuffix(ending)}.weight": self._shape_of(name) for name in names}
+
+    def _shape_of(self, name: str) -> tuple[int, int]:
+        """[N, K] of the weight whose integers a tensor holds."""
+        packed = self._handle(name).get_tensor(name)
+        if packed.ndim != 2:
+            raise ValueError(f"{self._file_of[name]}: {name} has {packed.ndim} axes, expected two")
+        rows, columns = packed.shape
+        if self._packing == "awq":
+            return columns * IN_WORD, rows
+        if self._packing == CT_PACKED:
+            return rows, columns * IN_WORD
+        return (rows, 2 * columns) if self._packing == OWN else (columns, rows * IN_WORD)
+
     def has(self, name: str) -> bool:
         return super().has(name) or super().has(_beside(name, self._names.integers))
 

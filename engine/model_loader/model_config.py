@@ -62,7 +62,7 @@ from engine.model_loader.weights import check_size, digest_by_reading, digest_fi
 from engine.models import ModelShape, load_model_shape
 from engine.models.decoder_config import DecoderConfig
 from engine.models.recurrent_shape import recurrent_bytes
-from engine.models.stored_weights import AS_STORED, StoredWeights
+from engine.models.stored_weights import AS_STORED, StoredWeights, is_mxfp4
 from engine.quantization_choice import resolve_quantization
 from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import share_of
@@ -85,8 +85,9 @@ def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
     hf_config = read_config(folder, args.load_format)
     num_ranks = args.tensor_parallel_size
     shape = share_of(load_model_shape(hf_config, args.model_impl), num_ranks)
-    # For models by transformers' code, `load_model_shape` has checked this: their weights are plain in use.
-    stored = StoredWeights.from_hf(hf_config) if shape.model_impl == "tandem" else StoredWeights()
+    # transformers' code for MXFP4 has a loader of its own.
+    has_mxfp4 = shape.model_impl == "transformers" and is_mxfp4(hf_config)
+    stored = StoredWeights() if has_mxfp4 else StoredWeights.from_hf(hf_config)
     device, dtype = _device(args), dtype_of(args, hf_config)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)
@@ -233,6 +234,7 @@ def compat_digest(
     """
     # The number of positions changes no KV; where RoPE depends on it, its configuration has it.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
+    architecture.pop("products", None)  # follows from the rest
     for name in ("recurrent_layers", "head_shapes", "pool_layers"):
         if not architecture.get(name):
             architecture.pop(name, None)  # as in versions that knew no such layers

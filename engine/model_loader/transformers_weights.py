@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -19,24 +19,38 @@ from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
 from engine.model_loader.folder import opening
 from engine.model_loader.mxfp4 import check_all, widen_all
-from engine.model_loader.weights import open_checkpoint
-from engine.models.stored_weights import is_mxfp4
+from engine.model_loader.narrow_products import made_up_products, split_checkpoint
+from engine.model_loader.weights import SafetensorsWeights, Weights, open_checkpoint
+from engine.models.stored_weights import AS_STORED, is_mxfp4
 from engine.models.transformers_experts import FourBitExperts, WithFourBitExperts, with_four_bit_experts
 from engine.models.transformers_model import PAGED
-from engine.models.transformers_probe import MAKING, causal_lm_config
+from engine.models.transformers_probe import MAKING, causal_lm_config, model_without_weights
+from engine.narrow_weight import NarrowWeight
 
 
-def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
-    """Load the model in the engine's dtype, with our attention: onto the device, or into host memory if weights are to
-    be quantised. Raises `ValueError` if files and config.json do not fit; transformers itself would make up missing
+class Loaded(NamedTuple):
+    causal_lm: Any
+    kept: dict[str, NarrowWeight]
+    """Weights that stay in 8 or 4 bits, by the names of their linear layers, which hold nothing yet."""
+
+
+def load_causal_lm(config: EngineConfig, narrow: Weights | None, *, keeps_four_bits: bool) -> Loaded:
+    """Load the model in the engine's dtype, with our attention: onto the device, or into host memory if products have 8
+    or 4 bits. Raises `ValueError` if files and config.json do not fit; transformers itself would make up missing
     weights.
 
-    `keeps_four_bits`: experts in MXFP4 stay so, in our own modules (engine/models/transformers_experts.py); otherwise
-    they are dequantised."""
+    `narrow`: the weights, in host memory, if the checkpoint has them in 8 or 4 bits. `keeps_four_bits`: experts in
+    MXFP4 stay so, in our own modules (engine/models/transformers_experts.py); otherwise they are dequantised."""
     model, device = config.model, config.device.device
     hf_config = causal_lm_config(model.hf_config)
     arguments = {"attn_implementation": PAGED, "dtype": TORCH_DTYPES[model.dtype]}
     keeps_four_bits = keeps_four_bits and is_mxfp4(model.hf_config)
+    kept: dict[str, NarrowWeight] = {}
+    if config.load.load_format != "dummy":
+        if isinstance(narrow, SafetensorsWeights):
+            tensors, kept = split_checkpoint(narrow, model_without_weights(hf_config))
+        else:
+            tensors = _tensors_of(model.path)
     with MAKING, _progress_where_it_is_seen(), _errors_as_values(str(model.path)):
         model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
         if keeps_four_bits:
@@ -45,8 +59,9 @@ def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
             with torch.random.fork_rng(), torch.device(device), _told_of_errors_alone():
                 torch.manual_seed(config.load.seed)
                 causal_lm = _made_up(model_class, hf_config, arguments, device)
+            if narrow is not None and model.quantization == AS_STORED:
+                kept = made_up_products(narrow, causal_lm)
         else:
-            tensors = _tensors_of(model.path)
             if is_mxfp4(model.hf_config):
                 check_all(tensors)
                 if not keeps_four_bits:
@@ -54,7 +69,7 @@ def load_causal_lm(config: EngineConfig, *, keeps_four_bits: bool) -> Any:
             goes_to = device if model.quantization == "none" else "cpu"
             causal_lm, loaded = _loaded(model_class, hf_config, tensors, arguments, goes_to)
             _check_all_fits(str(model.path), loaded)
-    return causal_lm.eval().requires_grad_(False)
+    return Loaded(causal_lm.eval().requires_grad_(False), kept)
 
 
 def _made_up(model_class: Any, hf_config: Any, arguments: dict[str, Any], device: str) -> Any:

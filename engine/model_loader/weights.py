@@ -195,6 +195,16 @@ class SafetensorsWeights(Weights):
         """Copy a tensor that is a view of its file: a single view would keep the whole map and all pages read."""
         return tensor.clone() if self.device == "cpu" else tensor
 
+    def narrow_products(self) -> dict[str, tuple[int, int]]:
+        """Names and shapes of the weights that the files hold in 8 or 4 bits, for `take_product`."""
+        return {}
+
+    def take_rest(self) -> dict[str, torch.Tensor]:
+        """Take all tensors that are left, as they are stored, by name."""
+        rest = {name: self._handle(name).get_tensor(name) for name in sorted(self._left)}
+        self._left.clear()
+        return rest
+
     def has(self, name: str) -> bool:
         return name in self._handle_of
 

@@ -22,6 +22,8 @@ OWN = "tandem-int4"
 CT_STRATEGIES = ("tensor", "channel", "block")
 CT_ORDERS = (None, "static", "weight", "group", "dynamic")
 """Orders in which columns were quantised. With the last two, which are synonyms, a group's columns are not adjacent."""
+QUANTIZATIONS = ("quantization_config", "compression_config")
+"""Where config.json says it. The second is the earlier name of compressed-tensors."""
 AS_STORED = "stored"
 """Quantization "stored": each weight stays as the checkpoint has it, in 8 or 4 bits, or plain."""
 QUANTIZATION_OF_TYPE = {"float": "fp8", "int": "int8"}
@@ -51,8 +53,7 @@ class StoredWeights:
     @staticmethod
     def from_hf(hf_config: dict[str, Any]) -> StoredWeights:
         """Raises `ValueError` naming the unsupported field, and what is supported."""
-        # The second is the earlier name of compressed-tensors.
-        config = hf_config.get("quantization_config") or hf_config.get("compression_config")
+        config = next((hf_config[field] for field in QUANTIZATIONS if hf_config.get(field)), None)
         if not config:
             return StoredWeights()
         if not isinstance(config, dict):

@@ -14,7 +14,6 @@ from typing import Any
 
 from engine.models.model_shape import ModelShape
 from engine.models.scores import AttentionModule
-from engine.models.stored_weights import is_mxfp4
 
 NOT_OF_THE_COMPUTATION = frozenset({
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -74,11 +73,6 @@ class TransformersConfig(ModelShape):
 
         from engine.models.transformers_probe import causal_lm_config, watch_a_step
 
-        if (hf_config.get("quantization_config") or hf_config.get("compression_config")) and not is_mxfp4(hf_config):
-            raise ValueError(
-                "config.json: quantization_config, but for quant_method mxfp4, is supported in models of our own "
-                f"decoders alone, and {hf_config.get('architectures')} is computed by transformers' code"
-            )
         config = causal_lm_config(hf_config)
         _check_positions(config)
         _check_per_layer_inputs(config)

@@ -33,6 +33,7 @@ from engine.models.head_shape import HeadShape, pool_shape, why_not_together
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
 from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.scores import AttentionModule, Scores
+from engine.models.stored_weights import QUANTIZATIONS
 from engine.models.transformers_products import sizes_of_products
 
 WATCHED = "tandem_watched"
@@ -85,9 +86,8 @@ def causal_lm_config(hf_config: dict[str, Any]) -> Any:
             f"config.json: architecture {', '.join(names) or '(none given)'} with model_type {model_type!r} is not "
             f"supported: transformers {transformers.__version__} has no causal language model of that name"
         )
-    plain = {
-        field: value for field, value in hf_config.items() if field != "quantization_config"
-    }  # we handle quantization ourselves
+    # We handle quantization ourselves.
+    plain = {field: value for field, value in hf_config.items() if field not in QUANTIZATIONS}
     try:
         # From a file: there transformers also reads infinities, which JSON lacks.
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -108,7 +108,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
     calls: list[_Call] = []
     other_states = ""
     try:
-        model = _model_without_weights(config)
+        model = model_without_weights(config)
         body = _body_of(model)
         recurrent_layers = take_recurrent_layers(model)
         num_expert_tensors, products = _num_expert_tensors(model), sizes_of_products(model)
@@ -308,7 +308,8 @@ def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
     return window
 
 
-def _model_without_weights(config: Any) -> Any:
+def model_without_weights(config: Any) -> Any:
+    """transformers' model of tensors without data, which can take a step."""
     with MAKING, torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=WATCHED, dtype=torch.get_default_dtype(), trust_remote_code=False

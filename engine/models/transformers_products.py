@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.layers import Linear, MakeLinear
+from engine.narrow_weight import NarrowWeight
 
 
 class _Product(nn.Module):
@@ -24,25 +26,41 @@ class _Product(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def replace_products(
-    causal_lm: Any, linear_of: Callable[[int, int], MakeLinear], lm_head: MakeLinear, device: str
-) -> None:
-    """Replace linear layers, one after the other, and move the model to the device. Whatever would be plain torch, or
-    does not fit our parts, stays.
+@dataclass(frozen=True, slots=True)
+class OurProducts:
+    """Which of our parts compute products."""
 
-    `linear_of`: which of our parts computes a product of these outputs and inputs; `lm_head`: which one the logits."""
+    linear_of: Callable[[int, int], MakeLinear]
+    """By a product's outputs and inputs."""
+    lm_head: MakeLinear
+    """The logits."""
+    narrow: MakeLinear
+    """Takes weights that a checkpoint stores in 8 or 4 bits."""
+
+
+def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWeight], device: str) -> None:
+    """Replace linear layers, one after the other, and move the model to the device. What would be plain torch, or does
+    not fit our parts, stays.
+
+    `stored`: weights in 8 or 4 bits, by the names of the modules whose weights they are; they are taken from it."""
     head = causal_lm.get_output_embeddings()
-    for parent in list(causal_lm.modules()):
+    for path, parent in list(causal_lm.named_modules()):
         for name, module in list(parent.named_children()):
             if not is_product(module):
                 continue
-            make = lm_head if module is head else linear_of(*size_of(module))
+            bias = () if module.bias is None else (module.bias.data.to(device),)
+            narrow = stored.pop(f"{path}.{name}".removeprefix("."), None)
+            if narrow is not None:
+                on_device = narrow.like(*(tensor.to(device) for tensor in narrow.tensors))
+                setattr(parent, name, _Product(ours.narrow(on_device, *bias)))
+                continue
+            make = ours.lm_head if module is head else ours.linear_of(*size_of(module))
             if make is Linear or size_of(module)[1] % 2 or (module is head and module.bias is not None):
                 continue  # the logits' product has no bias
             # Conv1D is GPT-2's linear layer, with a transposed weight.
             weight = module.weight.data.T.contiguous() if type(module) is Conv1D else module.weight.data
-            bias = () if module.bias is None else (module.bias.data.to(device),)
             setattr(parent, name, _Product(make(weight.to(device), *bias)))
+    assert not stored
     causal_lm.to(device)
 
 

@@ -85,6 +85,7 @@ def gpu() -> Iterator[PretendGpu]:
         (GEMMA4 | {"vocab_size": 60, "eos_token_id": 59}, {}, {"attention_backend": "torch"}),
         (GRANITE_H | {"shared_intermediate_size": 160}, {"quantization": "int4"}, {"attention_backend": "torch"}),
         (QWEN3_5 | {"intermediate_size": 160}, {"dtype": "bfloat16", "quantization": "fp8"}, IN_TURN),
+        (QWEN3_5 | {"quantization_config": BLOCKS["quantization_config"]}, {"dtype": "bfloat16"}, IN_TURN),
     ],
     ids=[
         "float32",
@@ -108,6 +109,7 @@ def gpu() -> Iterator[PretendGpu]:
         "gemma4",
         "int4 by transformers",
         "fp8 by transformers",
+        "blocks by transformers",
     ],
 )
 def test_recorded_steps_a_step_ahead(
