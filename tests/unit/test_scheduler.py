@@ -189,6 +189,15 @@ def test_nothing_overtakes_the_head_of_the_queue() -> None:
     assert plan(step(scheduler))[0][0] == "large"
 
 
+def test_newcomers_leave_a_hundredth_of_the_pool_to_those_that_run() -> None:
+    scheduler = make(num_blocks=400)
+    scheduler.add(sequence("running", 4))
+    assert scheduler.has_room(sequence("of the whole pool but its block", 4 * 399))
+    step(scheduler)
+    assert scheduler.has_room(sequence("of all but four blocks", 4 * 395))
+    assert not scheduler.has_room(sequence("of more", 4 * 395 + 1))
+
+
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     scheduler = make(num_blocks=6, budget=64, chunk=64)
     old, young = sequence("old", 8), sequence("young", 8)

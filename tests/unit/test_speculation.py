@@ -294,6 +294,14 @@ def test_a_step_of_many_rows_takes_no_more_drafts(draft_batch: int, nums: list[i
     assert [s.num_new_tokens for s in scheduler.schedule().scheduled] == nums
 
 
+def test_drafts_take_only_what_prompts_leave_of_a_step() -> None:
+    scheduler, seq = make(budget=16), repeating()
+    begin(scheduler, seq)
+    scheduler.add(Sequence(1, "prompt", list(range(30, 43)), 13, SamplingParams()))
+    output = scheduler.schedule()
+    assert {s.seq.request_id: s.num_new_tokens for s in output.scheduled} == {"r0": 3, "prompt": 13}
+
+
 def test_nothing_is_preempted_for_drafts() -> None:
     # 12 tokens are 3 blocks for each sequence. Drafts take a fourth, and one block is left.
     scheduler = make(num_blocks=7)
@@ -343,6 +351,27 @@ def test_of_many_grammars_that_take_long_none_is_waited_for_anew(monkeypatch: py
     assert [s.seq for s in scheduler.schedule().scheduled] == seqs[:1]
     assert len(waited_s) == 7
     assert sum(waited_s) <= 1.5 * grammar.COMPILE_PATIENCE_S
+
+
+def test_with_nothing_else_to_do_the_grammar_that_is_compiled_first_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler, seqs = make(), [repeating(number) for number in range(3)]
+    begin(scheduler, *seqs)
+    compiling: list[Future[LLMatcher]] = [Future() for _ in seqs]
+    for seq, future in zip(seqs, compiling, strict=True):
+        seq.grammar = GrammarState(lambda future=future: future, 100, frozenset({EOS}))
+    waited_for: list[Future[LLMatcher]] = []
+
+    def note_and_go_on(futures: list[Future[LLMatcher]], timeout_s: float | None = None) -> object:
+        if timeout_s is None:
+            waited_for.extend(futures)
+        return wait(futures, 0)
+
+    monkeypatch.setattr(grammar, "wait", note_and_go_on)
+    assert not scheduler.schedule().scheduled
+    assert scheduler.wait_for_grammar()
+    assert waited_for == compiling[:1]
 
 
 def test_blocks_of_wrong_drafts_are_given_back() -> None:
