@@ -110,6 +110,18 @@ def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> 
     assert manager.take_copies() == []  # a quarter of the pool is ready
 
 
+def test_no_more_is_saved_than_makes_a_quarter_of_the_pool_ready() -> None:
+    scheduler = offloading(40)
+    scheduler.add(sequence("ended", 160, max_tokens=1))
+    for _ in range(3):
+        step(scheduler)
+    copies = scheduler.block_manager.take_copies()
+    assert len(copies) == 10
+    assert scheduler.block_manager.take_copies() == [], "as many are on their way"
+    scheduler.take_copied(copies)
+    assert scheduler.block_manager.take_copies() == []
+
+
 def test_of_a_stream_that_goes_on_here_only_the_prompt_counts_as_found() -> None:
     scheduler = offloading(12)
     earlier = gave_way(scheduler)

@@ -136,6 +136,24 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks
 
 
+def test_what_failed_is_not_found_again_through_those_that_share_its_blocks() -> None:
+    scheduler = make(chunk=16)
+    first = sequence("first", 9)
+    scheduler.add(first)
+    step(scheduler, EOS)
+    bad, good, late = (sequence(name, 9) for name in ("bad", "good", "late"))
+    for seq in (bad, good, late):
+        seq.token_ids[:] = first.token_ids[:9]
+    scheduler.add(bad)
+    scheduler.add(good)
+    output = scheduler.schedule()
+    assert plan(output) == [("bad", 1), ("good", 1)]
+    compute(scheduler, output, [INVALID_TOKEN, 7])
+    scheduler.add(late)
+    assert plan(step(scheduler)) == [("good", 1), ("late", 9)]
+    assert not scheduler.check_integrity()
+
+
 def test_a_prompt_without_a_next_token_keeps_its_blocks() -> None:
     """A transfer to a receiver may still read its first blocks. The sender says when they are free."""
     scheduler = make(chunk=4)
@@ -216,6 +234,17 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     step(scheduler)
     assert young.status is SequenceStatus.RUNNING
     assert (young.num_cached_tokens, scheduler.stats.num_prefix_hits_tokens) == (0, 0), "it found its own blocks"
+
+
+def test_what_is_preempted_comes_back_before_all_that_wait_already() -> None:
+    scheduler = make(num_blocks=6, budget=64, chunk=64)
+    for name in ("old", "young"):
+        scheduler.add(sequence(name, 8))
+    step(scheduler)
+    scheduler.add(sequence("too large", 16))
+    while not scheduler.stats.num_preemptions:
+        step(scheduler)
+    assert [seq.request_id for seq in scheduler.waiting] == ["young", "too large"]
 
 
 def test_ends_by_eos_stop_token_and_length() -> None:

@@ -209,19 +209,22 @@ def test_a_snapshot_that_leaves_no_room_is_not_used() -> None:
     assert scheduler.stats.num_prefix_hits_tokens == 0
 
 
-def test_no_request_goes_on_from_what_failed() -> None:
-    """Although another sequence's blocks have the hashes of its prefix."""
+@pytest.mark.parametrize("is_running", [False, True], ids=["ended", "runs"])
+def test_no_request_goes_on_from_what_failed(is_running: bool) -> None:
+    """Also if the blocks of another sequence have the hashes of its prefix."""
     scheduler = make(min_snapshot_tokens=16)
     shared = text(1, 20)
-    serve(scheduler, [*shared, 3])
+    scheduler.add(sequence("other", [*shared, 3]))
+    step(scheduler, 7 if is_running else EOS)
     failing = sequence("failing", [*shared, *text(2, 10)])
     scheduler.add(failing)
-    assert plan(step(scheduler)) == [("failing", 20)]
+    assert plan(step(scheduler))[-1] == ("failing", 20)
     assert scheduler.block_manager.prefixes.snapshots.longest(failing.block_hashes).num_reused == 5
     output = scheduler.schedule()
-    [failed] = compute(scheduler, output, [INVALID_TOKEN])
-    assert failed.finish_reason is FinishReason.ERROR
+    outputs = compute(scheduler, output, [INVALID_TOKEN if s.seq is failing else 7 for s in output.scheduled])
+    assert outputs[-1].finish_reason is FinishReason.ERROR
     assert scheduler.block_manager.cached_hashes() == []
+    assert scheduler.abort("other") is is_running
     assert serve(scheduler, [*shared, *text(3, 10)]) == [("r", 20), ("r", 10)]
 
 
