@@ -3,6 +3,7 @@ leaves no trace."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 import threading
@@ -26,6 +27,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.speculation import SpeculativeConfig
 from router.text.structured_outputs import grammar_of
+from router.validation import grammar_checker
 from tandem.structured_outputs import StructuredOutputsParams
 
 VOCAB_SIZE = 300
@@ -69,6 +71,20 @@ def test_who_waits_is_told_when_a_grammar_has_come(tmp_path: Path) -> None:
         state = grammars.state(schema({"const": "red"}))
         state.wait_until_compiled()
         assert told.wait(10)
+
+
+def stack_bytes() -> int:
+    """How large the stack of the calling thread is."""
+    libc, attributes, size = ctypes.CDLL(None), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    assert libc.pthread_getattr_np(ctypes.c_ulong(threading.get_ident()), attributes) == 0
+    assert libc.pthread_attr_getstacksize(attributes, ctypes.byref(size)) == 0
+    return size.value
+
+
+def test_grammars_are_compiled_on_a_larger_stack_than_a_router_has_tried_them_on(grammars: Grammars) -> None:
+    compiled(grammars, grammar_text("json"))
+    assert grammars._thread.submit(stack_bytes).result() >= 4 * grammar_checker.STACK_BYTES
+    assert threading.stack_size() == 0, "other threads have the usual one"
 
 
 @settings(max_examples=60)
@@ -168,6 +184,24 @@ def test_no_more_masks_of_drafts_than_there_is_time_for(grammars: Grammars, monk
     assert state.allowed(drafts[:1], 1) is not None
     assert state.allowed(drafts[:2], 2) is None
     assert state.allowed([]) is not None
+
+
+def test_a_longer_answer_has_more_time_for_its_masks_and_for_those_of_its_drafts(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, other = (compiled(grammars, grammar_text("json")) for _ in range(2))
+    answer = state.propose([], nothing, 4)
+    assert len(answer) == 4
+    seconds = itertools.count()
+    monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
+    monkeypatch.setattr(module, "MAX_S_PER_TOKEN", 0.3)
+    assert state.allowed(answer) is not None  # one second of 0.5 + 4 * 0.3
+    assert state.allowed(answer) is None
+    assert "too ambiguous" in state.error
+    assert other.allowed(answer, 1) is not None
+    assert other.allowed(answer, 1) is not None  # one second of 0.05 + 4 * 0.3 was used up
+    assert other.allowed(answer, 1) is None
+    assert other.error == ""
 
 
 def test_why_an_answer_ends_is_kept_beside_drafts_of_the_same_step(

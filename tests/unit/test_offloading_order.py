@@ -9,7 +9,7 @@ from test_scheduler import make, plan, sequence, step
 from engine.config import SchedulerConfig
 from engine.scheduling import block_pool
 from engine.scheduling.block_manager import BlockManager, BlockOwner
-from engine.scheduling.offloading import BlockCopy
+from engine.scheduling.offloading import BlockCopy, Offloading
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 
@@ -120,6 +120,33 @@ def test_no_more_is_saved_than_makes_a_quarter_of_the_pool_ready() -> None:
     assert scheduler.block_manager.take_copies() == [], "as many are on their way"
     scheduler.take_copied(copies)
     assert scheduler.block_manager.take_copies() == []
+
+
+def test_what_is_used_again_while_it_is_saved_does_not_count_as_cached() -> None:
+    scheduler = offloading(16)
+    manager, ends = scheduler.block_manager, sequence("ends", 9, max_tokens=1)
+    scheduler.add(sequence("goes on", 44))
+    scheduler.add(ends)
+    step(scheduler)
+    copies = manager.take_copies()
+    assert len(copies) == manager.host_ledger().num_saving == 1
+    scheduler.add(again(ends, "again"))
+    assert plan(step(scheduler)) == [("goes on", 1), ("again", 1)]
+    assert manager.host_ledger().num_saving == 0
+    scheduler.take_copied(copies)
+    assert not scheduler.check_integrity()
+
+
+def test_the_host_evicts_what_was_saved_or_loaded_least_recently() -> None:
+    evicted: list[bytes] = []
+    host = Offloading(2, evicted.append)
+    for block_id, block_hash in enumerate((b"loaded later", b"only saved")):
+        copy = host.begin_save(block_id, block_hash)
+        assert copy is not None
+        host.end_save(copy.host_block_id, is_wanted=True)
+    host.end_load(host.begin_load(2, b"loaded later").host_block_id)
+    assert host.begin_save(3, b"new") is not None
+    assert evicted == [b"only saved"]
 
 
 def test_of_a_stream_that_goes_on_here_only_the_prompt_counts_as_found() -> None:

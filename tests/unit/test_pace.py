@@ -75,6 +75,22 @@ def test_the_last_tokens_of_a_prompt_say_nothing_of_what_many_take() -> None:
     assert step(pace, decode_s=0.02, token_s=5e-4) == pytest.approx(0.05, rel=0.02)
 
 
+def test_prompts_that_noise_hides_do_not_make_steps_endless() -> None:
+    """As if a tenth of each step were the prompt's."""
+    pace = warmed_up(0.05, decode_s=0.02, token_s=5e-4)
+    for _ in range(100):
+        pace.note(num_decoding=4, num_prefill_tokens=64, seconds=0.019)
+    pace.note(num_decoding=4, num_prefill_tokens=0, seconds=0.02)
+    assert pace.num_prefill_tokens(1) == pytest.approx((0.05 - 0.02) / (0.1 * 0.019 / 64), rel=0.01)
+
+
+def test_prompts_beside_which_nothing_decodes_put_off_nobody() -> None:
+    pace = warmed_up(0.05, decode_s=0.02, token_s=5e-4)
+    for _ in range(20):
+        pace.note(num_decoding=0, num_prefill_tokens=512, seconds=512 * 5e-4)
+    assert pace.num_prefill_tokens(1)
+
+
 @pytest.mark.parametrize("pause_s", [0.5, 5.0])
 def test_a_pause_is_forgotten_though_prompts_come_without_end(pause_s: float) -> None:
     pace = warmed_up(0.04, decode_s=0.02, token_s=5e-4)

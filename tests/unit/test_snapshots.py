@@ -101,6 +101,14 @@ def test_a_conversation_goes_on_from_the_last_turn() -> None:
     assert scheduler.stats.num_prefix_hits_tokens == 20 + 52
 
 
+def test_no_snapshot_comes_soon_after_the_one_that_a_prompt_begins_with() -> None:
+    """Although the prompt leaves the way to another one there."""
+    scheduler = make()
+    assert serve(scheduler, text(1, 30)) == [("r", 20), ("r", 10)]
+    assert serve(scheduler, text(1, 46)) == [("r", 16), ("r", 10)]
+    assert serve(scheduler, [*text(1, 24), *text(2, 20)]) == [("r", 16), ("r", 8)]
+
+
 def test_what_two_prompts_share_is_reused_by_the_third() -> None:
     scheduler = make()
     shared = text(1, 40)
@@ -367,7 +375,7 @@ def test_without_prefix_caching_no_step_is_cut() -> None:
     ("second", "third", "evicted"),
     [
         ([*text(1, 30), *text(2, 8)], [], 1),
-        ([*text(1, 30), *text(2, 20)], [], 0),  # it spares as much as it takes
+        ([*text(1, 30), *text(2, 10)], [], 0),  # it spares as much as it takes
         ([*text(1, 30), *text(2, 8)], [*text(1, 20), *text(3, 18)], 0),  # it is on a third one's way
     ],
     ids=["superseded", "far apart", "on another way"],

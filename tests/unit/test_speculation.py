@@ -108,6 +108,14 @@ def test_a_while_without_where_not_even_one_was_right() -> None:
     assert history.num_wanted(length) == 1
 
 
+def test_after_a_single_wrong_draft_one_step_has_none() -> None:
+    tokens = [10, 11, 20, 5, 6, 10, 11, 12, 7, 8, 9]  # after 10 and 11, the draft is 12; after 11 and 20 it is 5
+    scheduler, seq = make(num_drafts=1), Sequence(0, "r0", tokens, len(tokens), SamplingParams())
+    begin(scheduler, seq)
+    outputs = [run(scheduler, [token_id, 7])[0] for token_id in (20, 5, 6)]
+    assert [list(output.scheduled[0].draft_token_ids) for output in outputs] == [[12], [], [6]]
+
+
 # -- the setting ------------------------------------------------------------------------------------------------
 
 

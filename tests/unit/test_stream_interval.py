@@ -90,6 +90,17 @@ def test_an_engine_tells_the_same_in_fewer_pieces(folder: Path) -> None:
             assert whole == pieces
 
 
+def test_an_engine_keeps_nothing_of_a_request_that_is_aborted(folder: Path) -> None:
+    engine = LLMEngine(engine_config(folder, stream_interval=4))
+    engine.add_request("a", [3, 4, 5], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    assert engine.abort("a")
+    engine.add_request("a", [6, 7], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    outputs = [output for _ in range(2) for output in engine.step()]
+    assert [(output.offset, len(output.token_ids)) for output in outputs] == [(0, 1), (1, 1)]
+
+
 def test_the_bound_is_named() -> None:
     with pytest.raises(ValueError, match=r"stream_interval must be in \[1, 1024\], is 0"):
         EngineArgs(stream_interval=0)
