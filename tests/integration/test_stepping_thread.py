@@ -119,6 +119,32 @@ async def test_who_gives_up_while_it_is_made_is_not_held_up(tmp_path: Path) -> N
     assert not thread.is_alive()
 
 
+async def test_each_step_and_each_command_is_progress(tmp_path: Path) -> None:
+    """None of them looks idle, so that the watchdog notices one that never ends."""
+    seen: list[int | None] = []
+    is_answered = asyncio.Event()
+
+    def on_step(news: StepNews) -> None:
+        if any(output.is_finished for output in news.outputs):
+            is_answered.set()
+
+    engine = await AsyncLLMEngine.start(
+        lambda: make_engine(tmp_path),
+        on_step=on_step,
+        on_failure=lambda error: pytest.fail(str(error)),
+        before_report=lambda: seen.append(engine.progress),
+    )
+    await engine.call(lambda _: seen.append(engine.progress))
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    await engine.call(lambda inner: inner.add_request("r", [1, 2, 3], params))
+    await asyncio.wait_for(is_answered.wait(), 20)
+    await engine.call(lambda _: seen.append(engine.progress))
+    await engine.close()
+    numbers = [number for number in seen if number is not None]
+    assert len(numbers) == len(seen) > 6
+    assert numbers == sorted(set(numbers))
+
+
 async def test_a_copy_that_never_ends_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog reports it like a step that never ends, even if nothing is left to compute or `close` waits for the
     copy."""

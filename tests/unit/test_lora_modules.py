@@ -23,6 +23,7 @@ def test_names_and_folders() -> None:
     assert parse_lora_modules('{"sql": "/a", "team/chat:1": "b"}') == expected
     assert parse_lora_modules("") == parse_lora_modules(" ,") == {}
     assert parse_lora_modules('{"a": "/with, comma=x"}') == {"a": Path("/with, comma=x")}
+    assert len(parse_lora_modules(",".join(f"{'s' * 125}{i:03}=/a" for i in range(256)))) == 256
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,13 @@ def test_each_row_is_what_the_definition_says(names: tuple[str, ...], dtype: tor
         assert logits_SV.equal(torch.stack(wanted))
 
 
+def test_without_a_repetition_penalty_large_logits_stay_as_they_are() -> None:
+    seqs = [Sequence(0, "r", [1, 2, 3], 1, SamplingParams(presence_penalty=2.0)) for _ in range(2)]
+    logits_SV = torch.tensor([[0, -65504.0, 65504.0, 0, 0], [0, float("-inf"), 0, 0, 0]], dtype=torch.float16)
+    apply_penalties(logits_SV, seqs, torch.tensor([4, 4]))
+    assert logits_SV.tolist() == [[0, -65504.0, 65504.0, 0, -2.0], [0, float("-inf"), -2.0, 0, -2.0]]
+
+
 def test_what_is_no_token_changes_no_other_row() -> None:
     """A sequence whose logits are NaN has -1 as its last token. That must not affect its neighbours."""
     seqs = [Sequence(0, "r", [1, 2, 3], 1, SamplingParams(presence_penalty=1.0)) for _ in range(2)]

@@ -3,6 +3,7 @@ depends on."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -164,6 +165,13 @@ def test_who_cannot_win_is_left_out_of_the_race_without_changing_it(monkeypatch:
     assert draw(values.expand(100, -1), seqs).tolist() == drawn
 
 
+def test_an_unlikely_token_is_drawn_where_its_clock_is_first() -> None:
+    """Together, 65,535 such tokens have 0.3 % of the probability."""
+    values = torch.full((1, 65536), math.log(5e-8))
+    values[0, 0] = 0
+    assert [draw(values, [sequence(seed=seed)]).tolist() for seed in (206, 207, 208)] == [[0], [39758], [0]]
+
+
 # --- the last token
 
 
@@ -285,6 +293,9 @@ def test_a_nucleus_of_everything() -> None:
     weights[:1500] = 1
     assert nucleus_threshold(weights, 1 - 1e-16) == 1
     assert len(kept(torch.zeros(5000), top_p=0.5)) == 5000
+    for seed in range(5):  # sums in another order round differently
+        weights = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        assert nucleus_threshold(weights, 1 - 1e-16) == weights.min()
 
 
 def test_one_rows_filters_leave_other_rows_alone() -> None:
