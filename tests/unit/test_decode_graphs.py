@@ -14,6 +14,7 @@ import torch
 from recorder import RelaunchingRecorder
 
 from engine.attention import StepLayout
+from engine.models.recurrent_states import RecurrentStates, RecurrentStep
 from engine.running import model_runner
 from engine.running.decode_graphs import DecodeGraphs, batch_ladder, context_ladder
 from engine.running.input_batch import InputBatch
@@ -25,6 +26,7 @@ def step_of(
     num_decodes: int | None = None,
     samples_all: bool = True,
     adapter_ids: list[int] | None = None,
+    state_slots: list[int] | None = None,
 ) -> InputBatch:
     """A step in which every sequence computes its last token, whose id is 100 times its position."""
     lens = np.array(context_lens, dtype=np.int64)
@@ -42,7 +44,7 @@ def step_of(
         layout=layout,
         sample_rows=None if samples_all else torch.tensor([0]),
         adapter_ids=np.array(adapter_ids or [], dtype=np.int64),
-        state_slots=np.array([], dtype=np.int64),
+        state_slots=np.array(state_slots or [], dtype=np.int64),
     )
 
 
@@ -218,6 +220,45 @@ def test_steps_with_adapters_have_recordings_of_their_own(backend: Backend) -> N
     assert adapters.num_launched == 3
     assert graphs.run(step_of([5, 9])).tolist() == [[400, 4, 5], [800, 8, 9]]
     assert adapters.num_launched == 3
+
+
+def test_a_replay_uses_the_states_of_its_own_sequences_alone(backend: Backend) -> None:
+    """Rows of no sequence use a row of the states that belongs to nobody, as all do while steps are recorded."""
+    states = RecurrentStates([], num_slots=6, row_bytes=8, dtype=torch.float32, device="cpu")
+    launched: list[RecurrentStep] = []
+
+    class KeepingRecorder:
+        """A recording uses the step of the time when it was made."""
+
+        def record(self, launch: Callable[[], None]) -> Callable[[], None]:
+            step = states.step
+
+            def replay() -> None:
+                states.step = step
+                launch()
+
+            replay()
+            return replay
+
+    def forward_with_states(token_ids: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+        launched.append(states.step)
+        return forward(token_ids, positions, plan)
+
+    graphs = DecodeGraphs(
+        forward=forward_with_states,
+        backend=backend,
+        recorder=KeepingRecorder(),
+        max_num_seqs=8,
+        max_context_len=1024,
+        device="cpu",
+        states=states,
+    )
+    graphs.record_all(lambda *_: None)
+    assert {slot for step in launched for slot in step.slots.tolist()} == {6}
+    for lens, slots in (([5, 1, 900, 7], [4, 0, 2, 5]), ([1, 6, 9], [3, 5, 1])):
+        graphs.run(step_of(lens, state_slots=slots))
+        assert launched[-1].slots.tolist() == [*slots, 6][:4]
+        assert launched[-1].is_new.tolist()[: len(lens)] == [length == 1 for length in lens]
 
 
 def test_nothing_is_recorded_while_requests_run(graphs: DecodeGraphs) -> None:

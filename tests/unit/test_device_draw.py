@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pretend_gpu import pretend_gpu
 
 from engine.sampling import device_draw, random, sampler
 from engine.sampling_params import SamplingParams
@@ -76,3 +78,14 @@ def test_of_what_a_grammar_leaves(params: dict[str, Any]) -> None:
     for row, left in enumerate([[1002], [0], [5, 900], [3, 4, 5, 6, 7]] * 2):
         values[row, left] = logits(1, seed=row)[0, left]
     assert device_draw.draw(values.to(DEVICE), seqs).tolist() == sampler.draw(values.clone(), seqs).tolist()
+
+
+def test_greedy_rows_have_the_same_tokens() -> None:
+    values = logits(4, seed=2)
+    values[1, 700:] = float("-inf")
+    values[2, 17] = float("nan")
+    values[3] = float("-inf")
+    with nullcontext() if torch.cuda.is_available() else pretend_gpu():
+        chosen = sampler.choose_largest(values.to("cuda")).tolist()
+    assert chosen == sampler.choose_largest(values).tolist()
+    assert chosen[2:] == [INVALID_TOKEN, INVALID_TOKEN]

@@ -81,6 +81,11 @@ def test_the_lower_id_comes_first_among_equals() -> None:
     assert [each.token_id for each in told.top] == [1, 2, 6, 0, 3, 4, 5]
     assert [each.rank for each in told.top] == [1, 2, 3, 4, 5, 6, 7]
     assert told.sampled == told.top[2]
+    many = torch.zeros(1, VOCAB_SIZE)
+    many[0, 1::3] = 1.0
+    many[0, 5::500] = 2.0
+    told = logprobs(many, sequences(20), [1])[10]
+    assert [each.token_id for each in told.top] == [*range(5, VOCAB_SIZE, 500), *range(1, 34, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
