@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from model_bench import GREEDY, SMALL, engine_config, save_model
 from recorder import RelaunchingRecorder
 
 from engine.attention import StepLayout
+from engine.llm_engine import LLMEngine
 from engine.models.recurrent_states import RecurrentStates, RecurrentStep
 from engine.running import model_runner
 from engine.running.decode_graphs import DecodeGraphs, batch_ladder, context_ladder
@@ -54,10 +58,14 @@ class Backend:
     def __init__(self) -> None:
         self.reserved: list[tuple[int, int]] = []
         self.refilled = (0, 0)
+        self.scratch = (0, 0)
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> Any:
         self.reserved.append((num_seqs, max_context_len))
         return SimpleNamespace(context_lens=torch.zeros(num_seqs, dtype=torch.int64), rung=self.reserved[-1])
+
+    def keep_scratch(self, num_seqs: int, max_context_len: int) -> None:
+        self.scratch = num_seqs, max_context_len
 
     def refill(self, plan: Any, layout: StepLayout) -> None:
         self.refilled = plan.rung
@@ -265,9 +273,8 @@ def test_nothing_is_recorded_while_requests_run(graphs: DecodeGraphs) -> None:
     assert not graphs.can_run(step_of([5]))
 
 
-def test_an_engine_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the garbage collector, which does not look at objects that existed when the engine was made."""
-    monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
+def runner_of(backend: Backend, *, uses_graphs: bool = True) -> model_runner.ModelRunner:
+    """Of a model of at most 8 tokens, and of at most 2 sequences."""
     model: Any = SimpleNamespace(
         adapters=None,
         states=None,
@@ -279,18 +286,69 @@ def test_an_engine_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         cache=SimpleNamespace(block_size=4),
         scheduler=SimpleNamespace(max_decode_rows=2, async_scheduling=False),
         device=SimpleNamespace(
-            device="cpu", uses_graphs=True, uses_triton=False, max_seq_len_to_capture=8, attention_backend="torch"
+            device="cpu", uses_graphs=uses_graphs, uses_triton=False, max_seq_len_to_capture=16,
+            attention_backend="torch",
         ),
-    )
-    runner = model_runner.ModelRunner(config, model, Backend(), torch.zeros(1), None)  # type: ignore[arg-type]
+    )  # fmt: skip
+    return model_runner.ModelRunner(config, model, backend, torch.zeros(1), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["let go", "closed"])
+def test_recordings_are_let_go_at_once(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which does not look at objects that existed when the engine was made."""
+
+    class Recorder:
+        def record(self, launch: Callable[[], None]) -> Callable[[], None]:
+            launch()
+            return lambda: None
+
+    monkeypatch.setattr(model_runner, "CudaRecorder", Recorder)
+    runner = runner_of(Backend())
     assert runner.record_decode_steps(lambda *_: None) == 2
-    left = weakref.ref(runner)
+    left = weakref.ref(runner if how == "let go" else runner._graphs)  # type: ignore[arg-type]
     gc.disable()
     try:
-        del runner
+        if how == "closed":
+            runner.close()
+        else:
+            del runner
         assert left() is None
     finally:
         gc.enable()
+
+
+def test_no_context_is_longer_than_the_model_s(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
+    monkeypatch.setattr(model_runner, "CudaRecorder", RelaunchingRecorder)
+    runner_of(backend).record_decode_steps(lambda *_: None)
+    assert backend.reserved == [(2, 8), (1, 8)]
+
+
+def test_what_the_largest_decode_step_takes_is_there_to_be_measured(backend: Backend) -> None:
+    assert runner_of(backend, uses_graphs=False).record_largest_decode_step() == 0
+    assert backend.scratch == (2, 8)
+
+
+def test_a_step_whose_blocks_are_pushed_is_not_replayed(tmp_path: Path) -> None:
+    """A replay would tell nobody of its layers."""
+
+    class AllRecorded:
+        def can_run(self, batch: InputBatch) -> bool:
+            return True
+
+        def run(self, batch: InputBatch) -> torch.Tensor:
+            raise NotImplementedError("it is replayed")
+
+    save_model(transformers.LlamaConfig(**SMALL), tmp_path)
+    written: list[int] = []
+    engine = LLMEngine(engine_config(tmp_path), lambda layer, exports: written.append(layer))
+    runner: Any = engine.executor._worker.runner
+    runner._graphs = AllRecorded()
+    engine.add_prefill("pushed", [5], GREEDY)
+    assert len(engine.step()) == 1
+    assert written == [0, 1, 2]
+    engine.add_request("not pushed", [5], GREEDY)
+    with pytest.raises(NotImplementedError, match="it is replayed"):
+        engine.step()
 
 
 def test_ladders() -> None:

@@ -6,13 +6,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from pretend_gpu import operations, pretend_gpu
 
+from engine.config import EngineConfig, ParallelConfig
+from engine.kv_shape import KVCacheShape
 from engine.running import host_copies
-from engine.running.host_copies import COPIES_AT_ONCE, HostCopies
+from engine.running.host_copies import COPIES_AT_ONCE, HostCopies, num_host_blocks
 from engine.scheduling.offloading import BlockCopy
 
 SHAPE = (3, 40, 2, 2, 4, 8)
@@ -25,6 +29,20 @@ def save(block_id: int, host_block_id: int) -> BlockCopy:
 
 def load(block_id: int, host_block_id: int) -> BlockCopy:
     return BlockCopy(True, block_id, host_block_id)
+
+
+def test_ranks_share_host_memory_equally_and_each_has_room_for_a_block() -> None:
+    shape = KVCacheShape(num_layers=2, num_blocks=5, block_size=4, num_kv_heads=3, head_dim=8, dtype="bfloat16")
+
+    def num_blocks(num_bytes: int, num_ranks: int) -> int:
+        cache, parallel = SimpleNamespace(kv_offloading_bytes=num_bytes), ParallelConfig(tensor_parallel_size=num_ranks)
+        return num_host_blocks(cast(EngineConfig, SimpleNamespace(cache=cache, parallel=parallel)), shape)
+
+    block_bytes = shape.all_layers_bytes
+    assert [num_blocks(7 * block_bytes, num_ranks) for num_ranks in (1, 2, 4)] == [7, 3, 1]
+    assert [num_blocks(num_bytes, 2) for num_bytes in (0, 2 * block_bytes)] == [0, 1]
+    with pytest.raises(ValueError, match="kv_offloading_size must be at least"):
+        num_blocks(2 * block_bytes - 1, 2)
 
 
 @pytest.fixture(params=["cpu", "pretended gpu"])
@@ -215,6 +233,8 @@ def test_who_waits_for_what_is_copied_no_more_hears_so() -> None:
 
 
 ENDS_EARLY = """
+import atexit
+atexit.register(lambda: print("copying" if copies._thread.is_alive() else "ended"))  # the last handler
 import torch
 from engine.running.host_copies import HostCopies, _as_words, _ByDevice
 from engine.scheduling.offloading import BlockCopy
@@ -231,4 +251,4 @@ def test_a_process_ends_well_in_the_middle_of_copies() -> None:
     """An engine need not be closed."""
     command = [sys.executable, "-c", ENDS_EARLY]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ended\n", "")

@@ -47,6 +47,10 @@ def test_too_little_is_said_in_numbers(change: dict[str, float], says: str) -> N
         num_blocks_left(**{**DEVICE, **change})  # type: ignore[arg-type]
 
 
+def test_one_request_of_full_length_is_enough() -> None:
+    assert num_blocks_left(**{**DEVICE, "num_needed": 52 * 512}) == 52 * 512
+
+
 def test_the_largest_step_is_one_that_the_engine_can_compute(tmp_path: Path) -> None:
     model = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,

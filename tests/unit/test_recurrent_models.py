@@ -17,8 +17,10 @@ from recurrent_cases import CONFIGS
 from engine.llm_engine import LLMEngine
 from engine.models.recurrent_shape import recurrent_bytes
 from engine.models.recurrent_states import RecurrentStates
+from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.scheduling import snapshots
+from engine.scheduling.sequence import BlockExport
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,6 +108,33 @@ def test_another_engine_goes_on_from_the_state(model_and_folder: tuple[Any, Path
         assert handed_over(prefill, decode, prompt, SEEDED) == alone(prefill, prompt, SEEDED)
     check_at_rest(prefill)
     check_at_rest(decode)
+
+
+def test_a_receiver_is_offered_every_block_in_every_layer_once_it_is_final(tmp_path: Path) -> None:
+    """Also those of the state, which no layer of attention writes."""
+    save_model(CONFIGS["falcon-h1"](), tmp_path)
+    offered: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+
+    def on_layer_written(layer: int, exports: list[BlockExport]) -> None:
+        for export in exports:
+            for place, block_id in enumerate(export.block_ids, export.first_block):
+                assert (layer, place) not in offered
+                offered[layer, place] = block_id, pool[layer, block_id].clone()
+
+    engine = LLMEngine(
+        engine_config(tmp_path, max_model_len=100, max_num_seqs=4, max_num_batched_tokens=16), on_layer_written
+    )
+    pool = engine.executor.kv_pool.view(torch.uint8)
+    assert len(pool) == 2
+    engine.add_prefill("r", random_tokens(33, seed=1), GREEDY)
+    outputs: list[RequestOutput] = []
+    while not outputs:
+        outputs = engine.step()
+    held = outputs[0].held_block_ids
+    assert offered.keys() == {(layer, place) for layer in range(len(pool)) for place in range(len(held))}
+    for (layer, place), (block_id, content) in offered.items():
+        assert block_id == held[place]
+        assert content.equal(pool[layer, block_id])
 
 
 def test_a_state_that_has_not_been_loaded_is_computed_again(folder: Path) -> None:
