@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from deepseek_cases import config_of
+from pretend_gpu import pretend_gpu
 
+from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
+from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
-from engine.running.pool_size import largest_step, measured_steps, num_blocks_left, unfolding_step
+from engine.running.pool_size import (
+    largest_step,
+    longest_step,
+    measure_num_blocks,
+    measured_steps,
+    num_blocks_left,
+    unfolding_step,
+)
+from engine.scheduling.sequence import SchedulerOutput
 
 GIB = 1 << 30
 DEVICE = {
@@ -51,18 +64,20 @@ def test_one_request_of_full_length_is_enough() -> None:
     assert num_blocks_left(**{**DEVICE, "num_needed": 52 * 512}) == 52 * 512
 
 
-def test_the_largest_step_is_one_that_the_engine_can_compute(tmp_path: Path) -> None:
+def small_config(folder: Path, **settings: Any) -> EngineConfig:
+    """Of a model of at most 64 tokens, with blocks of 4."""
     model = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80,
         "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64,
         "torch_dtype": "float32",
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    args = EngineArgs(
-        model=str(tmp_path), load_format="dummy", num_kv_blocks=40, block_size=4, device="cpu", max_num_seqs=5,
-        max_num_batched_tokens=51,
-    )  # fmt: skip
-    config = create_engine_config(args)
+    (folder / "config.json").write_text(json.dumps(model))
+    sizes = {"num_kv_blocks": 40, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 51}
+    return create_engine_config(EngineArgs(model=str(folder), load_format="dummy", device="cpu", **sizes | settings))
+
+
+def test_the_largest_step_is_one_that_the_engine_can_compute(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
     num_blocks, step = largest_step(config)
     assert num_blocks == 5 * 3
     assert [item.num_new_tokens for item in step.scheduled] == [10] * 5
@@ -71,6 +86,44 @@ def test_the_largest_step_is_one_that_the_engine_can_compute(tmp_path: Path) -> 
     assert all(asks_for_all), "a sampler may need more memory"
     executor = Executor(replace(config, cache=replace(config.cache, num_blocks=num_blocks)))
     assert all(len(token_ids) == 1 for token_ids in executor.launch(step).wait())
+
+
+def test_the_longest_step_begins_behind_a_token(tmp_path: Path) -> None:
+    config = small_config(tmp_path, max_num_batched_tokens=100, prefill_chunk_tokens=100)
+    [item] = longest_step(config).scheduled
+    assert (item.first, item.num_new_tokens) == (1, 63)
+
+
+@pytest.mark.parametrize(("max_loras", "number"), [(0, 0), (2, 1)])
+def test_adapters_that_may_come_are_in_the_largest_step(max_loras: int, number: int, tmp_path: Path) -> None:
+    _, step = largest_step(small_config(tmp_path, max_loras=max_loras))
+    assert {item.seq.lora_id for item in step.scheduled} == {number}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a pretended GPU")
+def test_a_pool_leaves_room_for_weights_for_a_step_and_for_what_is_recorded(tmp_path: Path) -> None:
+    """But not for what was freed before the measurement. A request also needs the blocks of its state."""
+    mib, num_blocks = 1 << 20, list[int]()
+    config = small_config(tmp_path)
+    config = replace(config, cache=replace(config.cache, gpu_memory_utilization=1.0))
+    shape = kv_cache_shape(config.model, num_blocks=0, block_size=4, kv_dtype=config.cache.kv_dtype)
+
+    def run_steps(step_shape: KVCacheShape, steps: list[SchedulerOutput]) -> int:
+        num_blocks.append(step_shape.num_blocks)
+        torch.empty(step_shape.pool_bytes + 20 * mib, dtype=torch.uint8, device="cuda")
+        return mib
+
+    with pretend_gpu(total_bytes=64 * mib):
+        weights = torch.empty(4 * mib, dtype=torch.uint8, device="cuda")
+        torch.empty(50 * mib, dtype=torch.uint8, device="cuda")
+        left = measure_num_blocks(config, shape, run_steps)
+        assert num_blocks == [5 * 3]
+        assert left == (64 * mib - 64 * mib // 50 - 25 * mib) // shape.all_layers_bytes
+        with_state = replace(config.model, recurrent_bytes=3 * shape.all_layers_bytes + 1)
+        crowded = replace(config.cache, gpu_memory_utilization=25.01 / 64)
+        with pytest.raises(ValueError, match="a request of max_model_len tokens needs 20:"):
+            measure_num_blocks(replace(config, model=with_state, cache=crowded), shape, run_steps)
+        del weights
 
 
 @pytest.mark.parametrize(

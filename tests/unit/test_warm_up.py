@@ -14,7 +14,7 @@ import torch
 from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from engine.running.executor import Executor
-from engine.running.warm_up import prompt_lengths, warm_up
+from engine.running.warm_up import prompt_lengths, warm_up, warm_up_steps
 from engine.scheduling.sequence import SchedulerOutput
 from engine.step_input import StepInput
 
@@ -62,6 +62,16 @@ def test_prompts_and_decoding_steps_are_computed_and_the_pool_is_as_before(
     assert prompt == (0, max(1, min(most - 1, longest, config.cache.block_size)))
     assert all(nonzero)
     assert worker.kv_pool.equal(torch.zeros_like(worker.kv_pool))
+
+
+@pytest.mark.parametrize(("max_loras", "number"), [(0, 0), (2, 1)])
+def test_steps_use_an_adapter_if_any_may_come(max_loras: int, number: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    args = EngineArgs(
+        model=str(tmp_path), load_format="dummy", device="cpu", num_kv_blocks=20, block_size=4, max_loras=max_loras
+    )
+    steps = warm_up_steps(create_engine_config(args), 0, 1)
+    assert {item.seq.lora_id for step in steps for item in step.scheduled} == {number}
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2])
