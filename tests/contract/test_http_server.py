@@ -84,6 +84,16 @@ async def test_bodies_are_as_long_as_they_like_in_chunks_of_any_size() -> None:
         writer.close()
 
 
+async def test_many_requests_over_one_connection_have_the_bound_of_one_each() -> None:
+    async with serving() as (_, host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        for _ in range(2 * (MAX_HEAD_BYTES + READ_BYTES) // 50_000):
+            writer.write(b"GET / HTTP/1.1\r\nhost: h\r\nx: " + b"y" * 50_000 + b"\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            await reader.readuntil(b"\r\n\r\nok")
+        writer.close()
+
+
 BODIES = [b"content-length: 4\r\n\r\nbody", b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"]
 
 

@@ -12,6 +12,7 @@ from rpc_harness import INFERENCE, KINDS, TIMEOUT_S, Handlers, call, call_with_b
 
 from protos import tandem_inference_pb2_grpc as inference_grpc
 from rpc.errors import Unauthenticated, from_rpc_error
+from rpc.keys import first_key
 from rpc.server import Server
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -92,6 +93,22 @@ async def test_a_key_that_is_no_text_is_refused_and_nobody_reads_it_in_the_log(
         await server.drain(0)
     assert (refused, taken) == (b"16", b"0")
     assert caplog.records == []
+
+
+async def test_a_method_that_is_not_there_is_said_to_be_missing_with_a_key_and_without() -> None:
+    async with serving(Handlers(), keys=("k",)) as (_, channel):
+        for metadata in ((), (("authorization", "Bearer k"),)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(f"/{INFERENCE}/Missing")(b"", timeout=TIMEOUT_S, metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_client_sends_the_first_of_the_keys_in_its_setting() -> None:
+    assert first_key("api_key", "") == ""
+    for keys in ("newer", " newer older\n", "newer\tolder"):
+        assert first_key("api_key", keys) == "newer"
+    with pytest.raises(ValueError, match="api_key must not be empty"):
+        first_key("api_key", " ")
 
 
 async def test_health_and_reflection_ask_for_no_key() -> None:

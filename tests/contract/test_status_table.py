@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
-from google.rpc import status_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
 from grpc.aio import AioRpcError, Metadata
 
 from rpc import errors
@@ -21,6 +24,7 @@ from rpc.errors import (
     TandemError,
     Unreachable,
 )
+from rpc.interceptors import abort
 
 
 def subclasses(error_class: type[TandemError]) -> set[type[TandemError]]:
@@ -104,6 +108,61 @@ def test_status_of_any_text_fits_trailing_metadata(text: str) -> None:
     assert back.violations
 
 
+@pytest.mark.parametrize("size", [511, 512, 513])
+def test_a_text_that_is_cut_keeps_within_its_bound(size: int) -> None:
+    assert errors.clip("x" * size, 512) == ("x" * size if size <= 512 else "x" * 509 + "…")
+    assert len(errors.clip("é" * size, 512).encode()) <= 512
+
+
+def test_violations_that_are_left_out_keep_the_others_within_their_bound() -> None:
+    error = InvalidRequest([(f"field_{i}", "x" * 400) for i in range(20)])
+    [bad_request] = [
+        unpacked
+        for detail in errors.to_status(error).details
+        if detail.Unpack(unpacked := error_details_pb2.BadRequest())
+    ]
+    assert 0 <= errors.MAX_VIOLATIONS_BYTES - bad_request.ByteSize() < 500
+
+
+def test_a_peer_s_time_in_the_past_is_now() -> None:
+    status = errors.to_status(made(LeaseGone, None))
+    status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=-1)))
+    assert errors.from_rpc_error(as_rpc_error(status)).retry_after_s == 0
+
+
+async def test_who_is_cancelled_during_a_call_is_cancelled_and_has_not_lost_its_peer() -> None:
+    began = asyncio.Event()
+
+    async def calls() -> None:
+        with errors.rpc_errors_as_tandem_errors():
+            began.set()
+            await asyncio.Event().wait()
+
+    calling = asyncio.create_task(calls())
+    await began.wait()
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+
+
+async def test_a_call_on_a_closed_channel_has_no_peer() -> None:
+    channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    await channel.close()
+    with pytest.raises(Unreachable, match="its connection is closed"), errors.rpc_errors_as_tandem_errors():
+        await channel.unary_unary("/tandem.v1.Inference/GetModelInfo")(b"")
+
+
+async def test_a_status_that_comes_too_late_for_its_call_is_no_bug() -> None:
+    """gRPC logs what a handler raises, except a cancellation."""
+
+    class Ended:
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError("the call has ended")
+
+    with pytest.raises(asyncio.CancelledError):
+        await abort(Ended(), made(LeaseGone, None))
+
+
 def test_status_that_is_not_ours_is_translated_by_its_code() -> None:
     foreign = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="connection refused")
     for details in (b"", b"\xff\xff not a status", foreign.SerializeToString()):
@@ -138,8 +197,6 @@ def test_code_in_a_message_is_translated_by_what_a_service_means() -> None:
 
 
 def test_reason_of_another_domain_is_not_ours() -> None:
-    from google.rpc import error_details_pb2
-
     status = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0])
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="DRAINING", domain="example.org"))
     assert type(errors.from_rpc_error(as_rpc_error(status))) is Unreachable

@@ -23,6 +23,7 @@ def test_names_and_folders() -> None:
     assert parse_lora_modules('{"sql": "/a", "team/chat:1": "b"}') == expected
     assert parse_lora_modules("") == parse_lora_modules(" ,") == {}
     assert parse_lora_modules('{"a": "/with, comma=x"}') == {"a": Path("/with, comma=x")}
+    assert parse_lora_modules("a=~/x") == {"a": Path.home() / "x"}
     assert len(parse_lora_modules(",".join(f"{'s' * 125}{i:03}=/a" for i in range(256)))) == 256
 
 
@@ -57,6 +58,7 @@ def test_what_is_no_list_of_adapters(text: str, message: str) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "adapter 'a': init_lora_weights is not supported, is 'pissa_niter_4'"),
         ({"r": 0}, r"adapter 'a': r must be a whole number in \[1, 512\], is 0"),
         ({"r": True}, r"adapter 'a': r must be a whole number"),
+        ({"lora_alpha": True}, r"adapter 'a': lora_alpha must be a number in \[-1000000, 1000000\], is True"),
         ({"lora_alpha": "8"}, r"adapter 'a': lora_alpha must be a number in \[-1000000, 1000000\], is '8'"),
         ({"lora_alpha": float("nan")}, "adapter 'a': lora_alpha must be a number .* is nan"),
         ({"lora_alpha": float("inf")}, "adapter 'a': lora_alpha must be a number .* is inf"),
@@ -88,6 +90,7 @@ def test_how_training_began_says_nothing_where_the_base_stayed_what_it_is(how: b
         ("{", "adapter_config.json is not JSON"),
         ("[" * 200_000, "adapter_config.json is not JSON"),
         (" " * (1 << 20) + "{}", "adapter_config.json must have at most 1048576 bytes, has 1048578"),
+        (" " * ((1 << 20) - 2) + "{}", "peft_type must be 'LORA', is None"),
         ("[]", "adapter_config.json must hold a JSON object"),
     ],
 )

@@ -243,6 +243,8 @@ def test_workers_of_another_model_with_as_many_tokens(
         "a=1; a=1; b=2",
         "a=1; b=2; ",
         "a=1; b=2; c d=3",
+        "a=1; b",
+        f"a=1; b=2; {'n' * 33}=1",
         "x" * 10**6,
         "; " * 10**6,
         "; ".join(f"p{i}=1" for i in range(99)),
@@ -267,6 +269,11 @@ def test_parts_that_one_digest_lacks_are_named() -> None:
     assert compat_difference(join_parts(theirs | {"dtype": "float32"}), join_parts(ours)) == (
         "compat_digest: lora_modules 'abc' != (absent), dtype 'float32' != 'bfloat16', kv_order 'x' != (absent)"
     )
+
+
+def test_of_long_parts_the_begin_is_shown() -> None:
+    ours, theirs = (join_parts({"a": letter * 100}) for letter in "xy")
+    assert compat_difference(ours, theirs) == f"compat_digest: a {'x' * 64!r} != {'y' * 64!r}"
 
 
 def test_decode_workers_of_two_kinds_are_told_apart(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,6 +84,16 @@ def test_drafts_as_sequences_of_their_own(seed: int) -> None:
     assert row == len(apart.token_ids)
 
 
+@pytest.mark.parametrize(("nums", "num_decodes"), [([1, 1, 2, 1], 2), ([1, 3], 1), ([2], 0), ([1, 1], 2), ([], 0)])
+def test_only_leading_sequences_of_one_token_decode(nums: list[int], num_decodes: int) -> None:
+    scheduled = []
+    for number, num_new in enumerate(nums):
+        seq = Sequence(number, str(number), list(range(9)), 9, SamplingParams(), block_table=list(range(3)))
+        seq.num_computed_tokens = 9 - num_new
+        scheduled.append(ScheduledSequence(seq, num_new))
+    assert StepInput.of(SchedulerOutput(scheduled, []), BLOCK_SIZE, {}).layout.num_decodes == num_decodes
+
+
 def test_a_step_of_drafts_is_one_in_which_all_decode() -> None:
     scheduled = []
     for number, drafts in enumerate(([], [5, 6], [7])):
