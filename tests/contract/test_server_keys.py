@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ from rpc_harness import INFERENCE, KINDS, TIMEOUT_S, Handlers, call, call_with_b
 
 from protos import tandem_inference_pb2_grpc as inference_grpc
 from rpc.errors import Unauthenticated, from_rpc_error
-from rpc.keys import first_key
+from rpc.keys import check_keys, first_key, keyed
 from rpc.server import Server
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -101,6 +102,23 @@ async def test_a_method_that_is_not_there_is_said_to_be_missing_with_a_key_and_w
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(f"/{INFERENCE}/Missing")(b"", timeout=TIMEOUT_S, metadata=metadata)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_key_is_sent_beside_other_metadata() -> None:
+    class Channel:
+        def unary_unary(self, method: str) -> Any:
+            return lambda request, metadata: metadata
+
+    call_with_key = keyed(Channel(), "k").unary_unary("/method")
+    assert call_with_key(b"") == (("authorization", "Bearer k"),)
+    assert call_with_key(b"", metadata=(("a", "b"),)) == (("a", "b"), ("authorization", "Bearer k"))
+
+
+@pytest.mark.parametrize("key", ["two words", "é", "new\nline", "\x7f"])
+def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
+    check_keys("api_key", ["~!a"])
+    with pytest.raises(ValueError, match="api_key must consist of visible ASCII characters without spaces"):
+        check_keys("api_key", ["a", key])
 
 
 def test_a_client_sends_the_first_of_the_keys_in_its_setting() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -203,3 +203,11 @@ async def test_the_status_of_a_refusal_is_not_lost_behind_a_first_write() -> Non
 class _OnePerSession:
     async def Session(self, request_iterator: AsyncIterator[pb.DecodeCommand], context: Any) -> None:
         await Worker(60_000).Session(request_iterator, context)
+
+
+def test_a_router_s_id_may_be_of_256_characters() -> None:
+    for length in (1, 256, 257):
+        command = hello()
+        command.hello.router_id = "x" * length
+        with pytest.raises(InvalidRequest, match="may have 256 characters, has 257") if length > 256 else nullcontext():
+            check_hello(command, incarnation="i1")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import ssl
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from certificates import NEW_KEY, Signer, openssl
@@ -10,7 +15,7 @@ from certificates import NEW_KEY, Signer, openssl
 from gateway.args import GatewayArgs
 from router.args import RouterArgs
 from rpc.entrypoint import ServiceArgs
-from rpc.tls import SSL_FIELDS, ClientTLS, ServerTLS, SslArgs
+from rpc.tls import SSL_FIELDS, ClientTLS, Renewals, ServerTLS, SslArgs
 from worker_service.args import WorkerArgs
 
 
@@ -81,6 +86,39 @@ def test_keys_that_would_fail_later(signer: Signer, ours: dict[str, str], tmp_pa
         SslArgs(ssl_certfile=str(ed25519.cert), ssl_keyfile=str(ed25519.key))
     rsa = signer.sign("rsa", key=("-newkey", "rsa:2048", "-nodes"))
     assert SslArgs(ssl_certfile=str(rsa.cert), ssl_keyfile=str(rsa.key)).server_tls() is not None
+
+
+def test_files_are_read_when_they_change_and_one_that_is_unusable_is_logged_once(
+    ours: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if it is written in place, and is as long as the last one."""
+    cert, content = tmp_path / "cert.pem", Path(ours["ssl_certfile"]).read_bytes()
+    cert.write_bytes(content)
+    tls = SslArgs(ssl_certfile=str(cert), ssl_keyfile=ours["ssl_keyfile"]).server_tls()
+    assert tls is not None
+    renewals = Renewals(tls)
+    num_logged = []
+    for changed_s, content_now in ((1, content), (2, b"x" * len(content)), (3, content)):
+        cert.write_bytes(content_now)
+        os.utime(cert, (changed_s, changed_s))
+        assert [renewals() for _ in range(3)] == [None] * 3
+        num_logged.append(len(caplog.records))
+    assert num_logged == [0, 1, 1]
+
+
+def test_a_connection_during_a_change_of_files_gets_the_last_usable_certificate(
+    ours: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are gone again when their content is to be loaded."""
+    args = SslArgs(**ours)
+    tls, context = args.server_tls(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    assert tls is not None
+    gone = replace(tls, files=("/nowhere", "/nowhere"))
+    monkeypatch.setattr("rpc.tls.Renewals", lambda _: lambda: gone)
+    tls.follow(context)
+    connection: Any = SimpleNamespace(context=None)
+    context.sni_callback(connection, None, context)  # type: ignore[operator]
+    assert connection.context is context
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(ours: dict[str, str], tmp_path: Path) -> None:
