@@ -174,6 +174,18 @@ async def test_watchers_see_every_change_and_do_not_hold_up_a_drain() -> None:
             await drain
 
 
+async def test_nor_do_watchers_of_what_a_drain_does_not_change() -> None:
+    async with serving(Handlers()) as (server, channel):
+        watches = [
+            health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
+            for service in ("", INFERENCE)
+        ]
+        assert [(await watch.read()).status for watch in watches] == [SERVING, NOT_SERVING]
+        async with asyncio.timeout(TIMEOUT_S):
+            await server.drain(grace_s=600)
+            assert [await watch.read() for watch in watches] == [grpc.aio.EOF] * 2
+
+
 async def test_watchers_sleep_while_nothing_changes() -> None:
     """A router reports that it serves at each step of a worker, and may have hundreds of watchers."""
     health = HealthServicer()

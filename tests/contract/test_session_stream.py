@@ -211,3 +211,20 @@ def test_a_router_s_id_may_be_of_256_characters() -> None:
         command.hello.router_id = "x" * length
         with pytest.raises(InvalidRequest, match="may have 256 characters, has 257") if length > 256 else nullcontext():
             check_hello(command, incarnation="i1")
+
+
+async def test_a_message_that_cannot_be_written_ends_the_session_with_its_error() -> None:
+    class Broken:
+        async def write(self, message: pb.WorkerEvents) -> None:
+            raise BrokenPipeError("nobody reads")
+
+    async def commands() -> AsyncIterator[pb.DecodeCommand]:
+        await asyncio.Event().wait()
+        yield hello()
+
+    outbox = EventOutbox(pb.WorkerLoad)
+    outbox.post()
+    with pytest.raises(BrokenPipeError, match="nobody reads"):
+        async with asyncio.timeout(TIMEOUT_S):
+            await run_session(commands(), Broken(), outbox, lambda _: None, lease_ms=60_000)
+    assert outbox.is_closed

@@ -8,7 +8,7 @@ from itertools import chain
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
-from rpc.session import MAX_EVENTS_PER_MESSAGE, EventOutbox
+from rpc.session import MAX_BYTES_PER_MESSAGE, MAX_EVENTS_PER_MESSAGE, EventOutbox
 
 
 def tokens(*ids: int) -> list[pb.WorkerEvent]:
@@ -63,6 +63,14 @@ async def test_events_that_are_large_do_not_make_a_message_that_grpc_refuses() -
     messages = [message async for message in outbox.messages()]
     assert max(message.ByteSize() for message in messages) < DEFAULT_MAX_MESSAGE_BYTES
     assert list(chain.from_iterable(map(indices, messages))) == list(range(10))
+
+
+async def test_an_event_beyond_the_bound_of_a_message_goes_alone() -> None:
+    outbox = EventOutbox(pb.WorkerLoad)
+    large = inference_pb.TokenLogprobs(sampled=inference_pb.Logprob(token=bytes(MAX_BYTES_PER_MESSAGE + 1)))
+    outbox.post([pb.WorkerEvent(request_id="r", tokens=pb.Tokens(index=0, prompt_logprobs=[large])), *tokens(1)])
+    messages = outbox.messages()
+    assert [indices(await anext(messages)) for _ in range(2)] == [[0], [1]]
 
 
 async def test_every_message_has_the_newest_load() -> None:

@@ -98,6 +98,20 @@ async def test_streams_are_merged_with_their_numbers_and_closed(num: int) -> Non
     assert all(source.is_closed for source in sources)
 
 
+@pytest.mark.parametrize("num", [1, 2])
+async def test_a_slow_reader_slows_streams_down(num: int) -> None:
+    sources = [Source() for _ in range(num)]
+    for source in sources:
+        for item in range(9):
+            source.items.put_nowait(item)
+    streams = merged([source.read() for source in sources])
+    await anext(streams)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert sum(9 - source.items.qsize() for source in sources) <= 1 + 2 * num
+    await streams.aclose()
+
+
 @pytest.mark.parametrize("num", [1, 3])
 async def test_a_cancellation_from_within_one_stream_ends_them_all(num: int) -> None:
     """As when the channel of a call is closed: nothing then waits for the other streams, or for ever."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
 from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import create_engine_config
+from engine.running import worker
 from engine.running.executor import Executor
 from engine.running.pool_size import (
     largest_step,
@@ -124,6 +126,15 @@ def test_a_pool_leaves_room_for_weights_for_a_step_and_for_what_is_recorded(tmp_
         with pytest.raises(ValueError, match="a request of max_model_len tokens needs 20:"):
             measure_num_blocks(replace(config, model=with_state, cache=crowded), shape, run_steps)
         del weights
+
+
+def test_ranks_have_pools_as_large_as_the_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "measure_num_blocks", lambda config, shape, run_steps: 100)
+    config = small_config(tmp_path)
+    config = replace(config, cache=replace(config.cache, num_blocks=0))
+    others: Any = SimpleNamespace(smallest=lambda num_blocks: min(num_blocks, 70))
+    never: Any = None
+    assert [worker._shape_of_pool(config, never, group).num_blocks for group in (None, others)] == [100, 70]
 
 
 @pytest.mark.parametrize(
