@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rpc.http import MAX_HEAD_BYTES, READ_BYTES, HttpServer
-from rpc.listener import hold_port
+from rpc.listener import hold_port, open_listener
 from rpc.server import CannotListen
 
 TIMEOUT_S = 20.0
@@ -197,6 +197,17 @@ async def test_clients_for_whom_no_file_is_left_are_told_so(
                     break
                 assert status.startswith(b"HTTP/1.1 503")
     assert [record.name for record in caplog.records] == ["rpc.listener"]
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_over_tls_they_are_told_nothing_since_there_was_no_handshake(has_tls: bool) -> None:
+    with open_listener("127.0.0.1:0", "--listen", has_tls=has_tls) as listener:
+        listener._first_kept_back = 0
+        with socket.create_connection(listener.getsockname(), TIMEOUT_S) as client:
+            listener.setblocking(True)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            assert client.recv(1000).startswith(b"HTTP/1.1 503") is not has_tls
 
 
 async def test_where_not_one_file_is_left_they_wait() -> None:

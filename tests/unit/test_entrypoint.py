@@ -156,7 +156,7 @@ def test_log_line() -> None:
             "levelname": "INFO",
             "levelno": 20,
             "msg": "done %s",
-            "args": ("now\nand then",),
+            "args": ("now\r\nand then",),
             "created": 0.25,
             "msecs": 250,
         }
@@ -164,7 +164,7 @@ def test_log_line() -> None:
     record.request_id, record.total_ms, record.why = "r-1", 1234.56789, "two words"
     line = LineFormatter("router").format(record)
     expected = (
-        '1970-01-01T00:00:00.250Z INFO router done now\\nand then request_id=r-1 total_ms=1234.57 why="two words"'
+        '1970-01-01T00:00:00.250Z INFO router done now\\r\\nand then request_id=r-1 total_ms=1234.57 why="two words"'
     )
     assert line == expected
     try:
@@ -174,6 +174,16 @@ def test_log_line() -> None:
     line = LineFormatter("router").format(record)
     assert "\n" not in line
     assert "KeyError" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_an_address_that_cannot_be_told_is_no_error_at_the_end_either() -> None:
+    program = "from rpc.entrypoint import announce; announce('127.0.0.1:5')"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", program], check=False, stdout=full, stderr=subprocess.PIPE)
+    assert ended.returncode == 0
+    assert ended.stderr.decode().startswith("cannot write the line with this process' address to stdout")
+    assert ended.stderr.count(b"\n") == 1
 
 
 SERVICE = """
