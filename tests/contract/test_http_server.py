@@ -53,6 +53,14 @@ async def serving() -> AsyncIterator[tuple[Application, str, int]]:
     await server.close()
 
 
+async def test_a_connection_to_elsewhere_is_refused() -> None:
+    async with serving() as (_, host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"CONNECT other:443 HTTP/1.1\r\nhost: other:443\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("begin", "line"),
     [

@@ -262,6 +262,15 @@ async def test_method_that_the_servicer_lacks_is_unimplemented() -> None:
     await server.drain(0)
 
 
+async def test_a_proxy_of_the_environment_is_not_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with serving(Handlers()) as (_, channel):
+        assert await call("unary_unary", channel)
+
+
 async def test_very_long_errors_arrive() -> None:
     raised = InvalidRequest([(f"field_{i}", "é" * 1000) for i in range(100)], "\n" * 10_000, retry_after_s=1)
     async with serving(Handlers(raised)) as (_, channel):

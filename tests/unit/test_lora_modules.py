@@ -12,8 +12,11 @@ from lora_folders import write_adapter, write_model
 
 from engine.attention import create_attention_backend
 from engine.engine_args import EngineArgs
-from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
+from engine.layers import Linear
+from engine.lora.adapters import MAX_HEADER_BYTES, MAX_NUMBER_BYTES, Adapters
+from engine.lora.modules import LoRARoom, check_lora_folder, parse_lora_modules, read_lora_module
 from engine.model_loader import create_engine_config, load_model, model_config
+from engine.weight_cut import INPUTS, OUTPUTS, Cut
 from prefix_hash import prefix_key, salted_key
 
 
@@ -120,6 +123,17 @@ def test_what_is_no_folder_of_an_adapter(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"it has no file {name}"):
             check_lora_folder("a", tmp_path)
         (tmp_path / name).unlink()
+
+
+def test_a_file_may_be_as_large_as_an_adapter_of_the_whole_model() -> None:
+    """Of which this rank has one of two parts: half of the outputs of `q`, and half of the inputs of `o`."""
+    cuts = {"q": Cut(OUTPUTS, 2, 0), "o": Cut(INPUTS, 2, 0)}
+    adapters = Adapters([], "float32", "cpu", cut_of=cuts.get, room=LoRARoom(num=1, max_rank=8))
+    for name, (outputs, inputs) in {"q": (6, 10), "o": (10, 6), "whole": (10, 10)}.items():
+        adapters.adapt(Linear(torch.zeros(outputs, inputs)), {name: outputs}, inputs)
+    assert adapters.max_bytes("a", 8) == MAX_HEADER_BYTES + MAX_NUMBER_BYTES * 8 * (22 + 22 + 20)
+    with pytest.raises(ValueError, match="adapter 'a': r must be at most max_lora_rank=8, is 9"):
+        adapters.max_bytes("a", 9)
 
 
 def config_with(folder: Path, lora_modules: str, **settings: Any) -> Any:

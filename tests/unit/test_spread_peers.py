@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from rpc import spread_channel
 from rpc.spread_channel import BlockingSpreadChannel, _Peer
 
 SERVICE = "tandem.v1.Inference"
@@ -37,6 +39,24 @@ def test_a_peer_is_not_asked_before_every_call(status: int | None) -> None:
     assert [peer.is_serving(time.monotonic() + 60) for _ in range(3)] == [status == SERVING] * 3
     assert num_asked == 1
     peer.channel.close()
+
+
+def test_choosing_a_peer_is_a_part_of_the_time_that_a_call_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, now_s, left_s = BlockingSpreadChannel("127.0.0.1:1", service=SERVICE), [1000.0], list[float | None]()
+    monkeypatch.setattr(spread_channel, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def choose(turn: int, until_s: float) -> int:
+        assert until_s == 1001  # as long as connecting may take
+        now_s[0] += 0.75
+        return 0
+
+    monkeypatch.setattr(channel, "_choose", choose)
+    call = channel._calling([lambda request, timeout: left_s.append(timeout)])
+    for timeout_s in (5.0, None, 1.0):
+        now_s[0] = 1000.0
+        call(b"", timeout=timeout_s)
+    assert left_s == [4.25, None, 0.25]
+    channel.close()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ async def test_connections_over_which_nobody_serves_are_replaced_now_and_then(cl
     assert [each.is_closed for each in Connections.opened] == [False, False, True], "cancelled, cancelled, closed"
 
 
-async def test_new_connections_are_used_once_one_serves_over_them(clock: Clock) -> None:
+@pytest.mark.parametrize("serves", [True, False])
+async def test_new_connections_are_used_once_one_serves_over_them(serves: bool, clock: Clock) -> None:
     channel = SpreadChannel("routers:1", service="s", renew_s=300)
     [first] = Connections.opened
     first.serves = True
@@ -70,8 +71,8 @@ async def test_new_connections_are_used_once_one_serves_over_them(clock: Clock) 
         clock.now_s += 1
         assert channel._newest() is first
     _, second = Connections.opened
-    second.serves = True
-    assert channel._newest() is second
+    second.serves = serves
+    assert channel._newest() is (second if serves else first)
     async with asyncio.timeout(10):
         await channel.close()
-    assert (first.is_closed, second.is_closed) == (False, True)
+    assert (first.is_closed, second.is_closed) == (not serves, True)
