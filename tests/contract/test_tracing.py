@@ -24,16 +24,15 @@ def tell_one(endpoint: str) -> None:
     tracing = create_tracing(endpoint, "tested")
     span = tracing.begin("outer", HEADERS)
     now_s = time.monotonic()
-    span.end(
-        {"number": 7, "yes": True},
-        children=[Span(name="inner", start_s=now_s - 2, end_s=now_s - 1, error="it broke")],
-    )
+    innermost = Span(name="innermost", start_s=now_s - 1.5, end_s=now_s - 1)
+    inner = Span(name="inner", start_s=now_s - 2, end_s=now_s - 1, error="it broke", children=[innermost])
+    span.end({"number": 7, "yes": True}, children=[inner])
     tracing.close()
 
 
 def check_told(collector: Collector) -> None:
     (outer,) = collector.trace(TRACE_ID, "outer", "inner")
-    assert outer.tree() == ("outer", ["inner"])
+    assert outer.tree() == ("outer", [("inner", ["innermost"])])
     assert outer.service == "tested"
     assert outer.attributes == {"number": 7, "yes": True}
     assert outer.proto.parent_span_id.hex() == "cd" * 8
@@ -47,6 +46,14 @@ def test_over_grpc() -> None:
     with running_collector() as collector:
         tell_one(collector.endpoint)
         check_told(collector)
+
+
+def test_the_environment_may_name_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "of the environment")
+    with running_collector() as collector:
+        tell_one(collector.endpoint)
+        [outer] = collector.trace(TRACE_ID, "outer")
+        assert outer.service == "of the environment"
 
 
 def test_over_http() -> None:
@@ -123,6 +130,7 @@ def test_no_endpoint(endpoint: str) -> None:
         ("http://localhost:9", "localhost:9"),
         ("https://collector.example/", "collector.example:4317"),
         ("grpc://[::1]", "[::1]:4317"),
+        ("http://collector.example:", "collector.example:4317"),
         ("http://[::1]:7", "[::1]:7"),
     ],
 )
