@@ -74,6 +74,23 @@ def test_steps_use_an_adapter_if_any_may_come(max_loras: int, number: int, tmp_p
     assert {item.seq.lora_id for step in steps for item in step.scheduled} == {number}
 
 
+def test_a_device_that_does_not_keep_batch_invariance_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = pytest.importorskip("engine.kernels.gpu.product")
+
+    def disagree(device: str, dtype: torch.dtype) -> None:
+        raise ValueError(f"rows of {dtype} on {device} disagree")
+
+    monkeypatch.setattr(product, "check_rows_agree", disagree)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = create_engine_config(EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", num_kv_blocks=20))
+    config = replace(config, device=replace(config.device, batch_invariant=True))
+    never: Any = None
+    with pytest.raises(ValueError, match=r"rows of torch\.float32 on cpu disagree"):
+        warm_up(config, never, torch.zeros(1, 2))
+
+
 @pytest.mark.parametrize("num_ahead", [1, 2])
 def test_with_a_step_ahead_two_are_under_way(tmp_path: Path, num_ahead: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
