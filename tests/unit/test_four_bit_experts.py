@@ -55,7 +55,7 @@ def test_logits_are_those_of_the_model_that_is_meant(gpu: PretendGpu, tmp_path: 
 def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
     save_four_bits(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    experts = experts_in(load_causal_lm(engine_config(tmp_path), keeps_four_bits=True))
+    experts = experts_in(load_causal_lm(engine_config(tmp_path), None, keeps_four_bits=True).causal_lm)
     assert len(experts) == SMALL["num_hidden_layers"]
     for layer, module in enumerate(experts):
         kept = dict(module.named_parameters())
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, name: str, shape: tuple[in
             tensors[at.replace("blocks", "scales")] = torch.zeros(shape[:-1], dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=why):
-        load_causal_lm(engine_config(tmp_path), keeps_four_bits=True)
+        load_causal_lm(engine_config(tmp_path), None, keeps_four_bits=True)
 
 
 def test_weights_made_up_are_as_large_as_others_and_hang_on_the_seed(
@@ -101,7 +101,7 @@ def test_weights_made_up_are_as_large_as_others_and_hang_on_the_seed(
 
     def made_up(seed: int) -> list[torch.Tensor]:
         config = engine_config(tmp_path, load_format="dummy", seed=seed)
-        [experts, *_] = experts_in(load_causal_lm(config, keeps_four_bits=True))
+        [experts, *_] = experts_in(load_causal_lm(config, None, keeps_four_bits=True).causal_lm)
         sizes = [
             widen(experts.gate_up_proj_blocks.data, experts.gate_up_proj_scales.data, torch.float32).std(),
             experts.gate_up_proj_bias.std(),

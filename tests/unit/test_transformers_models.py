@@ -280,10 +280,6 @@ def test_positions_beyond_which_neighbours_would_count(tmp_path: Path) -> None:
             "vocab_size_per_layer_input must be at least vocab_size=307, is 306",
         ),
         (lambda: transformers.OlmoConfig(**SMALL), "LlamaForCausalLM", "has no causal language model of that name"),
-        (
-            lambda: transformers.OlmoConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "OlmoForCausalLM",
-            "quantization_config, but for quant_method mxfp4, is supported in models of our own decoders alone",
-        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_before_weights_are_read(config: Any, architecture: str, why: str) -> None:
