@@ -59,6 +59,25 @@ def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return int8_NK, scale_N
 
 
+def as_int8(weight: Weight) -> ScaledWeight:
+    """Quantise the weight unless it is in 8 bits already."""
+    if isinstance(weight, ScaledWeight):
+        return weight
+    weight = dequantized(weight)
+    int8_NK, scale_N = quantize_int8(weight)
+    return ScaledWeight(int8_NK, scale_N.float()[:, None], weight.shape[1], weight.dtype)
+
+
+def as_float8(weight: Weight) -> ScaledWeight:
+    """Likewise, to float8_e4m3fn. Raises `ValueError` if a weight is not finite."""
+    if isinstance(weight, ScaledWeight):
+        return weight
+    weight = dequantized(weight)
+    _check_finite(weight.abs().amax(dim=1))
+    float8_NK, scale_N1 = quantize_float8(weight)
+    return ScaledWeight(float8_NK, scale_N1, weight.shape[1], weight.dtype)
+
+
 def quantize_float8(x_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to (float8_e4m3fn [N, K], scales [N, 1] in float32): the largest number of each row becomes 448."""
     amax_N1 = x_NK.abs().amax(dim=1, keepdim=True).float().clamp_min_(SMALLEST_AMAX)

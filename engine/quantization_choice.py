@@ -84,8 +84,10 @@ def quantizes(quantization: str, outputs: int, inputs: int) -> bool:
 
 def _why_no_product(asked: str, model: TransformersConfig) -> str:
     """Why no weight of the model would be quantised, as a clause; empty if some would, or all that count."""
+    if model.num_fixed_expert_tensors:
+        return "only transformers' code can compute its experts, which would stay plain: most of its weights"
     if model.has_experts:
-        return "transformers' code computes the model, and its experts, which are most of its weights, would stay plain"
+        return ""
     if not any(quantizes(asked, *size) for size in model.products):
         sizes = ", ".join(f"{outputs}x{inputs}" for outputs, inputs in model.products)
         return f"none of the model's products, of sizes {sizes}, fits it"

@@ -27,8 +27,7 @@ from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
 from engine.models.layer import DecoderLayer, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
-from engine.quantization import quantize_int8
-from engine.scaled_weight import ScaledWeight
+from engine.quantization import as_int8
 from engine.weight import Weight, as_int4, dequantized, joined
 
 LANES = 16
@@ -112,14 +111,6 @@ class Int4PanelLinear(PanelLinear):
 class Int4PanelGatedLinear(PanelGatedLinear):
     def __init__(self, gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None) -> None:
         super().__init__(as_int4(gate), as_int4(up), gate_bias, up_bias)
-
-
-def as_int8(weight: Weight) -> ScaledWeight:
-    if isinstance(weight, ScaledWeight):
-        return weight
-    weight = dequantized(weight)
-    int8_NK, scale_N = quantize_int8(weight)
-    return ScaledWeight(int8_NK, scale_N.float()[:, None], weight.shape[1], weight.dtype)
 
 
 def _side_by_side(gate_and_up: list[torch.Tensor]) -> torch.Tensor:

@@ -155,6 +155,7 @@ def _load_transformers_model(
 ) -> TransformersModel:
     from engine.attention import AttentionBackend
     from engine.model_loader.transformers_weights import load_causal_lm
+    from engine.models.replaced_experts import replace_experts
     from engine.models.stored_weights import StoredWeights, is_mxfp4
     from engine.models.transformers_config import TransformersConfig
     from engine.models.transformers_model import TransformersModel
@@ -167,7 +168,8 @@ def _load_transformers_model(
     narrow = _weights_of(config, "cpu") if is_narrow else None
     causal_lm, kept = load_causal_lm(config, narrow, keeps_four_bits=parts.four_bit_experts is not None)
     products = OurProducts(_linear_of(config, parts), parts.lm_head, narrow=parts.linear)
-    replace_products(causal_lm, products, kept, config.device.device)
+    replace_experts(causal_lm, parts, config.model.quantization, kept.experts, config.device.device)
+    replace_products(causal_lm, products, kept.products, config.device.device)
     return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape))
 
 

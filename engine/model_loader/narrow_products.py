@@ -1,8 +1,9 @@
 """A checkpoint in 8 or 4 bits, for transformers' code, which takes plain tensors.
 
     files ──Weights──> weights in 8 or 4 bits ──> kept, for products of ours, if the code has a linear layer of that
-                  │                          │    name and size; it is given a tensor without memory in their place
-                  │                          └──> widened, if not: experts, which the code stacks, or the logits
+                  │                          │    name and size, or experts of them; it is given tensors without
+                  │                          │    memory in their place
+                  │                          └──> widened, if not, or of the logits
                   └──> all other tensors, as they are
 
 Shapes: N outputs, K inputs.
@@ -10,6 +11,7 @@ Shapes: N outputs, K inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,42 +20,59 @@ from torch import nn
 from engine.cache_dir import report
 from engine.int4_weight import Int4Weight
 from engine.model_loader.weights import SafetensorsWeights, Weights
+from engine.models.expert_products import ExpertWeight
+from engine.models.replaced_experts import ExpertSizes, sizes_of_experts
 from engine.models.transformers_products import is_product, size_of
 from engine.narrow_weight import NarrowWeight
 from engine.quantization_choice import FLOAT8_GRAIN, INT8_GRAIN
 from engine.scaled_weight import ScaledWeight
 from engine.weight import Weight
 
+EXPERTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of an expert's products in checkpoints: gate, up and down."""
+
+
+class Kept(NamedTuple):
+    """Weights in 8 or 4 bits, by the names of the modules whose weights they are."""
+
+    products: dict[str, NarrowWeight]
+    experts: dict[str, list[ExpertWeight]]
+
 
 class Checkpoint(NamedTuple):
     tensors: dict[str, torch.Tensor]
     """For transformers' code."""
-    kept: dict[str, NarrowWeight]
-    """Weights in 8 or 4 bits, by the names of their linear layers."""
+    kept: Kept
 
 
 def split_checkpoint(weights: SafetensorsWeights, causal_lm: Any) -> Checkpoint:
     """Take all tensors of `weights`. `causal_lm`: the model without weights. Raises `ValueError` if a tensor in 8 or 4
     bits lacks its scales, or they do not fit."""
-    products = _products_of(causal_lm)
     tensors: dict[str, torch.Tensor] = {}
-    kept: dict[str, NarrowWeight] = {}
-    num_widened = 0
-    for name, shape in weights.narrow_products().items():
+    kept, num_widened = Kept({}, {}), 0
+    products, shapes = _products_of(causal_lm), weights.narrow_products()
+    for module, sizes in _experts_of(causal_lm).items():
+        each = _take_experts(weights, module, sizes, shapes)
+        if each is not None:
+            E, I, D = sizes  # noqa: E741
+            kept.experts[module] = each
+            tensors[f"{module}.gate_up_proj"] = weight_without_memory((E, 2 * I, D), weights.dtype)
+            tensors[f"{module}.down_proj"] = weight_without_memory((E, D, I), weights.dtype)
+    for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         weight = weights.take_product(name, shape)
         if isinstance(weight, torch.Tensor):
             tensors[name] = weight
         elif module in products and size_of(products[module]) == shape and _fits(weight):
-            kept[module] = weight
+            kept.products[module] = weight
             tensors[name] = weight_without_memory(shape, weight.dtype)
         else:
             tensors[name] = weight.dequantized()
             num_widened += 1
     if num_widened:
         report(
-            f"{num_widened} weights in 8 or 4 bits are widened: transformers' code has no linear layers of their names "
-            "and sizes (it stacks experts), or they are the logits'"
+            f"{num_widened} weights in 8 or 4 bits are widened: the logits', or those for which transformers' code has "
+            "no products of their names and sizes that ours could replace"
         )
     rest = weights.take_rest()
     for name in [name for name in rest if name.endswith(".bias") and name.removesuffix(".bias") in products]:
@@ -64,17 +83,69 @@ def split_checkpoint(weights: SafetensorsWeights, causal_lm: Any) -> Checkpoint:
     return Checkpoint(tensors | rest, kept)
 
 
-def made_up_products(weights: Weights, causal_lm: Any) -> dict[str, NarrowWeight]:
+def _take_experts(
+    weights: SafetensorsWeights, module: str, sizes: ExpertSizes, shapes: dict[str, tuple[int, int]]
+) -> list[ExpertWeight] | None:
+    """Take the experts' weights, also out of `shapes`. None, with nothing taken: not all are in 8 or 4 bits, or in
+    forms of which our products take all experts' together."""
+    for names in EXPERTS:
+        names_of = [[f"{module}.{e}.{name}.weight" for name in names] for e in range(sizes.num_experts)]
+        if all(shapes.get(name) == shape for each in names_of for name, shape in _shapes(each, sizes)):
+            taken = [_expert(weights, each, sizes) for each in names_of]
+            if not _are_alike(taken):
+                return None
+            for each in names_of:
+                for name in each:
+                    del shapes[name]
+            return taken
+    return None
+
+
+def _expert(weights: Weights, names: Sequence[str], sizes: ExpertSizes) -> ExpertWeight:
+    gate, up, down = (weights.take_product(name, shape) for name, shape in _shapes(names, sizes))
+    return gate, up, down
+
+
+def _shapes(names: Sequence[str], sizes: ExpertSizes) -> Iterator[tuple[str, tuple[int, int]]]:
+    """An expert's names with their shapes."""
+    _, I, D = sizes  # noqa: E741
+    return zip(names, ((I, D), (I, D), (D, I)), strict=True)
+
+
+def _are_alike(experts: list[ExpertWeight]) -> bool:
+    """Whether all are in 8 or 4 bits, gates and ups in one form, and downs in one."""
+    forms: tuple[set[object], set[object]] = set(), set()
+    for expert in experts:
+        for place, weight in enumerate(expert):
+            if isinstance(weight, torch.Tensor):
+                return False
+            forms[place // 2].add(weight.form)
+    return all(len(each) == 1 for each in forms)
+
+
+def made_up(weights: Weights, causal_lm: Any) -> Kept:
     """The weights that a checkpoint would have in 8 or 4 bits, made up."""
     made = {
         name: weights.take_product(f"{name}.weight", size_of(module))
         for name, module in _products_of(causal_lm).items()
     }
-    return {name: weight for name, weight in made.items() if not isinstance(weight, torch.Tensor) and _fits(weight)}
+    kept = Kept({name: each for name, each in made.items() if not isinstance(each, torch.Tensor) and _fits(each)}, {})
+    for module, sizes in _experts_of(causal_lm).items():
+        names_of = [[f"{module}.{e}.{name}.weight" for name in EXPERTS[0]] for e in range(sizes.num_experts)]
+        experts = [_expert(weights, each, sizes) for each in names_of]
+        if _are_alike(experts):
+            kept.experts[module] = experts
+    return kept
 
 
-def weight_without_memory(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def weight_without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def _experts_of(causal_lm: Any) -> dict[str, ExpertSizes]:
+    """The modules of experts that may keep weights in 8 or 4 bits."""
+    found = {name: sizes_of_experts(module) for name, module in causal_lm.named_modules()}
+    return {name: sizes for name, sizes in found.items() if sizes is not None}
 
 
 def _products_of(causal_lm: Any) -> dict[str, nn.Linear]:

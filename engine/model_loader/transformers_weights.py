@@ -19,19 +19,18 @@ from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
 from engine.model_loader.folder import opening
 from engine.model_loader.mxfp4 import check_all, widen_all
-from engine.model_loader.narrow_products import made_up_products, split_checkpoint
+from engine.model_loader.narrow_products import Kept, made_up, split_checkpoint
 from engine.model_loader.weights import SafetensorsWeights, Weights, open_checkpoint
 from engine.models.stored_weights import AS_STORED, is_mxfp4
 from engine.models.transformers_experts import FourBitExperts, WithFourBitExperts, with_four_bit_experts
 from engine.models.transformers_model import PAGED
 from engine.models.transformers_probe import MAKING, causal_lm_config, model_without_weights
-from engine.narrow_weight import NarrowWeight
 
 
 class Loaded(NamedTuple):
     causal_lm: Any
-    kept: dict[str, NarrowWeight]
-    """Weights that stay in 8 or 4 bits, by the names of their linear layers, which hold nothing yet."""
+    kept: Kept
+    """Weights of modules that hold nothing yet."""
 
 
 def load_causal_lm(config: EngineConfig, narrow: Weights | None, *, keeps_four_bits: bool) -> Loaded:
@@ -45,7 +44,7 @@ def load_causal_lm(config: EngineConfig, narrow: Weights | None, *, keeps_four_b
     hf_config = causal_lm_config(model.hf_config)
     arguments = {"attn_implementation": PAGED, "dtype": TORCH_DTYPES[model.dtype]}
     keeps_four_bits = keeps_four_bits and is_mxfp4(model.hf_config)
-    kept: dict[str, NarrowWeight] = {}
+    kept = Kept({}, {})
     if config.load.load_format != "dummy":
         if isinstance(narrow, SafetensorsWeights):
             tensors, kept = split_checkpoint(narrow, model_without_weights(hf_config))
@@ -60,7 +59,7 @@ def load_causal_lm(config: EngineConfig, narrow: Weights | None, *, keeps_four_b
                 torch.manual_seed(config.load.seed)
                 causal_lm = _made_up(model_class, hf_config, arguments, device)
             if narrow is not None and model.quantization == AS_STORED:
-                kept = made_up_products(narrow, causal_lm)
+                kept = made_up(narrow, causal_lm)
         else:
             if is_mxfp4(model.hf_config):
                 check_all(tensors)

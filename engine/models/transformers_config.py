@@ -41,6 +41,8 @@ class TransformersConfig(ModelShape):
     its own."""
     num_expert_tensors: int
     """Number of weights that hold one product of all experts."""
+    num_fixed_expert_tensors: int
+    """Of these, those of experts that only transformers' code can compute (engine/models/replaced_experts.py)."""
     products: tuple[tuple[int, int], ...]
     """(outputs, inputs) of the layers' products, without repetitions."""
     body: str
@@ -94,6 +96,7 @@ class TransformersConfig(ModelShape):
             attention=step.attention,
             recurrent_layers=step.recurrent_layers,
             num_expert_tensors=step.num_expert_tensors,
+            num_fixed_expert_tensors=step.num_fixed_expert_tensors,
             products=step.products,
             body=step.body,
             why_no_more_positions=why_no_more,

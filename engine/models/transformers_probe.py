@@ -32,6 +32,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from engine.models.head_shape import HeadShape, pool_shape, why_not_together
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
 from engine.models.recurrent_shape import RecurrentLayer
+from engine.models.replaced_experts import sizes_of_experts
 from engine.models.scores import AttentionModule, Scores
 from engine.models.stored_weights import QUANTIZATIONS
 from engine.models.transformers_products import sizes_of_products
@@ -70,6 +71,7 @@ class Step:
     hidden_size: int
     vocab_size: int
     num_expert_tensors: int
+    num_fixed_expert_tensors: int
     products: tuple[tuple[int, int], ...]
     body: str
 
@@ -111,7 +113,8 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         model = model_without_weights(config)
         body = _body_of(model)
         recurrent_layers = take_recurrent_layers(model)
-        num_expert_tensors, products = _num_expert_tensors(model), sizes_of_products(model)
+        num_expert_tensors, num_fixed = _num_expert_tensors(model)
+        products = sizes_of_products(model)
         # Why such code fails without numbers, or attends in too few layers.
         other_states = "" if recurrent_layers else why_not_its_states(model)
         for module_name, module in model.named_modules():
@@ -146,6 +149,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         hidden_size=hidden_1TD.shape[-1],
         vocab_size=logits_1TV.shape[-1],
         num_expert_tensors=num_expert_tensors,
+        num_fixed_expert_tensors=num_fixed,
         products=products,
         body=body,
     )
@@ -361,10 +365,16 @@ def _masks_of(model: Any, tokens: torch.Tensor, has_recurrent_layers: bool) -> A
     return {"full_attention": causal, "linear_attention": None, "conv": None}
 
 
-def _num_expert_tensors(model: Any) -> int:
-    """How many weights hold one product of all experts. A convolution's weight has three dims, too."""
-    modules = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
-    return sum(parameter.ndim == 3 for module in modules for parameter in module.parameters(recurse=False))
+def _num_expert_tensors(model: Any) -> tuple[int, int]:
+    """How many weights hold one product of all experts, and how many of these are of experts that we cannot replace. A
+    convolution's weight has three dims, too."""
+    num, num_fixed = 0, 0
+    for module in model.modules():
+        num_own = sum(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        if num_own and not isinstance(module, nn.Conv1d):
+            num += num_own
+            num_fixed += num_own if sizes_of_experts(module) is None else 0
+    return num, num_fixed
 
 
 def _meaning_of(error: Exception) -> str:

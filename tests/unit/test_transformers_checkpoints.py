@@ -4,6 +4,7 @@ with what the weights stand for."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers_cases import QWEN3_5
 
 from engine.config import EngineConfig
 from engine.model_loader import narrow_products
-from engine.model_loader.narrow_products import Checkpoint
+from engine.model_loader.narrow_products import Checkpoint, Kept
 from engine.quantization import AS_STORED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,7 +62,8 @@ def split(monkeypatch: pytest.MonkeyPatch) -> list[Checkpoint]:
 
     def collecting(*args: Any) -> Checkpoint:
         checkpoint = original(*args)
-        found.append(Checkpoint(dict(checkpoint.tensors), dict(checkpoint.kept)))
+        kept = Kept(dict(checkpoint.kept.products), dict(checkpoint.kept.experts))
+        found.append(Checkpoint(dict(checkpoint.tensors), kept))
         return checkpoint
 
     monkeypatch.setattr("engine.model_loader.transformers_weights.split_checkpoint", collecting)
@@ -86,16 +88,18 @@ def test_logits_are_those_of_what_the_weights_stand_for(name: str, form: str, tm
 def test_the_cpu_kernels_multiply_with_weights_as_they_are_stored(
     name: str, form: str, split: list[Checkpoint], tmp_path: Path
 ) -> None:
-    """All but experts, which transformers' code has in one tensor, and weights in an order of their own."""
+    """All but those of which inputs that share a scale are not neighbours, or too few."""
     model = save_quantized(name, form, tmp_path)
     config = config_of(tmp_path, dtype="bfloat16", block_size=16, num_kv_blocks=64)
     tokens, bench = random_tokens(21, seed=1), Bench(config)
     logits = bench.logits((bench.sequence(tokens), 21))
     [checkpoint] = split
-    assert bool(checkpoint.kept) == (form not in WIDENED)
-    assert not any("experts" in name for name in checkpoint.kept)
-    for module in checkpoint.kept:
-        assert checkpoint.tensors[f"{module}.weight"].untyped_storage().nbytes() <= 4, "it takes no memory twice"
+    assert bool(checkpoint.kept.products) == (form not in WIDENED)
+    assert bool(checkpoint.kept.experts) == (form not in WIDENED and name == "qwen3-moe")
+    parts = {name for module in checkpoint.kept.experts for name in (f"{module}.gate_up_proj", f"{module}.down_proj")}
+    for kept_name in {f"{module}.weight" for module in checkpoint.kept.products} | parts:
+        assert checkpoint.tensors[kept_name].untyped_storage().nbytes() <= 4, "it takes no memory twice"
+    assert not parts or not any(re.search(r"experts\.\d", each) for each in checkpoint.tensors)
     assert logits is not None
     expected = reference(model.bfloat16(), tokens).float()
     other_experts = 0.15 if name == "qwen3-moe" else 0.06  # rounding may choose others

@@ -1,0 +1,130 @@
+"""Our products in place of transformers' experts: by the CPU kernels, or with weights in 8 or 4 bits.
+
+transformers keeps a layer's experts in two tensors, and computes them by one of several functions, all of which do the
+same: those that its decorator `use_experts_implementation` describes. We replace experts of the common kind, with a
+gate by SiLU and without biases.
+
+Shapes: T tokens, D hidden, A experts of each, E experts, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
+
+from engine.int4_weight import INT4_GRAIN, Int4Weight
+from engine.models.expert_products import ExpertProducts, ExpertWeight, stack_of
+from engine.models.experts import ChosenExperts
+from engine.models.parts import Parts
+from engine.quantization import as_float8, as_int8
+from engine.weight import Weight, as_int4, stacked
+
+QUANTISERS: dict[str, Callable[[Weight], Weight]] = {"int8": as_int8, "int4": as_int4, "fp8": as_float8}
+OF_THE_COMMON_KIND = {
+    "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
+}  # fmt: skip
+
+
+class ExpertSizes(NamedTuple):
+    num_experts: int
+    intermediate_size: int
+    hidden_size: int
+
+
+class ReplacedExperts(nn.Module):
+    """Has the interface of transformers' experts."""
+
+    def __init__(self, experts: ChosenExperts) -> None:
+        super().__init__()
+        self._experts = experts
+
+    def forward(self, h_TD: torch.Tensor, experts_TA: torch.Tensor, weights_TA: torch.Tensor) -> torch.Tensor:
+        return self._experts(h_TD.contiguous(), (experts_TA, weights_TA.float().contiguous()))
+
+
+def sizes_of_experts(module: Any) -> ExpertSizes | None:
+    """None: the module is not experts that we can replace."""
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter) or gate_up.ndim != 3:
+        return None
+    if any(getattr(module, name, None) is not value for name, value in OF_THE_COMMON_KIND.items()):
+        return None
+    if type(module)._apply_gate is not moe._default_apply_gate or len(list(module.parameters())) != 2:
+        return None
+    E, I, D = len(gate_up), gate_up.shape[1] // 2, gate_up.shape[2]  # noqa: E741
+    is_whole = gate_up.shape == (E, 2 * I, D) and down.shape == (E, D, I) and D % 2 == 0
+    is_silu = isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
+    return ExpertSizes(E, I, D) if is_whole and is_silu else None
+
+
+def replace_experts(
+    causal_lm: Any, parts: Parts, quantization: str, stored: dict[str, list[ExpertWeight]], device: str
+) -> None:
+    """Replace experts, one layer after the other. Plain ones stay, unless the parts take them one by one.
+
+    `stored`: the experts' weights in 8 or 4 bits, by the names of their modules; they are taken from it."""
+    for path, parent in list(causal_lm.named_modules()):
+        for name, module in list(parent.named_children()):
+            sizes = sizes_of_experts(module)
+            if sizes is None:
+                continue
+            weights: Iterable[ExpertWeight] | None = None
+            in_files = stored.pop(f"{path}.{name}".removeprefix("."), None)
+            if in_files is not None:
+                weights = (_on_device(expert, device) for expert in in_files)
+            elif quantization in QUANTISERS and _fits(sizes, quantization):
+                weights = _quantised(module, quantization, device)
+            if weights is None and parts.each_expert is not None:
+                weights = _plain(module, device)
+            if weights is not None:
+                products = _products(weights, sizes.num_experts, parts)
+                chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
+                setattr(parent, name, ReplacedExperts(chosen))
+    assert not stored
+
+
+def _on_device(expert: ExpertWeight, device: str) -> ExpertWeight:
+    gate, up, down = (
+        weight.to(device)
+        if isinstance(weight, torch.Tensor)
+        else weight.like(*(tensor.to(device) for tensor in weight.tensors))
+        for weight in expert
+    )
+    return gate, up, down
+
+
+def _fits(sizes: ExpertSizes, quantization: str) -> bool:
+    inputs = sizes.hidden_size, sizes.intermediate_size
+    return quantization != "int4" or all(size % INT4_GRAIN == 0 for size in inputs)
+
+
+def _plain(module: Any, device: str) -> Iterator[ExpertWeight]:
+    for gate_up, down in zip(module.gate_up_proj.data, module.down_proj.data, strict=True):
+        gate, up = gate_up.to(device).chunk(2)
+        yield gate, up, down.to(device)
+
+
+def _quantised(module: Any, quantization: str, device: str) -> Iterator[ExpertWeight]:
+    quantise = QUANTISERS[quantization]
+    for gate, up, down in _plain(module, device):
+        yield quantise(gate), quantise(up), quantise(down)
+
+
+def _products(weights: Iterable[ExpertWeight], num_experts: int, parts: Parts) -> ExpertProducts:
+    if parts.each_expert is not None:
+        return parts.each_expert(iter(weights))
+    each = list(weights)
+    gate_up = stack_of((stacked([gate, up]) for gate, up, _ in each), num_experts)
+    down = stack_of((down for _, _, down in each), num_experts)
+    assert gate_up is not None
+    assert down is not None
+    if isinstance(gate_up, Int4Weight):
+        assert isinstance(down, Int4Weight)
+        return parts.int4_experts(gate_up, down)
+    assert not isinstance(down, Int4Weight)
+    return parts.scaled_experts(gate_up, down)
