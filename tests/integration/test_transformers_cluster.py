@@ -14,7 +14,7 @@ import torch
 import transformers
 from clusters import RunningCluster
 from model_bench import save_model
-from transformers_cases import FALCON_H1, GEMMA2, GEMMA4, GRANITE_H, LFM2, QWEN3_5
+from transformers_cases import FALCON_H1, GEMMA2, GEMMA4, GRANITE_H, LFM2, QWEN3_5, QWEN3_MOE
 
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -67,6 +67,7 @@ def test_tokens_of_a_cluster(
 
 BY_NAME = {
     "llama": None, "qwen3.5": QWEN3_5, "lfm2": LFM2, "granite-h": GRANITE_H, "falcon-h1": FALCON_H1, "gemma4": GEMMA4,
+    "qwen3-moe": QWEN3_MOE,
 }  # fmt: skip
 
 
