@@ -86,6 +86,11 @@ def gpu() -> Iterator[PretendGpu]:
         (GRANITE_H | {"shared_intermediate_size": 160}, {"quantization": "int4"}, {"attention_backend": "torch"}),
         (QWEN3_5 | {"intermediate_size": 160}, {"dtype": "bfloat16", "quantization": "fp8"}, IN_TURN),
         (QWEN3_5 | {"quantization_config": BLOCKS["quantization_config"]}, {"dtype": "bfloat16"}, IN_TURN),
+        (
+            QWEN3_MOE,
+            {"dtype": "bfloat16", "model_impl": "transformers", "quantization": "int8"},
+            IN_TURN,
+        ),
     ],
     ids=[
         "float32",
@@ -110,6 +115,7 @@ def gpu() -> Iterator[PretendGpu]:
         "int4 by transformers",
         "fp8 by transformers",
         "blocks by transformers",
+        "experts in int8 by transformers",
     ],
 )
 def test_recorded_steps_a_step_ahead(
