@@ -14,6 +14,9 @@ from dataclasses import dataclass
 ALIGNMENT = 64
 """Each part of a row begins at a multiple of so many bytes."""
 FLOAT_BYTES = 4
+FEWEST_IN_SPANS = 16
+"""Of a sequence, GPUs compute so many tokens of a step in spans (engine/kernels/gpu/spans.py), fewer one after the
+other."""
 
 
 @dataclass(frozen=True, kw_only=True)

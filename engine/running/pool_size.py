@@ -18,6 +18,7 @@ import torch
 from engine.attention.latent_forms import Unfolding
 from engine.config import EngineConfig
 from engine.kv_shape import KVCacheShape, num_state_blocks_of
+from engine.models.recurrent_shape import FEWEST_IN_SPANS
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
@@ -84,6 +85,24 @@ def unfolding_step(config: EngineConfig) -> SchedulerOutput | None:
     return SchedulerOutput([_at_the_longest_end(config, number, num_new) for number in range(num_seqs)], [])
 
 
+def spans_step(config: EngineConfig) -> SchedulerOutput | None:
+    """Prompts as short as layers that keep a state compute in spans, and one of the remaining tokens: the most spans,
+    but for a few (engine/kernels/gpu/delta_spans.py keeps something of each). None if there are none."""
+    scheduler, model = config.scheduler, config.model
+    most = scheduler.max_num_batched_tokens
+    longest = min(scheduler.prefill_chunk_tokens, model.max_model_len)
+    num_seqs = min(scheduler.max_num_seqs, most // FEWEST_IN_SPANS)
+    if not model.recurrent_bytes or not num_seqs or longest < FEWEST_IN_SPANS:
+        return None
+    num_left = most - (num_seqs - 1) * FEWEST_IN_SPANS
+    lengths = [FEWEST_IN_SPANS] * (num_seqs - 1) + [min(num_left, longest)]
+    lora_id = _largest_adapter(config)
+    tables = [[0] * -(-length // config.cache.block_size) for length in lengths]
+    return SchedulerOutput(
+        [dummy(number, n, n, tables[number], GREEDY, lora_id) for number, n in enumerate(lengths)], []
+    )
+
+
 def _at_the_longest_end(config: EngineConfig, number: int, num_new: int) -> ScheduledSequence:
     longest = config.model.max_model_len
     table = [0] * -(-longest // config.cache.block_size)
@@ -102,9 +121,10 @@ def measured_steps(config: EngineConfig) -> tuple[int, list[SchedulerOutput]]:
     """Return how many blocks the steps to measure take, and these steps."""
     num_blocks, step = largest_step(config)
     if config.device.attention_backend == "torch":  # gathers a step's whole context, and keeps that memory
-        return num_blocks, [longest_step(config), step]
-    unfolding = unfolding_step(config)
-    return num_blocks, [step] if unfolding is None else [unfolding, step]
+        of_contexts: SchedulerOutput | None = longest_step(config)
+    else:
+        of_contexts = unfolding_step(config)
+    return num_blocks, [each for each in (of_contexts, spans_step(config), step) if each is not None]
 
 
 def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_steps: RunSteps) -> int:

@@ -25,6 +25,7 @@ from engine.running.pool_size import (
     measure_num_blocks,
     measured_steps,
     num_blocks_left,
+    spans_step,
     unfolding_step,
 )
 from engine.scheduling.sequence import SchedulerOutput
@@ -159,3 +160,31 @@ def test_what_kernels_unfold_is_in_the_measurement(
     assert len(unfolding.scheduled) == len(expected)
     invariant = replace(on_a_gpu, device=replace(on_a_gpu.device, batch_invariant=True))
     assert len(measured_steps(invariant)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_num_batched_tokens": 51}, [16, 16, 19]),
+        ({"max_num_batched_tokens": 63, "max_num_seqs": 2}, [16, 47]),
+        ({"max_num_batched_tokens": 200, "max_num_seqs": 3}, [16, 16, 64]),
+        ({"max_num_batched_tokens": 200, "max_num_seqs": 3, "prefill_chunk_tokens": 40}, [16, 16, 40]),
+        ({"max_num_batched_tokens": 15}, []),
+        ({"max_num_batched_tokens": 200, "prefill_chunk_tokens": 15}, []),
+    ],
+)
+def test_what_kernels_compute_in_spans_is_in_the_measurement(
+    tmp_path: Path, settings: dict[str, int], expected: list[int]
+) -> None:
+    """The step with the most sequences may have too few tokens for each of them."""
+    attends = small_config(tmp_path, **settings)
+    assert spans_step(attends) is None
+    config = replace(attends, model=replace(attends.model, recurrent_bytes=1))
+    for backend in ("triton", "torch"):
+        of_backend = replace(config, device=replace(config.device, attention_backend=backend))
+        *_, spans, _ = (None, *measured_steps(of_backend)[1])
+        if expected:
+            assert spans is not None
+            assert [(item.first, item.num_new_tokens) for item in spans.scheduled] == [(0, n) for n in expected]
+        else:
+            assert spans_step(of_backend) is None

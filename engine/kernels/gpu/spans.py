@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu.gpu_kind import GpuKind, TensorCores
+from engine.models.recurrent_shape import FEWEST_IN_SPANS
 from engine.models.recurrent_states import RecurrentStep
 
-FEWEST = 16
-"""Sequences that compute fewer tokens in a step have them computed one after the other."""
+FEWEST = FEWEST_IN_SPANS
 MOST_KEY_DIM = 256
 """A program has a matrix of so many rows in registers."""
 SEQS_AT_ONCE: tl.constexpr = tl.constexpr(128)
