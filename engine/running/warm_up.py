@@ -16,6 +16,7 @@ import torch
 from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES, clear_blocks
+from engine.models.recurrent_shape import FEWEST_IN_SPANS
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import ASKS_FOR_ALL, GREEDY, dummy
 from engine.sampling_params import SamplingParams
@@ -73,7 +74,9 @@ def warm_up_steps(config: EngineConfig, first_block: int, second_block: int) -> 
         lengths = ([longest] * whole + [rest] * (rest > 0))[:max_num_seqs]
         prompts = [scheduled(number, n, n, first_block, GREEDY) for number, n in enumerate(lengths)]
         yield SchedulerOutput(prompts, [])
-    length = max(1, min(most - 1, longest, block_size))
+    # Enough tokens for spans: their kernels are compiled once more for an even number of sequences, with which the
+    # arrays that a step sends in one piece are aligned in another way.
+    length = max(1, min(most - 1, longest, max(block_size, FEWEST_IN_SPANS)))
     for context_len in (longest, 1):
         decoding = scheduled(0, context_len, 1, first_block, GREEDY)
         yield SchedulerOutput([decoding, scheduled(1, length, length, second_block, ASKS_FOR_ALL)], [])

@@ -13,6 +13,7 @@ import torch
 
 from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
+from engine.models.recurrent_shape import FEWEST_IN_SPANS
 from engine.running.executor import Executor
 from engine.running.warm_up import prompt_lengths, warm_up, warm_up_steps
 from engine.scheduling.sequence import SchedulerOutput
@@ -59,7 +60,7 @@ def test_prompts_and_decoding_steps_are_computed_and_the_pool_is_as_before(
     ]
     assert shortest == [(0, 1), prompt]
     assert decoding == (longest - 1, 1)
-    assert prompt == (0, max(1, min(most - 1, longest, config.cache.block_size)))
+    assert prompt == (0, max(1, min(most - 1, longest, max(config.cache.block_size, FEWEST_IN_SPANS))))
     assert all(nonzero)
     assert worker.kv_pool.equal(torch.zeros_like(worker.kv_pool))
 
@@ -72,6 +73,15 @@ def test_steps_use_an_adapter_if_any_may_come(max_loras: int, number: int, tmp_p
     )
     steps = warm_up_steps(create_engine_config(args), 0, 1)
     assert {item.seq.lora_id for step in steps for item in step.scheduled} == {number}
+
+
+def test_a_prompt_beside_a_decoding_sequence_is_computed_in_spans(tmp_path: Path) -> None:
+    """However small blocks are: with an even number of sequences, the kernels' arguments have other alignments."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    args = EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", num_kv_blocks=20, block_size=4)
+    *_, beside, shortest = warm_up_steps(create_engine_config(args), 0, 1)
+    for step in (beside, shortest):
+        assert [item.num_new_tokens for item in step.scheduled] == [1, FEWEST_IN_SPANS]
 
 
 def test_a_device_that_does_not_keep_batch_invariance_is_refused(
