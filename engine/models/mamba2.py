@@ -7,8 +7,7 @@ each sequence of a step by itself, from the sequence's row of `RecurrentStates`,
     x ──product──> gate; values, keys, queries ──convolution, SiLU──> scan ──norm, gated──> product ──> y
               └──> how long a step each head takes ────────────────────^
 
-The literature names the keys B, the queries C and the values x. A sequence's tokens are computed one after the other,
-whatever chunks its prompt comes in.
+The literature names the keys B, the queries C and the values x.
 
 Shapes: T tokens, D hidden, C channels, N heads, V dims of values.
 """

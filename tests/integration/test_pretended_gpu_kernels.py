@@ -439,6 +439,23 @@ def test_the_pool_leaves_room_for_what_prompts_unfold(tmp_path: Path) -> None:
         assert 0.98 * 0.3 * total_bytes < unfolding <= 0.3 * total_bytes
 
 
+def test_the_pool_leaves_room_for_spans(tmp_path: Path) -> None:
+    """Layers that keep a state hold memory for each span; in the step with the most sequences, these are too short."""
+    total_bytes, settings = 256 << 20, {"attention_backend": "triton", "num_kv_blocks": 0, "max_num_seqs": 8}
+    with pretend_gpu(total_bytes=total_bytes, has_triton=True) as gpu, triton_interprets(gpu):
+        sizes = {"gpu_memory_utilization": 0.3, "max_num_batched_tokens": 64, "dtype": "bfloat16"}
+        engine = make_engine(tmp_path, QWEN3_5, **settings | sizes)
+        peaks = []
+        for step in measured_steps(engine.config)[1]:
+            torch.cuda.reset_peak_memory_stats()
+            engine.executor.launch(step).wait()
+            peaks.append(torch.cuda.max_memory_allocated())
+        in_spans, of_most_sequences = peaks
+        at_most = 0.3 * total_bytes - 4 * RECORDING_BYTES
+        assert of_most_sequences < 0.995 * in_spans
+        assert 0.98 * at_most < in_spans <= at_most + 4096
+
+
 def launches_compiled(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Compile all launches; Triton asks a pretended driver. This needs a process of its own, because Triton cannot
     compile in a process in which it interprets."""

@@ -36,7 +36,8 @@ TINIEST_DECAY: tl.constexpr = tl.constexpr(1e-12)
 
 @dataclass(frozen=True, slots=True)
 class SpanConfig:
-    """How a launch computes spans: chosen such that no registers spill."""
+    """How a launch computes spans: chosen such that no registers spill with the heads of Qwen3-Next, Falcon-H1-7B and
+    Nemotron-Nano-9B-v2. With others, up to 16 do for up to 128 dims, and up to 32 for more."""
 
     span: int
     """Tokens of a span."""
