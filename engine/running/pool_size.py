@@ -86,21 +86,22 @@ def unfolding_step(config: EngineConfig) -> SchedulerOutput | None:
 
 
 def spans_step(config: EngineConfig) -> SchedulerOutput | None:
-    """Prompts as short as layers that keep a state compute in spans, and one of the remaining tokens: the most spans,
-    but for a few (engine/kernels/gpu/delta_spans.py keeps something of each). None if there are none."""
+    """As many prompts as layers that keep a state can compute in spans, as short as possible but for the first ones,
+    which have the remaining tokens: the most spans, but for a few (engine/kernels/gpu/delta_spans.py keeps something of
+    each). None if there are no spans."""
     scheduler, model = config.scheduler, config.model
     most = scheduler.max_num_batched_tokens
     longest = min(scheduler.prefill_chunk_tokens, model.max_model_len)
     num_seqs = min(scheduler.max_num_seqs, most // FEWEST_IN_SPANS)
     if not model.recurrent_bytes or not num_seqs or longest < FEWEST_IN_SPANS:
         return None
-    num_left = most - (num_seqs - 1) * FEWEST_IN_SPANS
-    lengths = [FEWEST_IN_SPANS] * (num_seqs - 1) + [min(num_left, longest)]
-    lora_id = _largest_adapter(config)
-    tables = [[0] * -(-length // config.cache.block_size) for length in lengths]
-    return SchedulerOutput(
-        [dummy(number, n, n, tables[number], GREEDY, lora_id) for number, n in enumerate(lengths)], []
-    )
+    num_spare, lora_id, prompts = most - num_seqs * FEWEST_IN_SPANS, _largest_adapter(config), []
+    for number in range(num_seqs):
+        length = min(FEWEST_IN_SPANS + num_spare, longest)
+        num_spare -= length - FEWEST_IN_SPANS
+        table = [0] * -(-length // config.cache.block_size)
+        prompts.append(dummy(number, length, length, table, GREEDY, lora_id))
+    return SchedulerOutput(prompts, [])
 
 
 def _at_the_longest_end(config: EngineConfig, number: int, num_new: int) -> ScheduledSequence:

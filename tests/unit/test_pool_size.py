@@ -165,10 +165,11 @@ def test_what_kernels_unfold_is_in_the_measurement(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"max_num_batched_tokens": 51}, [16, 16, 19]),
-        ({"max_num_batched_tokens": 63, "max_num_seqs": 2}, [16, 47]),
-        ({"max_num_batched_tokens": 200, "max_num_seqs": 3}, [16, 16, 64]),
-        ({"max_num_batched_tokens": 200, "max_num_seqs": 3, "prefill_chunk_tokens": 40}, [16, 16, 40]),
+        ({"max_num_batched_tokens": 51}, [19, 16, 16]),
+        ({"max_num_batched_tokens": 63, "max_num_seqs": 2}, [47, 16]),
+        ({"max_num_batched_tokens": 200, "max_num_seqs": 3}, [64, 64, 64]),
+        ({"max_num_batched_tokens": 200, "max_num_seqs": 3, "prefill_chunk_tokens": 40}, [40, 40, 40]),
+        ({"max_num_batched_tokens": 100, "max_num_seqs": 4, "prefill_chunk_tokens": 40}, [40, 28, 16, 16]),
         ({"max_num_batched_tokens": 15}, []),
         ({"max_num_batched_tokens": 200, "prefill_chunk_tokens": 15}, []),
     ],
