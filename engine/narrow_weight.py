@@ -29,6 +29,10 @@ class NarrowWeight(ABC):
     def like(self, *tensors: torch.Tensor) -> Self:
         """Make a weight of the same form from `tensors`."""
 
+    @abstractmethod
+    def dequantized(self) -> torch.Tensor:
+        """[N, K] in the model's dtype."""
+
     def __len__(self) -> int:
         return len(self.tensors[0])
 

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.cache_dir import report
 from engine.int4_weight import Int4Weight
+from engine.model_loader.int4_weights import Int4Weights
 from engine.model_loader.weights import SafetensorsWeights, Weights
 from engine.models.expert_products import ExpertWeight
 from engine.models.replaced_experts import ExpertSizes, sizes_of_experts
@@ -50,7 +52,8 @@ def split_checkpoint(weights: SafetensorsWeights, causal_lm: Any) -> Checkpoint:
     bits lacks its scales, or they do not fit."""
     tensors: dict[str, torch.Tensor] = {}
     kept, num_widened = Kept({}, {}), 0
-    products, shapes = _products_of(causal_lm), weights.narrow_products()
+    products, narrow = _products_of(causal_lm), weights.narrow_products()
+    shapes = dict(narrow)
     for module, sizes in _experts_of(causal_lm).items():
         each = _take_experts(weights, module, sizes, shapes)
         if each is not None:
@@ -58,6 +61,8 @@ def split_checkpoint(weights: SafetensorsWeights, causal_lm: Any) -> Checkpoint:
             kept.experts[module] = each
             tensors[f"{module}.gate_up_proj"] = weight_without_memory((E, 2 * I, D), weights.dtype)
             tensors[f"{module}.down_proj"] = weight_without_memory((E, D, I), weights.dtype)
+    transposed = {name for name, module in causal_lm.named_modules() if type(module) is Conv1D}
+    is_packed = isinstance(weights, Int4Weights)
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         weight = weights.take_product(name, shape)
@@ -69,15 +74,19 @@ def split_checkpoint(weights: SafetensorsWeights, causal_lm: Any) -> Checkpoint:
         else:
             tensors[name] = weight.dequantized()
             num_widened += 1
+        if is_packed and module in transposed:  # it is packed like a linear layer's weight
+            tensors[name] = tensors[name].T.contiguous()
     if num_widened:
         report(
             f"{num_widened} weights in 8 or 4 bits are widened: the logits', or those for which transformers' code has "
             "no products of their names and sizes that ours could replace"
         )
     rest = weights.take_rest()
-    for name in [name for name in rest if name.endswith(".bias") and name.removesuffix(".bias") in products]:
+    used = causal_lm.state_dict().keys()
+    for name in [name for name in rest if name.endswith(".bias") and name not in used]:
+        module = name.removesuffix(".bias")
         # Old versions of AutoGPTQ have written biases of zeros for every weight.
-        if products[name.removesuffix(".bias")].bias is None and not rest[name].any():
+        if (module in products or f"{module}.weight" in narrow) and not rest[name].any():
             del rest[name]
     weights.check_all_taken()
     return Checkpoint(tensors | rest, kept)

@@ -40,16 +40,22 @@ class OurProducts:
 
 def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWeight], device: str) -> None:
     """Replace linear layers, one after the other, and move the model to the device. What would be plain torch, or does
-    not fit our parts, stays.
+    not fit our parts, or is in another dtype than the model's, stays.
 
     `stored`: weights in 8 or 4 bits, by the names of the modules whose weights they are; they are taken from it."""
-    head = causal_lm.get_output_embeddings()
-    for path, parent in list(causal_lm.named_modules()):
+    head, dtype = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings().weight.dtype
+    # Only names: a list of modules would keep all replaced weights until the end.
+    for path in [path for path, _ in causal_lm.named_modules()]:
+        parent = causal_lm.get_submodule(path)
         for name, module in list(parent.named_children()):
             if not is_product(module):
                 continue
             bias = () if module.bias is None else (module.bias.data.to(device),)
             narrow = stored.pop(f"{path}.{name}".removeprefix("."), None)
+            if module.weight.dtype != dtype:  # experts are chosen in float32 in some models, whatever their dtype
+                if narrow is not None:
+                    module.weight.data = narrow.dequantized().to(module.weight.dtype)
+                continue
             if narrow is not None:
                 on_device = narrow.like(*(tensor.to(device) for tensor in narrow.tensors))
                 setattr(parent, name, _Product(ours.narrow(on_device, *bias)))

@@ -16,6 +16,7 @@ from int4_checkpoints import INT4_FORMS, WIDENED, in_int4
 from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference, save_model
 from quantized_checkpoints import FORMS, quantized
 from safetensors.torch import load_file, save_file
+from transformers.pytorch_utils import Conv1D
 from transformers_cases import QWEN3_5
 
 from engine.config import EngineConfig
@@ -131,6 +132,42 @@ def test_zeros_that_stand_for_no_bias_are_left_out(tmp_path: Path) -> None:
     save_file(tensors | {name: torch.ones(192)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"hold tensors that the architecture does not use: {name}"):
         Bench(config_of(tmp_path))
+
+
+def test_zeros_that_stand_for_no_bias_are_left_out_beside_experts(tmp_path: Path) -> None:
+    """As in Qwen1.5-MoE in 4 bits. transformers' code has no parts of the experts' names."""
+    model = save_quantized("qwen3-moe", "gptq", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weights = [name.removesuffix("scales") for name in tensors if name.endswith(".scales")]
+    zeros = {f"{name}bias": torch.zeros(tensors[f"{name}scales"].shape[1]) for name in weights}
+    assert any("experts" in name for name in zeros)
+    save_file(tensors | zeros, tmp_path / "model.safetensors")
+    bench, tokens = Bench(config_of(tmp_path)), random_tokens(9, seed=1)
+    logits = bench.logits((bench.sequence(tokens), 9))
+    assert logits is not None
+    assert_close(logits[0], reference(model, tokens))
+
+
+@pytest.mark.parametrize("form_name", ["gptq", "gptq, by activations"])
+def test_gpt2s_weights_are_packed_like_those_of_linear_layers(form_name: str, tmp_path: Path) -> None:
+    """Its code has them transposed."""
+    config = transformers.GPT2Config(
+        vocab_size=307, n_embd=96, n_layer=2, n_head=6, n_positions=128, bos_token_id=1, eos_token_id=2
+    )
+    model, form = save_model(config, tmp_path), INT4_FORMS[form_name]
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            stored, exact = form.quantize(tensors.pop(f"{name}.weight").T)
+            tensors |= {f"{name}.{ending}": tensor.contiguous() for ending, tensor in stored.items()}
+            module.weight.data = exact.float().T
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": form.quantization_config}))
+    bench, tokens = Bench(config_of(tmp_path)), random_tokens(9, seed=1)
+    logits = bench.logits((bench.sequence(tokens), 9))
+    assert logits is not None
+    assert_close(logits[0], reference(model, tokens))
 
 
 @pytest.mark.parametrize(

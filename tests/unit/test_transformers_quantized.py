@@ -3,6 +3,7 @@ the dequantised weights."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from transformers.pytorch_utils import Conv1D
 from transformers_cases import GPT_OSS, GRANITE_H, LFM2, QWEN3_5, QWEN3_MOE
 
 from engine.attention import Needs, why_no_graphs
+from engine.layers import Linear
 from engine.models import load_model_shape
-from engine.models.transformers_products import is_product
+from engine.models.transformers_products import OurProducts, is_product, replace_products
 from engine.quantization import quantize_int8
 from engine.quantization_choice import FEWEST_OUTPUTS, check_quantization
-from engine.weight import as_int4
+from engine.weight import Weight, as_int4
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,6 +99,41 @@ def test_the_cpu_kernels_multiply_with_quantised_weights(quantization: str, tmp_
         assert torch.equal(*found)
     else:  # the rounded weights have 8 bits, too, but their scales another 8
         assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+
+
+def test_replaced_weights_are_released_one_by_one(tmp_path: Path) -> None:
+    model = save_model(CONFIGS["olmo2"](), tmp_path)
+    replaced = [weakref.ref(module) for module in model.modules() if is_product(module)]
+    num_left: list[int] = []
+
+    def make(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        num_left.append(sum(module() is not None for module in replaced))
+        return Linear(weight, bias)
+
+    replace_products(model, OurProducts(lambda *_size: make, make, narrow=make), {}, "cpu")
+    assert len(num_left) == len(replaced)
+    assert num_left[-1] <= 5, "those of one layer's part, at most"
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_products_in_another_dtype_than_the_models_stay(quantization: str, tmp_path: Path) -> None:
+    """HunYuan computes the choice of experts in float32."""
+    config = transformers.HunYuanMoEV1Config(**WIDE, head_dim=16, num_experts=4, moe_topk=2)
+    model = save_model(config, tmp_path).bfloat16()
+    gate = model.model.layers[0].mlp.gate.wg
+    gate.float()
+    if quantization == "int4":
+        kept = as_int4(gate.weight.data.bfloat16())
+        ours = OurProducts(lambda *_size: Linear, Linear, narrow=Linear)
+        replace_products(model, ours, {"model.layers.0.mlp.gate.wg": kept}, "cpu")
+        assert torch.equal(gate.weight, kept.dequantized().float())
+        return
+    bench = Bench(engine_config(tmp_path, dtype="bfloat16", block_size=16, num_kv_blocks=64))
+    tokens = random_tokens(21, seed=1)
+    logits = bench.logits((bench.sequence(tokens), 21))
+    assert logits is not None
+    expected = reference(model, tokens).float()
+    assert (logits[0] - expected).norm() < 0.15 * expected.norm()
 
 
 def test_models_of_which_nothing_would_be_quantised_are_refused(tmp_path: Path) -> None:
