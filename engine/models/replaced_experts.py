@@ -68,23 +68,24 @@ def replace_experts(
     """Replace experts, one layer after the other. Plain ones stay, unless the parts take them one by one.
 
     `stored`: the experts' weights in 8 or 4 bits, by the names of their modules; they are taken from it."""
-    for path, parent in list(causal_lm.named_modules()):
-        for name, module in list(parent.named_children()):
-            sizes = sizes_of_experts(module)
-            if sizes is None:
-                continue
-            weights: Iterable[ExpertWeight] | None = None
-            in_files = stored.pop(f"{path}.{name}".removeprefix("."), None)
-            if in_files is not None:
-                weights = (_on_device(expert, device) for expert in in_files)
-            elif quantization in QUANTISERS and _fits(sizes, quantization):
-                weights = _quantised(module, quantization, device)
-            if weights is None and parts.each_expert is not None:
-                weights = _plain(module, device)
-            if weights is not None:
-                products = _products(weights, sizes.num_experts, parts)
-                chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
-                setattr(parent, name, ReplacedExperts(chosen))
+    # Only names: a list of modules would keep all replaced weights until the end.
+    for path in [path for path, module in causal_lm.named_modules() if sizes_of_experts(module) is not None]:
+        module = causal_lm.get_submodule(path)
+        sizes = sizes_of_experts(module)
+        assert sizes is not None
+        weights: Iterable[ExpertWeight] | None = None
+        in_files = stored.pop(path, None)
+        if in_files is not None:
+            weights = (_on_device(expert, device) for expert in in_files)
+        elif quantization in QUANTISERS and _fits(sizes, quantization):
+            weights = _quantised(module, quantization, device)
+        elif parts.each_expert is not None:
+            weights = _plain(module, device)
+        if weights is not None:
+            products = _products(weights, sizes.num_experts, parts)
+            chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
+            parent, _, name = path.rpartition(".")
+            setattr(causal_lm.get_submodule(parent), name, ReplacedExperts(chosen))
     assert not stored
 
 

@@ -263,7 +263,7 @@ def test_the_cpu_kernels_take_int8_as_it_is_stored(
     config = create_engine_config(args)
     assert config.model.quantization == "stored"
     with monkeypatch.context() as patch:
-        patch.setattr("engine.kernels.cpu.quantize_int8", None)  # nothing is quantised again
+        patch.setattr("engine.quantization.quantize_int8", None)  # nothing is quantised again
         patch.setattr(ScaledWeight, "dequantized", None)  # nor widened
         kept = logits_of_steps(args, records=False)
     expected = logits_of_steps(replace(args, model=str(plain)), records=False)
