@@ -39,12 +39,14 @@ class ExpertSizes(NamedTuple):
 class ReplacedExperts(nn.Module):
     """Has the interface of transformers' experts."""
 
-    def __init__(self, experts: ChosenExperts) -> None:
+    def __init__(self, experts: ChosenExperts, num_experts: int) -> None:
         super().__init__()
-        self._experts = experts
+        self._experts, self._last = experts, num_experts - 1
 
     def forward(self, h_TD: torch.Tensor, experts_TA: torch.Tensor, weights_TA: torch.Tensor) -> torch.Tensor:
-        return self._experts(h_TD.contiguous(), (experts_TA, weights_TA.float().contiguous()))
+        # The number of experts stands for none. The last one then counts for nothing.
+        weights_TA = weights_TA.float().masked_fill(experts_TA > self._last, 0.0)
+        return self._experts(h_TD.contiguous(), (experts_TA.clamp_max(self._last), weights_TA))
 
 
 def sizes_of_experts(module: Any) -> ExpertSizes | None:
@@ -85,7 +87,7 @@ def replace_experts(
             products = _products(weights, sizes.num_experts, parts)
             chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
             parent, _, name = path.rpartition(".")
-            setattr(causal_lm.get_submodule(parent), name, ReplacedExperts(chosen))
+            setattr(causal_lm.get_submodule(parent), name, ReplacedExperts(chosen, sizes.num_experts))
     assert not stored
 
 

@@ -13,12 +13,15 @@ import torch
 import transformers
 from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference, save_model
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 from transformers_cases import GPT_OSS, GRANITE_H, LFM2, QWEN3_5, QWEN3_MOE
 
 from engine.attention import Needs, why_no_graphs
 from engine.layers import Linear
 from engine.models import load_model_shape
+from engine.models.decoder import PLAIN_PARTS
+from engine.models.replaced_experts import ReplacedExperts, replace_experts
 from engine.models.transformers_products import OurProducts, is_product, replace_products
 from engine.quantization import quantize_int8
 from engine.quantization_choice import FEWEST_OUTPUTS, check_quantization
@@ -134,6 +137,26 @@ def test_products_in_another_dtype_than_the_models_stay(quantization: str, tmp_p
     assert logits is not None
     expected = reference(model, tokens).float()
     assert (logits[0] - expected).norm() < 0.15 * expected.norm()
+
+
+def test_a_token_may_have_fewer_experts_than_others() -> None:
+    """transformers takes the number of experts for none."""
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(hidden_size=64, intermediate_size=32, num_local_experts=3)
+    config._experts_implementation = "eager"
+    experts = MixtralExperts(config)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    for weight_EX in (experts.gate_up_proj.data, experts.down_proj.data):
+        weight_EX.copy_(torch.stack([int8(weight) for weight in weight_EX]))
+    h_TD, weights_TA = torch.randn(5, 64), torch.rand(5, 2)
+    experts_TA = torch.tensor([[0, 3], [3, 3], [2, 1], [1, 0], [3, 2]])
+    with torch.no_grad():
+        expected = experts(h_TD, experts_TA, weights_TA)
+    model = nn.ModuleDict({"experts": experts})
+    replace_experts(model, PLAIN_PARTS, "int8", {}, "cpu")
+    assert isinstance(model["experts"], ReplacedExperts)
+    torch.testing.assert_close(model["experts"](h_TD, experts_TA, weights_TA), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_models_of_which_nothing_would_be_quantised_are_refused(tmp_path: Path) -> None:
