@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
 from engine.int4_weight import INT4_GRAIN, Int4Weight
+from engine.layers import Linear
 from engine.models.expert_products import ExpertProducts, ExpertWeight, stack_of
 from engine.models.experts import ChosenExperts
 from engine.models.parts import Parts
@@ -28,6 +30,40 @@ QUANTISERS: dict[str, Callable[[Weight], Weight]] = {"int8": as_int8, "int4": as
 OF_THE_COMMON_KIND = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
 }  # fmt: skip
+
+
+class ScoresWeight(torch.Tensor):
+    """The weight of experts' scores [E, D], in place of the parameter of transformers' module. Products with it are
+    ours, whose rows have the same bits in any batch; everything else is as with any tensor."""
+
+    product: Linear
+    """[T, D] bfloat16 -> [T, E] float32"""
+
+    @staticmethod
+    def of(weight_ED: torch.Tensor, product: Linear) -> ScoresWeight:
+        made = weight_ED.detach().as_subclass(ScoresWeight)
+        made.product = product
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        weight = next((each for each in args if isinstance(each, ScoresWeight)), None)
+        if func is F.linear and len(args) == 2 and args[1] is weight and not kwargs:
+            x = args[0].to(torch.bfloat16)
+            # Some modules widen a token and the weight first.
+            if x.dtype == args[0].dtype or torch.equal(x.to(args[0].dtype), args[0]):
+                y_TE = weight.product(x.reshape(-1, x.shape[-1]).contiguous())
+                return y_TE.to(args[0].dtype).view(*x.shape[:-1], -1)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if weight is None or func not in WIDENINGS or result.dtype != torch.float32:
+            return result
+        return ScoresWeight.of(result, weight.product)
+
+
+WIDENINGS = (torch.Tensor.type, torch.Tensor.to, torch.Tensor.float)
 
 
 class ExpertSizes(NamedTuple):
@@ -88,7 +124,20 @@ def replace_experts(
             chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
             parent, _, name = path.rpartition(".")
             setattr(causal_lm.get_submodule(parent), name, ReplacedExperts(chosen, sizes.num_experts))
+            if parts.each_expert is not None:
+                _replace_scores(causal_lm.get_submodule(parent), sizes, parts)
     assert not stored
+
+
+def _replace_scores(beside: nn.Module, sizes: ExpertSizes, parts: Parts) -> None:
+    """Let our product compute the scores of experts, in a module of their layer."""
+    for module in beside.children():
+        weight_ED = module._parameters.get("weight")
+        is_of_scores = weight_ED is not None and weight_ED.shape == (sizes.num_experts, sizes.hidden_size)
+        if weight_ED is None or not is_of_scores or weight_ED.dtype != torch.bfloat16 or isinstance(module, nn.Linear):
+            continue
+        del module._parameters["weight"]
+        module.weight = ScoresWeight.of(weight_ED.data, parts.scores(weight_ED.data))
 
 
 def _on_device(expert: ExpertWeight, device: str) -> ExpertWeight:

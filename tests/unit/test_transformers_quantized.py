@@ -13,11 +13,15 @@ import torch
 import transformers
 from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference, save_model
 from torch import nn
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from transformers.pytorch_utils import Conv1D
 from transformers_cases import GPT_OSS, GRANITE_H, LFM2, QWEN3_5, QWEN3_MOE
 
 from engine.attention import Needs, why_no_graphs
+from engine.kernels.build import load_cpu_kernels
+from engine.kernels.cpu import KERNEL_PARTS
 from engine.layers import Linear
 from engine.models import load_model_shape
 from engine.models.decoder import PLAIN_PARTS
@@ -157,6 +161,31 @@ def test_a_token_may_have_fewer_experts_than_others() -> None:
     replace_experts(model, PLAIN_PARTS, "int8", {}, "cpu")
     assert isinstance(model["experts"], ReplacedExperts)
     torch.testing.assert_close(model["experts"](h_TD, experts_TA, weights_TA), expected, rtol=1e-4, atol=1e-4)
+
+
+LARGE: dict[str, Any] = {"hidden_size": 2048, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
+ROUTERS: dict[str, Callable[[], nn.Module]] = {
+    "in bfloat16": lambda: Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**LARGE, num_experts=128)),
+    "widened": lambda: Glm4MoeMoE(transformers.Glm4MoeConfig(**LARGE, n_routed_experts=128)),
+}
+
+
+@pytest.mark.parametrize("make_block", ROUTERS.values(), ids=ROUTERS)
+def test_scores_of_experts_have_the_same_bits_in_any_batch(make_block: Callable[[], Any]) -> None:
+    """transformers' code multiplies by the number of rows."""
+    load_cpu_kernels()
+    torch.manual_seed(5)
+    block = make_block().requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.data.normal_(std=0.02)
+    block.bfloat16()
+    x_TD = torch.randn(500, 2048).bfloat16()
+    before = block.gate(x_TD)[0]
+    replace_experts(nn.ModuleDict({"block": block}), KERNEL_PARTS, "none", {}, "cpu")
+    logits = block.gate(x_TD)[0]
+    assert torch.equal(torch.cat([block.gate(x_TD[i : i + 1])[0] for i in range(500)]), logits)
+    assert logits.dtype == before.dtype
+    torch.testing.assert_close(logits.float(), before.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_models_of_which_nothing_would_be_quantised_are_refused(tmp_path: Path) -> None:
