@@ -11,6 +11,7 @@ Shapes: N outputs, K inputs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -158,12 +159,14 @@ def _experts_of(causal_lm: Any) -> dict[str, ExpertSizes]:
 
 
 def _products_of(causal_lm: Any) -> dict[str, nn.Linear]:
-    """The linear layers that may keep weights in 8 or 4 bits: not the logits'."""
+    """The linear layers that may keep weights in 8 or 4 bits: not the logits', nor one that stands in several places,
+    of which only one would be replaced."""
     head = causal_lm.get_output_embeddings()
+    places = Counter(id(module) for _, module in causal_lm.named_modules(remove_duplicate=False))
     return {
         name: module
         for name, module in causal_lm.named_modules()
-        if is_product(module) and isinstance(module, nn.Linear) and module is not head
+        if is_product(module) and isinstance(module, nn.Linear) and module is not head and places[id(module)] == 1
     }
 
 

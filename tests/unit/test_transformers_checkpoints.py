@@ -16,12 +16,15 @@ from int4_checkpoints import INT4_FORMS, WIDENED, in_int4
 from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference, save_model
 from quantized_checkpoints import FORMS, quantized
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers_cases import QWEN3_5
 
 from engine.config import EngineConfig
 from engine.model_loader import narrow_products
-from engine.model_loader.narrow_products import Checkpoint, Kept
+from engine.model_loader.eight_bit_weights import DummyEightBitWeights
+from engine.model_loader.narrow_products import Checkpoint, Kept, made_up
+from engine.models.stored_weights import StoredWeights
 from engine.quantization import AS_STORED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,6 +171,23 @@ def test_gpt2s_weights_are_packed_like_those_of_linear_layers(form_name: str, tm
     logits = bench.logits((bench.sequence(tokens), 9))
     assert logits is not None
     assert_close(logits[0], reference(model, tokens))
+
+
+def test_a_layer_that_stands_in_two_places_is_widened() -> None:
+    """It would be replaced in one of them, and have no numbers in the other."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
+            self.second = nn.ModuleDict({"up": self.first["up"]})
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    stored = StoredWeights.from_hf({"quantization_config": FORMS["int channel"].quantization_config})
+    kept = made_up(DummyEightBitWeights(1, "float32", "cpu", stored), Model())
+    assert list(kept.products) == ["first.down"]
 
 
 @pytest.mark.parametrize(
