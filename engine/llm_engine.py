@@ -109,13 +109,14 @@ class LLMEngine:
             max_model_len=config.model.max_model_len,
             eos_token_ids=config.model.eos_token_ids,
         )
+        self._sequences = self._scheduler.sequences
         self._pace = StepPace(config.scheduler.max_itl_ms / 1000)
         self._interval = StreamInterval(config.scheduler.stream_interval)
         self._grammars = Grammars(
             config.model.path, vocab_size=config.model.vocab_size, eos_token_ids=config.model.eos_token_ids
         )
         self.loras = AdapterTable(config.lora_modules, config.lora_room.num)
-        self._processor = InputProcessor(config, self._scheduler, self._grammars, self.loras)
+        self._processor = InputProcessor(config, self._sequences, self._grammars, self.loras)
         self._in_flight: _StepInFlight | None = None
         self._last_done_s = 0.0
         self._is_woken = False
@@ -141,7 +142,7 @@ class LLMEngine:
         if not may_wait and not self._scheduler.has_room(seq):
             _refuse(seq)
             return False
-        self._scheduler.add(seq)
+        self._sequences.add(seq)
         return True
 
     def add_prefill(
@@ -162,7 +163,7 @@ class LLMEngine:
         seq.is_prefill_only = True
         seq.num_state_blocks = self.block_manager.num_state_blocks
         seq.num_exported_blocks = num_receiver_blocks
-        self._scheduler.add(seq)
+        self._sequences.add(seq)
         return self._prompt_digest(seq)
 
     def reserve(
@@ -197,12 +198,12 @@ class LLMEngine:
 
     def hold(self, request_id: str) -> None:
         """Stop computing a prefill-only request, but keep its blocks until `abort`, since a transfer may read them."""
-        self._scheduler.hold(request_id)
+        self._sequences.hold(request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state and free its blocks. Returns False if the request is unknown or already ended."""
         self._interval.forget(request_id)
-        return self._scheduler.abort(request_id)
+        return self._sequences.abort(request_id)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -231,14 +232,14 @@ class LLMEngine:
 
     def _schedule(self) -> SchedulerOutput:
         self._scheduler.take_copied(self.executor.take_copied())
-        output = self._scheduler.schedule(self._pace.num_prefill_tokens(self._scheduler.num_waiting_prompts))
+        output = self._scheduler.schedule(self._pace.num_prefill_tokens(self._sequences.num_waiting_prompts))
         self.executor.copy_blocks(self.block_manager.take_copies())
         return output
 
     def _wait(self) -> bool:
         """Wait for a grammar, or for blocks from host memory, without which nothing can be computed. Returns False if
         none is pending."""
-        return self._scheduler.wait_for_grammar() or (self._scheduler.has_work and self.executor.wait_for_copies())
+        return self._scheduler.wait_for_grammar() or (self._sequences.has_work and self.executor.wait_for_copies())
 
     def _finish(self, step: _StepInFlight) -> list[RequestOutput]:
         """Wait for the step's tokens and apply them to their sequences."""
@@ -253,7 +254,7 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Return whether any request is waiting or running, or a step is in flight. Granted and held requests do not
         count: they wait for other engines."""
-        return self._scheduler.has_work or self._in_flight is not None
+        return self._sequences.has_work or self._in_flight is not None
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Make `step` return instead of blocking on a grammar or on blocks from host memory. A step with nothing else
@@ -279,12 +280,12 @@ class LLMEngine:
         return self._scheduler.stats
 
     def load(self) -> EngineLoad:
-        scheduler = self._scheduler
+        sequences = self._sequences
         return EngineLoad(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.loading),
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            num_free_seqs=scheduler.num_free_seqs,
+            num_running=len(sequences.running),
+            num_waiting=len(sequences.waiting) + len(sequences.loading),
+            num_waiting_tokens=sequences.num_waiting_tokens,
+            num_free_seqs=sequences.num_free_seqs,
             blocks=self.block_manager.ledger(),
             host_blocks=self.block_manager.host_ledger(),
         )
@@ -310,7 +311,7 @@ class LLMEngine:
         """Return the blocks that are reserved for KV from other engines."""
         return {
             block_id
-            for seq in self._scheduler.granted.values()
+            for seq in self._sequences.granted.values()
             for block_id in (*seq.block_table, *seq.loaded_state_ids)
         }
 
@@ -345,7 +346,7 @@ class LLMEngine:
     def free_loras(self, numbers: Collection[int]) -> list[int]:
         """Free those of the adapters `numbers` that are leaving and that no request uses. Returns the numbers of all
         adapters that are still leaving."""
-        in_use = self._scheduler.lora_ids
+        in_use = self._sequences.lora_ids
         for number in set(self.loras.leaving).intersection(numbers) - in_use:
             self.executor.remove_adapter(number)
             self.loras.free(number)

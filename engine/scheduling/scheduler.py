@@ -1,11 +1,6 @@
 """Decides what each engine step computes, and applies its results. Integers only, no torch.
 
-Owns every sequence of the engine, grouped by state (see `engine.scheduling.sequence`):
-
-    waiting ──admit──> running ──finish──> gone
-       ^──preempt────────┘  └─first token of a prefill-only sequence─> held ──abort──> gone
-    granted ──commit──> running
-    admitted or committed, with part of the prefix in host memory: ──> loading ──take_copied──> running
+Decides over the sequences of `SequencesByState`, which moves and ends them.
 
 One step: `schedule` picks tokens up to the budget. Decoding sequences come first, so that a long prompt never makes
 them wait for more than one chunk. A step takes prompts only until it has enough tokens to keep the device busy, so that
@@ -22,15 +17,12 @@ Step k+1 continues a sequence that step k samples from a token that only the dev
 token ends the sequence, step k+1's result for it is discarded. A sequence with a grammar, or with bad words of several
 tokens, continues in step k+2 instead, since what may come next depends on the token itself. While its grammar is still
 being compiled, a sequence is not sampled, unless there is nothing else to do: otherwise the whole step would wait for
-the grammar. When a sequence ends, for whatever reason, its blocks are freed once no launched step and no load can write
-to them. Nothing is preempted while steps are in flight.
+the grammar. Nothing is preempted while steps are in flight.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from types import MappingProxyType
 
 from engine.config import SchedulerConfig
@@ -50,7 +42,7 @@ from engine.scheduling.sequence import (
     state_export,
     take_export,
 )
-from engine.scheduling.state_slots import StateSlots
+from engine.scheduling.sequences_by_state import SequencesByState
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
 
@@ -63,17 +55,10 @@ class Scheduler:
     ) -> None:
         self._config = config
         self.block_manager = block_manager
-        self.waiting: deque[Sequence] = deque()
-        self.loading: dict[str, Sequence] = {}
-        self.running: list[Sequence] = []
-        self.granted: dict[str, Sequence] = {}
-        self.held: dict[str, Sequence] = {}
-        self._seqs: dict[str, Sequence] = {}
-        """All sequences of the above, by `request_id`."""
+        self.sequences = SequencesByState(block_manager, config.max_num_seqs)
         self.stats = SchedulerStats()
         self._stop_rule = StopRule(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._drafting = Drafting(config, block_manager, self._stop_rule, self.stats)
-        self._slots = StateSlots(config.max_num_seqs if block_manager.num_state_blocks else 0)
         self._num_steps_in_flight = 0
         self._missing_grammar: GrammarState | None = None
         """The first grammar that was not ready in the last `schedule`."""
@@ -82,73 +67,30 @@ class Scheduler:
 
     # -- questions ----------------------------------------------------------------------------------------------
 
-    @property
-    def lora_ids(self) -> set[int]:
-        """The adapters of all requests in the engine; contains 0 if some use no adapter."""
-        return {seq.lora_id for seq in self._seqs.values()}
-
     def check_integrity(self) -> list[str]:
         """Recount blocks and rows of states. Returns one sentence per error; empty if there are none."""
-        return self.block_manager.check_integrity() + self._slots.check_integrity(self.running)
-
-    def __contains__(self, request_id: object) -> bool:
-        """Whether the request is in the engine, in any state, and has not ended."""
-        return request_id in self._seqs
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.loading or self.running)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """How many tokens are still to be prefilled."""
-        return sum(map(len, self.waiting)) + sum(seq.num_uncomputed_tokens for seq in self._prefilling())
-
-    @property
-    def num_waiting_prompts(self) -> int:
-        """How many sequences wait for their first token, or, after preemption, for their next one."""
-        return len(self.waiting) + len(self._prefilling())
-
-    @property
-    def num_free_seqs(self) -> int:
-        """How many more sequences `max_num_seqs` allows, regardless of blocks."""
-        return max(0, self._config.max_num_seqs - self._num_admitted - len(self.waiting) - len(self.granted))
+        return self.block_manager.check_integrity() + self.sequences.check_integrity()
 
     def has_room(self, newcomer: Sequence) -> bool:
         """Whether a new sequence would get its blocks at once, behind all waiting ones. Blocks that it shares with
         other sequences (such as several answers to one prompt) are not counted."""
-        if not self.num_free_seqs:
+        if not self.sequences.num_free_seqs:
             return False
-        seqs = [newcomer, *self.waiting]
+        seqs = [newcomer, *self.sequences.waiting]
         num_needed = sum(map(self.block_manager.num_blocks_needed, seqs)) + self._num_spare()
         num_missing = num_needed - self.block_manager.num_available
         return num_missing <= 0 or num_missing <= sum(map(self.block_manager.num_shared_blocks, seqs))
 
-    @property
-    def _num_admitted(self) -> int:
-        return len(self.loading) + len(self.running)
-
-    def _prefilling(self) -> list[Sequence]:
-        """Admitted sequences that have more to compute than their last sampled token."""
-        return [seq for seq in chain(self.loading.values(), self.running) if seq.num_uncomputed_tokens > 1]
-
     def _num_spare(self) -> int:
-        return self._num_spare_blocks if self._num_admitted else 0
+        return self._num_spare_blocks if self.sequences.num_admitted else 0
 
     # -- a sequence's life --------------------------------------------------------------------------------------
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence behind all waiting ones. Its `request_id` must not be in use."""
-        assert seq.status is SequenceStatus.WAITING
-        self._seqs[seq.request_id] = seq
-        self.waiting.append(seq)
 
     def reserve(self, seq: Sequence) -> bool:
         """Reserve blocks for all tokens of `seq`, which another engine fills. Returns False if there are too few."""
         if not self.has_room(seq) or not self._allocate(seq, BlockOwner.GRANT, len(seq)):
             return False
-        seq.status = SequenceStatus.GRANTED
-        self._seqs[seq.request_id] = self.granted[seq.request_id] = seq
+        self.sequences.grant(seq)
         return True
 
     def commit(self, request_id: str, token_id: int, num_tokens: int) -> None:
@@ -156,42 +98,24 @@ class Scheduler:
 
         Raises `KeyError` if it is not granted, and `ValueError` if it does not have `num_tokens` tokens.
         """
-        if len(self.granted[request_id]) != num_tokens:
-            raise ValueError(f"num_tokens must be {len(self.granted[request_id])}, is {num_tokens}")
-        seq = self.granted.pop(request_id)
+        granted = self.sequences.granted
+        if len(granted[request_id]) != num_tokens:
+            raise ValueError(f"num_tokens must be {len(granted[request_id])}, is {num_tokens}")
+        seq = granted.pop(request_id)
         seq.num_computed_tokens = len(seq)
         self.block_manager.hand_over(seq, BlockOwner.SEQUENCE)
         # After preemption, the state is computed from its tokens.
         seq.has_state_to_load, seq.num_state_blocks = seq.num_state_blocks > 0, 0
         self.block_manager.register_computed(seq, num_tokens)
         seq.token_ids.append(token_id)
-        self._run(seq)
-
-    def hold(self, request_id: str) -> None:
-        """Stop a prefill-only sequence in any state and keep its blocks until `abort`. Safe to repeat."""
-        seq = self._seqs.get(request_id)
-        if seq is not None:
-            self._remove(seq)
-            self._hold(seq)
-
-    def abort(self, request_id: str) -> bool:
-        """End a request in any state and free its blocks. Returns False if there is no such request."""
-        seq = self._seqs.get(request_id)
-        if seq is not None:
-            self._remove(seq)
-            self._end(seq)
-        return seq is not None
+        self.sequences.run(seq)
 
     def take_copied(self, copies: Iterable[BlockCopy]) -> None:
         """Take in finished copies. A sequence whose last block has been loaded continues."""
         for copy in copies:
             self.stats.count_copy(copy)
             for seq in self.block_manager.end_copy(copy):
-                if seq.status is SequenceStatus.LOADING:
-                    self._remove(seq)
-                    self._run(seq)
-                else:
-                    self._free_ended(seq)
+                self.sequences.loaded(seq)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -205,12 +129,13 @@ class Scheduler:
         """
         self._missing_grammar = None
         max_tokens = self._config.max_num_batched_tokens
-        seqs = [seq for seq in self.running if seq.num_uncomputed_tokens == 1 and not self._must_wait(seq)][:max_tokens]
+        running = self.sequences.running
+        seqs = [seq for seq in running if seq.num_uncomputed_tokens == 1 and not self._must_wait(seq)][:max_tokens]
         if self._num_steps_in_flight and not self.block_manager.can_append(*seqs):
             return SchedulerOutput([], [])
         decodes = self._schedule_decodes(seqs)
         budget = prefill_budget = max_tokens - len(decodes)
-        if max_prefill_tokens is not None and (decodes or (self.granted and max_prefill_tokens)):
+        if max_prefill_tokens is not None and (decodes or (self.sequences.granted and max_prefill_tokens)):
             prefill_budget = min(budget, max_prefill_tokens)
         prefills = self._schedule_prefills(prefill_budget)
         budget -= sum(each.num_new_tokens for each in prefills)
@@ -254,8 +179,10 @@ class Scheduler:
         for seq in seqs:
             has_room = self.block_manager.can_append(seq)
             while not has_room and seq.status is SequenceStatus.RUNNING and not self.block_manager.is_copying:
-                youngest = next(each for each in reversed(self.running) if each is seq or not each.is_prefill_only)
-                self._preempt(youngest)
+                running = reversed(self.sequences.running)
+                youngest = next(each for each in running if each is seq or not each.is_prefill_only)
+                self.sequences.preempt(youngest)
+                self.stats.num_preemptions += 1
                 has_room = self.block_manager.can_append(seq)
             if has_room and seq.status is SequenceStatus.RUNNING:
                 self.block_manager.append(seq)
@@ -286,19 +213,20 @@ class Scheduler:
         num_tokens = next((point - first for point in seq.snapshot_points if point > first), num_new_tokens + 1)
         if num_tokens > num_new_tokens:
             return None
-        num_spare_blocks = self._num_spare() + len(self.running)
+        num_spare_blocks = self._num_spare() + len(self.sequences.running)
         snapshot_ids = self.block_manager.begin_snapshot(seq, first + num_tokens, num_spare_blocks)
         return ScheduledSequence(seq, num_tokens, snapshot_ids=snapshot_ids) if snapshot_ids else None
 
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Yield running sequences that still prefill, then waiting ones, admitting each as it is yielded."""
-        yield from [seq for seq in self.running if seq.num_uncomputed_tokens > 1]
-        while self.waiting and self._num_admitted + len(self.granted) < self._config.max_num_seqs:
-            seq = self.waiting[0]
+        sequences = self.sequences
+        yield from [seq for seq in sequences.running if seq.num_uncomputed_tokens > 1]
+        while sequences.waiting and sequences.num_admitted + len(sequences.granted) < self._config.max_num_seqs:
+            seq = sequences.waiting[0]
             if not self._allocate(seq, BlockOwner.SEQUENCE, seq.num_reusable_tokens):
                 return
-            self.waiting.popleft()
-            self._run(seq)
+            sequences.waiting.popleft()
+            sequences.run(seq)
             if seq.status is SequenceStatus.RUNNING:
                 yield seq
 
@@ -311,30 +239,6 @@ class Scheduler:
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.count_prefix(seq, self.block_manager.block_size)
         return is_allocated
-
-    def _run(self, seq: Sequence) -> None:
-        """Let `seq` run from the next step on, or once all of its prefix is loaded."""
-        if seq.num_loading_blocks:
-            seq.status = SequenceStatus.LOADING
-            self.loading[seq.request_id] = seq
-        else:
-            seq.status = SequenceStatus.RUNNING
-            self.running.append(seq)
-            self._slots.take(seq)
-
-    def _stop_running(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._slots.give_back(seq)
-
-    def _preempt(self, seq: Sequence) -> None:
-        assert not seq.num_steps_in_flight
-        self._stop_running(seq)
-        self.block_manager.free(seq)
-        seq.num_computed_tokens = 0
-        seq.num_preemptions += 1
-        seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
-        self.stats.num_preemptions += 1
 
     def begin(self, output: SchedulerOutput) -> None:
         """`output` has been launched: count its tokens as computed, and append drafts and a pending token to each
@@ -367,7 +271,7 @@ class Scheduler:
             seq = scheduled.seq
             seq.num_steps_in_flight -= 1
             if seq.status is not SequenceStatus.RUNNING:
-                self._free_ended(seq)  # it ended or was held while the step was computed
+                self.sequences.free_ended(seq)  # it ended or was held while the step was computed
                 continue
             if seq.loaded_state_ids:
                 self.block_manager.drop_loaded(seq)  # the step has loaded them
@@ -395,7 +299,7 @@ class Scheduler:
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
         finish_reason = self._stop_rule.finish_reason(seq, position + 1)
         if seq.is_prefill_only or finish_reason is not None:
-            self._stop(seq)
+            self.sequences.stop(seq)
         return seq.output(
             offset,
             token_ids,
@@ -408,45 +312,5 @@ class Scheduler:
         grammar_error = "" if seq.grammar is None else seq.grammar.error
         if not grammar_error:  # a cached block may hold NaNs, which would fail the next request with that prefix, too
             self.block_manager.forget(seq)
-        self._stop(seq)
+        self.sequences.stop(seq)
         return seq.output(offset, [], FinishReason.ERROR, grammar_error=grammar_error)
-
-    # -- ends ---------------------------------------------------------------------------------------------------
-
-    def _remove(self, seq: Sequence) -> None:
-        """Remove `seq` from the collection that its status names."""
-        if seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
-        elif seq.status is SequenceStatus.RUNNING:
-            self._stop_running(seq)
-        elif seq.status is SequenceStatus.LOADING:
-            del self.loading[seq.request_id]
-        else:
-            del (self.held if seq.status is SequenceStatus.HELD else self.granted)[seq.request_id]
-
-    def _stop(self, seq: Sequence) -> None:
-        """Stop computing `seq`: hold it if it is prefill-only, since a transfer may read its blocks, else end it."""
-        self._remove(seq)
-        if seq.is_prefill_only:
-            self._hold(seq)
-        else:
-            self._end(seq)
-
-    def _hold(self, seq: Sequence) -> None:
-        if seq.block_table:
-            self.block_manager.hand_over(seq, BlockOwner.HELD)
-        seq.status = SequenceStatus.HELD
-        self.held[seq.request_id] = seq
-
-    def _end(self, seq: Sequence) -> None:
-        """End a sequence: the one way out. Its blocks are freed now, or once nothing in flight writes to them."""
-        seq.status = SequenceStatus.FINISHED
-        del self._seqs[seq.request_id]
-        if seq.grammar is not None:
-            seq.grammar.close()
-        self._free_ended(seq)
-
-    def _free_ended(self, seq: Sequence) -> None:
-        is_written = seq.num_steps_in_flight or seq.num_loading_blocks
-        if seq.status is SequenceStatus.FINISHED and not is_written and seq.block_table:
-            self.block_manager.free(seq)

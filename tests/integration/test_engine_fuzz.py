@@ -224,7 +224,7 @@ def add(engine: LLMEngine, name: str, request: Request) -> None:
         name, request.prompt, request.params, output_token_ids=request.given, cache_salt=request.cache_salt,
         lora_name=request.lora_name,
     )  # fmt: skip
-    if (grammar := engine._scheduler.waiting[-1].grammar) is not None:
+    if (grammar := engine._scheduler.sequences.waiting[-1].grammar) is not None:
         grammar.wait_until_compiled()  # so that compile time decides nothing
 
 

@@ -144,7 +144,7 @@ def test_what_alone_may_come_takes_no_steps_of_its_own(folder: Path) -> None:
     def run(**settings: object) -> tuple[list[int], int]:
         engine = make(folder, **settings)
         engine.add_request("r", [5, 6, 7], params)
-        engine._scheduler.waiting[0].grammar.wait_until_compiled()
+        engine._scheduler.sequences.waiting[0].grammar.wait_until_compiled()
         steps = []
         while engine.has_unfinished_requests():
             steps.append([token_id for output in engine.step() for token_id in output.token_ids])
@@ -194,7 +194,7 @@ def test_neighbours_without_a_grammar_get_what_they_would_get_without(folder: Pa
 def test_a_step_ahead_leaves_out_whose_token_is_not_known_and_nobody_else(folder: Path) -> None:
     engine = make(folder, True)
     engine.add_request("held", prompt_of(2), replace(params_of(2), temperature=0.0, max_tokens=4))
-    engine._scheduler.waiting[0].grammar.wait_until_compiled()
+    engine._scheduler.sequences.waiting[0].grammar.wait_until_compiled()
     engine.add_request("free", prompt_of(3), replace(unconstrained(3), ignore_eos=True, max_tokens=4))
     steps = []
     while engine.has_unfinished_requests():

@@ -111,7 +111,7 @@ def receive_what_another_left(engine: LLMEngine, pool: KVPool) -> list[int]:
     while reservation is None:
         engine.step()
         reservation = engine.reserve("third", [5] * 70, GREEDY)
-        owned |= {block for seq in engine._scheduler.running for block in seq.block_table}
+        owned |= {block for seq in engine._scheduler.sequences.running for block in seq.block_table}
     for layer in range(CONFIG["num_hidden_layers"]):
         pool.write(layer, reservation.block_ids, bytes(len(reservation.block_ids) * pool.layout.block_bytes))
     engine.abort("third")

@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def active(self) -> list[EngineSequence]:
-        return [*self.scheduler.waiting, *self.scheduler.running]
+        return [*self.scheduler.sequences.waiting, *self.scheduler.sequences.running]
 
     def step(self, token_id: int) -> None:
         scheduled = self.scheduler.schedule()
@@ -235,15 +235,15 @@ class Engine:
         seq = EngineSequence(number, engine_id, list(prompt_token_ids), len(prompt_token_ids), sampling_params)
         seq.is_prefill_only = True
         self.seqs[number] = seq
-        self.scheduler.add(seq)
+        self.scheduler.sequences.add(seq)
 
     def hold(self, engine_id: str) -> None:
-        self.scheduler.hold(engine_id)
+        self.scheduler.sequences.hold(engine_id)
 
     def abort(self, engine_id: str) -> None:
         self.world.must(engine_id not in self.aborted, "released twice")
         self.aborted.append(engine_id)
-        self.scheduler.abort(engine_id)
+        self.scheduler.sequences.abort(engine_id)
 
 
 class Writer:

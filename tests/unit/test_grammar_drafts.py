@@ -271,7 +271,7 @@ def one_sequence(
     value = {"type": "object", "properties": {"abc": {"enum": ["red", "green"]}}, "required": ["abc"]}
     seq = Sequence(0, "r", prompt, len(prompt), SamplingParams(**{"max_tokens": 40, **params}))
     seq.grammar = compiled(grammars, schema(value))
-    scheduler.add(seq)
+    scheduler.sequences.add(seq)
     output = scheduler.schedule()
     scheduler.begin(output)
     scheduler.apply(output, [tokens_of('{"')])

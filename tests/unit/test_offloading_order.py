@@ -41,7 +41,7 @@ def gave_way(scheduler: Scheduler) -> Sequence:
     memory."""
     earlier = sequence("earlier", 25, max_tokens=1)
     for seq in (earlier, sequence("other", 40, max_tokens=1), sequence("another", 40, max_tokens=1)):
-        scheduler.add(seq)
+        scheduler.sequences.add(seq)
         step(scheduler)
         end_copies(scheduler)
     return earlier
@@ -50,8 +50,8 @@ def gave_way(scheduler: Scheduler) -> Sequence:
 def test_nothing_is_preempted_for_want_of_blocks_that_are_being_saved() -> None:
     scheduler = offloading(12)
     manager = scheduler.block_manager
-    scheduler.add(sequence("goes on", 36))
-    scheduler.add(sequence("ends", 8, max_tokens=1))
+    scheduler.sequences.add(sequence("goes on", 36))
+    scheduler.sequences.add(sequence("ends", 8, max_tokens=1))
     step(scheduler)
     copies = manager.take_copies()
     assert len(copies) == manager.host_ledger().num_saving == 2
@@ -64,18 +64,18 @@ def test_nothing_is_preempted_for_want_of_blocks_that_are_being_saved() -> None:
 def test_the_older_is_not_preempted_for_the_younger_that_loads() -> None:
     scheduler = offloading(12)
     first = sequence("first", 25, max_tokens=1)
-    scheduler.add(first)
+    scheduler.sequences.add(first)
     step(scheduler)
     for number in range(2):
-        scheduler.add(sequence(f"{number}", 44, max_tokens=1))
+        scheduler.sequences.add(sequence(f"{number}", 44, max_tokens=1))
         end_copies(scheduler)
         step(scheduler)
         end_copies(scheduler)
-    scheduler.add(sequence("older", 15))
+    scheduler.sequences.add(sequence("older", 15))
     step(scheduler)
-    scheduler.add(again(first, "younger"))
+    scheduler.sequences.add(again(first, "younger"))
     assert plan(step(scheduler)) == [("older", 1)]
-    assert "younger" in scheduler.loading
+    assert "younger" in scheduler.sequences.loading
     loads = scheduler.block_manager.take_copies()
     while scheduler.block_manager.num_available:
         assert plan(step(scheduler)) == [("older", 1)]
@@ -86,7 +86,7 @@ def test_the_older_is_not_preempted_for_the_younger_that_loads() -> None:
     while scheduler.stats.num_preemptions == 0:
         step(scheduler)
         end_copies(scheduler)
-    assert [seq.request_id for seq in scheduler.running] == ["older"]
+    assert [seq.request_id for seq in scheduler.sequences.running] == ["older"]
 
 
 def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> None:
@@ -112,7 +112,7 @@ def test_of_a_large_pool_few_blocks_are_not_to_be_had_while_they_are_saved() -> 
 
 def test_no_more_is_saved_than_makes_a_quarter_of_the_pool_ready() -> None:
     scheduler = offloading(40)
-    scheduler.add(sequence("ended", 160, max_tokens=1))
+    scheduler.sequences.add(sequence("ended", 160, max_tokens=1))
     for _ in range(3):
         step(scheduler)
     copies = scheduler.block_manager.take_copies()
@@ -125,12 +125,12 @@ def test_no_more_is_saved_than_makes_a_quarter_of_the_pool_ready() -> None:
 def test_what_is_used_again_while_it_is_saved_does_not_count_as_cached() -> None:
     scheduler = offloading(16)
     manager, ends = scheduler.block_manager, sequence("ends", 9, max_tokens=1)
-    scheduler.add(sequence("goes on", 44))
-    scheduler.add(ends)
+    scheduler.sequences.add(sequence("goes on", 44))
+    scheduler.sequences.add(ends)
     step(scheduler)
     copies = manager.take_copies()
     assert len(copies) == manager.host_ledger().num_saving == 1
-    scheduler.add(again(ends, "again"))
+    scheduler.sequences.add(again(ends, "again"))
     assert plan(step(scheduler)) == [("goes on", 1), ("again", 1)]
     assert manager.host_ledger().num_saving == 0
     scheduler.take_copied(copies)
@@ -162,9 +162,9 @@ def test_of_a_stream_that_goes_on_here_only_the_prompt_counts_as_found() -> None
 def test_newcomers_leave_room_for_what_loads_to_grow() -> None:
     scheduler = offloading(12)
     earlier = gave_way(scheduler)
-    scheduler.add(again(earlier, "loads"))
+    scheduler.sequences.add(again(earlier, "loads"))
     assert plan(step(scheduler)) == []
-    assert "loads" in scheduler.loading
+    assert "loads" in scheduler.sequences.loading
     assert not scheduler.has_room(sequence("as large as what is left", 20))
     assert scheduler.has_room(sequence("smaller", 16))
 
@@ -194,17 +194,17 @@ def test_what_is_saved_and_is_forgotten_meanwhile_is_kept_nowhere(has_ended: boo
     scheduler = offloading(12)
     manager = scheduler.block_manager
     ended = sequence("ended", 45, max_tokens=1)
-    scheduler.add(ended)
+    scheduler.sequences.add(ended)
     step(scheduler)
     saves = manager.take_copies()
     assert saves
     assert scheduler.reserve(again(ended, "fails"))
-    manager.forget(scheduler.granted["fails"])
+    manager.forget(scheduler.sequences.granted["fails"])
     if has_ended:
-        scheduler.abort("fails")
+        scheduler.sequences.abort("fails")
     assert manager.check_integrity() == []
     scheduler.take_copied(saves)
     assert manager.host_ledger().num_free == manager.host_ledger().num_blocks
-    assert scheduler.abort("fails") != has_ended
+    assert scheduler.sequences.abort("fails") != has_ended
     assert manager.ledger().num_free == manager.num_blocks
     assert manager.check_integrity() == []

@@ -83,7 +83,7 @@ def test_the_audit_says_what_is_wrong(break_it: Break, expected: list[str]) -> N
     manager = scheduler.block_manager
     seq = again(gave_way(scheduler), "loads")
     assert scheduler.reserve(seq)
-    scheduler.add(sequence("leaves a free block", 3, max_tokens=1))
+    scheduler.sequences.add(sequence("leaves a free block", 3, max_tokens=1))
     step(scheduler)
     assert manager.check_integrity() == []
     break_it(manager, seq)

@@ -56,7 +56,7 @@ def positions(output: RequestOutput) -> list[int]:
 def test_each_position_is_told_once_and_with_the_first_token(runs_ahead: bool) -> None:
     scheduler = make()
     for seq_id in (1, 2):  # the second finds all blocks in the cache, but must not use them
-        scheduler.add(sequence(seq_id, PROMPT, asks=True))
+        scheduler.sequences.add(sequence(seq_id, PROMPT, asks=True))
         launched: list[SchedulerOutput] = []
         outputs: list[RequestOutput] = []
         while len(outputs) < 2:
@@ -67,10 +67,10 @@ def test_each_position_is_told_once_and_with_the_first_token(runs_ahead: bool) -
         assert positions(outputs[0]) == list(range(19))
         assert outputs[0].num_cached_tokens == 0
         assert outputs[1].prompt_logprobs is None
-        scheduler.abort(str(seq_id))
+        scheduler.sequences.abort(str(seq_id))
         for output in launched:
             assert take_in(scheduler, output) == []
-    scheduler.add(sequence(3, [*PROMPT, 5], asks=False))
+    scheduler.sequences.add(sequence(3, [*PROMPT, 5], asks=False))
     output = scheduler.schedule()
     assert output.scheduled[0].first == 20, "who does not ask takes them from the cache"
     assert not output.scheduled[0].prompt_positions
@@ -78,13 +78,13 @@ def test_each_position_is_told_once_and_with_the_first_token(runs_ahead: bool) -
 
 def test_after_a_preemption_it_goes_on_where_it_was() -> None:
     scheduler = make(num_blocks=8, chunk=1)
-    scheduler.add(sequence(1, list(range(8)), asks=False, max_tokens=20))
-    while not scheduler.running or scheduler.running[0].num_uncomputed_tokens > 1:
+    scheduler.sequences.add(sequence(1, list(range(8)), asks=False, max_tokens=20))
+    while not scheduler.sequences.running or scheduler.sequences.running[0].num_uncomputed_tokens > 1:
         output = scheduler.schedule()
         scheduler.begin(output)
         take_in(scheduler, output)
     young = sequence(2, PROMPT[:13], asks=True)
-    scheduler.add(young)
+    scheduler.sequences.add(young)
     told: list[int] = []
     at_preemption: list[int] = []
     firsts: list[int] = []
@@ -131,7 +131,7 @@ def test_the_numbers_are_those_of_the_logits(rows_at_a_time: int, monkeypatch: p
 
 def test_who_is_told_of_a_prompt_shares_no_blocks_of_it() -> None:
     scheduler = make(num_blocks=9)
-    scheduler.add(sequence(1, PROMPT, asks=False))
+    scheduler.sequences.add(sequence(1, PROMPT, asks=False))
     for _ in range(4):
         output = scheduler.schedule()
         scheduler.begin(output)
@@ -162,7 +162,7 @@ def test_where_the_model_computes_no_numbers_for_a_prompt_it_fails(num_asked: in
         engine.add_request(name, prompt, params)
         outputs = engine.step()
         if spoilt:
-            engine.executor.kv_pool[:, engine._scheduler.running[0].block_table[1]] = float("nan")
+            engine.executor.kv_pool[:, engine._scheduler.sequences.running[0].block_table[1]] = float("nan")
         while engine.has_unfinished_requests():
             outputs += engine.step()
         return outputs

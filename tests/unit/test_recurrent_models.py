@@ -153,13 +153,13 @@ def test_a_state_that_has_not_been_loaded_is_computed_again(folder: Path) -> Non
 
     step()
     assert decode.reserve("r", prompts[1], SEEDED) is not None
-    while decode.block_manager.num_available or len(decode._scheduler.running[0]) % 4 != 1:
+    while decode.block_manager.num_available or len(decode._scheduler.sequences.running[0]) % 4 != 1:
         step()  # until the first one needs a block for its next token
     decode.commit("r", expected[1][0], len(prompts[1]))
-    assert decode._scheduler.running[1].has_state_to_load
+    assert decode._scheduler.sequences.running[1].has_state_to_load
     step()
     assert decode.stats.num_preemptions == 1
-    [again] = [seq for seq in decode._scheduler.running if seq.request_id == "r"]
+    [again] = [seq for seq in decode._scheduler.sequences.running if seq.request_id == "r"]
     assert not again.num_state_blocks
     while decode.has_unfinished_requests():
         step()
@@ -220,7 +220,7 @@ def test_rows_of_states_are_recounted(folder: Path) -> None:
     engine.add_request("r", random_tokens(9, seed=1), GREEDY)
     engine.step()
     assert not engine.audit()[1]
-    engine._scheduler.running[0].state_slot = 3
+    engine._scheduler.sequences.running[0].state_slot = 3
     assert engine.audit()[1] == ["of 4 rows of states, 3 are free and 1 taken: [3]"]
 
 

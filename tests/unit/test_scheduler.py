@@ -70,9 +70,9 @@ def plan(output: SchedulerOutput) -> list[tuple[str, int]]:
 
 def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_first() -> None:
     scheduler = make()
-    scheduler.add(sequence("short", 3))
+    scheduler.sequences.add(sequence("short", 3))
     assert plan(step(scheduler)) == [("short", 3)]
-    scheduler.add(sequence("long", 20))
+    scheduler.sequences.add(sequence("long", 20))
     assert plan(step(scheduler)) == [("short", 1), ("long", 8)]
     assert plan(step(scheduler)) == [("short", 1), ("long", 8)]
     assert plan(step(scheduler)) == [("short", 1), ("long", 4)]
@@ -81,47 +81,49 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_first() -> None:
 
 def test_prompts_are_cut_further_where_something_decodes_beside_them() -> None:
     scheduler = make()
-    scheduler.add(sequence("first", 8))
+    scheduler.sequences.add(sequence("first", 8))
     output = scheduler.schedule(3)
     assert plan(output) == [("first", 8)]
     compute(scheduler, output, [7])
     for length in (4, 5):
-        scheduler.add(sequence(f"of {length}", length))
+        scheduler.sequences.add(sequence(f"of {length}", length))
     output = scheduler.schedule(6)
     assert plan(output) == [("first", 1), ("of 4", 4), ("of 5", 2)]
 
 
 def test_prompts_that_wait_are_counted_until_their_first_token() -> None:
     scheduler = make(budget=10)
-    assert scheduler.num_waiting_prompts == 0
+    assert scheduler.sequences.num_waiting_prompts == 0
     for name, length in (("decoding", 3), ("begun", 12), ("not begun", 5)):
-        scheduler.add(sequence(name, length))
-    assert scheduler.num_waiting_prompts == 3
+        scheduler.sequences.add(sequence(name, length))
+    assert scheduler.sequences.num_waiting_prompts == 3
     step(scheduler)
-    assert (len(scheduler.running), scheduler.num_waiting_prompts) == (2, 2)
+    assert (len(scheduler.sequences.running), scheduler.sequences.num_waiting_prompts) == (2, 2)
     for _ in range(3):
         step(scheduler)
-    assert (len(scheduler.running), scheduler.num_waiting_prompts) == (3, 0)
+    assert (len(scheduler.sequences.running), scheduler.sequences.num_waiting_prompts) == (3, 0)
 
 
 def test_prompts_are_cut_for_what_may_begin_to_decode_at_any_moment() -> None:
     scheduler = make()
-    scheduler.add(sequence("prompt", 8))
+    scheduler.sequences.add(sequence("prompt", 8))
     granted = sequence("granted", 5)
     assert scheduler.reserve(granted)
-    assert scheduler.num_free_seqs == 8 - len(scheduler.running) - len(scheduler.waiting) - 1
+    assert (
+        scheduler.sequences.num_free_seqs == 8 - len(scheduler.sequences.running) - len(scheduler.sequences.waiting) - 1
+    )
     output = scheduler.schedule(3)
     assert plan(output) == [("prompt", 3)]
     compute(scheduler, output, [None])
     assert plan(scheduler.schedule(0)) == [("prompt", 5)]  # nothing decodes yet, so an empty step would help no one
-    assert scheduler.abort("granted")
+    assert scheduler.sequences.abort("granted")
     assert plan(scheduler.schedule(3)) == [("prompt", 5)]
 
 
 def test_a_sequence_without_a_next_token_fails_alone() -> None:
     scheduler = make()
     for name in ("good", "bad"):
-        scheduler.add(sequence(name, 3))
+        scheduler.sequences.add(sequence(name, 3))
     output = scheduler.schedule()
     outputs = compute(scheduler, output, [INVALID_TOKEN if s.seq.request_id == "bad" else 7 for s in output.scheduled])
     assert [(o.request_id, o.is_finished, o.token_ids) for o in outputs] == [
@@ -130,7 +132,7 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
     ]
     assert outputs[1].finish_reason is FinishReason.ERROR
     assert plan(step(scheduler)) == [("good", 1)]
-    assert scheduler.abort("good")
+    assert scheduler.sequences.abort("good")
     assert not scheduler.block_manager.check_integrity()
     ledger = scheduler.block_manager.ledger()
     assert ledger.num_free + ledger.num_cached == ledger.num_blocks
@@ -139,17 +141,17 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
 def test_what_failed_is_not_found_again_through_those_that_share_its_blocks() -> None:
     scheduler = make(chunk=16)
     first = sequence("first", 9)
-    scheduler.add(first)
+    scheduler.sequences.add(first)
     step(scheduler, EOS)
     bad, good, late = (sequence(name, 9) for name in ("bad", "good", "late"))
     for seq in (bad, good, late):
         seq.token_ids[:] = first.token_ids[:9]
-    scheduler.add(bad)
-    scheduler.add(good)
+    scheduler.sequences.add(bad)
+    scheduler.sequences.add(good)
     output = scheduler.schedule()
     assert plan(output) == [("bad", 1), ("good", 1)]
     compute(scheduler, output, [INVALID_TOKEN, 7])
-    scheduler.add(late)
+    scheduler.sequences.add(late)
     assert plan(step(scheduler)) == [("good", 1), ("late", 9)]
     assert not scheduler.check_integrity()
 
@@ -159,12 +161,12 @@ def test_a_prompt_without_a_next_token_keeps_its_blocks() -> None:
     scheduler = make(chunk=4)
     prompt = sequence("bad", 6)
     prompt.is_prefill_only = True
-    scheduler.add(prompt)
+    scheduler.sequences.add(prompt)
     step(scheduler)
     (output,) = compute(scheduler, scheduler.schedule(), [INVALID_TOKEN])
     assert output.finish_reason is FinishReason.ERROR
     assert scheduler.block_manager.ledger().num_held == 2
-    assert scheduler.abort("bad")
+    assert scheduler.sequences.abort("bad")
     assert scheduler.block_manager.ledger().num_held == 0
 
 
@@ -172,7 +174,7 @@ def test_an_output_says_how_long_its_request_waited_for_its_first_step() -> None
     scheduler = make()
     seq = sequence("r", 3)
     seq.arrived_s, seq.first_scheduled_s = 3.0, 5.5
-    scheduler.add(seq)
+    scheduler.sequences.add(seq)
     (output,) = compute(scheduler, scheduler.schedule(), [7])
     assert output.waited_s == 2.5
 
@@ -180,7 +182,7 @@ def test_an_output_says_how_long_its_request_waited_for_its_first_step() -> None
 def test_the_budget_bounds_a_step() -> None:
     scheduler = make(budget=10, chunk=8)
     for name in "abc":
-        scheduler.add(sequence(name, 8))
+        scheduler.sequences.add(sequence(name, 8))
     assert plan(step(scheduler)) == [("a", 8), ("b", 2)]
     assert plan(step(scheduler)) == [("a", 1), ("b", 6), ("c", 3)]
 
@@ -189,27 +191,27 @@ def test_prompts_share_a_step_until_they_are_enough() -> None:
     """The first prompt does not wait for others that only make its step longer."""
     scheduler = make(budget=40, chunk=40, batch=6)
     for name in "abcde":
-        scheduler.add(sequence(name, 10 if name == "d" else 4))
+        scheduler.sequences.add(sequence(name, 10 if name == "d" else 4))
     assert plan(step(scheduler)) == [("a", 4), ("b", 4)]
-    assert [seq.request_id for seq in scheduler.waiting] == ["c", "d", "e"]
+    assert [seq.request_id for seq in scheduler.sequences.waiting] == ["c", "d", "e"]
     assert plan(step(scheduler)) == [("a", 1), ("b", 1), ("c", 4), ("d", 10)]
     assert plan(step(scheduler)) == [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 4)]
 
 
 def test_nothing_overtakes_the_head_of_the_queue() -> None:
     scheduler = make(num_blocks=12)
-    scheduler.add(sequence("running", 20))
+    scheduler.sequences.add(sequence("running", 20))
     step(scheduler)
-    scheduler.add(sequence("large", 40))  # 10 blocks: too many while the first runs
-    scheduler.add(sequence("small", 2))
+    scheduler.sequences.add(sequence("large", 40))  # 10 blocks: too many while the first runs
+    scheduler.sequences.add(sequence("small", 2))
     assert "small" not in [name for name, _ in plan(step(scheduler))]
-    scheduler.abort("running")
+    scheduler.sequences.abort("running")
     assert plan(step(scheduler))[0][0] == "large"
 
 
 def test_newcomers_leave_a_hundredth_of_the_pool_to_those_that_run() -> None:
     scheduler = make(num_blocks=400)
-    scheduler.add(sequence("running", 4))
+    scheduler.sequences.add(sequence("running", 4))
     assert scheduler.has_room(sequence("of the whole pool but its block", 4 * 399))
     step(scheduler)
     assert scheduler.has_room(sequence("of all but four blocks", 4 * 395))
@@ -219,18 +221,18 @@ def test_newcomers_leave_a_hundredth_of_the_pool_to_those_that_run() -> None:
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     scheduler = make(num_blocks=6, budget=64, chunk=64)
     old, young = sequence("old", 8), sequence("young", 8)
-    scheduler.add(old)
-    scheduler.add(young)
+    scheduler.sequences.add(old)
+    scheduler.sequences.add(young)
     while young.status is SequenceStatus.RUNNING or (
         young.status is SequenceStatus.WAITING and not young.num_preemptions
     ):
         step(scheduler)
     late = sequence("late", 4)
-    scheduler.add(late)
+    scheduler.sequences.add(late)
     assert old.status is SequenceStatus.RUNNING
-    assert [seq.request_id for seq in scheduler.waiting] == ["young", "late"]
+    assert [seq.request_id for seq in scheduler.sequences.waiting] == ["young", "late"]
     assert young.block_table == []
-    scheduler.abort("old")
+    scheduler.sequences.abort("old")
     step(scheduler)
     assert young.status is SequenceStatus.RUNNING
     assert (young.num_cached_tokens, scheduler.stats.num_prefix_hits_tokens) == (0, 0), "it found its own blocks"
@@ -239,12 +241,12 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
 def test_what_is_preempted_comes_back_before_all_that_wait_already() -> None:
     scheduler = make(num_blocks=6, budget=64, chunk=64)
     for name in ("old", "young"):
-        scheduler.add(sequence(name, 8))
+        scheduler.sequences.add(sequence(name, 8))
     step(scheduler)
-    scheduler.add(sequence("too large", 16))
+    scheduler.sequences.add(sequence("too large", 16))
     while not scheduler.stats.num_preemptions:
         step(scheduler)
-    assert [seq.request_id for seq in scheduler.waiting] == ["young", "too large"]
+    assert [seq.request_id for seq in scheduler.sequences.waiting] == ["young", "too large"]
 
 
 def test_ends_by_eos_stop_token_and_length() -> None:
@@ -257,7 +259,7 @@ def test_ends_by_eos_stop_token_and_length() -> None:
         ({"min_tokens": 1}, EOS, FinishReason.STOP),
     ):
         scheduler = make()
-        scheduler.add(sequence("r", 4, **params))
+        scheduler.sequences.add(sequence("r", 4, **params))
         output = scheduler.schedule()
         (result,) = compute(scheduler, output, [token])
         assert result.finish_reason is reason, params
@@ -275,7 +277,7 @@ def launch(scheduler: Scheduler) -> SchedulerOutput:
 
 def test_a_sequence_goes_on_from_a_token_that_is_still_to_come() -> None:
     scheduler = make()
-    scheduler.add(sequence("r", 3, max_tokens=5, ignore_eos=True))
+    scheduler.sequences.add(sequence("r", 3, max_tokens=5, ignore_eos=True))
     first, second = launch(scheduler), launch(scheduler)
     assert [(s.first, s.end, s.is_sampled) for s in first.scheduled + second.scheduled] == [(0, 3, True), (3, 4, True)]
     tokens = []
@@ -289,11 +291,11 @@ def test_a_sequence_goes_on_from_a_token_that_is_still_to_come() -> None:
 def test_what_is_computed_beyond_a_stop_token_is_thrown_away_and_its_blocks_wait_for_it() -> None:
     scheduler = make()
     seq = sequence("r", 3, max_tokens=5, stop_token_ids=frozenset({9}))
-    scheduler.add(seq)
+    scheduler.sequences.add(seq)
     first, second = launch(scheduler), launch(scheduler)
     [result] = apply(scheduler, first, [9])
     assert result.is_finished
-    assert not scheduler.has_work
+    assert not scheduler.sequences.has_work
     ledger = scheduler.block_manager.ledger()
     assert ledger.num_sequence == 1, "the second step still writes there"
     assert not launch_of_nothing(scheduler)
@@ -310,11 +312,11 @@ def test_blocks_of_what_ends_from_outside_wait_for_the_steps_that_write_them(is_
     scheduler = make()
     seq = sequence("r", 12)
     seq.is_prefill_only = is_held
-    scheduler.add(seq)
+    scheduler.sequences.add(seq)
     output = launch(scheduler)
     if is_held:
-        scheduler.hold("r")
-    assert scheduler.abort("r")
+        scheduler.sequences.hold("r")
+    assert scheduler.sequences.abort("r")
     ledger = scheduler.block_manager.ledger()
     assert ledger.num_sequence + ledger.num_held == len(seq.block_table) > 0
     assert apply(scheduler, output, [None]) == []
@@ -332,7 +334,7 @@ def test_nothing_is_computed_beyond_a_token_that_must_be_the_last(
     scheduler = make(budget=128, chunk=128)
     seq = sequence("r", length, max_tokens=max_tokens)
     seq.is_prefill_only = is_prefill_only
-    scheduler.add(seq)
+    scheduler.sequences.add(seq)
     launch(scheduler)
     assert scheduler.schedule().scheduled == []
 
@@ -340,13 +342,13 @@ def test_nothing_is_computed_beyond_a_token_that_must_be_the_last(
 def test_a_prompt_whose_blocks_are_being_pushed_is_not_preempted() -> None:
     scheduler = make(num_blocks=11, budget=12, chunk=2)
     old, young = sequence("old", 8, max_tokens=50), sequence("young", 8, max_tokens=50)
-    scheduler.add(old)
-    scheduler.add(young)
+    scheduler.sequences.add(old)
+    scheduler.sequences.add(young)
     while not young.num_output_tokens:
         step(scheduler)
     pushed = sequence("pushed", 16)  # takes all blocks that are left, but for one
     pushed.is_prefill_only = True
-    scheduler.add(pushed)
+    scheduler.sequences.add(pushed)
     step(scheduler)
     assert pushed.status is SequenceStatus.RUNNING
     while pushed.status is SequenceStatus.RUNNING:
@@ -358,7 +360,7 @@ def test_a_prompt_whose_blocks_are_being_pushed_is_not_preempted() -> None:
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
     scheduler = make(num_blocks=5)
     for name in ("old", "young"):
-        scheduler.add(sequence(name, 8, max_tokens=50))
+        scheduler.sequences.add(sequence(name, 8, max_tokens=50))
     first = launch(scheduler)
     assert len(first.scheduled) == 2
     assert scheduler.schedule().scheduled == []  # each needs another block, and one is left
@@ -369,7 +371,7 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
 
 def test_the_context_ends_an_answer() -> None:
     scheduler = make(budget=128, chunk=128)
-    scheduler.add(sequence("r", 99))
+    scheduler.sequences.add(sequence("r", 99))
     output = scheduler.schedule()
     (result,) = compute(scheduler, output, [9])
     assert result.finish_reason is FinishReason.LENGTH
@@ -377,7 +379,7 @@ def test_the_context_ends_an_answer() -> None:
 
 def test_a_reservation_does_not_take_what_waiting_requests_need() -> None:
     scheduler = make(num_blocks=20)
-    scheduler.add(sequence("waiting", 60))  # 15 blocks
+    scheduler.sequences.add(sequence("waiting", 60))  # 15 blocks
     assert not scheduler.reserve(sequence("granted", 24))  # 6 more
     assert scheduler.reserve(sequence("small", 8))
     assert scheduler.block_manager.ledger().num_grant == 2
@@ -387,7 +389,7 @@ def test_what_shares_its_prompt_with_others_needs_room_for_the_rest_alone() -> N
     """Also while others wait that share it, but not once no sequence has that prompt any more."""
     scheduler = make(num_blocks=14)
     first = sequence("first", 38)
-    scheduler.add(first)
+    scheduler.sequences.add(first)
     for _ in range(6):
         step(scheduler)  # ten blocks, and one to grow into
     others = [sequence(f"other {i}", 38) for i in range(3)]
@@ -397,13 +399,13 @@ def test_what_shares_its_prompt_with_others_needs_room_for_the_rest_alone() -> N
     stranger = sequence("stranger", 38)
     assert not scheduler.has_room(stranger)
     assert scheduler.has_room(others[0])
-    scheduler.add(others[0])
+    scheduler.sequences.add(others[0])
     assert scheduler.has_room(others[1])
     assert not scheduler.has_room(stranger)
     step(scheduler)
-    assert {seq.request_id for seq in scheduler.running} == {"first", "other 0"}
+    assert {seq.request_id for seq in scheduler.sequences.running} == {"first", "other 0"}
     for request_id in ("first", "other 0"):
-        scheduler.abort(request_id)
+        scheduler.sequences.abort(request_id)
     assert scheduler.block_manager.num_shared_blocks(others[1]) == 0, "cached, and nobody's"
     assert scheduler.has_room(stranger)
     assert scheduler.block_manager.check_integrity() == []
@@ -412,9 +414,9 @@ def test_what_shares_its_prompt_with_others_needs_room_for_the_rest_alone() -> N
 def test_no_more_sequences_than_max_num_seqs() -> None:
     scheduler = make(max_num_seqs=2)
     for name in "abc":
-        scheduler.add(sequence(name, 2))
+        scheduler.sequences.add(sequence(name, 2))
     assert [name for name, _ in plan(step(scheduler))] == ["a", "b"]
-    assert not scheduler.num_free_seqs
+    assert not scheduler.sequences.num_free_seqs
     assert not scheduler.reserve(sequence("granted", 2))
 
 
@@ -423,11 +425,11 @@ def test_what_is_granted_is_no_more_than_that_either_when_it_begins() -> None:
     scheduler = make(max_num_seqs=2)
     assert scheduler.reserve(sequence("granted", 2))
     for name in "ab":
-        scheduler.add(sequence(name, 2))
+        scheduler.sequences.add(sequence(name, 2))
     assert plan(step(scheduler)) == [("a", 2)]
     scheduler.commit("granted", 7, 2)
     assert plan(step(scheduler)) == [("a", 1), ("granted", 1)]
-    scheduler.abort("a")
+    scheduler.sequences.abort("a")
     assert plan(step(scheduler)) == [("granted", 1), ("b", 2)]
 
 
@@ -435,14 +437,14 @@ def test_a_computed_prompt_is_held_until_it_is_aborted() -> None:
     scheduler = make()
     seq = sequence("r", 10)
     seq.is_prefill_only = True
-    scheduler.add(seq)
+    scheduler.sequences.add(seq)
     first = step(scheduler)
     assert [(e.first_block, e.block_ids) for e in first.exports] == [(0, tuple(seq.block_table[:2]))]
     second = step(scheduler)
     assert [(e.first_block, e.block_ids) for e in second.exports] == [(2, tuple(seq.block_table[2:]))]
     assert seq.status is SequenceStatus.HELD
     assert scheduler.block_manager.ledger().num_held == 3
-    assert scheduler.abort("r")
+    assert scheduler.sequences.abort("r")
     ledger = scheduler.block_manager.ledger()
     assert (ledger.num_held, ledger.num_cached) == (0, 2)
 
@@ -466,10 +468,10 @@ def test_of_a_prompt_that_is_cached_to_its_end_the_last_block_is_computed() -> N
     scheduler = make()
     first, second = sequence("first", 8), sequence("second", 8)
     second.token_ids[:] = first.token_ids[:]
-    scheduler.add(first)
+    scheduler.sequences.add(first)
     step(scheduler)
-    scheduler.abort("first")
-    scheduler.add(second)
+    scheduler.sequences.abort("first")
+    scheduler.sequences.add(second)
     assert plan(scheduler.schedule()) == [("second", 4)]
 
 
@@ -484,10 +486,10 @@ def test_what_waits_for_memory_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(prefix_cache, "extend_block_hashes", count)
     scheduler = make(num_blocks=12)
-    scheduler.add(sequence("runs", 16))
-    scheduler.add(sequence("waits", 40))
+    scheduler.sequences.add(sequence("runs", 16))
+    scheduler.sequences.add(sequence("waits", 40))
     for _ in range(8):
         step(scheduler)
-    assert [seq.request_id for seq in scheduler.waiting] == ["waits"]
+    assert [seq.request_id for seq in scheduler.sequences.waiting] == ["waits"]
     assert not scheduler.has_room(sequence("other", 4))
     assert sum(hashed) <= 6 + 10 + 1

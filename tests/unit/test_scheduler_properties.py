@@ -167,13 +167,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(target=requests, prompt=prompts, max_tokens=st.integers(1, 12))
     def add(self, prompt: list[int], max_tokens: int) -> str:
         seq = self.new_sequence(prompt, max_tokens)
-        self.scheduler.add(seq)
+        self.scheduler.sequences.add(seq)
         return seq.request_id
 
     @rule(target=requests, prompt=prompts)
     def add_prefill_only(self, prompt: list[int]) -> str:
         seq = self.new_sequence(prompt, 5, is_prefill_only=True)
-        self.scheduler.add(seq)
+        self.scheduler.sequences.add(seq)
         return seq.request_id
 
     @rule(target=requests, prompt=prompts)
@@ -210,12 +210,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if seq.num_computed_tokens >= seq.num_prompt_tokens:
                 self.pool.check_state(seq.state_block_ids, seq, seq.num_computed_tokens)
         was_there = seq.status is not SequenceStatus.FINISHED
-        assert self.scheduler.abort(request_id) == was_there
+        assert self.scheduler.sequences.abort(request_id) == was_there
 
     @rule(request_id=requests)
     def hold(self, request_id: str) -> None:
         if self.seqs[request_id].is_prefill_only:
-            self.scheduler.hold(request_id)
+            self.scheduler.sequences.hold(request_id)
 
     @rule()
     def launch(self) -> None:
@@ -303,18 +303,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Nothing starves: without new requests everything ends, and every block becomes free or cached."""
         if not hasattr(self, "manager"):
             return
-        for request_id in [*self.scheduler.granted, *self.scheduler.held]:
-            self.scheduler.abort(request_id)
+        for request_id in [*self.scheduler.sequences.granted, *self.scheduler.sequences.held]:
+            self.scheduler.sequences.abort(request_id)
         num_steps = 0
-        while self.scheduler.has_work or self.in_flight:
+        while self.scheduler.sequences.has_work or self.in_flight:
             has_launched = len(self.in_flight) < 2 and self.launch_next()
             if not has_launched and self.in_flight:
                 self.finish(self.in_flight.popleft(), 2)
             elif not has_launched:
                 assert self.copies, "work is left and nothing is scheduled"
                 self.end_copy(self.copies.pop())
-            for request_id in list(self.scheduler.held):
-                self.scheduler.abort(request_id)
+            for request_id in list(self.scheduler.sequences.held):
+                self.scheduler.sequences.abort(request_id)
             num_steps += 1
             assert num_steps < 5000, "work never ends"
         self.begin_copies()
@@ -366,7 +366,7 @@ class RecurrentMachine(SchedulerMachine):
     ) -> str:
         """A prompt that goes on from another one's snapshot, or leaves one, or both."""
         seq = self.new_sequence([*text[:length], *end], 2, cache_salt=salt, is_prefill_only=is_prefill_only)
-        self.scheduler.add(seq)
+        self.scheduler.sequences.add(seq)
         for _ in range(steps):
             if self.in_flight and fails and self.in_flight[0].output.scheduled[-1].is_sampled:
                 self.fail()
@@ -405,7 +405,7 @@ class RecurrentMachine(SchedulerMachine):
     @invariant()
     def only_prompts_for_others_have_blocks_for_them(self) -> None:
         if hasattr(self, "scheduler"):
-            assert all(seq.is_prefill_only or not seq.state_block_ids for seq in self.scheduler.running)
+            assert all(seq.is_prefill_only or not seq.state_block_ids for seq in self.scheduler.sequences.running)
 
     def compute_states(self, launched: Launched) -> None:
         """Load, go on from what the rows hold, save. Steps do so in the order of their launches."""
@@ -444,7 +444,7 @@ class OffloadingMachine(SchedulerMachine):
     ) -> str:
         """Serve a request for as many steps as end it and reuse the blocks of ended ones, or only admit it."""
         seq = self.new_sequence(text[:length], 2, cache_salt=salt, is_prefill_only=is_prefill_only)
-        self.scheduler.add(seq)
+        self.scheduler.sequences.add(seq)
         for _ in range(steps):
             if self.in_flight:
                 self.finish(self.in_flight.popleft(), 2)

@@ -12,7 +12,7 @@ def test_prompts_and_what_is_found_of_them_and_copies_both_ways_are_counted() ->
     stats, copies = scheduler.stats, scheduler.block_manager.host_ledger().num_kept
     assert (stats.num_saved_blocks, stats.num_loaded_blocks) == (copies, 0)
     assert (stats.num_prefix_queries_tokens, stats.num_prefix_hits_tokens) == (25 + 40 + 40, 0)
-    scheduler.add(again(earlier, "again"))
+    scheduler.sequences.add(again(earlier, "again"))
     step(scheduler)
     loads = [copy for copy in end_copies(scheduler) if copy.is_load]
     assert stats.num_loaded_blocks == len(loads) > 0

@@ -51,7 +51,7 @@ def text(number: int, length: int) -> list[int]:
 def serve(scheduler: Scheduler, token_ids: list[int], token: int = EOS) -> list[tuple[str, int]]:
     """Serve a prompt whose answer is one token. Returns what its steps computed."""
     seq = sequence("r", token_ids)
-    scheduler.add(seq)
+    scheduler.sequences.add(seq)
     computed = []
     while seq.status is not SequenceStatus.FINISHED:
         computed += plan(step(scheduler, token))
@@ -122,7 +122,7 @@ def test_a_step_takes_the_state_along_and_its_blocks_are_dropped_once_it_is_load
     serve(scheduler, text(1, 30))
     num_cached = scheduler.block_manager.ledger().num_cached
     assert num_cached == 30 // 4 + NUM_STATE_BLOCKS
-    scheduler.add(seq := sequence("next", [*text(1, 30), 5, 6]))
+    scheduler.sequences.add(seq := sequence("next", [*text(1, 30), 5, 6]))
     output = scheduler.schedule()
     assert seq.has_state_to_load
     assert len(seq.loaded_state_ids) == NUM_STATE_BLOCKS
@@ -139,7 +139,7 @@ def test_others_learn_of_a_prefix_once_it_has_a_snapshot() -> None:
     scheduler = make()
     manager = scheduler.block_manager
     first = sequence("first", text(1, 30))
-    scheduler.add(first)
+    scheduler.sequences.add(first)
     output = scheduler.schedule()
     compute(scheduler, output, [None])
     hashes = first.block_hashes[:5]
@@ -157,7 +157,7 @@ def test_a_snapshot_goes_with_any_of_its_blocks_and_the_others_are_free_at_once(
     serve(scheduler, text(1, 30))
     manager = scheduler.block_manager
     assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS
-    scheduler.add(sequence("large", text(2, 33 * 4)))
+    scheduler.sequences.add(sequence("large", text(2, 33 * 4)))
     scheduler.schedule()
     assert manager.ledger().num_free == NUM_STATE_BLOCKS - 1
     assert manager.ledger().num_cached == 5
@@ -168,18 +168,18 @@ def test_a_snapshot_goes_with_any_of_its_blocks_and_the_others_are_free_at_once(
 def test_a_snapshot_goes_with_any_block_of_its_prefix() -> None:
     scheduler = make(num_blocks=40, min_snapshot_tokens=16)
     shared = text(1, 20)
-    scheduler.add(sequence("before", [*shared, 3]))
+    scheduler.sequences.add(sequence("before", [*shared, 3]))
     step(scheduler)
     manager = scheduler.block_manager
-    scheduler.add(sequence("after", [*shared, *text(2, 10)]))
+    scheduler.sequences.add(sequence("after", [*shared, *text(2, 10)]))
     step(scheduler)
     step(scheduler)
-    scheduler.abort("before")
+    scheduler.sequences.abort("before")
     assert manager.ledger().num_cached == 5 + NUM_STATE_BLOCKS
-    scheduler.abort("after")
+    scheduler.sequences.abort("after")
     assert len(manager.cached_hashes()) == 5
     assert manager.ledger().num_cached == 5 + NUM_STATE_BLOCKS + 2, "prefix, snapshot, rest"
-    scheduler.add(sequence("large", text(3, 33 * 4)))
+    scheduler.sequences.add(sequence("large", text(3, 33 * 4)))
     scheduler.schedule()
     assert manager.ledger().num_free == NUM_STATE_BLOCKS
     assert manager.ledger().num_cached == 4
@@ -222,27 +222,27 @@ def test_no_request_goes_on_from_what_failed(is_running: bool) -> None:
     """Also if the blocks of another sequence have the hashes of its prefix."""
     scheduler = make(min_snapshot_tokens=16)
     shared = text(1, 20)
-    scheduler.add(sequence("other", [*shared, 3]))
+    scheduler.sequences.add(sequence("other", [*shared, 3]))
     step(scheduler, 7 if is_running else EOS)
     failing = sequence("failing", [*shared, *text(2, 10)])
-    scheduler.add(failing)
+    scheduler.sequences.add(failing)
     assert plan(step(scheduler))[-1] == ("failing", 20)
     assert scheduler.block_manager.prefixes.snapshots.longest(failing.block_hashes).num_reused == 5
     output = scheduler.schedule()
     outputs = compute(scheduler, output, [INVALID_TOKEN if s.seq is failing else 7 for s in output.scheduled])
     assert outputs[-1].finish_reason is FinishReason.ERROR
     assert scheduler.block_manager.cached_hashes() == []
-    assert scheduler.abort("other") is is_running
+    assert scheduler.sequences.abort("other") is is_running
     assert serve(scheduler, [*shared, *text(3, 10)]) == [("r", 20), ("r", 10)]
 
 
 def test_a_sequence_ends_while_its_snapshot_is_saved() -> None:
     scheduler = make()
-    scheduler.add(sequence("r", text(1, 30)))
+    scheduler.sequences.add(sequence("r", text(1, 30)))
     output = scheduler.schedule()
     assert output.scheduled[0].snapshot_ids
     scheduler.begin(output)
-    scheduler.abort("r")
+    scheduler.sequences.abort("r")
     assert scheduler.block_manager.ledger().num_sequence == 8 + NUM_STATE_BLOCKS, "the step still writes to them"
     scheduler.apply(output, [[]])
     assert scheduler.block_manager.ledger().num_free == 64
@@ -254,7 +254,7 @@ def test_equal_prompts_take_one_snapshot() -> None:
     scheduler = make()
     prompt = text(1, 30)
     for name in ("a", "b", "c"):
-        scheduler.add(sequence(name, prompt))
+        scheduler.sequences.add(sequence(name, prompt))
     assert plan(step(scheduler)) == [("a", 20), ("b", 30), ("c", 14)]
     assert plan(step(scheduler)) == [("b", 1), ("a", 10), ("c", 16)]
     assert scheduler.check_integrity() == []
@@ -263,11 +263,11 @@ def test_equal_prompts_take_one_snapshot() -> None:
 def test_where_a_snapshot_ends_with_its_sequence_another_one_takes_it() -> None:
     scheduler = make()
     for name in ("a", "b"):
-        scheduler.add(sequence(name, text(1, 61)))
+        scheduler.sequences.add(sequence(name, text(1, 61)))
     output = scheduler.schedule()
     assert plan(output) == [("a", 52), ("b", 12)]
     scheduler.begin(output)
-    scheduler.abort("a")
+    scheduler.sequences.abort("a")
     scheduler.apply(output, [[], []])
     assert plan(step(scheduler)) == [("b", 40)]
     assert len(scheduler.block_manager.cached_hashes()) == 52 // 4
@@ -277,15 +277,15 @@ def test_a_snapshot_is_as_recent_as_the_end_of_its_sequence() -> None:
     """It would be evicted before all that other sequences left during a long answer, and the prefix be of no use."""
     scheduler = make()
     manager = scheduler.block_manager
-    scheduler.add(long := sequence("long", text(1, 30)))
+    scheduler.sequences.add(long := sequence("long", text(1, 30)))
     step(scheduler)
     step(scheduler)
-    scheduler.add(sequence("short", text(2, 15)))
+    scheduler.sequences.add(sequence("short", text(2, 15)))
     step(scheduler)
-    scheduler.abort("short")
-    scheduler.abort("long")
+    scheduler.sequences.abort("short")
+    scheduler.sequences.abort("long")
     assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS + 3
-    scheduler.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 3))))
+    scheduler.sequences.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 3))))
     scheduler.schedule()
     assert manager.ledger().num_cached == 7 + NUM_STATE_BLOCKS
     assert manager.cached_hashes() == long.block_hashes[:5]
@@ -297,11 +297,11 @@ def test_a_snapshot_comes_after_the_blocks_of_its_own_sequence() -> None:
     manager = scheduler.block_manager
     shared = text(1, 20)
     serve(scheduler, [*shared, 3])
-    scheduler.add(answering := sequence("answering", [*shared, *text(2, 10)]))
+    scheduler.sequences.add(answering := sequence("answering", [*shared, *text(2, 10)]))
     step(scheduler)
     assert manager.ledger().num_cached == NUM_STATE_BLOCKS, "there is one block for each hash"
     step(scheduler)
-    scheduler.add(sequence("large", text(3, 4 * (manager.ledger().num_free - 1))))
+    scheduler.sequences.add(sequence("large", text(3, 4 * (manager.ledger().num_free - 1))))
     assert len(scheduler.schedule().scheduled) == 2
     assert manager.cached_hashes() == answering.block_hashes[:5]
     assert scheduler.check_integrity() == []
@@ -313,12 +313,12 @@ def test_what_no_prompt_can_go_on_from_is_evicted_first() -> None:
     manager = scheduler.block_manager
     serve(scheduler, text(1, 30))
     reusable = manager.cached_hashes()
-    scheduler.add(sequence("answered", text(2, 30)))
+    scheduler.sequences.add(sequence("answered", text(2, 30)))
     for _ in range(15):
         step(scheduler)
-    scheduler.abort("answered")
+    scheduler.sequences.abort("answered")
     assert manager.ledger().num_cached == 7 + 10 + 2 * NUM_STATE_BLOCKS
-    scheduler.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 5))))
+    scheduler.sequences.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 5))))
     scheduler.schedule()
     assert manager.cached_hashes()[:5] == reusable
     assert len(manager.cached_hashes()) == 5 + 5
@@ -336,8 +336,8 @@ def test_without_snapshots_the_oldest_blocks_are_evicted_first() -> None:
         assert scheduler.reserve(seq)
         scheduler.commit(name, 7, 16)
         step(scheduler)
-        scheduler.abort(name)
-    scheduler.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 4))))
+        scheduler.sequences.abort(name)
+    scheduler.sequences.add(sequence("large", text(3, 4 * (manager.ledger().num_free + 4))))
     scheduler.schedule()
     again = [sequence(name, text(number, 16)) for number, name in enumerate(names)]
     hashes = [manager.prefixes.hashes_of(seq, 16) for seq in again]
@@ -394,6 +394,6 @@ def test_a_snapshot_that_the_next_turn_hardly_needs_is_evicted_before_older_ones
         for each, num in zip(prompts, num_blocks_up_to, strict=True)
     ]
     num_useless = sum(len(each) // 4 - num for each, num in zip(prompts, num_blocks_up_to, strict=True))
-    scheduler.add(sequence("large", text(9, 4 * (manager.ledger().num_free + num_useless + 1))))
+    scheduler.sequences.add(sequence("large", text(9, 4 * (manager.ledger().num_free + num_useless + 1))))
     scheduler.schedule()
     assert [manager.prefixes.snapshots.has(each) for each in ends] == [i != evicted for i in range(len(prompts))]

@@ -207,7 +207,7 @@ def repeating(number: int = 0, **params: object) -> Sequence:
 def begin(scheduler: Scheduler, *seqs: Sequence) -> None:
     """Compute all prompts, each of which goes on with 10 and 11: the next drafts are 12, 13, 14, 15."""
     for seq in seqs:
-        scheduler.add(seq)
+        scheduler.sequences.add(seq)
     for token_id in (10, 11):
         run(scheduler, [token_id])
 
@@ -290,7 +290,7 @@ def test_sequences_without_drafts_come_first_and_prompts_last() -> None:
     scheduler, seq, other = make(), repeating(0), repeating(1)
     other.token_ids[0] = other.token_ids[1] = 77  # nothing is found for a draft
     begin(scheduler, seq, other)
-    scheduler.add(repeating(2))
+    scheduler.sequences.add(repeating(2))
     output = scheduler.schedule()
     assert [(s.seq.request_id, s.num_new_tokens) for s in output.scheduled] == [("r1", 1), ("r0", 5), ("r2", 2)]
 
@@ -305,7 +305,7 @@ def test_a_step_of_many_rows_takes_no_more_drafts(draft_batch: int, nums: list[i
 def test_drafts_take_only_what_prompts_leave_of_a_step() -> None:
     scheduler, seq = make(budget=16), repeating()
     begin(scheduler, seq)
-    scheduler.add(Sequence(1, "prompt", list(range(30, 43)), 13, SamplingParams()))
+    scheduler.sequences.add(Sequence(1, "prompt", list(range(30, 43)), 13, SamplingParams()))
     output = scheduler.schedule()
     assert {s.seq.request_id: s.num_new_tokens for s in output.scheduled} == {"r0": 3, "prompt": 13}
 
@@ -401,7 +401,7 @@ def test_a_prompt_for_another_engine_ends_with_one_token_though_its_last_chunk_i
     seq.token_ids = array("q", [*seq.token_ids, 10, 11])
     seq.num_prompt_tokens = 12
     seq.is_prefill_only = True
-    scheduler.add(seq)
+    scheduler.sequences.add(seq)
     assert run(scheduler, [])[1] == []
     output, [result] = run(scheduler, [12, 13, 14])
     assert [s.num_new_tokens for s in output.scheduled] == [1]
@@ -411,7 +411,7 @@ def test_a_prompt_for_another_engine_ends_with_one_token_though_its_last_chunk_i
 def test_prompts_beside_them_are_cut_without_drafts() -> None:
     scheduler, seq = make(), repeating()
     begin(scheduler, seq)
-    scheduler.add(repeating(1))
+    scheduler.sequences.add(repeating(1))
     assert [s.num_new_tokens for s in scheduler.schedule(1).scheduled] == [5, 1]
 
 
