@@ -99,6 +99,10 @@ class SchedulerConfig:
     """Speculative decoding (engine/scheduling/speculation.py). None: off."""
     draft_batch_tokens: int
     """A step takes no further draft once it has this many rows for decoding sequences."""
+    draft_catch_up_tokens: int = 0
+    """The most known tokens that a draft model reads in a step (engine/scheduling/model_drafting.py)."""
+    draft_model_len: int = 0
+    """The longest sequence for which the draft model guesses; 0 without one."""
 
     @property
     def max_decode_rows(self) -> int:
@@ -145,6 +149,8 @@ class EngineConfig:
     """Adapters that are loaded at the start, sorted by name."""
     lora_room: LoRARoom = LoRARoom()  # noqa: RUF009 - it is frozen
     """Room for adapters that come while the engine runs."""
+    draft: EngineConfig | None = None
+    """The draft model's: as of an engine for it alone (engine/model_loader/draft_config.py)."""
     compat_digest: str
     """Covers all that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""
 

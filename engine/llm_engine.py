@@ -226,6 +226,8 @@ class LLMEngine:
         start_s = time.monotonic()
         for s in output.scheduled:
             s.seq.first_scheduled_s = s.seq.first_scheduled_s or start_s
+        if output.draft_parts:
+            output = self._scheduler.take_drafts(output, self.executor.draft(output.draft_parts))
         tokens = self.executor.launch(output)
         self._scheduler.begin(output)
         return _StepInFlight(output, tokens, start_s)

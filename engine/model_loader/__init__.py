@@ -44,9 +44,14 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
 
     Raises `ValueError` that names the field and its bound, or says what the model lacks.
     """
+    from engine.model_loader.draft_config import with_draft_model
     from engine.model_loader.model_config import make_engine_config
 
-    return make_engine_config(args, resolve_model(args.model))
+    config = make_engine_config(args, resolve_model(args.model))
+    speculation = config.scheduler.speculation
+    if speculation is None or not speculation.model:
+        return config
+    return with_draft_model(config, args, resolve_model(speculation.model))
 
 
 def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:

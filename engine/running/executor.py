@@ -21,7 +21,7 @@ from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens
 from engine.scheduling.offloading import BlockCopy
-from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
+from engine.scheduling.sequence import DraftPart, OnLayerWritten, SchedulerOutput
 
 
 class RankLost(RuntimeError):  # noqa: N818 - named for what happened
@@ -50,6 +50,11 @@ class Executor:
     def rank_pids(self) -> list[int]:
         """Process ids of the other ranks, without which this one cannot compute."""
         return []
+
+    def draft(self, parts: list[DraftPart]) -> list[list[int]]:
+        """Let the draft model do its parts of a step, before `launch`. Returns each one's drafts."""
+        assert self._worker.draft_model is not None
+        return self._worker.draft_model.draft(parts)
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Begin to compute a step, before `Scheduler.begin` counts it. At most one other step may be in flight."""

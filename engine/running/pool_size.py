@@ -128,9 +128,11 @@ def measured_steps(config: EngineConfig) -> tuple[int, list[SchedulerOutput]]:
     return num_blocks, [each for each in (of_contexts, spans_step(config), step) if each is not None]
 
 
-def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_steps: RunSteps) -> int:
-    """Return the number of blocks for a pool of `shape`, whose `num_blocks` is ignored. Raises `ValueError` if one
-    request of `max_model_len` tokens would not fit."""
+def measure_num_blocks(
+    config: EngineConfig, shape: KVCacheShape, run_steps: RunSteps, block_bytes_beside: int = 0
+) -> int:
+    """Return the number of blocks for a pool of `shape`, whose `num_blocks` is ignored. `block_bytes_beside`: bytes
+    that each block needs elsewhere. Raises `ValueError` if one request of `max_model_len` tokens would not fit."""
     num_step_blocks, steps = measured_steps(config)
     step_shape = replace(shape, num_blocks=num_step_blocks)
     torch.cuda.reset_peak_memory_stats()
@@ -144,7 +146,7 @@ def measure_num_blocks(config: EngineConfig, shape: KVCacheShape, run_steps: Run
         peak_bytes=peak,
         free_bytes=free - (peak - torch.cuda.memory_allocated()),
         utilization=config.cache.gpu_memory_utilization,
-        block_bytes=replace(shape, num_blocks=1).pool_bytes,
+        block_bytes=replace(shape, num_blocks=1).pool_bytes + block_bytes_beside,
         num_needed=-(-config.model.max_model_len // config.cache.block_size)
         + num_state_blocks_of(config.model.recurrent_bytes, shape.all_layers_bytes),
     )

@@ -25,6 +25,7 @@ from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import load_model
 from engine.models.model import Model
+from engine.running.draft_model import DraftModel
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import measure_num_blocks
 from engine.running.warm_up import warm_up
@@ -72,11 +73,15 @@ class Worker:
             _saying_what_cannot_be_recorded(config),
             _saying_what_does_not_fit(config),
         ):
-            self.kv_shape = _shape_of_pool(config, make_runner, group)
+            self.draft_model = _load_draft_model(config, group)
+            self.kv_shape = _shape_of_pool(config, make_runner, self.draft_model, group)
             self.kv_pool = allocate_pool(self.kv_shape, device)
             self.runner = make_runner(self.kv_pool, on_layer_written)
             if device != "cpu":
                 warm_up(config, self.runner, self.kv_pool)
+            if self.draft_model is not None:
+                self.draft_model.allocate(self.kv_shape.num_blocks)
+            if device != "cpu":
                 torch.cuda.synchronize()  # from here on, other streams and processes use the pool
         # All objects of now stay alive. Traversing them in each garbage collection would take 1.5 % of a decode step.
         gc.collect()
@@ -93,8 +98,22 @@ def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | N
     return model
 
 
+def _load_draft_model(config: EngineConfig, group: RankGroup | None) -> DraftModel | None:
+    """Returns None if there is none, or if rank 0 has it: it guesses for all ranks."""
+    if config.draft is None or (group is not None and group.rank):
+        return None
+    try:
+        with torch.inference_mode():
+            return DraftModel(config.draft, config.model.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"speculative_config model: {error}") from error
+
+
 def _shape_of_pool(
-    config: EngineConfig, make_runner: Callable[[torch.Tensor, None], ModelRunner], group: RankGroup | None
+    config: EngineConfig,
+    make_runner: Callable[[torch.Tensor, None], ModelRunner],
+    draft_model: DraftModel | None,
+    group: RankGroup | None,
 ) -> KVCacheShape:
     """The pool's shape, with the configured number of blocks, or else as many as fit on every rank."""
     cache = config.cache
@@ -109,9 +128,10 @@ def _shape_of_pool(
         kept_bytes = runner.record_largest_decode_step()
         for step in steps:
             runner.launch(step, runner.prepare(step)).wait()
-        return kept_bytes
+        return kept_bytes + (0 if draft_model is None else draft_model.run_largest_steps())
 
-    num_blocks = measure_num_blocks(config, shape, run_steps)
+    block_bytes_beside = 0 if draft_model is None else draft_model.block_bytes
+    num_blocks = measure_num_blocks(config, shape, run_steps, block_bytes_beside)
     return replace(shape, num_blocks=num_blocks if group is None else group.smallest(num_blocks))
 
 

@@ -1,15 +1,18 @@
 """Adds draft tokens to decoding sequences before a step, and removes the wrong ones after the step.
 
     decoding sequences ──add──> some of them with drafts ──computed──> drop_wrong: as if only the right ones had been
+                          └─ with a draft model: DraftParts, whose drafts `with_drafts` adds
 
-speculation.py says where drafts come from.
+speculation.py says where drafts come from. Answers with a grammar get theirs from it and from the lookup, whatever the
+method.
 """
 
 from __future__ import annotations
 
 from engine.config import SchedulerConfig
 from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.sequence import INVALID_TOKEN, ScheduledSequence, Sequence
+from engine.scheduling.model_drafting import ModelDrafting
+from engine.scheduling.sequence import INVALID_TOKEN, DraftPart, ScheduledSequence, Sequence
 from engine.scheduling.speculation import SpeculativeConfig, propose
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
@@ -26,25 +29,50 @@ class Drafting:
         self._block_manager = block_manager
         self._stop_rule = stop_rule
         self._stats = stats
+        has_model = self._config is not None and self._config.method == "draft_model"
+        self._model = ModelDrafting(config, block_manager) if has_model else None
 
-    def add(self, decoding: list[ScheduledSequence], budget: int) -> list[ScheduledSequence]:
+    def add(self, decoding: list[ScheduledSequence], budget: int) -> tuple[list[ScheduledSequence], list[DraftPart]]:
         """Return `decoding` with drafts added where some are found and blocks are available, at most `budget` drafts in
-        all. Sequences with drafts come last. Prefill-only sequences get none."""
+        all, and what the draft model must do. Sequences with drafts, or for which the draft model guesses, come last.
+        Prefill-only sequences get none."""
         if self._config is None:
-            return decoding
+            return decoding, []
+        if self._model is not None:
+            self._model.begin()
         budget = min(budget, self._max_rows - len(decoding))
-        plain, guessed = [], []
+        plain: list[ScheduledSequence] = []
+        guessed: list[ScheduledSequence] = []
+        parts: list[DraftPart] = []
         for scheduled in decoding:
-            seq = scheduled.seq
-            most = min(self._config.num_speculative_tokens, budget, self._stop_rule.num_left(seq, len(seq)) - 1)
-            drafts = [] if seq.is_prefill_only else _propose(seq, self._config, most)
-            if drafts and self._block_manager.can_append(seq, num_drafts=len(drafts)):
-                self._block_manager.append(seq, len(drafts))
-                guessed.append(ScheduledSequence(seq, 1 + len(drafts), drafts))
-                budget -= len(drafts)
-            else:
-                plain.append(scheduled)
-        return plain + guessed
+            item, part = self._guess(scheduled, self._config, budget)
+            if part is not None:
+                parts.append(part)
+            num_drafts = len(item.draft_token_ids) if part is None else part.num_drafts
+            (guessed if num_drafts else plain).append(item)
+            budget -= num_drafts
+        return plain + guessed, parts
+
+    def _guess(
+        self, scheduled: ScheduledSequence, config: SpeculativeConfig, budget: int
+    ) -> tuple[ScheduledSequence, DraftPart | None]:
+        """Add drafts that are looked up, or plan what the draft model does."""
+        seq = scheduled.seq
+        most = min(config.num_speculative_tokens, budget, self._stop_rule.num_left(seq, len(seq)) - 1)
+        if most < 1 or seq.is_prefill_only:
+            return scheduled, None
+        if self._model is None or seq.grammar is not None:
+            return self._looked_up(scheduled, config, most), None
+        return scheduled, self._model.plan(seq, min(most, seq.draft_history.num_wanted(len(seq))))
+
+    def _looked_up(self, scheduled: ScheduledSequence, config: SpeculativeConfig, most: int) -> ScheduledSequence:
+        """Add at most `most` drafts of the lookup or the grammar, if there are some and their blocks are available."""
+        seq = scheduled.seq
+        drafts = _propose(seq, config, most)
+        if not drafts or not self._block_manager.can_append(seq, num_drafts=len(drafts)):
+            return scheduled
+        self._block_manager.append(seq, len(drafts))
+        return ScheduledSequence(seq, 1 + len(drafts), drafts)
 
     def drop_wrong(self, scheduled: ScheduledSequence, sampled: list[int]) -> int:
         """Drop the drafts from the first that differs from the token sampled in its place, ends the answer, or has no
@@ -61,6 +89,8 @@ class Drafting:
         seq.num_computed_tokens -= num_wrong
         del seq.token_ids[len(seq) - num_wrong :]
         self._block_manager.give_back(seq)
+        if self._model is not None:
+            self._model.settle(seq)
         seq.draft_history.note(len(drafts), num_right, len(seq))
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += len(drafts)
@@ -71,8 +101,6 @@ class Drafting:
 def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
     """Guess at most `most` next tokens. How many are looked up depends on how earlier drafts went. With a grammar, the
     tokens that it forces come first, and no draft violates it."""
-    if most < 1:
-        return []
     num_wanted = min(most, seq.draft_history.num_wanted(len(seq)))
     if seq.grammar is None:
         return propose(seq.token_ids, config, num_wanted)

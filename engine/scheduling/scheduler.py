@@ -23,6 +23,7 @@ the grammar. Nothing is preempted while steps are in flight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from engine.config import SchedulerConfig
@@ -31,6 +32,7 @@ from engine.scheduling.block_ledger import BlockOwner
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.grammar import GrammarState
+from engine.scheduling.model_drafting import with_drafts
 from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import (
     INVALID_TOKEN,
@@ -139,14 +141,21 @@ class Scheduler:
             prefill_budget = min(budget, max_prefill_tokens)
         prefills = self._schedule_prefills(prefill_budget)
         budget -= sum(each.num_new_tokens for each in prefills)
-        scheduled = self._drafting.add(decodes, budget) + prefills
+        decodes, draft_parts = self._drafting.add(decodes, budget)
+        scheduled = decodes + prefills
         for_others = [each for each in scheduled if each.seq.is_prefill_only]
         exports = [take_export(each, self.block_manager.block_size) for each in for_others]
         return SchedulerOutput(
             scheduled,
             [export for export in exports if export.block_ids],
             [export for export in map(state_export, for_others) if export is not None],
+            draft_parts,
         )
+
+    def take_drafts(self, output: SchedulerOutput, drafts: list[list[int]]) -> SchedulerOutput:
+        """Return the step with `drafts`, the draft model's guesses for each of `output.draft_parts`."""
+        of_seq = {part.seq.seq_id: guessed for part, guessed in zip(output.draft_parts, drafts, strict=True)}
+        return replace(output, scheduled=with_drafts(output.scheduled, of_seq))
 
     def wait_for_grammar(self) -> bool:
         """Wait for the first grammar that was not ready in the last `schedule`; call it only if there is nothing else

@@ -100,6 +100,10 @@ class Sequence:
     """How many of the last tokens are drafts, which may be wrong. Not 0 only in what `followed_by` returns."""
     draft_history: DraftHistory = field(default_factory=DraftHistory)
     """How well earlier drafts of this sequence went."""
+    num_drafted_tokens: int = 0
+    """Tokens whose KV the draft model has, in the counterparts of the sequence's blocks (model_drafting.py)."""
+    num_drafted_blocks: int = 0
+    """Leading blocks of these tokens that are noted for later sequences."""
     grammar: GrammarState | None = None
     """Says which tokens may come next, if the request has a grammar."""
     thinking: Thinking | None = None
@@ -233,6 +237,18 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftPart:
+    """The draft model's part of a step for one sequence: it computes the tokens from `first` to `end`, then guesses."""
+
+    seq: Sequence
+    first: int
+    end: int
+    """At most the number of known tokens; equal to it if tokens are to be guessed."""
+    num_drafts: int
+    """How many tokens to guess after the last known one; 0: the draft model only catches up."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockExport:
     """Blocks of a sequence, from its `first_block` on, whose KV is final once this step has written it."""
 
@@ -282,6 +298,8 @@ class SchedulerOutput:
     scheduled: list[ScheduledSequence]
     exports: list[BlockExport]
     state_exports: list[StateExport] = field(default_factory=list)
+    draft_parts: list[DraftPart] = field(default_factory=list)
+    """What the draft model must compute before: see `Scheduler.take_drafts`."""
 
     @property
     def sampled_seqs(self) -> list[Sequence]:

@@ -116,7 +116,7 @@ class SequencesByState:
         assert not seq.num_steps_in_flight
         self._remove(seq)
         self._block_manager.free(seq)
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_drafted_tokens = seq.num_drafted_blocks = 0
         seq.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)

@@ -1,5 +1,5 @@
 """Speculative decoding: guesses an answer's next tokens, so that one step can produce several of them. Named after
-vLLM's `speculative_config` with the method `ngram`.
+vLLM's `speculative_config` with the methods `ngram` and `draft_model`.
 
     the tokens so far ──propose──> drafts ──a step computes them behind the last token, and samples after each
     ──the drafts before the first that differs from the sampled token, and one more sampled token, extend the answer
@@ -7,9 +7,15 @@ vLLM's `speculative_config` with the method `ngram`.
 As everywhere, a sampled token depends only on the tokens before it and on its position (engine/sampling/sampler.py). So
 drafts change when a token is computed, never which token. Wrong drafts cost the time to compute them.
 
-Drafts come from a lookup: if the last few tokens occurred before, what followed them there may follow again, as in
-edited code, quotations and summaries. After A. Saxena, Prompt lookup decoding (2023). In an answer with a grammar, the
-text that the grammar forces comes first (grammar.py). Owns nothing. No torch.
+`ngram`: drafts come from a lookup: if the last few tokens occurred before, what followed them there may follow again,
+as in edited code, quotations and summaries. After A. Saxena, Prompt lookup decoding (2023). In an answer with a
+grammar, the text that the grammar forces comes first (grammar.py).
+
+`draft_model`: a smaller model continues the text (model_drafting.py). After Y. Leviathan et al., Fast inference from
+transformers via speculative decoding, and C. Chen et al. (both 2023); but drafts are verified as above, so the draft
+model cannot change a token.
+
+Owns nothing. No torch.
 """
 
 from __future__ import annotations
@@ -36,6 +42,10 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     """Maximum drafts of one sequence in one step."""
     method: str = "ngram"
+    model: str = ""
+    """The draft model, with `draft_model`: a folder, a .gguf file, a hub id or the default model's name."""
+    quantization: str = "auto"
+    """The draft model's, as `EngineArgs.quantization`."""
     prompt_lookup_max: int = 5
     """The most last tokens to look up: longer matches are preferred."""
     prompt_lookup_min: int = 2
@@ -43,6 +53,11 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         _check_method(self.method)
+        for name in ("model", "quantization"):
+            value = getattr(self, name)
+            _check(isinstance(value, str), f"{name} must be a text, is {value!r:.80}")
+        needs_model = self.method == "draft_model"
+        _check(bool(self.model) == needs_model, f"model must {_MODEL[needs_model]}, is {self.model!r:.80}")
         most_of = {
             "num_speculative_tokens": MAX_DRAFTS,
             "prompt_lookup_max": MAX_LOOKUP,
@@ -65,6 +80,8 @@ class SpeculativeConfig:
         except (ValueError, TypeError, RecursionError):
             given = None
         _check(isinstance(given, dict), f"must be a JSON object, such as {EXAMPLE}, is {str(text)[:80]!r}")
+        if given.get("model"):
+            given.setdefault("method", "draft_model")
         _check_method(given.get("method", cls.method))  # first: other methods have other fields
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(names))
@@ -76,9 +93,11 @@ class SpeculativeConfig:
 
 
 def _check_method(method: object) -> None:
-    _check(method == "ngram", f"method must be 'ngram' (drafts are of the text itself), is {method!r:.80}")
+    known = "'ngram' (the text itself is looked up) or 'draft_model' (a smaller model guesses)"
+    _check(method in ("ngram", "draft_model"), f"method must be {known}, is {method!r:.80}")
 
 
+_MODEL = {True: "name the draft model: a folder, a .gguf file or a hub id", False: "be empty with the method 'ngram'"}
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 

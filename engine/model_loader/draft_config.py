@@ -1,0 +1,63 @@
+"""Adds a draft model to an `EngineConfig`: the configuration of an engine that would run it alone, over a pool with as
+many blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.engine_args import EngineArgs
+from engine.model_loader.language_part import read_config
+from engine.model_loader.model_config import make_engine_config
+from engine.models import load_model_shape
+
+CATCH_UP_ROWS = 8
+"""A draft model may read so many times as many known tokens in a step as the step may have rows for drafts. A guess:
+what it reads delays the step."""
+
+
+def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> EngineConfig:
+    """`folder`: the draft model's. Raises `ValueError`, which starts with `speculative_config model`."""
+    try:
+        draft = _draft_config(config, args, folder)
+    except ValueError as error:
+        raise ValueError(f"speculative_config model: {error}") from error
+    scheduler = replace(
+        config.scheduler,
+        draft_catch_up_tokens=draft.scheduler.max_num_batched_tokens,
+        draft_model_len=draft.model.max_model_len,
+    )
+    return replace(config, scheduler=scheduler, draft=draft)
+
+
+def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path) -> EngineConfig:
+    speculation = config.scheduler.speculation
+    assert speculation is not None
+    load_format = "dummy" if args.load_format == "dummy" else "auto"
+    shape = load_model_shape(read_config(folder, load_format), args.model_impl)
+    if shape.recurrent_layers:
+        raise ValueError("it has layers that keep a state in place of keys and values, and no step takes back a guess")
+    draft_args = replace(
+        args,
+        model=speculation.model,
+        served_model_name="",
+        load_format=load_format,
+        quantization=speculation.quantization,
+        max_model_len=min(config.model.max_model_len, shape.max_positions),
+        num_kv_blocks=config.cache.num_blocks,
+        kv_cache_gib=0,
+        kv_offloading_size=0,
+        max_num_batched_tokens=max(args.max_num_seqs, CATCH_UP_ROWS * config.scheduler.draft_batch_tokens),
+        prefill_chunk_tokens=0,
+        prefill_batch_tokens=0,
+        async_scheduling=False,
+        # For rows: a sequence whose last guesses were all right has two tokens to read.
+        speculative_config='{"num_speculative_tokens": 1}',
+        tensor_parallel_size=1,
+        lora_modules="",
+        max_loras=0,
+    )
+    draft = make_engine_config(draft_args, folder)
+    # The request's parameters mean the engine's tokens.
+    return replace(draft, model=replace(draft.model, eos_token_ids=config.model.eos_token_ids))

@@ -1,0 +1,196 @@
+"""The draft model: a smaller model that guesses the next tokens of answers (method `draft_model` of speculation).
+
+    loaded ──> measured (GPU) ──allocate──> its pool and runner ──> draft, before each step that it guesses for
+
+    one draft   round 1   reads what it has not read of each sequence, samples a guess
+                round 2…  reads the last guess, samples the next one
+                          the last round's guess is not read
+
+Owns the model, a pool with as many blocks as the engine's, and a runner. A sequence's blocks have the same ids in both
+pools (engine/scheduling/model_drafting.py).
+
+It samples as the engine does: with the request's parameters, and with the same random numbers, which depend only on
+seed, position and token (engine/sampling/random.py). So where both models give a token the same probability, both draw
+it: guesses at temperature 1 are right nearly as often as rejection sampling would accept them, and still the engine's
+tokens are those that it would have without guesses. After M. Daliri et al., Coupling without communication and
+drafter-invariant speculative decoding (2024).
+
+A round is launched before the host knows the guesses of the round before.
+
+Shapes: T tokens, S sequences, D hidden, V the engine's vocabulary.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.attention import PagedBackend, create_attention_backend
+from engine.config import EngineConfig
+from engine.kv_cache import allocate_kv_pool
+from engine.kv_shape import KVCacheShape, kv_cache_shape
+from engine.model_loader import load_model
+from engine.models.layer import OnLayer
+from engine.models.model import Model
+from engine.running.model_runner import ModelRunner
+from engine.running.pool_size import measured_steps
+from engine.running.warm_up import warm_up
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import PENDING_TOKEN, DraftPart, ScheduledSequence, SchedulerOutput
+
+
+class DraftModel:
+    """Used only by the stepping thread. Raises `ValueError` if the weights do not fit the config."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        """`config`: the draft model's. `vocab_size`: the engine's model's."""
+        self._config = config
+        self._backend: PagedBackend[Any] = create_attention_backend(config)
+        model = load_model(config, self._backend)
+        own_size = config.model.vocab_size
+        self._model = model if own_size == vocab_size else _OfOtherVocabulary(model, own_size, vocab_size)
+        if model.reads_back:
+            self._config = replace(config, device=replace(config.device, uses_graphs=False))
+        self._runner: ModelRunner | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return self._shape(1).pool_bytes
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the pool, and warm up a GPU."""
+        self._runner, pool = self._make_runner(num_blocks)
+        if self._config.device.device != "cpu":
+            warm_up(self._config, self._runner, pool)
+
+    def run_largest_steps(self) -> int:
+        """Allocate what the pool's size does not decide, and run the largest steps, so that their memory can be
+        measured. Returns the bytes that recordings will keep, as `ModelRunner.record_largest_decode_step`."""
+        num_blocks, steps = measured_steps(self._config)
+        runner, _ = self._make_runner(num_blocks)
+        kept_bytes = runner.record_largest_decode_step()
+        for step in steps:
+            runner.launch(step, runner.prepare(step)).wait()
+        return kept_bytes
+
+    def draft(self, parts: list[DraftPart]) -> list[list[int]]:
+        """Do the parts. Returns the guesses of each: `num_drafts` token ids."""
+        followed = [_Followed(part, reads_pairs_apart=self._config.device.uses_graphs) for part in parts]
+        followed.sort(key=lambda each: each.place)
+        launched = self._launch(followed)
+        for num_guessed in range(1, max(part.num_drafts for part in parts)):
+            earlier, launched = launched, self._launch([each for each in followed if each.num_drafts > num_guessed])
+            earlier.take()
+        launched.take()
+        guesses = {each.seq_id: each.guesses for each in followed}
+        return [guesses[part.seq.seq_id] for part in parts]
+
+    def _launch(self, followed: list[_Followed]) -> _Round:
+        assert self._runner is not None
+        step = SchedulerOutput([each.next_item() for each in followed], [])
+        tokens = self._runner.launch(step, self._runner.prepare(step))
+        for each in followed:
+            each.begin()
+        return _Round(followed, tokens)
+
+    def _make_runner(self, num_blocks: int) -> tuple[ModelRunner, torch.Tensor]:
+        config = self._config
+        pool = allocate_kv_pool(self._shape(num_blocks), config.device.device)
+        return ModelRunner(config, self._model, self._backend, pool, None), pool
+
+    def _shape(self, num_blocks: int) -> KVCacheShape:
+        cache = self._config.cache
+        return kv_cache_shape(
+            self._config.model, num_blocks=num_blocks, block_size=cache.block_size, kv_dtype=cache.kv_dtype
+        )
+
+
+class _Followed:
+    """One part while it is done: a copy of the sequence that only the draft model's runner sees."""
+
+    def __init__(self, part: DraftPart, *, reads_pairs_apart: bool) -> None:
+        """`reads_pairs_apart`: lay out two tokens as two rows, so that the round can be a recorded one."""
+        seq, params = part.seq, part.seq.sampling_params
+        self.seq_id, self.num_drafts = seq.seq_id, part.num_drafts
+        self.guesses: list[int] = []
+        self._num_known = len(seq)
+        self._num_new = part.end - part.first
+        self._apart: list[int] = []
+        """A known token that is laid out as the guess after the others are."""
+        token_ids = array("q", seq.token_ids)
+        if part.num_drafts and self._num_new == 2 and reads_pairs_apart:
+            self._apart = [token_ids.pop()]
+        self._copy = replace(
+            seq,
+            token_ids=token_ids,
+            num_computed_tokens=part.first,
+            sampling_params=params if params.logprobs is None else replace(params, logprobs=None),
+            lora_id=0,
+            grammar=None,
+            prompt_logprobs=None,
+        )
+
+    @property
+    def place(self) -> int:
+        """In the order of a step: first what has one row, then what has several, then prompts."""
+        return min(self._num_new, 2) + (self._num_new > 1 and not self._apart)
+
+    def next_item(self) -> ScheduledSequence:
+        return ScheduledSequence(self._copy, self._num_new, self._apart)
+
+    def begin(self) -> None:
+        """The round has been launched, and samples a guess."""
+        copy = self._copy
+        copy.num_computed_tokens += self._num_new
+        copy.token_ids.extend([*self._apart, PENDING_TOKEN])
+        copy.num_drafts += 1
+        self._num_new, self._apart = 1, []
+
+    def take(self, sampled: list[int]) -> None:
+        """The round's tokens are known; none if it only read."""
+        if sampled:
+            token_id = max(sampled[-1], 0)  # a broken model samples INVALID_TOKEN, which must not be read on
+            self._copy.token_ids[self._num_known + len(self.guesses)] = token_id
+            self.guesses.append(token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    followed: list[_Followed]
+    tokens: SampledTokens
+
+    def take(self) -> None:
+        """Wait for the round's guesses."""
+        for each, sampled in zip(self.followed, self.tokens.wait(), strict=True):
+            each.take(sampled)
+
+
+class _OfOtherVocabulary:
+    """A model whose vocabulary is padded to another size than the engine's, as those of one family's models may be."""
+
+    def __init__(self, model: Model, own_size: int, vocab_size: int) -> None:
+        self._model = model
+        self._own_size = own_size
+        self._vocab_size = vocab_size
+        self.adapters, self.states, self.reads_back = model.adapters, model.states, model.reads_back
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: Any,
+        kv_pool: torch.Tensor,
+        on_layer: OnLayer | None,
+    ) -> torch.Tensor:
+        """A token that the model does not know is read as its last one."""
+        return self._model.forward(token_ids.clamp_max(self._own_size - 1), positions, plan, kv_pool, on_layer)
+
+    def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Tokens that the model does not know are never guessed."""
+        logits_TV = self._model.compute_logits(x_TD)[:, : self._vocab_size]
+        num_missing = self._vocab_size - logits_TV.shape[1]
+        return torch.nn.functional.pad(logits_TV, (0, num_missing), value=float("-inf")).contiguous()
