@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.model_loader.settings import check_beside_states, check_settings
+from engine.model_loader.settings import check_beside_states, check_draft_model, check_settings, draft_model_of
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
 from router.generation_defaults import GenerationDefaults
@@ -160,11 +160,13 @@ class Cluster:
     async def _start(self) -> None:
         if self.args.redis_url:
             await _check_redis(self.args.redis_url)
+        draft_model = draft_model_of(self.args.engine)
         try:
             folder = await resolve_model(self.args.engine.model, self._on_event)
+            draft_folder = await resolve_model(draft_model, self._on_event) if draft_model else None
         except ValueError as error:
             raise ClusterError(str(error)) from error
-        await asyncio.to_thread(self._check_settings, folder)
+        await asyncio.to_thread(self._check_settings, folder, draft_folder)
         await self._check_beside_states(folder)
         if not self.args.redis_url:
             try:
@@ -294,13 +296,15 @@ class Cluster:
             while wanted - await _connected_workers(stub):  # noqa: ASYNC110
                 await asyncio.sleep(STATUS_INTERVAL_S)
 
-    def _check_settings(self, folder: Path) -> None:
+    def _check_settings(self, folder: Path, draft_folder: Path | None) -> None:
         """Raise `ClusterError`, naming the flag, if workers or routers would refuse their settings for the model in
         `folder`."""
         args = self.args
         try:
             check_lora_dir(args.lora_dir, args.engine.max_loras)
             check_settings(args.engine, folder)
+            if draft_folder is not None:
+                check_draft_model(args.engine, folder, draft_folder)
             GenerationDefaults.of(folder, args.generation_config, args.override_generation_config)
             if args.chat_template:
                 ChatTemplate.from_file(args.chat_template, folder)

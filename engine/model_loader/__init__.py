@@ -46,12 +46,11 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     """
     from engine.model_loader.draft_config import with_draft_model
     from engine.model_loader.model_config import make_engine_config
+    from engine.model_loader.settings import draft_model_of
 
     config = make_engine_config(args, resolve_model(args.model))
-    speculation = config.scheduler.speculation
-    if speculation is None or not speculation.model:
-        return config
-    return with_draft_model(config, args, resolve_model(speculation.model))
+    draft_model = draft_model_of(args)
+    return with_draft_model(config, args, resolve_model(draft_model)) if draft_model else config
 
 
 def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:

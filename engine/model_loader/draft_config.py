@@ -10,6 +10,8 @@ from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
 from engine.model_loader.language_part import read_config
 from engine.model_loader.model_config import make_engine_config
+from engine.model_loader.same_tokens import check_same_tokens
+from engine.model_loader.settings import load_format_of_draft
 from engine.models import load_model_shape
 
 CATCH_UP_ROWS = 8
@@ -34,10 +36,11 @@ def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> En
 def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path) -> EngineConfig:
     speculation = config.scheduler.speculation
     assert speculation is not None
-    load_format = "dummy" if args.load_format == "dummy" else "auto"
+    load_format = load_format_of_draft(args)
     shape = load_model_shape(read_config(folder, load_format), args.model_impl)
     if shape.recurrent_layers:
         raise ValueError("it has layers that keep a state in place of keys and values, and no step takes back a guess")
+    check_same_tokens(config.model.path, folder)
     draft_args = replace(
         args,
         model=speculation.model,

@@ -16,8 +16,10 @@ from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib
 from engine.model_loader.language_part import read_config
+from engine.model_loader.same_tokens import check_same_tokens
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
 from engine.quantization_choice import check_quantization
+from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import ONE_RANK, share_of
 
 CPU_KV_CACHE_GIB = 1.0
@@ -53,6 +55,29 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
         device="cpu" if is_cpu else "cuda",
         knows_device=is_cpu,
     )
+
+
+def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> None:
+    """Raise `ValueError` if the engine would refuse the draft model in `draft_folder` for the model in `folder`, as far
+    as `check_settings` can tell such things."""
+    try:
+        hf_config = read_config(draft_folder, load_format_of_draft(args))
+        if is_for_our_decoder(hf_config, args.model_impl):
+            load_decoder_config(hf_config)
+        check_same_tokens(folder, draft_folder)
+    except ValueError as error:
+        raise ValueError(f"speculative_config model: {error}") from error
+
+
+def load_format_of_draft(args: EngineArgs) -> str:
+    """Made-up weights for the model mean made-up weights for the draft model."""
+    return "dummy" if args.load_format == "dummy" else "auto"
+
+
+def draft_model_of(args: EngineArgs) -> str:
+    """The draft model as the user named it; empty: there is none."""
+    speculation = SpeculativeConfig.parse(args.speculative_config)
+    return "" if speculation is None else speculation.model
 
 
 def check_beside_states(args: EngineArgs) -> None:

@@ -41,7 +41,12 @@ BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 2  # layers, parts, heads, slots, di
 VOCAB_SIZE = CONFIG["vocab_size"]
 ADAPTERS = ("", "", "", "a", "b")
 OWN = "its own salt"
-MET = ("preempted", "found", "loaded", "saved", "evicted", "right drafts", "wrong drafts", "aborted", "moved", "ahead")
+DRAFTS = "drafts"
+"""The folder of a draft model."""
+MET = (
+    "preempted", "found", "loaded", "saved", "evicted", "right drafts", "wrong drafts", "right by a model", "aborted",
+    "moved", "ahead",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +154,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer().save(str(folder / "tokenizer.json"))
     for seed, name in enumerate(("a", "b"), 1):
         write_adapter(folder / name, seed=seed)
+    (folder / DRAFTS).mkdir()  # guesses well, since its first layer is the model's, and knows fewer positions
+    draft_config = {**CONFIG, "eos_token_id": EOS, "num_hidden_layers": 1, "max_position_embeddings": 128}
+    (folder / DRAFTS / "config.json").write_text(json.dumps({**draft_config, "initializer_range": 0.3}))
     return folder
 
 
@@ -171,7 +179,9 @@ def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LL
     """Make an engine with few blocks and random settings. A CPU computes a step in its launch, even with async
     scheduling: every path is taken, and timing decides nothing."""
     runs_ahead = rng.random() < 0.3  # then without drafts
-    guessing = {"num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
+    guessing: dict[str, object] = {"num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
+    if not runs_ahead and rng.random() < 0.4:
+        guessing["model"] = str(rng.choice([folder, folder / DRAFTS]))
     engine = make_engine(
         folder, runs_ahead=runs_ahead, num_kv_blocks=rng.randint(11, 14), max_num_seqs=rng.choice([4, 12]),
         max_num_batched_tokens=rng.choice([16, 40, 300]), prefill_chunk_tokens=rng.choice([0, 7, 16]),
@@ -289,6 +299,7 @@ def check_rest(engine: LLMEngine) -> Counter[str]:
         "preempted": stats.num_preemptions, "found": stats.num_prefix_hits_tokens, "loaded": stats.num_loaded_blocks,
         "saved": stats.num_saved_blocks, "evicted": sum(not event.is_stored for event in events),
         "right drafts": stats.num_accepted_tokens, "wrong drafts": stats.num_draft_tokens - stats.num_accepted_tokens,
+        "right by a model": stats.num_accepted_tokens if engine.config.draft is not None else 0,
         "ahead": int(engine.config.scheduler.async_scheduling),
     })  # fmt: skip
 

@@ -1,0 +1,225 @@
+"""Draft models: what they guess, when they catch up, and that no token depends on them.
+
+Where the draft model is the model itself, every guess must be right: with the CPU kernels a token's bits do not depend
+on the batch, and both draw with the same random numbers. So a wrong guess shows that the draft model has read something
+else than the sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handover import alone, finish, handed_over
+from many_endings import CONFIG as ENDINGS
+from many_endings import answers_of, prompt_of
+
+from engine.engine_args import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.running.draft_model import DraftModel
+from engine.sampling_params import SamplingParams
+from engine.scheduling.sequence import DraftPart
+
+CONFIG = ENDINGS | {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 1024}
+"""Of sizes that the CPU kernels can compute."""
+SMALLER = CONFIG | {"num_hidden_layers": 1}
+"""With dummy weights, its layer is the model's first one."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, top_p=0.95, seed=7, max_tokens=30, ignore_eos=True, frequency_penalty=0.3)
+LONG_PROMPT = [(7 * i) % 55 + 5 for i in range(300)]
+
+
+def folder_of(path: Path, config: dict[str, Any]) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config | {"initializer_range": 0.3}))
+    return str(path)
+
+
+def make_engine(tmp_path: Path, draft: dict[str, Any] | None, *, num_drafts: int = 4, **settings: Any) -> LLMEngine:
+    """An engine with the CPU kernels, whose draft model has the configuration `draft`."""
+    speculation = ""
+    if draft is not None:
+        model = folder_of(tmp_path / "draft", draft)
+        speculation = json.dumps({"model": model, "num_speculative_tokens": num_drafts})
+    defaults: dict[str, Any] = {
+        "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "attention_backend": "cpu", "num_threads": 1,
+        "block_size": 16, "num_kv_blocks": 72, "max_num_seqs": 16, "max_itl_ms": 0.0,
+    }  # fmt: skip
+    args = EngineArgs(
+        model=folder_of(tmp_path / "model", CONFIG), speculative_config=speculation, **defaults | settings
+    )
+    return LLMEngine(create_engine_config(args))
+
+
+def num_wrong(engine: LLMEngine) -> int:
+    return engine.stats.num_draft_tokens - engine.stats.num_accepted_tokens
+
+
+# -- what they guess --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+def test_the_model_itself_guesses_right(tmp_path: Path, params: SamplingParams, num_drafts: int) -> None:
+    engine = make_engine(tmp_path, CONFIG, num_drafts=num_drafts)
+    tokens = alone(engine, prompt_of(7), params)
+    assert tokens == alone(make_engine(tmp_path, None), prompt_of(7), params)
+    assert num_wrong(engine) == 0
+    # Each step gives one token more than guesses; the last token is never guessed.
+    assert engine.stats.num_steps <= 1 + -(-29 // (num_drafts + 1)) + 1
+
+
+def test_another_model_guesses_some_right(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, SMALLER)
+    for number, params in enumerate((GREEDY, DRAWN)):
+        assert alone(engine, prompt_of(number), params) == alone(make_engine(tmp_path, None), prompt_of(number), params)
+    assert engine.stats.num_accepted_tokens > 5
+    assert num_wrong(engine) > 5
+
+
+def test_answers_that_end_in_every_way(tmp_path: Path) -> None:
+    """All parameters, in batches, with a pool in which sequences are preempted."""
+    expected = answers_of(make_engine(tmp_path, None), range(24))
+    for draft in (CONFIG, SMALLER):
+        cramped = make_engine(tmp_path, draft, num_kv_blocks=14, max_model_len=160, prefill_chunk_tokens=7)
+        assert answers_of(cramped, range(24)) == expected
+        assert cramped.stats.num_preemptions > 0
+        assert cramped.stats.num_accepted_tokens > 20
+
+
+def test_a_stop_token_among_the_guesses_ends_the_answer(tmp_path: Path) -> None:
+    plain = make_engine(tmp_path, None)
+    tokens = alone(plain, prompt_of(3), GREEDY)
+    stop = next(token for token in tokens[3:] if tokens.index(token) % 5 == 3)
+    params = replace(GREEDY, stop_token_ids=frozenset({stop}))
+    engine = make_engine(tmp_path, CONFIG)
+    assert alone(engine, prompt_of(3), params) == alone(plain, prompt_of(3), params) == tokens[: tokens.index(stop) + 1]
+
+
+@pytest.mark.parametrize("own_size", [40, 75])
+def test_a_vocabulary_of_another_size(tmp_path: Path, own_size: int) -> None:
+    """Models of one family may pad it differently. Tokens that the draft model does not know are never guessed."""
+    engine = make_engine(tmp_path, CONFIG | {"vocab_size": own_size})
+    params = replace(DRAWN, logit_bias={59: 4.0}, presence_penalty=0.5)
+    tokens = alone(engine, prompt_of(5), params)
+    assert tokens == alone(make_engine(tmp_path, None), prompt_of(5), params)
+    assert 59 in tokens
+    assert engine.stats.num_draft_tokens > 0
+
+
+def test_numbers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model with broken weights guesses wrong, and nothing else."""
+    engine = make_engine(tmp_path, CONFIG)
+    draft_model = engine.executor._worker.draft_model
+    assert draft_model is not None
+    model = draft_model._model
+    compute = model.compute_logits
+    monkeypatch.setattr(model, "compute_logits", lambda x_TD: compute(x_TD).fill_(float("nan")))
+    params = replace(GREEDY, repetition_penalty=1.2)
+    assert alone(engine, prompt_of(5), params) == alone(make_engine(tmp_path, None), prompt_of(5), params)
+    assert engine.stats.num_draft_tokens > 0
+
+
+# -- when they catch up -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, int]]:
+    """Collects the parts of all steps: request, first, end, guesses."""
+    collected: list[tuple[str, int, int, int]] = []
+    draft = DraftModel.draft
+
+    def collecting(self: DraftModel, parts: list[DraftPart]) -> list[list[int]]:
+        collected.extend((part.seq.request_id, part.first, part.end, part.num_drafts) for part in parts)
+        return draft(self, parts)
+
+    monkeypatch.setattr(DraftModel, "draft", collecting)
+    return collected
+
+
+def test_a_long_prompt_is_read_in_pieces_while_the_answer_goes_on(
+    tmp_path: Path, parts: list[tuple[str, int, int, int]]
+) -> None:
+    engine = make_engine(tmp_path, CONFIG)
+    assert alone(engine, LONG_PROMPT, DRAWN) == alone(make_engine(tmp_path, None), LONG_PROMPT, DRAWN)
+    assert parts[:3] == [("r", 0, 128, 0), ("r", 128, 256, 0), ("r", 256, 303, 4)]
+    assert num_wrong(engine) == 0
+
+
+def test_blocks_that_it_has_read_for_others_are_not_read_again(
+    tmp_path: Path, parts: list[tuple[str, int, int, int]]
+) -> None:
+    """As in a conversation: the next prompt begins with the last one and its answer."""
+    engine = make_engine(tmp_path, CONFIG)
+    answer = alone(engine, LONG_PROMPT, DRAWN)
+    parts.clear()
+    further = LONG_PROMPT + answer + [9, 11]
+    assert alone(engine, further, GREEDY) == alone(make_engine(tmp_path, None), further, GREEDY)
+    assert parts[0][1] == 320, "of 330 tokens, it has read all whole blocks"
+    assert num_wrong(engine) == 0
+    parts.clear()
+    engine.add_request("salted", LONG_PROMPT, GREEDY, cache_salt="another user's")
+    finish(engine)
+    assert parts[0][1] == 0, "nobody else's blocks"
+
+
+def test_a_block_that_has_changed_hands_is_read_again(tmp_path: Path) -> None:
+    """Many prompts, each of which evicts what others had: whatever the draft model finds of a prefix is right."""
+    engine = make_engine(tmp_path, CONFIG, num_kv_blocks=14, max_model_len=200)
+    for number in (*range(6), *range(6), 3, 3, 2):
+        prompt = [number + 5, *LONG_PROMPT[: 60 + 20 * number]]
+        assert len(alone(engine, prompt, DRAWN)) == 30
+    assert num_wrong(engine) == 0
+    assert engine.stats.num_prefix_hits_tokens > 0
+
+
+def test_a_prompt_from_another_engine(tmp_path: Path, parts: list[tuple[str, int, int, int]]) -> None:
+    prefill, decode = make_engine(tmp_path, None), make_engine(tmp_path, CONFIG)
+    prompt = LONG_PROMPT[:150]
+    expected = alone(make_engine(tmp_path, None), prompt, DRAWN)
+    assert handed_over(prefill, decode, prompt, DRAWN) == expected
+    assert parts[:2] == [("r", 0, 128, 0), ("r", 128, 152, 4)]
+    assert num_wrong(decode) == 0
+
+
+def test_blocks_from_host_memory_are_read_again(tmp_path: Path) -> None:
+    settings = {"num_kv_blocks": 12, "max_model_len": 180, "kv_offloading_size": 0.01}
+    with closing(make_engine(tmp_path, CONFIG, **settings)) as engine:
+        for number in (0, 1, 2, 0, 1, 2):
+            alone(engine, [number + 5, *LONG_PROMPT[:120]], DRAWN)
+        assert engine.stats.num_loaded_blocks > 0
+        assert num_wrong(engine) == 0
+
+
+def test_no_guesses_beyond_its_positions(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, CONFIG | {"max_position_embeddings": 40})
+    params = replace(GREEDY, max_tokens=60)
+    assert alone(engine, prompt_of(2), params) == alone(make_engine(tmp_path, None), prompt_of(2), params)
+    assert len(prompt_of(2)) == 7
+    assert 20 < engine.stats.num_draft_tokens < 33
+    assert num_wrong(engine) == 0
+
+
+def test_neighbours_wait_for_no_guess(tmp_path: Path, parts: list[tuple[str, int, int, int]]) -> None:
+    """With more decoding sequences than rows for guesses there are none, and nothing is read for them."""
+    engine = make_engine(tmp_path, CONFIG)
+    for number in range(16):
+        engine.add_request(str(number), prompt_of(number % 3), replace(GREEDY, max_tokens=8))
+    finish(engine)
+    assert parts == []
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------
+
+
+def test_rank_0_guesses_for_all(tmp_path: Path) -> None:
+    with closing(make_engine(tmp_path, None, tensor_parallel_size=2)) as engine:
+        expected = alone(engine, LONG_PROMPT, DRAWN)
+    with closing(make_engine(tmp_path, CONFIG, tensor_parallel_size=2)) as engine:
+        assert alone(engine, LONG_PROMPT, DRAWN) == expected
+        assert engine.stats.num_accepted_tokens > 10
