@@ -130,8 +130,6 @@ class _Followed:
             num_computed_tokens=part.first,
             sampling_params=params if params.logprobs is None else replace(params, logprobs=None),
             lora_id=0,
-            grammar=None,
-            prompt_logprobs=None,
         )
 
     @property
@@ -147,7 +145,6 @@ class _Followed:
         copy = self._copy
         copy.num_computed_tokens += self._num_new
         copy.token_ids.extend([*self._apart, PENDING_TOKEN])
-        copy.num_drafts += 1
         self._num_new, self._apart = 1, []
 
     def take(self, sampled: list[int]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from handover import alone, finish, handed_over
 from many_endings import CONFIG as ENDINGS
 from many_endings import answers_of, prompt_of
@@ -21,9 +22,12 @@ from many_endings import answers_of, prompt_of
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
-from engine.running.draft_model import DraftModel
+from engine.running.draft_model import DraftModel, _OfOtherVocabulary
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import DraftPart
+from tandem import LLM
+from tandem import SamplingParams as OfflineParams
+from tandem.structured_outputs import StructuredOutputsParams
 
 CONFIG = ENDINGS | {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 1024}
 """Of sizes that the CPU kernels can compute."""
@@ -90,6 +94,50 @@ def test_answers_that_end_in_every_way(tmp_path: Path) -> None:
         assert answers_of(cramped, range(24)) == expected
         assert cramped.stats.num_preemptions > 0
         assert cramped.stats.num_accepted_tokens > 20
+
+
+def test_after_preemption_it_reads_again(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, CONFIG, num_kv_blocks=14, max_model_len=160)
+    for number in range(12):
+        engine.add_request(str(number), LONG_PROMPT[number : 30 + 2 * number], replace(DRAWN, max_tokens=40))
+    finish(engine)
+    assert engine.stats.num_preemptions > 2
+    assert engine.stats.num_accepted_tokens > 20
+    assert num_wrong(engine) == 0
+
+
+def test_the_end_of_an_answer_is_the_models(tmp_path: Path) -> None:
+    """Tokens that end answers are forbidden before `min_tokens`: those of the model, whatever the draft model's are."""
+    engine = make_engine(tmp_path, CONFIG | {"eos_token_id": 17})
+    params = replace(DRAWN, ignore_eos=False, min_tokens=30, logit_bias={1: 3.0, 17: 3.0})
+    assert len(alone(engine, prompt_of(4), params)) == 30
+    assert engine.stats.num_accepted_tokens > 10
+    assert num_wrong(engine) == 0
+
+
+def test_tokens_that_it_does_not_know_are_never_guessed() -> None:
+    class FourTokens:
+        adapters = states = None
+        reads_back = False
+
+        def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+            return -torch.ones(len(x_TD), 4)
+
+    logits = _OfOtherVocabulary(FourTokens(), 4, 6).compute_logits(torch.zeros(2, 3))  # type: ignore[arg-type]
+    assert logits.tolist() == [[-1.0] * 4 + [float("-inf")] * 2] * 2
+
+
+def test_answers_with_a_form_get_their_guesses_from_it(
+    tmp_path: Path, parts: list[tuple[str, int, int, int]], model_folder: Path, few_layers: Path
+) -> None:
+    speculation = json.dumps({"model": str(few_layers), "num_speculative_tokens": 4})
+    schema = {"type": "object", "properties": {"first_name": {"enum": ["Ada"]}}, "required": ["first_name"]}
+    params = OfflineParams(max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
+    llm = LLM(str(model_folder), speculative_config=speculation)
+    [output] = llm.generate(["Who?"], params, use_tqdm=False)
+    assert json.loads(output.outputs[0].text) == {"first_name": "Ada"}
+    assert llm.llm_engine.stats.num_accepted_tokens > 2
+    assert parts == []
 
 
 def test_a_stop_token_among_the_guesses_ends_the_answer(tmp_path: Path) -> None:
