@@ -131,7 +131,12 @@ def test_answers_with_a_form_get_their_guesses_from_it(
     tmp_path: Path, parts: list[tuple[str, int, int, int]], model_folder: Path, few_layers: Path
 ) -> None:
     speculation = json.dumps({"model": str(few_layers), "num_speculative_tokens": 4})
-    schema = {"type": "object", "properties": {"first_name": {"enum": ["Ada"]}}, "required": ["first_name"]}
+    schema = {
+        "type": "object",
+        "properties": {"first_name": {"enum": ["Ada"]}},
+        "required": ["first_name"],
+        "additionalProperties": False,
+    }
     params = OfflineParams(max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
     llm = LLM(str(model_folder), speculative_config=speculation)
     [output] = llm.generate(["Who?"], params, use_tqdm=False)

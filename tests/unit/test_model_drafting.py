@@ -109,26 +109,22 @@ def test_what_it_has_read_for_one_sequence_serves_others() -> None:
 
 
 def test_a_block_that_another_sequence_wrote_to_has_not_been_read() -> None:
-    manager = blocks(3)
-    drafting, tokens = ModelDrafting(config_of(), manager), [*range(9)]
-    seq = decoding(manager, tokens)
-    step(drafting, seq, 0, num_wanted=1)
+    drafting = ModelDrafting(config_of(), blocks())
+
+    def holding(number: int, table: list[int], hashes: list[bytes]) -> Sequence:
+        tokens = [9] * (4 * len(table) - 3)
+        seq = Sequence(number, "r", tokens, len(tokens), SamplingParams(), block_table=table, block_hashes=hashes)
+        seq.num_computed_tokens = len(seq) - 1
+        return seq
+
+    first = holding(0, [5, 6, 7], [b"a", b"b"])
+    step(drafting, first, 0)
     drafting.begin()
-    plan(drafting, seq, 1)
-    table = [*seq.block_table]
-    manager.free(seq)
-    other = decoding(manager, [50, 51, 52, 53, 54, 55], 1)
+    plan(drafting, first)
     drafting.begin()
-    assert plan(drafting, other, 1) == (0, 6, 1)
-    written = set(other.block_table)
-    assert written & set(table[:2]), "it has got a block that was read for the first sequence"
-    manager.free(other)
-    assert manager.forget_prefixes()
-    again = decoding(manager, tokens, 2)
+    assert plan(drafting, holding(1, [6, 8], [b"c"])) == (0, 5, 3)
     drafting.begin()
-    part = drafting.plan(again, 1)
-    assert part is not None
-    assert not written & set(again.block_table[: part.first // BLOCK_SIZE])
+    assert plan(drafting, holding(2, [5, 6, 7], [b"a", b"b"])) == (4, 9, 3)
 
 
 def test_a_preempted_sequence_is_read_again() -> None:
