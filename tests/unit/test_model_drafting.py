@@ -120,7 +120,7 @@ def test_a_block_that_another_sequence_wrote_to_has_not_been_read() -> None:
     first = holding(0, [5, 6, 7], [b"a", b"b"])
     step(drafting, first, 0)
     drafting.begin()
-    plan(drafting, first)
+    plan(drafting, first, 1)
     drafting.begin()
     assert plan(drafting, holding(1, [6, 8], [b"c"])) == (0, 5, 3)
     drafting.begin()
