@@ -7,6 +7,7 @@ test_pretended_gpu_kernels.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,38 @@ def test_the_pool_is_what_the_largest_step_leaves(gpu: PretendGpu, tmp_path: Pat
     for step in steps:
         engine.executor.launch(step).wait()
     assert 0.98 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
+
+
+def guessing_with(folder: Path, config: dict[str, Any]) -> str:
+    """The setting for a draft model with this configuration."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return json.dumps({"model": str(folder), "num_speculative_tokens": 3})
+
+
+def test_a_draft_model_changes_no_answer(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
+    guessing = guessing_with(tmp_path / "draft", CONFIG)
+    engine = make_engine(tmp_path, CONFIG, speculative_config=guessing, prefill_chunk_tokens=8)
+    assert answers_of(engine, NUMBERS) == expected
+    assert engine.stats.num_accepted_tokens > 10
+
+
+def test_the_pool_leaves_room_for_the_draft_models(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
+    """It has as many blocks; each takes memory in both pools."""
+    guessing = guessing_with(tmp_path / "draft", CONFIG | {"num_hidden_layers": 5, "vocab_size": 70})
+    sizes = {"num_kv_blocks": 0, "gpu_memory_utilization": UTILIZATION, "max_num_seqs": 16}
+    engine = make_engine(tmp_path, CONFIG, speculative_config=guessing, **sizes)
+    draft_model = engine.executor._worker.draft_model
+    assert draft_model is not None
+    assert draft_model._runner is not None
+    assert draft_model._runner._kv_pool.shape[1] == engine.executor.kv_shape.num_blocks
+    assert answers_of(engine, NUMBERS) == expected
+    torch.cuda.reset_peak_memory_stats()
+    for config, runner in ((engine.config, engine.executor._worker.runner), (draft_model._config, draft_model._runner)):
+        for step in measured_steps(config)[1]:
+            runner.launch(step, runner.prepare(step)).wait()
+    # The steps were measured beside a small pool for the draft model.
+    assert 0.95 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
 
 
 def test_a_long_context_is_in_the_measurement(gpu: PretendGpu, tmp_path: Path) -> None:

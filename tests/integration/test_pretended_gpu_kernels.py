@@ -39,7 +39,11 @@ from engine.attention import choice
 from engine.attention.flash_calls import flash_attn_3_calls
 from engine.llm_engine import LLMEngine
 from engine.running.decode_graphs import RECORDING_BYTES, DecodeGraphs
+from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import largest_step, measured_steps
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import SchedulerOutput
+from engine.step_input import StepInput
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(5)
@@ -225,6 +229,31 @@ def test_drafts_in_recorded_steps(
     assert len(nums_replayed) == REPEATING.max_tokens - 1 - stats.num_accepted_tokens
     assert sum(nums_replayed) == len(nums_replayed) + stats.num_draft_tokens
     assert answer == alone(make_engine(tmp_path, config, **settings | other), prompt, REPEATING)
+
+
+def test_the_rounds_of_a_draft_model_are_replays(
+    gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it reads one token or two: only where it catches up, as with a prompt, is anything launched by itself."""
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(WIDE))
+    guessing = json.dumps({"model": str(tmp_path / "draft"), "num_speculative_tokens": 3})
+    drafting = make_engine(tmp_path, WIDE, speculative_config=guessing, **SMALL | {"max_num_seqs": 4})
+    num_launched = 0
+    launch = ModelRunner.launch
+
+    def counting(self: ModelRunner, output: SchedulerOutput, step: StepInput) -> SampledTokens:
+        nonlocal num_launched
+        num_launched += 1
+        return launch(self, output, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", counting)
+    nums_replayed.clear()
+    prompt, params = [7, 9, 11] * 4, replace(GREEDY, max_tokens=14, repetition_penalty=1.2)
+    answer = alone(drafting, prompt, params)
+    assert len(nums_replayed) == num_launched - 2, "the prompt, and the prompt in the draft model"
+    assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
+    assert answer == alone(make_engine(tmp_path, WIDE, **SMALL | {"attention_backend": "torch"}), prompt, params)
 
 
 def test_drafts_with_long_contexts_stay_with_their_sequence(
