@@ -2,6 +2,8 @@
 
     python benchmarks/speculation.py
     python benchmarks/speculation.py --speculative-config '{"num_speculative_tokens": 8}' --num-rounds 5 --json
+    python benchmarks/speculation.py --times-deeper 8 --speculative-config \
+        '{"model": "smollm2-135m-instruct", "quantization": "int8", "num_speculative_tokens": 4}'
 
 Two engines in one process, each with all threads, answer one after the other. Answers have 128 tokens, or end when an
 object of a schema is complete; those of both engines must be equal. Ratios are taken round by round. The last line is
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +26,11 @@ if __name__ == "__main__":
     # Run as a file, this folder comes first on the path, and in it `engine.py` would pass for the package `engine`.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks.deeper_model import make_deeper
 from benchmarks.flags import COUNT, wrong_usage
 from benchmarks.machine import machine
 from benchmarks.report import keep, path_of
+from engine.model_loader import resolve_model
 from tandem import LLM, SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
 
@@ -155,32 +160,52 @@ def measure(plain: LLM, guessing: LLM, case: Case, num_rounds: int) -> Row:
     )
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", default="smollm2-135m-instruct", show_default=True)
-@click.option("--speculative-config", default='{"num_speculative_tokens": 4}', show_default=True)
-@click.option(
-    "--num-rounds", default=3, type=COUNT, show_default=True, help="Rounds, each with and without speculation."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print only the last line, JSON.")
-def main(model: str, speculative_config: str, num_rounds: int, as_json: bool) -> None:
-    """Measure what speculative decoding gains: the same requests with and without it, in turn."""
-    with wrong_usage():
-        plain = LLM(model=model, enable_prefix_caching=False)
-        guessing = LLM(model=model, enable_prefix_caching=False, speculative_config=speculative_config)
+def measure_all(plain: LLM, guessing: LLM, num_rounds: int, *, shows: bool) -> list[Row]:
     rows = []
-    if not as_json:
+    if shows:
         print(f"{'texts':26}{'temperature':>12}{'requests':>10}{'plain':>9}{'guessing':>10}{'ratio':>7}", end="")
         print(f"{'a step':>8}{'right':>7}     (plain, guessing: tokens/s)")
     for case in cases_of(plain):
         row = measure(plain, guessing, case, num_rounds)
         rows.append(row)
-        if not as_json:
+        if shows:
             print(
                 f"{row.texts:26}{row.temperature:12.1f}{row.num_requests:10}{row.plain_tokens_per_s:9.1f}"
                 f"{row.guessing_tokens_per_s:10.1f}{row.ratio:7.2f}{row.tokens_per_step:8.2f}{row.share_right:7.0%}",
                 flush=True,
             )
-    summary = machine() | {"speculative_config": json.loads(speculative_config), "rows": [asdict(row) for row in rows]}
+    return rows
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default="smollm2-135m-instruct", show_default=True)
+@click.option(
+    "--times-deeper",
+    default=1,
+    type=COUNT,
+    show_default=True,
+    help="Give the model so many times as many layers, of which the additional ones change nothing, so that the model "
+    "itself can guess for it: a stand-in for a larger model of the same family.",
+)
+@click.option("--speculative-config", default='{"num_speculative_tokens": 4}', show_default=True)
+@click.option(
+    "--num-rounds", default=3, type=COUNT, show_default=True, help="Rounds, each with and without speculation."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only the last line, JSON.")
+def main(model: str, times_deeper: int, speculative_config: str, num_rounds: int, as_json: bool) -> None:
+    """Measure what speculative decoding gains: the same requests with and without it, in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        with wrong_usage():
+            if times_deeper > 1:
+                make_deeper(resolve_model(model), times_deeper, Path(folder))
+                model = folder
+            # A token of a deeper model takes as many times as much memory.
+            room = {"max_model_len": 2048, "kv_cache_gib": max(1.0, times_deeper / 2)}
+            plain = LLM(model=model, enable_prefix_caching=False, **room)
+            guessing = LLM(model=model, enable_prefix_caching=False, speculative_config=speculative_config, **room)
+        rows = measure_all(plain, guessing, num_rounds, shows=not as_json)
+    settings = {"speculative_config": json.loads(speculative_config), "times_deeper": times_deeper}
+    summary = machine() | settings | {"rows": [asdict(row) for row in rows]}
     path = path_of("speculation", summary.get("commit"))
     keep(path, summary)
     print(f"kept in {path.parent.name}/{path.name}", file=sys.stderr)

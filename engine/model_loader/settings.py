@@ -7,6 +7,7 @@ EngineArgs, folder ──check_settings──> ValueError, or nothing: before an
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
 def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> None:
     """Raise `ValueError` if the engine would refuse the draft model in `draft_folder` for the model in `folder`, as far
     as `check_settings` can tell such things."""
+    speculation = SpeculativeConfig.parse(args.speculative_config)
+    assert speculation is not None
     try:
+        replace(args, quantization=speculation.quantization)  # checks it
         hf_config = read_config(draft_folder, load_format_of_draft(args))
         if is_for_our_decoder(hf_config, args.model_impl):
             load_decoder_config(hf_config)

@@ -86,6 +86,36 @@ async def test_settings_that_no_process_accepts_are_refused_before_anything_is_s
 
 
 @pytest.mark.parametrize(
+    ("further", "config", "tokens", "message"),
+    [
+        ({"quantization": "int7"}, LLAMA, {"a": 0}, "quantization must be one of .*, is 'int7'"),
+        ({}, LLAMA | {"num_hidden_layers": 0}, {"a": 0}, ".*num_hidden_layers must be .*, is 0"),
+        ({}, LLAMA, {"a": 1, "b": 0}, "its tokenizer is not the model's, .* 'a' is token 1 there, and 0 here"),
+    ],
+)
+async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anything_is_started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    further: dict[str, str],
+    config: dict[str, Any],
+    tokens: dict[str, int],
+    message: str,
+) -> None:
+    async def start(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(ProcessRun, "start", start)
+    for name, its_config, its_tokens in (("model", LLAMA, {"a": 0, "b": 1}), ("draft", config, tokens)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(its_config))
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": its_tokens}}))
+    speculation = json.dumps({"model": str(tmp_path / "draft"), "num_speculative_tokens": 3} | further)
+    engine = EngineArgs(model=str(tmp_path / "model"), device="cpu", speculative_config=speculation)
+    with pytest.raises(ClusterError, match=f"^--speculative-config model: {message}"):
+        await Cluster(ClusterArgs(engine=engine)).start()
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"speculative_config": '{"num_speculative_tokens": 3}'}, "--speculative-config must be empty: the model has "),
