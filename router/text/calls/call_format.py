@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -203,6 +203,30 @@ def json_of(schema: Mapping[str, Any]) -> str:
     """A rule for JSON that fits `schema`, on one line, on which the readers of calls rely. Keywords unknown to
     llguidance (`uniqueItems`, custom formats) are not enforced: agents send many, and mean them for people."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**ON_ONE_LINE, 'lenient': True}})}"
+
+
+def add_calls(lines: GrammarLines, tools: Sequence[Tool], call_of: Callable[[int, Tool], str]) -> None:
+    """Add the rule `call`: a call of any of `tools`. `call_of`: from a tool's number and the tool to the rule of its
+    call; where it raises `ValueError`, this raises `CannotBeHeld`."""
+    lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
+    for number, tool in enumerate(tools):
+        try:
+            said = call_of(number, tool)
+        except ValueError as error:
+            raise CannotBeHeld(number, str(error)) from error
+        lines.add(f"tool_{number}", said, place=number)
+
+
+def add_json_calls(lines: GrammarLines, tools: Sequence[Tool], around: Callable[[str], tuple[str, str]]) -> None:
+    """As `add_calls`, for calls whose arguments are JSON. `around`: from a tool's name to the rules before and behind
+    its arguments."""
+
+    def call_of(number: int, tool: Tool) -> str:
+        before, behind = around(tool.name)
+        arguments = lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+        return f"{before} {arguments} {behind}".rstrip()
+
+    add_calls(lines, tools, call_of)
 
 
 def around(form: str, lines: str) -> str:

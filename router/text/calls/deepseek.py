@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.text.calls.call_format import CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
+from router.text.calls.call_format import CallReader, GrammarLines, Head, Tool, ToolFormat, add_json_calls
 from router.text.calls.heads import Cursor, head_of
 from router.text.calls.objects import ArgumentsReader
 from router.text.calls.text_values import Schema
@@ -39,15 +39,14 @@ class DeepSeekFormat(ToolFormat):
         return DeepSeekReader(begin)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
-        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
-        for number, tool in enumerate(tools):
+        def around(name: str) -> tuple[str, str]:
+            begin, end = f"{CALL_BEGIN}{name}{SEPARATOR}", CALL_END
             if self.is_fenced:
-                begin, end = f"function{SEPARATOR}{tool.name}\n{FENCE}json\n", f"\n{FENCE}{CALL_END}"
-            else:
-                begin, end = f"{tool.name}{SEPARATOR}", CALL_END
-            begin, end = lines.literal(CALL_BEGIN + begin), lines.literal(end)
-            lines.add(f"tool_{number}", f"{begin} arguments_{number} {end}", place=number)
-            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+                begin = f"{CALL_BEGIN}function{SEPARATOR}{name}\n{FENCE}json\n"
+                end = f"\n{FENCE}{CALL_END}"
+            return lines.literal(begin), lines.literal(end)
+
+        add_json_calls(lines, tools, around)
         between = lines.literal(self.between) if self.between else ""
         more = "" if is_one else f" ({between} call)*"
         return f"{lines.literal(CALLS_BEGIN)} call{more} {lines.literal(CALLS_END)}"

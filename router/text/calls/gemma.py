@@ -21,11 +21,11 @@ from router.text.calls.call_format import (
     NO_PARAMETERS,
     Body,
     CallReader,
-    CannotBeHeld,
     GrammarLines,
     Head,
     Tool,
     ToolFormat,
+    add_calls,
     arguments_of,
     json_of,
 )
@@ -54,15 +54,12 @@ class GemmaFormat(ToolFormat):
         return GemmaReader(schemas)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
-        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
-        for number, tool in enumerate(tools):
-            try:
-                held = arguments_of(tool) if tool.parameters else {**NO_PARAMETERS, "additionalProperties": False}
-                arguments = _Rules(lines, number, held).value(held)
-            except ValueError as error:
-                raise CannotBeHeld(number, str(error)) from error
-            begin = lines.literal(f"{CALL_BEGIN}{_NAME}{tool.name}")
-            lines.add(f"tool_{number}", f"{begin} {arguments} {lines.literal(CALL_END)}", place=number)
+        def call_of(number: int, tool: Tool) -> str:
+            held = arguments_of(tool) if tool.parameters else {**NO_PARAMETERS, "additionalProperties": False}
+            arguments = _Rules(lines, number, held).value(held)
+            return f"{lines.literal(f'{CALL_BEGIN}{_NAME}{tool.name}')} {arguments} {lines.literal(CALL_END)}"
+
+        add_calls(lines, tools, call_of)
         return f"call{'' if is_one else '+'}"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
+from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, add_json_calls
 from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.calls.text_values import Schema
 from router.text.words import first_of, num_held
@@ -73,11 +73,11 @@ class HarmonyFormat(ToolFormat):
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
         """See `ToolFormat.answer`. The prompt contains the START of the first message. A stop token ends the last one;
         it may come wherever an answer may end."""
-        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
-        for number, tool in enumerate(tools):
-            head = f"{CHANNEL}{COMMENTARY} {TO}{_NAMESPACE}{tool.name} {CONSTRAIN}json{MESSAGE}"
-            lines.add(f"tool_{number}", f"{lines.literal(head)} arguments_{number}", place=number)
-            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+
+        def around(name: str) -> tuple[str, str]:
+            return lines.literal(f"{CHANNEL}{COMMENTARY} {TO}{_NAMESPACE}{name} {CONSTRAIN}json{MESSAGE}"), ""
+
+        add_json_calls(lines, tools, around)
         return "call" if is_one else f"call ({lines.literal(END + START + ROLE)} call)*"
 
 

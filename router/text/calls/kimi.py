@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.text.calls.call_format import CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
+from router.text.calls.call_format import CallReader, GrammarLines, Head, Tool, ToolFormat, add_json_calls
 from router.text.calls.heads import Cursor, head_of
 from router.text.calls.objects import ArgumentsReader
 from router.text.calls.text_values import Schema
@@ -39,12 +39,11 @@ class KimiFormat(ToolFormat):
         return KimiReader(begin)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
-        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
-        number_and_on, end = f"/[0-9]{{1,4}}/ {lines.literal(ARGUMENTS)}", lines.literal(CALL_END)
-        for number, tool in enumerate(tools):
-            begin = lines.literal(f"{CALL_BEGIN}{_NAMESPACE}{tool.name}:")
-            lines.add(f"tool_{number}", f"{begin} {number_and_on} arguments_{number} {end}", place=number)
-            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+        def around(name: str) -> tuple[str, str]:
+            begin = lines.literal(f"{CALL_BEGIN}{_NAMESPACE}{name}:")
+            return f"{begin} /[0-9]{{1,4}}/ {lines.literal(ARGUMENTS)}", lines.literal(CALL_END)
+
+        add_json_calls(lines, tools, around)
         return f"{lines.literal(CALLS_BEGIN)} call{'' if is_one else '+'} {lines.literal(CALLS_END)}"
 
 

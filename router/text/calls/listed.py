@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
+from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, add_json_calls
 from router.text.calls.object_calls import ObjectReader
 from router.text.calls.text_values import Schema
 
@@ -36,11 +36,10 @@ class ListedFormat(ToolFormat):
         return ListedReader(begin, self.end)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
-        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
-        for number, tool in enumerate(tools):
-            head = lines.literal(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-            lines.add(f"tool_{number}", f'{head} arguments_{number} "}}"', place=number)
-            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+        def around(name: str) -> tuple[str, str]:
+            return lines.literal(f'{{"name": {json.dumps(name)}, "arguments": '), lines.literal("}")
+
+        add_json_calls(lines, tools, around)
         begin = lines.literal(f"{self.begins[0].removesuffix('[')}[")
         more = "" if is_one else ' (", " call)*'
         end = lines.literal(f"]{self.end if self.is_end_taught else ''}")

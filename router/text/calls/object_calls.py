@@ -18,8 +18,7 @@ from router.text.calls.call_format import (
     Head,
     Tool,
     ToolFormat,
-    arguments_of,
-    json_of,
+    add_json_calls,
 )
 from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.calls.objects import BROKEN_BY, ObjectScan, call_of, unquoted
@@ -45,11 +44,12 @@ class ObjectFormat(ToolFormat):
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
         begin = f"{self.begins[0]}\n" if self.begins else ""
         end = f"\n{self.ends[0]}" if self.ends else ""
-        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
-        for number, tool in enumerate(tools):
-            head = lines.literal(f'{begin}{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ')
-            lines.add(f"tool_{number}", f"{head} arguments_{number} {lines.literal('}' + end)}", place=number)
-            lines.add(f"arguments_{number}", json_of(arguments_of(tool)), place=number)
+
+        def around(name: str) -> tuple[str, str]:
+            head = f'{begin}{{"name": {json.dumps(name)}, "{self.arguments_key}": '
+            return lines.literal(head), lines.literal(f"}}{end}")
+
+        add_json_calls(lines, tools, around)
         return "call" if is_one else f"call ({lines.literal(self.between)} call)*"
 
 

@@ -24,11 +24,11 @@ from typing import Any
 from router.text.calls.call_format import (
     Body,
     CallReader,
-    CannotBeHeld,
     GrammarLines,
     Head,
     Tool,
     ToolFormat,
+    add_calls,
     json_of,
 )
 from router.text.calls.heads import NAME, Cursor, head_of
@@ -58,21 +58,17 @@ class PythonicFormat(ToolFormat):
         return (*self.begins, self.end) if self.begins else ()
 
     def is_taught_by(self, template: str) -> bool:
-        one_of = self.known_by_one_of
-        is_known = all(word in template for word in self.known_by) and not any(each in template for each in self.not_by)
-        return is_known and (not one_of or any(word in template for word in one_of))
+        one_of = self.known_by_one_of  # (A dataclass with slots has no `super()`.)
+        return ToolFormat.is_taught_by(self, template) and (not one_of or any(word in template for word in one_of))
 
     def reader(self, begin: str, schemas: Mapping[str, Schema]) -> CallReader:
         return PythonicReader(self, begin, schemas)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
-        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
-        for number, tool in enumerate(tools):
-            try:
-                arguments = _arguments(lines, number, tool)
-            except ValueError as error:
-                raise CannotBeHeld(number, str(error)) from error
-            lines.add(f"tool_{number}", f'{lines.literal(f"{tool.name}(")} {arguments} ")"', place=number)
+        def call_of(number: int, tool: Tool) -> str:
+            return f"{lines.literal(f'{tool.name}(')} {_arguments(lines, number, tool)} {lines.literal(')')}"
+
+        add_calls(lines, tools, call_of)
         begin, joint, end = ("[", ", ", "]") if self.is_bracketed else ("\n", "\n", "\n")
         if self.begins:
             begin, end = f"{self.begins[0]}{begin}", f"{end}{self.end}"

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.text.calls.call_format import CallReader, CannotBeHeld, GrammarLines, Head, Tool, ToolFormat, json_of
+from router.text.calls.call_format import CallReader, GrammarLines, Head, Tool, ToolFormat, add_calls, json_of
 from router.text.calls.heads import NAME, Cursor, head_of
 from router.text.calls.stepwise import StepwiseReader
 from router.text.calls.text_values import STRING, Schema, bounds_of, escaped, json_of_text
@@ -81,15 +81,11 @@ class TaggedFormat(ToolFormat):
         return TaggedReader(self, begin, schemas)
 
     def answer(self, lines: GrammarLines, tools: Sequence[Tool], *, is_one: bool) -> str:
-        lines.add("call", " | ".join(f"tool_{number}" for number in range(len(tools))))
-        for number, tool in enumerate(tools):
+        def call_of(number: int, tool: Tool) -> str:
             begin, end = self._around(tool.name)
-            try:
-                arguments = self._arguments(lines, tool)
-            except ValueError as error:
-                raise CannotBeHeld(number, str(error)) from error
-            said = [lines.literal(begin), *arguments, lines.literal(end)]
-            lines.add(f"tool_{number}", " ".join(said), place=number)
+            return " ".join([lines.literal(begin), *self._arguments(lines, tool), lines.literal(end)])
+
+        add_calls(lines, tools, call_of)
         between = lines.literal(self.between)
         if not self.is_around_all:
             return "call" if is_one else f"call ({between} call)*"
