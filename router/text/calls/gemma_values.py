@@ -15,16 +15,15 @@ incomplete.
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 from collections.abc import Sequence
 
 from router.text.calls.objects import unquoted
 from router.text.calls.python_values import json_of_word
-from router.text.calls.stepwise import StepwiseReader
+from router.text.calls.stepwise import BracketedReader, State
 from router.text.calls.text_values import TYPES, Schema, escaped, json_of_text
-from router.text.words import first_of, num_held
+from router.text.words import num_held
 
 QUOTE = '<|"|>'
 MAX_KEY_CHARS = 256
@@ -35,71 +34,19 @@ _KEY = re.compile(rf'(?:{_QUOTE}((?:(?!{_QUOTE}).)*){_QUOTE}\s*|("(?:[^"\\]|\\.)
 _MAY_BE_KEY = re.compile(
     rf'{_QUOTE}(?:(?!{_QUOTE}).)*(?:{_QUOTE}\s*)?|"(?:[^"\\]|\\.)*(?:\\|"\s*)?|{_PLAIN_KEY}', re.DOTALL
 )
-_SPACE = re.compile(r"\s*")
 _IN_WORD = re.compile(r"[,}\]<]")
 _IN_QUOTED = re.compile(r'["\\]')
 _ENDS = {"[": "]", "{": "}"}
 
 
-class _State(enum.Enum):
-    ITEM = enum.auto()
-    VALUE = enum.auto()
-    STRING = enum.auto()
-    WORD = enum.auto()
-    COMMA = enum.auto()
-    BROKEN = enum.auto()
-    OVER = enum.auto()
-
-
-class GemmaArguments(StepwiseReader):
-    """Reads the arguments of one call, behind its bracket. `broken_by`: words behind the call; none of them can stand
-    outside strings."""
+class GemmaArguments(BracketedReader):
+    """Reads the arguments of one call, behind its bracket."""
 
     def __init__(self, schema: Schema, broken_by: Sequence[str]) -> None:
-        super().__init__()
-        self._schema = schema
-        self._broken_by = broken_by
-        self._state = _State.ITEM
-        self._open = ["{"]
-        """The brackets that are open, the call's first."""
-        self._num_items = [0]
-        """How many items each of them has so far."""
-        self._types = TYPES
-        """JSON types that the value may have."""
-        self._held: list[str] | None = None
-        """The pieces of a string where the schema allows none: told as what it contains when it is complete."""
-        self._word: list[str] = []
-        """The pieces of a word, which is told when it is complete."""
+        super().__init__(schema, broken_by, opens="{")
         self._is_quoted = False
         """The word is in JSON's quotes, and within them."""
         self._told.append("{")
-
-    @property
-    def _is_over(self) -> bool:
-        return self._state is _State.OVER
-
-    def _step(self, text: str) -> bool:
-        match self._state:
-            case _State.STRING:
-                return self._read_string(text)
-            case _State.WORD:
-                return self._read_word(text)
-            case _State.BROKEN:
-                return self._read_broken(text)
-            case _State.OVER:
-                return False
-        match = _SPACE.match(text, self._at)
-        assert match is not None
-        self._at = match.end()
-        if self._at == len(text):
-            return False
-        match self._state:
-            case _State.ITEM:
-                return self._read_item(text)
-            case _State.VALUE:
-                return self._read_value(text)
-            case _:
-                return self._read_comma(text)
 
     # -- brackets, keys and signs -------------------------------------------------------------------------------------
 
@@ -123,55 +70,38 @@ class GemmaArguments(StepwiseReader):
     def _begin_item(self, said: str) -> None:
         self._told.append((", " if self._num_items[-1] else "") + said)
         self._num_items[-1] += 1
-        self._state = _State.VALUE
+        self._state = State.VALUE
 
     def _close(self) -> bool:
         self._at += 1
         self._num_items.pop()
         self._told.append(_ENDS[self._open.pop()])
-        self._state = _State.COMMA if self._open else _State.OVER
+        self._state = State.COMMA if self._open else State.OVER
         return bool(self._open)
 
-    def _read_comma(self, text: str) -> bool:
+    def _read_sign(self, text: str) -> bool:
         """A comma, or the end of what is open."""
         if text[self._at] == _ENDS[self._open[-1]]:
             return self._close()
         if text[self._at] != ",":
             return self._break()
         self._at += 1
-        self._state = _State.ITEM
+        self._state = State.ITEM
         return True
-
-    def _break(self) -> bool:
-        self._state = _State.BROKEN
-        return True
-
-    def _read_broken(self, text: str) -> bool:
-        found = first_of(text, self._broken_by, self._at)
-        if found is not None:
-            self._at = found[0]
-            self._state = _State.OVER
-        else:
-            self._at = len(text) - num_held(text[self._at :], self._broken_by)
-        return False
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _read_value(self, text: str) -> bool:
         char = text[self._at]
         if char in _ENDS:
-            self._at += 1
-            self._told.append(char)
-            self._open.append(char)
-            self._num_items.append(0)
+            self._open_bracket(char)
             self._types = TYPES
-            self._state = _State.ITEM
         elif text.startswith(QUOTE, self._at):
             self._at += len(QUOTE)
             self._held = None if "string" in self._types else []
             if self._held is None:
                 self._told.append('"')
-            self._state = _State.STRING
+            self._state = State.STRING
         elif QUOTE.startswith(text[self._at :]):
             return False
         else:
@@ -179,7 +109,7 @@ class GemmaArguments(StepwiseReader):
             if self._is_quoted:
                 self._word.append(char)
                 self._at += 1
-            self._state = _State.WORD
+            self._state = State.WORD
         return True
 
     def _read_string(self, text: str) -> bool:
@@ -204,7 +134,7 @@ class GemmaArguments(StepwiseReader):
         """A value is complete."""
         self._held = None
         self._types = TYPES
-        self._state = _State.COMMA
+        self._state = State.COMMA
 
     def _read_word(self, text: str) -> bool:
         match = (_IN_QUOTED if self._is_quoted else _IN_WORD).search(text, self._at)

@@ -15,23 +15,21 @@ that are broken end there, and stay incomplete.
 
 from __future__ import annotations
 
-import enum
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
 
 from router.text.calls.objects import encodable
-from router.text.calls.stepwise import StepwiseReader
+from router.text.calls.stepwise import BracketedReader, State
 from router.text.calls.text_values import STRING, TYPES, Schema, escaped, json_of_text
-from router.text.words import first_of, num_held
+from router.text.words import num_held
 
 MAX_KEY_CHARS = 256
 """Maximum length of an argument's name, and of the white space behind it."""
 KEY = r"[\w.-]+"
 _KEY = re.compile(rf"({KEY})\s*=(?=[^=])")
 _MAY_BE_KEY = re.compile(r"[\w.-]*\s*=?")
-_SPACE = re.compile(r"\s*")
 _OPEN_STRING = re.compile(r"[rRuU]?(\"\"\"|'''|\"|')")
 _MAY_OPEN_STRING = re.compile(r"[rRuU]?(?:\"{1,2}|'{1,2})?")
 _IN_STRING = {quote: re.compile(rf"{quote}|\\") for quote in ('"', "'", '"""', "'''")}
@@ -46,77 +44,20 @@ _IN_WORD = re.compile(r"[,:()\[\]{}'\"<\\]")
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)(?:[eE][+-]?\d+)?|0[xXoObB][\da-fA-F_]+", re.ASCII)
 _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ENDS = {"(": ")", "[": "]", "{": "}"}
-_CALL, _LIST, _DICT = "(", "[", "{"
+_CALL, _DICT = "(", "{"
 
 
-class _State(enum.Enum):
-    ITEM = enum.auto()
-    VALUE = enum.auto()
-    STRING = enum.auto()
-    BEHIND_STRING = enum.auto()
-    WORD = enum.auto()
-    COLON = enum.auto()
-    COMMA = enum.auto()
-    BROKEN = enum.auto()
-    OVER = enum.auto()
+class PythonArguments(BracketedReader):
+    """Reads the arguments of one call, behind its bracket."""
 
-
-class PythonArguments(StepwiseReader):
-    """Reads the arguments of one call, behind its bracket. `broken_by`: words behind the call; none of them can stand
-    outside strings."""
-
-    def __init__(self, schema: Schema, broken_by: Sequence[str] = ()) -> None:
-        super().__init__()
-        self._schema = schema
-        self._broken_by = broken_by
-        self._state = _State.ITEM
-        self._open = [_CALL]
-        """The brackets that are open, the call's first."""
-        self._num_items = [0]
-        """How many items each of them has so far."""
-        self._types = TYPES
-        """JSON types that the value may have."""
+    def __init__(self, schema: Schema, broken_by: Sequence[str]) -> None:
+        super().__init__(schema, broken_by, opens=_CALL)
         self._is_key = False
         """A dictionary's key is read, no value."""
         self._quote = ""
         self._is_raw = False
-        self._held: list[str] | None = None
-        """The pieces of a string where the schema allows none: told as what it contains when it is complete."""
-        self._word: list[str] = []
-        """The pieces of a word, which is told when it is complete."""
         self._word_open: list[str] = []
         """The brackets that are open within the word, and, last, a quote."""
-
-    @property
-    def _is_over(self) -> bool:
-        return self._state is _State.OVER
-
-    def _step(self, text: str) -> bool:
-        match self._state:
-            case _State.STRING:
-                return self._read_string(text)
-            case _State.WORD:
-                return self._read_word(text)
-            case _State.BROKEN:
-                return self._read_broken(text)
-            case _State.OVER:
-                return False
-        match = _SPACE.match(text, self._at)
-        assert match is not None
-        self._at = match.end()
-        if self._at == len(text):
-            return False
-        match self._state:
-            case _State.ITEM:
-                return self._read_item(text)
-            case _State.VALUE:
-                return self._read_value(text)
-            case _State.BEHIND_STRING:
-                return self._read_behind_string(text)
-            case _State.COLON:
-                return self._read_sign(text, ":", _State.VALUE)
-            case _:
-                return self._read_sign(text, ",", _State.ITEM)
 
     # -- brackets, keys and signs -------------------------------------------------------------------------------------
 
@@ -135,12 +76,12 @@ class PythonArguments(StepwiseReader):
             self._at = match.end()
             self._begin_item(f"{json.dumps(match[1], ensure_ascii=False)}: ")
             self._types = self._schema.types_of(match[1])
-            self._state = _State.VALUE
+            self._state = State.VALUE
             return True
         self._begin_item("")
         self._types = STRING if of == _DICT else TYPES
         self._is_key = of == _DICT
-        self._state = _State.VALUE
+        self._state = State.VALUE
         return True
 
     def _begin_item(self, said: str) -> None:
@@ -153,47 +94,33 @@ class PythonArguments(StepwiseReader):
         of, num_items = self._open.pop(), self._num_items.pop()
         if of == _CALL:
             self._told.append("}" if num_items else "{}")
-            self._state = _State.OVER
+            self._state = State.OVER
             return False
         self._told.append(_ENDS[of])
-        self._state = _State.COMMA
+        self._state = State.COMMA
         return True
 
-    def _read_sign(self, text: str, sign: str, following: _State) -> bool:
+    def _read_sign(self, text: str) -> bool:
         """A comma or colon, or the end of what is open."""
-        if text[self._at] == sign:
+        if self._state is State.BEHIND_STRING:
+            return self._read_behind_string(text)
+        is_behind_key = self._state is State.COLON
+        if text[self._at] == (":" if is_behind_key else ","):
             self._at += 1
-            if sign == ":":
+            if is_behind_key:
                 self._told.append(": ")
-            self._state = following
+            self._state = State.VALUE if is_behind_key else State.ITEM
             return True
-        if sign == "," and text[self._at] == _ENDS[self._open[-1]]:
+        if not is_behind_key and text[self._at] == _ENDS[self._open[-1]]:
             return self._close()
         return self._break()
-
-    def _break(self) -> bool:
-        self._state = _State.BROKEN
-        return True
-
-    def _read_broken(self, text: str) -> bool:
-        found = first_of(text, self._broken_by, self._at)
-        if found is not None:
-            self._at = found[0]
-            self._state = _State.OVER
-        else:
-            self._at = len(text) - num_held(text[self._at :], self._broken_by)
-        return False
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _read_value(self, text: str) -> bool:
         char = text[self._at]
         if char in "[{" and not self._is_key:
-            self._at += 1
-            self._told.append(char)
-            self._open.append(char)
-            self._num_items.append(0)
-            self._state = _State.ITEM
+            self._open_bracket(char)
             return True
         may_be = _MAY_OPEN_STRING.match(text, self._at)
         assert may_be is not None
@@ -201,7 +128,7 @@ class PythonArguments(StepwiseReader):
             return False
         opens = _OPEN_STRING.match(text, self._at)
         if opens is None:
-            self._state = _State.WORD
+            self._state = State.WORD
             return True
         self._held = None if "string" in self._types else []
         self._tell_string('"')
@@ -210,7 +137,7 @@ class PythonArguments(StepwiseReader):
 
     def _open_string(self, text: str, opens: re.Match[str]) -> None:
         self._quote, self._is_raw, self._at = opens[1], text[self._at] in "rR", opens.end()
-        self._state = _State.STRING
+        self._state = State.STRING
 
     def _tell_string(self, said: str) -> None:
         """A piece of a string, as JSON."""
@@ -227,7 +154,7 @@ class PythonArguments(StepwiseReader):
         self._at = match.start()
         if match[0] != "\\":
             self._at = match.end()
-            self._state = _State.BEHIND_STRING
+            self._state = State.BEHIND_STRING
             return True
         return self._read_escape(text)
 
@@ -272,7 +199,7 @@ class PythonArguments(StepwiseReader):
 
     def _go_on(self) -> None:
         """A key or value is complete."""
-        self._state = _State.COLON if self._is_key else _State.COMMA
+        self._state = State.COLON if self._is_key else State.COMMA
         self._is_key, self._types = False, TYPES
 
     def _read_word(self, text: str) -> bool:

@@ -39,7 +39,6 @@ MAX_END_CHARS = 64
 """At least the length of the longest tag that ends a value."""
 MAX_SHOWN_CHARS = 80
 """Names and values are cut to this length in errors."""
-_SPACE = re.compile(r"\s*")
 _UNSAYABLE = re.compile(r"[<>\n]")
 
 
@@ -329,11 +328,6 @@ class TaggedReader(StepwiseReader):
         self._at = position + (len(word) if word == self._tags.value_end else 0)
         self._state = _State.BETWEEN
         return True
-
-    def _skip_space(self, text: str) -> None:
-        match = _SPACE.match(text, self._at)
-        assert match is not None
-        self._at = match.end()
 
     # -- output -------------------------------------------------------------------------------------------------
 
