@@ -3,6 +3,7 @@
     messages ──chat_template──> text ──tokenizer──> token ids        token ids ──detokenizer──> text
                                                      text ──reasoning──> thoughts │ content ──tool_calls──> calls
 
+    one_template          what a chat template writes, and how it takes messages
     template_environment  where chat templates run
     harmony               answers made of messages (gpt-oss), in which thoughts and calls take turns
     thoughts, said        the words around thoughts; what a reader has found and not emitted yet

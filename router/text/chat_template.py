@@ -1,7 +1,7 @@
 """A model's chat template: turns messages and tools into the prompt text that the model was trained on.
 
-Finds the template, and gives it the messages in the form that it expects; template_environment.py is where it runs.
-Does not tokenise: a template writes bos and role markers itself, so its text is encoded with add_special_tokens=False.
+Finds the template, and gives it the messages in the form that it expects (one_template.py). Does not tokenise: a
+template writes bos and role markers itself, so its text is encoded with add_special_tokens=False.
 
     from_folder -> compiled once -> render(messages) for each request
 """
@@ -15,16 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
-
 from router.text.calls.call_format import Tool
-from router.text.template_environment import compiled, tojson
+from router.text.one_template import DEVELOPER, SYSTEM, OneTemplate, with_description, with_text_arguments
 from router.text.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_tokens
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat their input, some loop."""
-SYSTEM, DEVELOPER = "system", "developer"
-"""Roles of messages whose instructions apply to all answers."""
 LINE_FEED = "\n"
 """Joins the parts of a content, for templates that accept only a single text."""
 GIVEN_NAMES = frozenset(
@@ -74,15 +70,11 @@ class ChatTemplate:
         self.source = source
         self.tool_source = source if tool_source is None else tool_source
         """Source of the template for chats with tools."""
-        self._template = compiled(source)
-        self._tool_template = self._template if tool_source is None else compiled(tool_source)
-        self._variables = dict(variables or {})
-        self._max_output_chars = max_output_chars
-        self._takes_text_arguments: dict[jinja2.Template, bool] = {}
-        self._shows_developers: dict[jinja2.Template, bool] = {}
-        self._wants_parts: dict[jinja2.Template, bool] = {}
-        self._wants_descriptions: bool | None = None
-        """None: not determined yet."""
+        own = dict(variables or {})
+        self._template = OneTemplate(source, own, max_output_chars)
+        self._tool_template = self._template
+        if tool_source is not None:
+            self._tool_template = OneTemplate(tool_source, own, max_output_chars)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
@@ -130,7 +122,7 @@ class ChatTemplate:
         the template accepts only a single text."""
         said = [{"type": "text", "text": each} for each in _PARTS]
         try:
-            prompt = self._rendered(self._template, [{"role": "user", "content": said}])
+            prompt = self._template.rendered([{"role": "user", "content": said}])
         except ValueError:
             return LINE_FEED
         between, found, _ = prompt.partition(_PARTS[0])[2].partition(_PARTS[1])
@@ -165,165 +157,33 @@ class ChatTemplate:
         """
         template = self._tool_template if tools else self._template
         shown = [message.to_template() for message in messages]
-        if any(message["role"] == DEVELOPER for message in shown) and not self._knows_developers(template):
+        if any(message["role"] == DEVELOPER for message in shown) and not template.knows_developers:
             shown = _with_developers_as_system(shown)
-        if any("tool_calls" in message for message in shown) and self._takes_text(template):
-            shown = [_with_text_arguments(message) for message in shown]
-        if any("description" not in tool["function"] for tool in tools) and self._takes_descriptions_for_granted():
-            tools = [_with_description(tool) for tool in tools]
+        if any("tool_calls" in message for message in shown) and template.takes_text_arguments:
+            shown = [with_text_arguments(message) for message in shown]
+        if any("description" not in tool["function"] for tool in tools) and template.takes_descriptions_for_granted:
+            tools = [with_description(tool) for tool in tools]
         if continue_final_message:
-            return self._left_open(template, shown, tools, variables)
-        return self._rendered(template, shown, tools, variables, add_generation_prompt=add_generation_prompt)
-
-    def _left_open(
-        self,
-        template: jinja2.Template,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> str:
-        """The prompt up to the end of the last message's content, which is found by a mark appended to it."""
-        *before, final = messages
-        content, mark = final["content"], f"END-OF-{secrets.token_hex(8)} "
-        marked = [*before, {**final, "content": content + mark}]
-        prompt = self._rendered(template, marked, tools, variables, add_generation_prompt=False)
-        end = prompt.rfind(mark.rstrip())
-        if end < 0 or content.strip() not in prompt:
-            raise ValueError("chat: continue_final_message: the model's template does not show this content as it is")
-        # A template that strips contents would have stripped this one without the mark, too.
-        return prompt[:end] if prompt.startswith(mark, end) else prompt[:end].rstrip()
-
-    def _takes_text(self, template: jinja2.Template) -> bool:
-        """Whether the template takes the arguments of earlier calls as JSON text and not as objects, on which it fails
-        or which it writes as Python does. DeepSeek's templates do."""
-        if template not in self._takes_text_arguments:
-            self._takes_text_arguments[template] = not self._shows(template, _MADE) and self._shows(
-                template, [_with_text_arguments(message) for message in _MADE]
-            )
-        return self._takes_text_arguments[template]
-
-    def _takes_descriptions_for_granted(self) -> bool:
-        """Whether the template fails on a tool without a description: Hermes' and gpt-oss' templates do."""
-        if self._wants_descriptions is None:
-            tool = Tool(name="f").to_template()
-            self._wants_descriptions = not self._takes(tool) and self._takes(_with_description(tool))
-        return self._wants_descriptions
-
-    def _takes(self, tool: Mapping[str, Any]) -> bool:
-        try:
-            self._rendered(self._tool_template, [{"role": "user", "content": "Hi"}], [tool])
-        except ValueError:
-            return False
-        return True
-
-    def _knows_developers(self, template: jinja2.Template) -> bool:
-        """Whether the template shows a developer message (OpenAI's later name for the system role) behind a system
-        message. Most templates know only "system": they leave out developer messages, fail on them, or write the role
-        as it is, which the model has never seen. gpt-oss' template shows only the first message of the two roles."""
-        if template not in self._shows_developers:
-            source = self.tool_source if template is self._tool_template else self.source
-            try:
-                shows = DEVELOPER in source and _LOOKED_FOR in self._rendered(template, _DEVELOPED)
-            except ValueError:
-                shows = False
-            self._shows_developers[template] = shows
-        return self._shows_developers[template]
-
-    def _takes_only_parts(self, template: jinja2.Template) -> bool:
-        """Whether the template shows a content only as a list of parts. Those of LLaVA, Idefics and SmolVLM take a text
-        for a list of its characters, and leave it out without a word."""
-        if template not in self._wants_parts:
-            asked = [{"role": "user", "content": _LOOKED_FOR}]
-            self._wants_parts[template] = not self._says(template, asked) and self._says(template, _in_parts(asked))
-        return self._wants_parts[template]
-
-    def _says(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> bool:
-        try:
-            return _LOOKED_FOR in self._written(template, messages)
-        except ValueError:
-            return False
-
-    def _shows(self, template: jinja2.Template, messages: list[dict[str, Any]]) -> bool:
-        """Whether the prompt shows the arguments, and not in Python's notation."""
-        try:
-            prompt = self._rendered(template, messages)
-        except ValueError:
-            return False
-        return _LOOKED_FOR in prompt and f"{{'{_LOOKED_FOR}'" not in prompt
-
-    def _rendered(
-        self,
-        template: jinja2.Template,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        if self._takes_only_parts(template):
-            messages = _in_parts(messages)
-        return self._written(template, messages, tools, variables, add_generation_prompt=add_generation_prompt)
-
-    def _written(
-        self,
-        template: jinja2.Template,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """What the template writes for exactly these messages."""
-        pieces: list[str] = []
-        num_chars = 0
-        stream = template.generate(
-            {
-                **variables,
-                **self._variables,
-                "messages": messages,
-                "tools": list(tools) or None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
-        try:
-            for piece in stream:
-                num_chars += len(piece)
-                if num_chars > self._max_output_chars:
-                    break
-                pieces.append(piece)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat: the model's template refuses these messages: {error}") from error
-        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-            # Python's own errors of an expression in the template, such as adding a number to a string.
-            raise ValueError(f"chat: the model's template failed: {type(error).__name__}: {error}") from error
-        if num_chars > self._max_output_chars:
-            raise ValueError(f"chat: the template wrote more than {self._max_output_chars} characters")
-        return "".join(pieces)
+            return _left_open(template, shown, tools, variables)
+        return template.rendered(shown, tools, variables, add_generation_prompt=add_generation_prompt)
 
 
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": tojson(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make each content that is a text a list with this text as its only part."""
-    return [
-        {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content := message["content"], str)
-        else message
-        for message in messages
-    ]
-
-
-def _with_description(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool, with an empty description if it has none."""
-    function = tool["function"]
-    return {**tool, "function": {"name": function["name"], "description": "", **function}}
+def _left_open(
+    template: OneTemplate,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> str:
+    """The prompt up to the end of the last message's content, which is found by a mark appended to it."""
+    *before, final = messages
+    content, mark = final["content"], f"END-OF-{secrets.token_hex(8)} "
+    marked = [*before, {**final, "content": content + mark}]
+    prompt = template.rendered(marked, tools, variables, add_generation_prompt=False)
+    end = prompt.rfind(mark.rstrip())
+    if end < 0 or content.strip() not in prompt:
+        raise ValueError("chat: continue_final_message: the model's template does not show this content as it is")
+    # A template that strips contents would have stripped this one without the mark, too.
+    return prompt[:end] if prompt.startswith(mark, end) else prompt[:end].rstrip()
 
 
 def _with_developers_as_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -340,22 +200,4 @@ def _with_developers_as_system(messages: list[dict[str, Any]]) -> list[dict[str,
     return shown
 
 
-_LOOKED_FOR = "argument_that_is_looked_for"
-_MADE: list[dict[str, Any]] = [
-    {"role": "user", "content": "Hi"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": {_LOOKED_FOR: "1"}}}
-        ],
-    },
-    {"role": "tool", "content": "1", "tool_call_id": "abcdefgh1", "name": "f"},
-]
-"""A chat in which a call was made."""
 _PARTS = "part-that-is-looked-for-first", "part-that-is-looked-for-then"
-_DEVELOPED: list[dict[str, Any]] = [
-    {"role": SYSTEM, "content": "Be brief."},
-    {"role": DEVELOPER, "content": _LOOKED_FOR},
-    {"role": "user", "content": "Hi"},
-]
