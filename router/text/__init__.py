@@ -11,6 +11,7 @@
     calls                 these formats
     structured_outputs    grammars that constrain answers
     structural_tags       of these, free text with constrained tags
+    tag_fields            reads their JSON
     schemas               of these, JSON schemas
     words                 finds words in a text that comes in pieces
     token_bytes           the bytes that each token stands for

@@ -23,8 +23,8 @@ from llguidance import grammar_from
 
 from router.text.calls.call_format import GrammarLines
 from router.text.calls.free_text import MAX_WORD_CHARS, FreeText, pattern
-from router.text.calls.text_values import no_number
 from router.text.schemas import NO_FORCING, check_bounds, guided
+from router.text.tag_fields import check_names, flag_of, list_of, object_of, read_tag, shown, text_of, within
 
 MAX_WORDS = 6
 """Maximum number of words at which free text ends, or which it must not contain. Each is a lexeme together with the
@@ -38,7 +38,6 @@ MAX_DEPTH = 16
 """Maximum nesting depth of formats."""
 MAX_GRAMMAR_CHARS = 262_144
 """Maximum size of the grammar, which is sent to a worker with each answer."""
-MAX_SHOWN_CHARS = 80
 _OWN = {"json_schema", "schema", "pattern"}
 """Fields whose texts do not appear literally in the answer."""
 
@@ -69,7 +68,7 @@ class StructuralTag:
         """Fields of the schemas and regexes, by their places in the grammar."""
         self._num_rules = 0
         self._has_regex = False
-        self._is_old, asked = _read(text)
+        self._is_old, asked = read_tag(text)
         self._free: dict[tuple[tuple[str, ...], tuple[str, ...]], _Free] = {}
         self._formats: dict[str, Callable[[dict[str, Any], str, Behind, int], str]] = {
             "triggered_tags": self._triggered_tags,
@@ -104,28 +103,28 @@ class StructuralTag:
     # -- formats: each method returns the rule of a format, including what is behind it ----------------------------
 
     def _format(self, value: Any, at: str, behind: Behind, depth: int) -> str:
-        asked = _object(value, at)
+        asked = object_of(value, at)
         kind = asked.get("type", "tag" if "begin" in asked else None)
         if not isinstance(kind, str) or kind not in self._formats:
-            raise ValueError(f"{at}.type must be one of {', '.join(self._formats)}, is {_shown(kind)}")
+            raise ValueError(f"{at}.type must be one of {', '.join(self._formats)}, is {shown(kind)}")
         if depth > MAX_DEPTH:
             raise ValueError(f"{at}: formats may be nested at most {MAX_DEPTH} deep")
         return self._formats[kind](asked, at, behind, depth)
 
     def _triggered_tags(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
         name = "structures" if self._is_old else "tags"
-        _check_names(asked, at, ("triggers", name, "at_least_one", "stop_after_first", "excludes"))
-        at_triggers, at_tags = _within(at, "triggers"), _within(at, name)
+        check_names(asked, at, ("triggers", name, "at_least_one", "stop_after_first", "excludes"))
+        at_triggers, at_tags = within(at, "triggers"), within(at, name)
         triggers = [
-            _text(trigger, f"{at_triggers}[{number}]", MAX_WORD_CHARS)
-            for number, trigger in enumerate(_list(asked.get("triggers"), at_triggers, MAX_WORDS))
+            text_of(trigger, f"{at_triggers}[{number}]", MAX_WORD_CHARS)
+            for number, trigger in enumerate(list_of(asked.get("triggers"), at_triggers, MAX_WORDS))
         ]
         for number, trigger in enumerate(triggers):
             if other := next((other for other in triggers[:number] if trigger in other or other in trigger), None):
-                raise ValueError(f"{at_triggers}[{number}] is {_shown(trigger)}, and another one {_shown(other)}: "
+                raise ValueError(f"{at_triggers}[{number}] is {shown(trigger)}, and another one {shown(other)}: "
                                  "neither may contain the other")  # fmt: skip
-        tags = _list(asked.get(name), at_tags, MAX_TAGS)
-        is_at_least_one, is_one = (_flag(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
+        tags = list_of(asked.get(name), at_tags, MAX_TAGS)
+        is_at_least_one, is_one = (flag_of(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
         if behind is None and not (is_at_least_one and is_one):
             raise ValueError(f"{at}: {_NO_END.format('triggered_tags')}, or with at_least_one and stop_after_first")
         begun: dict[str, list[str]] = {trigger: [] for trigger in triggers}
@@ -134,7 +133,7 @@ class StructuralTag:
             begin, body = self._parts(tag, f"{at_tags}[{number}]", depth)
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), "")
             if not trigger:
-                raise ValueError(f"{at_tags}[{number}].begin must begin with one of {at_triggers}, is {_shown(begin)}")
+                raise ValueError(f"{at_tags}[{number}].begin must begin with one of {at_triggers}, is {shown(begin)}")
             first.append(f"{self._lines.literal(begin)} {body}")
             plain, rest = self._lines.split(begin)
             if rest and len(plain) < len(trigger):
@@ -144,7 +143,7 @@ class StructuralTag:
                 begun[trigger].append(f"{self._lines.literal(begin[len(trigger) :])} {body}")
         for number, trigger in enumerate(triggers):
             if not begun[trigger]:
-                raise ValueError(f"{at_triggers}[{number}] is {_shown(trigger)}, which no tag begins with")
+                raise ValueError(f"{at_triggers}[{number}] is {shown(trigger)}, which no tag begins with")
         if is_at_least_one and is_one:
             return self._closed(_one_of(first), behind)
         assert behind is not None
@@ -161,10 +160,10 @@ class StructuralTag:
         return f"{_one_of(first) if is_at_least_one else ''} {_one_of(said)}* {over}"
 
     def _tags_with_separator(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
-        _check_names(asked, at, ("tags", "separator", "at_least_one", "stop_after_first"))
-        tags = _list(asked.get("tags"), f"{at}.tags", MAX_TAGS)
-        separator = _text(asked.get("separator", ""), f"{at}.separator", MAX_WORD_BYTES, may_be_empty=True)
-        is_at_least_one, is_one = (_flag(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
+        check_names(asked, at, ("tags", "separator", "at_least_one", "stop_after_first"))
+        tags = list_of(asked.get("tags"), f"{at}.tags", MAX_TAGS)
+        separator = text_of(asked.get("separator", ""), f"{at}.separator", MAX_WORD_BYTES, may_be_empty=True)
+        is_at_least_one, is_one = (flag_of(asked, at, flag) for flag in ("at_least_one", "stop_after_first"))
         first, later = [], []
         for number, tag in enumerate(tags):
             begin, body = self._parts(tag, f"{at}.tags[{number}]", depth)
@@ -180,8 +179,8 @@ class StructuralTag:
         return f"{self._lines.literal(begin)} {body}"
 
     def _sequence(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
-        _check_names(asked, at, ("elements",))
-        elements = _list(asked.get("elements"), f"{at}.elements", MAX_TAGS)
+        check_names(asked, at, ("elements",))
+        elements = list_of(asked.get("elements"), f"{at}.elements", MAX_TAGS)
         last = len(elements) - 1
         return " ".join(
             self._format(element, f"{at}.elements[{number}]", behind if number == last else None, depth + 1)
@@ -189,8 +188,8 @@ class StructuralTag:
         )
 
     def _or(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
-        _check_names(asked, at, ("elements",))
-        elements = _list(asked.get("elements"), f"{at}.elements", MAX_TAGS)
+        check_names(asked, at, ("elements",))
+        elements = list_of(asked.get("elements"), f"{at}.elements", MAX_TAGS)
         return _one_of(
             [
                 self._format(element, f"{at}.elements[{number}]", behind, depth + 1)
@@ -199,13 +198,13 @@ class StructuralTag:
         )
 
     def _json_schema(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
-        _check_names(asked, at, ("json_schema", "style"))
-        field = _within(at.removesuffix(".content"), "schema") if self._is_old else f"{at}.json_schema"
+        check_names(asked, at, ("json_schema", "style"))
+        field = within(at.removesuffix(".content"), "schema") if self._is_old else f"{at}.json_schema"
         if asked.get("style", "json") != "json":
-            raise ValueError(f"{at}.style must be json, is {_shown(asked['style'])}")
+            raise ValueError(f"{at}.style must be json, is {shown(asked['style'])}")
         schema = asked.get("json_schema")
         if not isinstance(schema, dict | bool) or schema is False:
-            raise ValueError(f"{field} must be a schema that some text fits, is {_shown(schema)}")
+            raise ValueError(f"{field} must be a schema that some text fits, is {shown(schema)}")
         try:
             check_bounds(schema)
             said = guided({} if schema is True else schema)
@@ -214,10 +213,11 @@ class StructuralTag:
         return self._closed(self._rule(f"%json {json.dumps(said)}", field), behind)
 
     def _regex(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
-        _check_names(asked, at, ("pattern",))
+        check_names(asked, at, ("pattern",))
         field = f"{at}.pattern"
         self._has_regex = True
-        (of_regex,) = json.loads(grammar_from("regex", _text(asked.get("pattern"), field, MAX_WORD_BYTES)))["grammars"]
+        regex = text_of(asked.get("pattern"), field, MAX_WORD_BYTES)
+        (of_regex,) = json.loads(grammar_from("regex", regex))["grammars"]
         said = of_regex["lark_grammar"].removeprefix("start: /").removesuffix("/")
         text = self._lines.terminal(f"/{said}/", place=self._place(field))
         rules = []
@@ -229,36 +229,36 @@ class StructuralTag:
         return _one_of(rules)
 
     def _const_string(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
-        _check_names(asked, at, ("value",))
-        return self._closed(self._lines.literal(_text(asked.get("value"), f"{at}.value", MAX_WORD_BYTES)), behind)
+        check_names(asked, at, ("value",))
+        return self._closed(self._lines.literal(text_of(asked.get("value"), f"{at}.value", MAX_WORD_BYTES)), behind)
 
     def _any_text(self, asked: dict[str, Any], at: str, behind: Behind, depth: int) -> str:
-        _check_names(asked, at, ("excludes",))
+        check_names(asked, at, ("excludes",))
         if behind is None:
             raise ValueError(f"{at}: {_NO_END.format('any_text')}")
         return self._text_over((*behind, *self._excluded(asked, at)), behind, at)
 
     def _excluded(self, asked: dict[str, Any], at: str) -> list[str]:
         """Words that free text must not contain."""
-        given, field = asked.get("excludes") or [], _within(at, "excludes")
+        given, field = asked.get("excludes") or [], within(at, "excludes")
         if not given:
             return []
-        many = _list(given, field, MAX_WORDS)
-        return [_text(word, f"{field}[{number}]", MAX_WORD_BYTES) for number, word in enumerate(many)]
+        many = list_of(given, field, MAX_WORDS)
+        return [text_of(word, f"{field}[{number}]", MAX_WORD_BYTES) for number, word in enumerate(many)]
 
     # -- parts of formats ------------------------------------------------------------------------------------------
 
     def _parts(self, value: Any, at: str, depth: int, behind: Behind = None) -> tuple[str, str]:
         """A tag's begin, and the rule of the rest of the tag, including what is `behind` it."""
-        tag = _object(value, at)
+        tag = object_of(value, at)
         content = {"type": "json_schema", "json_schema": tag.get("schema")} if self._is_old else tag.get("content")
-        _check_names(tag, at, ("begin", "schema" if self._is_old else "content", "end"))
+        check_names(tag, at, ("begin", "schema" if self._is_old else "content", "end"))
         if tag.get("type", "tag") != "tag":
-            raise ValueError(f"{at}.type must be tag, is {_shown(tag['type'])}")
-        begin = _text(tag.get("begin"), f"{at}.begin", MAX_WORD_BYTES, may_be_empty=True)
+            raise ValueError(f"{at}.type must be tag, is {shown(tag['type'])}")
+        begin = text_of(tag.get("begin"), f"{at}.begin", MAX_WORD_BYTES, may_be_empty=True)
         given = tag.get("end")
-        many = _list(given, f"{at}.end", MAX_WORDS) if isinstance(given, list) else [given]
-        ends = [_text(end, f"{at}.end", MAX_WORD_BYTES, may_be_empty=len(many) == 1) for end in many]
+        many = list_of(given, f"{at}.end", MAX_WORDS) if isinstance(given, list) else [given]
+        ends = [text_of(end, f"{at}.end", MAX_WORD_BYTES, may_be_empty=len(many) == 1) for end in many]
         if ends == [""]:
             return begin, self._rule(self._format(content, f"{at}.content", behind, depth + 1))
         said = self._format(content, f"{at}.content", tuple(dict.fromkeys(ends)), depth + 1)
@@ -326,79 +326,5 @@ def texts_of(text: str) -> list[str]:
 _NO_END = "{} must be the content of a tag or the last format, since nothing else marks where its text ends"
 
 
-def _read(text: str) -> tuple[bool, Any]:
-    """Whether the tag has the old form, and its format."""
-    try:
-        asked = json.loads(text, parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}") from error
-    if not isinstance(asked, dict):
-        raise ValueError(f"must be an object, is {_shown(asked)}")
-    if asked.get("type", "structural_tag") != "structural_tag":
-        raise ValueError(f"type must be structural_tag, is {_shown(asked['type'])}")
-    is_old = "structures" in asked
-    _check_names(asked, "", ("structures", "triggers") if is_old else ("format",))
-    if is_old:
-        return True, {**asked, "type": "triggered_tags"}
-    if "format" not in asked:
-        raise ValueError("must have format, or (older form) structures and triggers")
-    return False, asked["format"]
-
-
 def _one_of(said: Sequence[str]) -> str:
     return said[0] if len(said) == 1 and said[0].isidentifier() else f"({' | '.join(dict.fromkeys(said))})"
-
-
-def _within(at: str, name: str) -> str:
-    return f"{at}.{name}" if at else name
-
-
-def _shown(value: Any) -> str:
-    return _sent(json.dumps(value, ensure_ascii=False)[:MAX_SHOWN_CHARS])
-
-
-def _sent(text: str) -> str:
-    """`text` with half characters escaped: JSON may contain them, but no message can carry them."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _check_names(asked: Mapping[str, Any], at: str, names: Sequence[str]) -> None:
-    for name in asked:
-        if name not in (*names, "type"):
-            known = ", ".join(("type", *names))
-            raise ValueError(f"{_within(at, _sent(name[:MAX_SHOWN_CHARS]))} is not known; known are {known}")
-
-
-def _object(value: Any, at: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{at} must be an object, is {_shown(value)}")
-    return value
-
-
-def _list(value: Any, at: str, most: int) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{at} must be a list, is {_shown(value)}")
-    if not 1 <= len(value) <= most:
-        raise ValueError(f"{at} must have 1 to {most} entries, has {len(value)}")
-    return value
-
-
-def _flag(asked: Mapping[str, Any], at: str, name: str) -> bool:
-    value = asked.get(name, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"{_within(at, name)} must be true or false, is {_shown(value)}")
-    return value
-
-
-def _text(value: Any, at: str, most: int, *, may_be_empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{at} must be a text, is {_shown(value)}")
-    if not value and not may_be_empty:
-        raise ValueError(f"{at} must not be empty")
-    try:
-        num_bytes = len(value.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{at} must be valid Unicode, has half of a surrogate pair") from error
-    if num_bytes > most:
-        raise ValueError(f"{at} must have at most {most} bytes, has {num_bytes}")
-    return value
