@@ -1,6 +1,6 @@
 """Plans which faults hit which processes, and when. Pure: a seed and the names of processes in, a plan out.
 
-    plan_faults ──> [Fault, Fault, …] in the order of their time; `tandem.chaos.soak` makes them happen
+    plan_faults ──> [Fault, Fault, …] in the order of their time; `tandem.chaos.harm` makes them happen
 
 A plan respects two conditions, under which the failure contract promises everything: at any moment, one worker of each
 role has no fault, and so has one router and one gateway if there are several; and a single router or gateway ends only

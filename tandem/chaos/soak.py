@@ -12,12 +12,9 @@ It uses the real services, the real model and real bytes. Owns the cluster, the 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -28,37 +25,27 @@ from rpc.errors import TandemError
 from tandem.chaos.args import SoakArgs
 from tandem.chaos.asked import DEADLINE_S, Asked, Heard
 from tandem.chaos.exchanged import KNOWN_S, ExchangedAdapters
-from tandem.chaos.faults import GRACE_S, Fault, FaultKind, plan_faults
+from tandem.chaos.faults import GRACE_S
+from tandem.chaos.harm import Exits, Harm
 from tandem.chaos.load import Load, again
-from tandem.chaos.proxy import Direction, FaultyProxy
-from tandem.chaos.verdict import Absence, Absences, Verdict, judge, needs_check
+from tandem.chaos.proxy import FaultyProxy
+from tandem.chaos.verdict import Verdict, judge, needs_check
 from tandem.client import AsyncClient
 from tandem.cluster import Cluster, ClusterError
 from tandem.cluster_args import ClusterArgs
 from tandem.model_folder import has_states, resolve_model
-from tandem.supervision import ProcessEvent, RestartPolicy, describe_exit
+from tandem.supervision import ProcessEvent, RestartPolicy
 from tandem.tables import not_at_rest
 
 LEASE_MS = 2000
 MAX_QUEUE_TOKENS = 2000
-BURST_REQUESTS = 16
 NUM_CLIENTS = 4
-DAMAGED_PIECES = 3
-SLOW_S = 0.05
 REST_TIMEOUT_S = LEASE_MS / 1000 + 10.0
-LEAVES_S = GRACE_S + 15.0
-"""Time within which a process that was told to leave must do so, even on a busy machine."""
 CHECKS_AT_ONCE = 16
 NUM_TOLD_APART = 8
 """For each adapter, this many of its requests are also sent to the model itself."""
 _Adapters: TypeAlias = dict[str, dict[str, str]]
 """By worker: the digests of its adapters by name. By router: the kinds of workers that serve each adapter, by name."""
-_FROZEN = {
-    FaultKind.PARTITION: tuple(Direction),
-    FaultKind.MUTE: (Direction.DOWN,),
-    FaultKind.DEAFEN: (Direction.UP,),
-}
-_LASTING = (FaultKind.STOP, FaultKind.SLOW, *_FROZEN)
 assert DEADLINE_S > REST_TIMEOUT_S, "a request that hangs is seen before its blocks are called a leak"
 
 
@@ -135,7 +122,7 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
         return cluster.address_of(name) if name in cluster.pids else ""
 
     proxies: dict[str, FaultyProxy] = {}
-    exits = _Exits()
+    exits = Exits()
 
     def on_event(event: ProcessEvent) -> None:
         say(f"{event.name} {event.what}")
@@ -158,7 +145,8 @@ async def run_soak(args: SoakArgs, *, say: Callable[[str], None], on_line: Calla
             if unserved := sorted(set(adapters) - set(info.lora_names)):
                 raise ClusterError(f"adapter {unserved[0]!r} is not served: the workers' log says why")
             load = Load(cluster.router_address, cluster.http_address, args.seed, info)
-            return await _Soak(args, cluster, proxies, load, say, exits, exchanged).run()
+            harm = Harm(args, cluster, proxies, load, say, exits, exchanged)
+            return await _Soak(args, cluster, proxies, load, say, exchanged, harm).run()
     finally:
         links.cleanup()
         for proxy in proxies.values():
@@ -188,28 +176,25 @@ class _Soak:
         proxies: dict[str, FaultyProxy],
         load: Load,
         say: Callable[[str], None],
-        exits: _Exits,
         exchanged: ExchangedAdapters,
+        harm: Harm,
     ) -> None:
         """`load`: `run` closes it."""
         self._args = args
         self._cluster = cluster
         self._proxies = proxies
         self._say = say
-        self._num_faults: Counter[str] = Counter()
-        self._exits = exits
-        self._wrong_exits: list[str] = []
-        self._routers, self._gateways = cluster.args.router_names, cluster.args.gateway_names
-        self._absences: dict[str, list[Absence]] = {name: [] for name in (*self._routers, *self._gateways)}
+        self._routers = cluster.args.router_names
         self._load = load
         self._exchanged = exchanged
+        self._harm = harm
 
     async def run(self) -> Report:
         try:
             at_first = await self._adapters()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._load.run(NUM_CLIENTS))
-                await self._hurt()
+                await self._harm.inflict_all()
                 self._load.end()
             now = self._exchanged.exchange_all()
             rested_s, leaks = await self._wait_until_at_rest()
@@ -225,107 +210,13 @@ class _Soak:
             await self._load.close()
         return Report(
             args=self._args,
-            num_faults=self._num_faults,
-            verdict=judge(self._load.history, expected, self._all_absences(), of_model, of_others),
-            wrong_exits=self._wrong_exits,
+            num_faults=self._harm.num_faults,
+            verdict=judge(self._load.history, expected, self._harm.absences, of_model, of_others),
+            wrong_exits=self._harm.wrong_exits,
             rest_s=rested_s,
             num_loaded_tokens=num_loaded_tokens,
             leaks=leaks,
         )
-
-    def _all_absences(self) -> Absences:
-        routers, gateways = ([self._absences[name] for name in names] for names in (self._routers, self._gateways))
-        return Absences(routers, gateways)
-
-    # -- faults -------------------------------------------------------------------------------------------------
-
-    async def _hurt(self) -> None:
-        """Inflict all faults of the plan, each at its time; returns when the last one is over."""
-        plan = plan_faults(
-            self._args.seed,
-            self._args.seconds,
-            list(self._proxies),
-            LEASE_MS / 1000,
-            doors=[*self._routers, *self._gateways],
-            can_damage=self._args.transport == "grpc",
-            can_exchange=bool(self._exchanged.names),
-        )
-        start_s = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for fault in plan:
-                await asyncio.sleep(max(0.0, start_s + fault.at_s - time.monotonic()))
-                group.create_task(self._inflict(fault, time.monotonic() - start_s))
-            await asyncio.sleep(max(0.0, start_s + self._args.seconds - time.monotonic()))
-
-    async def _inflict(self, fault: Fault, now_s: float) -> None:
-        """Inflict one fault; returns when it is over. Ends the fault even if this is cancelled: a stopped process could
-        not be told to leave."""
-        self._num_faults[fault.kind.value] += 1
-        lasts = f" for {fault.duration_s:.1f} s" if fault.kind in _LASTING else ""
-        self._say(f"{now_s:5.1f} s  {fault.target}: {fault.kind.value}{lasts}")
-        proxy = self._proxies.get(fault.target)
-        match fault.kind:
-            case FaultKind.BURST:
-                await self._load.burst(BURST_REQUESTS)
-            case FaultKind.EXCHANGE:
-                name, whose = self._exchanged.exchange()
-                self._say(f"        adapter {name} has the files of {whose} now")
-            case FaultKind.KILL:
-                now_s = time.monotonic()
-                self._signal(fault.target, signal.SIGKILL)
-                self._note_absence(fault.target, Absence(now_s, now_s))
-            case FaultKind.LEAVE:
-                await self._have_it_leave(fault.target)
-            case FaultKind.STOP:
-                pid = self._signal(fault.target, signal.SIGSTOP)
-                try:
-                    await asyncio.sleep(fault.duration_s)
-                finally:
-                    if pid == self._cluster.pids[fault.target]:
-                        self._signal(fault.target, signal.SIGCONT)
-            case FaultKind.PARTITION | FaultKind.MUTE | FaultKind.DEAFEN if proxy:
-                proxy.freeze(*_FROZEN[fault.kind])
-                try:
-                    await asyncio.sleep(fault.duration_s)
-                finally:
-                    proxy.thaw()
-            case FaultKind.SLOW if proxy:
-                proxy.delay(SLOW_S)
-                await asyncio.sleep(fault.duration_s)
-                proxy.delay(0)
-            case FaultKind.RESET if proxy:
-                proxy.cut()
-            case FaultKind.DAMAGE if proxy:
-                proxy.damage(DAMAGED_PIECES)
-            case _:
-                raise AssertionError(fault)
-
-    async def _have_it_leave(self, name: str) -> None:
-        """Tell a process to leave, and wait until it has. If it does not, it is killed; this is a finding, and so is an
-        exit code other than 0."""
-        since_s = time.monotonic()
-        exited = self._exits.next_of(name)
-        if not self._signal(name, signal.SIGTERM):
-            return
-        await asyncio.wait([exited], timeout=LEAVES_S)
-        if not exited.done():
-            self._wrong_exits.append(f"{name} was told to leave, and had not after {LEAVES_S:g} s")
-            self._signal(name, signal.SIGKILL)
-        elif exited.result() != 0:
-            self._wrong_exits.append(f"{name} was told to leave, and ended with {describe_exit(exited.result())}")
-        self._note_absence(name, Absence(since_s, time.monotonic(), GRACE_S))
-
-    def _note_absence(self, name: str, absence: Absence) -> None:
-        if name in self._absences:
-            self._absences[name].append(absence)
-
-    def _signal(self, name: str, number: signal.Signals) -> int:
-        """Send a signal. Returns the pid; 0 if the process is between two runs."""
-        pid = self._cluster.pids[name]
-        if pid:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        return pid
 
     # -- checks after the faults --------------------------------------------------------------------------------
 
@@ -406,22 +297,6 @@ class _Soak:
             if asked.model and needs_check(asked):
                 chosen.setdefault(asked.model, []).append(asked)
         return [asked for each in chosen.values() for asked in each[:NUM_TOLD_APART]]
-
-
-class _Exits:
-    """Lets callers wait for processes to end."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[int]] = {}
-
-    def next_of(self, name: str) -> asyncio.Future[int]:
-        """A future of the process' next exit code. Only one caller may wait for a process."""
-        self._waiting[name] = asyncio.get_running_loop().create_future()
-        return self._waiting[name]
-
-    def note(self, event: ProcessEvent) -> None:
-        if event.returncode is not None and (waiting := self._waiting.pop(event.name, None)):
-            waiting.set_result(event.returncode)
 
 
 async def _kind_of(adapter: str, client: AsyncClient) -> str:

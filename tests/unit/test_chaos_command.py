@@ -16,7 +16,7 @@ from lora_folders import write_adapter
 from transformers_cases import GEMMA2, LFM2
 
 from rpc.errors import NoWorker, Unreachable
-from tandem.chaos import soak
+from tandem.chaos import harm, soak
 from tandem.chaos.exchanged import ExchangedAdapters
 from tandem.chaos.faults import Fault, FaultKind
 from tandem.chaos.soak import _what_is_not_at_rest
@@ -178,7 +178,7 @@ async def test_a_process_that_was_stopped_goes_on_when_the_soak_is_cancelled() -
     assert process.stdout is not None
     await process.stdout.readline()
     cluster = SimpleNamespace(pids={"decode-1": process.pid}, args=ClusterArgs())
-    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, soak._Exits(), NO_ADAPTERS)  # type: ignore[arg-type]
+    hurt = harm.Harm(soak.SoakArgs(), cluster, {}, None, lambda _: None, harm.Exits(), NO_ADAPTERS)  # type: ignore[arg-type]
     stopped = asyncio.create_task(hurt._inflict(Fault(0.0, FaultKind.STOP, "decode-1", 60.0), 0.0))
     await asyncio.sleep(0)
     stopped.cancel()
@@ -209,13 +209,13 @@ async def test_a_router_that_is_not_back_yet_is_waited_for() -> None:
 async def test_one_that_is_told_to_leave_does_so_as_it_should(
     monkeypatch: pytest.MonkeyPatch, on_sigterm: str, found: list[str]
 ) -> None:
-    monkeypatch.setattr(soak, "LEAVES_S", 0.3 if on_sigterm == "None" else 30.0)
+    monkeypatch.setattr(harm, "LEAVES_S", 0.3 if on_sigterm == "None" else 30.0)
     script = (
         "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "print('ready at 1', flush=True)\n"
         f"while signal.sigwait([signal.SIGTERM]): {on_sigterm}"
     )
-    exits = soak._Exits()
+    exits = harm.Exits()
     process = SupervisedProcess(
         ProcessSpec(name="gateway", command=lambda _: [sys.executable, "-c", script], ready_pattern=r"ready at (\d)"),
         on_line=lambda name, line: None,
@@ -224,11 +224,11 @@ async def test_one_that_is_told_to_leave_does_so_as_it_should(
     process.start()
     pid = await process.wait_running()
     cluster = SimpleNamespace(pids={"gateway": pid}, args=ClusterArgs(http_port=0))
-    hurt = soak._Soak(soak.SoakArgs(), cluster, {}, None, lambda _: None, exits, NO_ADAPTERS)  # type: ignore[arg-type]
+    hurt = harm.Harm(soak.SoakArgs(), cluster, {}, None, lambda _: None, exits, NO_ADAPTERS)  # type: ignore[arg-type]
     await hurt._inflict(Fault(0.0, FaultKind.LEAVE, "gateway", 17.0), 0.0)
     assert await process.wait_running(unlike_pid=pid), "it is started again"
     await process.stop(0.0)
-    assert hurt._wrong_exits == found
+    assert hurt.wrong_exits == found
     [absence] = hurt._absences["gateway"]
     assert absence.was_told
-    assert absence.grace_s == soak.GRACE_S
+    assert absence.grace_s == harm.GRACE_S
