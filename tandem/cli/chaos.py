@@ -51,21 +51,7 @@ from worker_service.args import WorkerArgs
 @options_of(EngineArgs, defaults=ENGINE, leave_out={"seed"})
 @options_of(PolicyConfig, defaults=POLICY)
 @click.pass_context
-def chaos(
-    context: click.Context,
-    /,
-    is_json: bool,
-    is_verbose: bool,
-    seconds: float,
-    seed: int,
-    num_prefill: int,
-    num_decode: int,
-    num_routers: int,
-    num_gateways: int,
-    transport: str,
-    lora_dir: str,
-    **options: Any,
-) -> None:
+def chaos(context: click.Context, /, is_json: bool, is_verbose: bool, seed: int, **options: Any) -> None:
     """Start a cluster, put load on it, and meanwhile kill, stop, disconnect, corrupt and overload it.
 
     Requests are sent over gRPC and, through a gateway, over HTTP (completions and chats). With --lora-modules they
@@ -91,20 +77,10 @@ def chaos(
 
     engine, policy = build(EngineArgs, options), build(PolicyConfig, options)
     check_rebalance(context, policy)
+    own = {name: value for name, value in options.items() if name not in vars(engine) | vars(policy)}
+    is_offloading_given = is_given(context, "kv_offloading_size")
     try:
-        args = SoakArgs(
-            seconds=seconds,
-            seed=seed,
-            num_prefill=num_prefill,
-            num_decode=num_decode,
-            num_routers=num_routers,
-            num_gateways=num_gateways,
-            transport=transport,
-            lora_dir=lora_dir,
-            engine=engine,
-            is_offloading_given=is_given(context, "kv_offloading_size"),
-            policy=policy,
-        )
+        args = SoakArgs(engine=engine, policy=policy, seed=seed, is_offloading_given=is_offloading_given, **own)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     with NamedTemporaryFile("w", prefix=f"tandem-chaos-{args.seed}-", suffix=".log", delete=False) as log:
