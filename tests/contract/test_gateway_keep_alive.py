@@ -13,7 +13,7 @@ import httpx2 as httpx
 import pytest
 from gateway_harness import TIMEOUT_S, Router, failing, gateway, last, tokens
 
-from gateway.app import PAGE
+from gateway.handlers import PAGE
 from protos import tandem_inference_pb2 as pb
 from rpc.errors import NoWorker, Overloaded, TandemError
 
