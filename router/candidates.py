@@ -13,11 +13,11 @@ def prefill_candidate(handle: WorkerHandle, request: QueuedRequest) -> PrefillCa
         key=handle.key,
         kind=handle.facts.kind_for(request.needs.lora_name, request.needs.kind),
         num_queued_tokens=handle.num_queued_tokens,
-        num_cached_tokens=num_cached_tokens(handle, request),
+        num_cached_tokens=handle.num_cached_tokens(request.num_cached_blocks),
         num_blocks=handle.load.num_blocks,
         num_available_blocks=handle.num_available_blocks,
         is_full=handle.is_full or not handle.facts.can_generate,
-        num_used_blocks=handle.load.num_used_blocks + handle.num_planned_blocks,
+        num_used_blocks=handle.num_used_blocks,
         transport=handle.facts.transport,
     )
 
@@ -27,13 +27,13 @@ def decode_candidate(handle: WorkerHandle, request: QueuedRequest, slowness: flo
     # For states, too: whether the prompt comes from another worker is not known yet.
     num_blocks_kept = handle.facts.num_state_blocks
     if ahead is not None:
-        num_blocks_kept += -(-ahead.num_tokens // handle.facts.block_size) + handle.facts.num_state_blocks
+        num_blocks_kept += handle.facts.num_blocks(ahead.num_tokens) + handle.facts.num_state_blocks
     return DecodeCandidate(
         key=handle.key,
         kind=handle.facts.kind_for(request.needs.lora_name, request.needs.kind),
         block_size=handle.facts.block_size,
         num_available_blocks=handle.num_available_blocks + request.num_shared_blocks(handle.key) - num_blocks_kept,
-        num_used_blocks=handle.load.num_used_blocks + handle.num_planned_blocks,
+        num_used_blocks=handle.num_used_blocks,
         num_cached_blocks=request.num_cached_blocks.get(handle.key, 0),
         is_full=handle.is_full or not handle.has_free_seqs(1 if ahead is None else 2),
         num_queued_tokens=handle.num_queued_tokens,
@@ -41,8 +41,3 @@ def decode_candidate(handle: WorkerHandle, request: QueuedRequest, slowness: flo
         transport=handle.facts.transport,
         slowness=slowness,
     )
-
-
-def num_cached_tokens(handle: WorkerHandle, request: QueuedRequest) -> int:
-    """Tokens of the request's prompt that the worker has cached, according to the prefix index."""
-    return request.num_cached_blocks.get(handle.key, 0) * handle.facts.block_size

@@ -72,7 +72,7 @@ class KnownWorkers:
 
     def set_records(self, records: Iterable[pb.WorkerRecord]) -> None:
         """Take over the registry's current records of the workers that this router uses."""
-        by_key = {WorkerKey(r.worker_id, r.incarnation): r for r in records}
+        by_key = {WorkerKey.of(record): record for record in records}
         for key, record in by_key.items():
             handle = self.handles.get(key)
             if handle is None:

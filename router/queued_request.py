@@ -26,8 +26,8 @@ class SharedPrefix:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
-    """What planning needs to know about a request. The caller creates it; the queue owns the fields that the
-    constructor does not take, and those that planning leaves."""
+    """What planning needs to know about a request. The caller creates it; the queue and the pool own the fields that
+    the constructor does not take."""
 
     num_tokens: int
     """Tokens to prefill: the prompt, and the part of the answer that exists already."""
@@ -50,9 +50,9 @@ class QueuedRequest:
     alone."""
     is_return: bool = False
     """It has waited its turn and was charged for its prompt before: it goes to the front of its priority."""
-    barred: Set[WorkerKey] = frozenset()
+    barred: Set[WorkerKey] = field(default=frozenset(), init=False)
     """Workers that a request before this one waits for."""
-    waits_for_prompts: bool = False
+    waits_for_prompts: bool = field(default=False, init=False)
     """When workers were last sought for it, they had room, but too many prompts before it."""
     overtakes: QueuedRequest | None = field(default=None, init=False)
     """The head of the line, for which its decode worker must keep room, if it is planned before that one."""

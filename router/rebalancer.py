@@ -96,7 +96,7 @@ class Rebalancer:
 
 
 def _loaded(handle: WorkerHandle) -> Loaded:
-    return Loaded(handle.key, handle.load.num_used_blocks + handle.num_planned_blocks, handle.facts.block_size)
+    return Loaded(handle.key, handle.num_used_blocks, handle.facts.block_size)
 
 
 class MovingStream:

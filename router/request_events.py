@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from protos.tandem_inference_pb2 import FinishReason, Mode, TokenLogprobs
 from protos.tandem_kv_transfer_pb2 import Grant
-from protos.tandem_worker_pb2 import WorkerEvent
+from protos.tandem_worker_pb2 import WorkerEvent, WorkerRecord
 
 MAX_JOINED_TOKENS = 256
 """Once a message has this many tokens, no more are joined to it. Otherwise a client that has read nothing for minutes
@@ -24,6 +24,10 @@ class WorkerKey(NamedTuple):
 
     worker_id: str
     incarnation: str
+
+    @classmethod
+    def of(cls, record: WorkerRecord) -> WorkerKey:
+        return cls(record.worker_id, record.incarnation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,8 @@ class ServedModel:
         before, self._there = self._there, {}
         for record in workers:
             for name in record.model.lora_names:
-                self._there.setdefault(name, set()).add(_key_of(record))
-        living = set(map(_key_of, workers))
+                self._there.setdefault(name, set()).add(WorkerKey.of(record))
+        living = set(map(WorkerKey.of, workers))
         # If a worker that had the adapter still lives, the adapter was removed on purpose.
         lost = [name for name, keys in before.items() if not keys & living]
         gone_s = self._gone_s | dict.fromkeys(lost, now_s)
@@ -72,7 +72,3 @@ class ServedModel:
         self._known = self._model.with_worker(
             shortest.model, self._there.keys() | self._gone_s.keys() | exchanged, leaving
         )
-
-
-def _key_of(record: WorkerRecord) -> WorkerKey:
-    return WorkerKey(record.worker_id, record.incarnation)

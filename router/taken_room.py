@@ -56,7 +56,7 @@ class TakenRoom:
         self.num_tokens_to_prefill = max(1, num_tokens - num_cached_tokens)
         """Tokens of the prompt that are not cached where it is computed."""
         self.num_cached_tokens = num_cached_tokens
-        self._num_blocks = -(-num_tokens // decode.facts.block_size) - num_blocks_shared
+        self._num_blocks = decode.facts.num_blocks(num_tokens) - num_blocks_shared
         if prefill is not None:
             self._num_blocks += decode.facts.num_state_blocks
         self.num_tokens_to_move = max(0, num_tokens - num_blocks_held * decode.facts.block_size)

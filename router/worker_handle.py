@@ -4,6 +4,7 @@ since."""
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,6 +59,10 @@ class WorkerFacts(NamedTuple):
             adapters=frozenset(lora_digests.items()),
             leaving_adapters=frozenset((each.lora_name, each.lora_digest) for each in record.leaving_loras),
         )
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """The blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
 
     def kind_for(self, lora_name: str, begun_on: Kind | None = None) -> Kind | None:
         """This worker's kind for requests for that adapter (empty: for none). None: it has no such adapter. `begun_on`:
@@ -159,7 +164,7 @@ class WorkerHandle:
     """Sessions lost in a row."""
 
     def __post_init__(self) -> None:
-        self.key = WorkerKey(self.record.worker_id, self.record.incarnation)
+        self.key = WorkerKey.of(self.record)
         self.take_record(self.record)
         self.load = Load.of(self.record.load)
 
@@ -187,6 +192,14 @@ class WorkerHandle:
     def num_available_blocks(self) -> int:
         return self.load.num_available_blocks - self.num_planned_blocks
 
+    @property
+    def num_used_blocks(self) -> int:
+        return self.load.num_used_blocks + self.num_planned_blocks
+
+    def num_cached_tokens(self, num_cached_blocks: Mapping[WorkerKey, int]) -> int:
+        """Tokens of a prompt that it has cached. `num_cached_blocks`: the prompt's blocks that each worker has."""
+        return num_cached_blocks.get(self.key, 0) * self.facts.block_size
+
     def has_free_seqs(self, num_seqs: int) -> bool:
         """Whether it takes `num_seqs` more sequences. A worker that is asked for more says Busy, and the request
         returns to the front of the queue, before all fair shares: they would have no effect any more."""
@@ -198,11 +211,11 @@ class WorkerHandle:
         sequences too."""
         if not self.is_usable or self.is_full or not self.has_free_seqs(1):
             return False
-        load, num_own = self.load, -(-num_tokens // self.facts.block_size)
+        load, num_own = self.load, self.facts.num_blocks(num_tokens)
         if 2 * (self.num_available_blocks - num_own) < load.num_blocks:
             return False
         if num_others := load.num_active + self.num_planned_seqs:
-            if 4 * (load.num_used_blocks + self.num_planned_blocks + num_own) > load.num_blocks:
+            if 4 * (self.num_used_blocks + num_own) > load.num_blocks:
                 return False
             if load.num_free_seqs is not None and 2 * (num_others + 1) > load.num_active + load.num_free_seqs:
                 return False

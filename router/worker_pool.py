@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_worker_pb2 import ROLE_DECODE, ROLE_PREFILL
-from router.candidates import decode_candidate, num_cached_tokens, prefill_candidate
+from router.candidates import decode_candidate, prefill_candidate
 from router.costs import Costs
 from router.known_workers import KnownWorkers
 from router.needs import Needs
@@ -167,7 +167,7 @@ class WorkerPool:
         )
 
         def own(handle: WorkerHandle) -> int:
-            return max(1, num_tokens - num_cached_blocks.get(handle.key, 0) * handle.facts.block_size)
+            return max(1, num_tokens - handle.num_cached_tokens(num_cached_blocks))
 
         to_compute = [float(h.num_queued_tokens + own(h)) for h in prefill]
         to_compute += [h.num_queued_tokens + own(h) * (1 + STALL_WEIGHT * h.load.num_running) for h in decode]
@@ -180,9 +180,8 @@ class WorkerPool:
         prompts, and has room for it and for `beside`, which it would overtake."""
 
         def takes(handle: WorkerHandle) -> bool:
-            block_size = handle.facts.block_size
-            num_uncached = num_tokens - num_cached_blocks.get(handle.key, 0) * block_size
-            num_blocks = -(-num_tokens // block_size) + -(-beside.num_tokens // block_size)
+            num_uncached = num_tokens - handle.num_cached_tokens(num_cached_blocks)
+            num_blocks = handle.facts.num_blocks(num_tokens) + handle.facts.num_blocks(beside.num_tokens)
             has_room = handle.num_available_blocks >= num_blocks and handle.has_free_seqs(2) and not handle.is_full
             return has_room and num_uncached <= self._policy.local_max_uncached_tokens
 
@@ -257,7 +256,7 @@ class WorkerPool:
             prefill,
             request.num_tokens,
             kind=kind,
-            num_cached_tokens=num_cached_tokens(prefill or decode, request),
+            num_cached_tokens=(prefill or decode).num_cached_tokens(request.num_cached_blocks),
             num_blocks_held=request.num_cached_blocks.get(plan.decode, 0),
             num_blocks_shared=request.num_shared_blocks(plan.decode),
             trials=self._faults.begin(plan, now_s),

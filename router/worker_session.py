@@ -49,7 +49,7 @@ class WorkerSession:
         on_open: Callable[[], None],
         on_lost: Callable[[], None],
     ) -> None:
-        self.key = WorkerKey(record.worker_id, record.incarnation)
+        self.key = WorkerKey.of(record)
         self._role = record.role
         self._hello = pb.Hello(protocol_version=PROTOCOL_VERSION, router_id=router_id, incarnation=record.incarnation)
         self._vocab_size = record.model.vocab_size
