@@ -41,18 +41,9 @@ without the writer noticing. gRPC's default is four times this, growing to megab
 instead are merged into fewer messages, which take a router less time."""
 
 
-def channel_options(
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    *,
-    connect_ms: int = CONNECT_MS,
-    ping_timeout_ms: int | None = None,
-    read_ahead_bytes: int = 0,
-    spread_service: str = "",
-) -> list[tuple[str, int | str]]:
-    """The options of all our channels. `ping_timeout_ms`: default `KEEPALIVE_TIMEOUT_MS`.
-    `read_ahead_bytes`: how much of a stream may be buffered unread; 0: as much as a round trip needs.
-    `spread_service`: distribute calls in turn to the peers behind the address that serve this; "": call the first."""
-    read_ahead = [("grpc.http2.lookahead_bytes", read_ahead_bytes), ("grpc.http2.bdp_probe", 0)]
+def connection_options(max_message_bytes: int, ping_timeout_ms: int | None) -> list[tuple[str, int]]:
+    """The options of channels and servers: bounds, and pings. By a server's pings, clients whose machine is gone are
+    noticed, so that what their streams own is freed. `ping_timeout_ms`: default `KEEPALIVE_TIMEOUT_MS`."""
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -62,6 +53,23 @@ def channel_options(
         ("grpc.http2.ping_timeout_ms", ping_timeout_ms or KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def channel_options(
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    *,
+    connect_ms: int = CONNECT_MS,
+    ping_timeout_ms: int | None = None,
+    read_ahead_bytes: int = 0,
+    spread_service: str = "",
+) -> list[tuple[str, int | str]]:
+    """The options of all our channels.
+    `read_ahead_bytes`: how much of a stream may be buffered unread; 0: as much as a round trip needs.
+    `spread_service`: distribute calls in turn to the peers behind the address that serve this; "": call the first."""
+    read_ahead = [("grpc.http2.lookahead_bytes", read_ahead_bytes), ("grpc.http2.bdp_probe", 0)]
+    return [
+        *connection_options(max_message_bytes, ping_timeout_ms),
         # Workers are addressed directly; an http_proxy in the environment is not meant for them.
         ("grpc.enable_http_proxy", 0),
         # gRPC's own retries (on by default, including transparent ones) lose calls when a server restarts: the blocking

@@ -30,7 +30,15 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from rpc.errors import DETAILS_KEY, InternalError, InvalidRequest, TandemError, is_being_cancelled, to_status
+from rpc.errors import (
+    DETAILS_KEY,
+    STATUS_CODES,
+    InternalError,
+    InvalidRequest,
+    TandemError,
+    is_being_cancelled,
+    to_status,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -180,9 +188,8 @@ def log_bug(error: Exception, where: str) -> InternalError:
 async def abort(context: Any, error: TandemError) -> None:
     """End the RPC with the status of `error`. Raises gRPC's AbortError, as `context.abort` does, or CancelledError."""
     status = to_status(error)
-    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     try:
-        await context.abort(code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+        await context.abort(STATUS_CODES[type(error)], status.message, ((DETAILS_KEY, status.SerializeToString()),))
     except grpc.aio.InternalError:
         # The RPC ended while the status was being sent, as when its deadline passed: there is no client to tell. gRPC
         # ignores a cancellation, but logs anything else with a traceback.

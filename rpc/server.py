@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rpc import health
-from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
+from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, connection_options
 from rpc.interceptors import ErrorInterceptor
 from rpc.keys import KeyInterceptor
 from rpc.tls import ServerTLS
@@ -48,8 +48,8 @@ class Server:
         ping_timeout_ms: int | None = None,
         keys: Sequence[str] = (),
     ) -> None:
-        """`listen`: "host:port". `ping_timeout_ms`: see `rpc.channel.channel_options`. `keys`: calls must carry one of
-        them, except health and reflection; empty: anybody may call. Raises `ValueError`."""
+        """`listen`: "host:port". `ping_timeout_ms`: see `rpc.channel.connection_options`. `keys`: calls must carry one
+        of them, except health and reflection; empty: anybody may call. Raises `ValueError`."""
         _grpc_log.addFilter(_shows_no_header)
         self._listen = listen
         self._host, self._port = split_address(listen)
@@ -108,17 +108,9 @@ class Server:
 
 def _options(max_message_bytes: int, ping_timeout_ms: int | None) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        *connection_options(max_message_bytes, ping_timeout_ms),
         # A second process on the same port would silently get half of the connections.
         ("grpc.so_reuseport", 0),
-        # Our pings notice clients whose machine is gone, so that what their streams own is freed.
-        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        # Otherwise a hanging peer is noticed only after a minute.
-        ("grpc.http2.ping_timeout_ms", ping_timeout_ms or KEEPALIVE_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
         # Clients ping every KEEPALIVE_TIME_MS; by default a server treats that as an attack (GOAWAY too_many_pings).
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     ]

@@ -58,7 +58,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rpc.channel, rpc.server):
         monkeypatch.setattr(module, "KEEPALIVE_TIME_MS", PING_MS)
-        monkeypatch.setattr(module, "KEEPALIVE_TIMEOUT_MS", PING_MS)
+    monkeypatch.setattr(rpc.channel, "KEEPALIVE_TIMEOUT_MS", PING_MS)
 
 
 @pytest.mark.usefixtures("quick_pings")
