@@ -12,7 +12,7 @@ from worker_service.command import worker_command
 
 starting.after_imports()
 
-main = worker_command(pb.Role.ROLE_DECODE, "decode", DecodeService)
+main = worker_command(pb.Role.ROLE_DECODE, DecodeService)
 
 if __name__ == "__main__":
     main(prog_name="python -m decode_service")

@@ -12,7 +12,7 @@ from worker_service.command import worker_command
 
 starting.after_imports()
 
-main = worker_command(pb.Role.ROLE_PREFILL, "prefill", PrefillService)
+main = worker_command(pb.Role.ROLE_PREFILL, PrefillService)
 
 if __name__ == "__main__":
     main(prog_name="python -m prefill_service")

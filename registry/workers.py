@@ -74,6 +74,11 @@ return found
 """
 
 
+def role_name(role: pb.Role) -> str:
+    """ "prefill" or "decode"."""
+    return pb.Role.Name(role).removeprefix("ROLE_").lower()
+
+
 class WorkerRegistration:
     """A worker's registration. See the module's docstring for its life cycle. Used only on the event loop's thread."""
 

@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos import tandem_worker_pb2 as worker_pb
+from registry.workers import role_name
 from router.open_requests import OpenRequests
 from router.parts import RouterParts
 
@@ -50,8 +51,7 @@ class RouterGauges(Collector):
         yield from self._lora_requests()
         workers = GaugeMetricFamily("tandem:workers", "Workers that take new work.", labels=["model_name", "role"])
         for role in (worker_pb.ROLE_PREFILL, worker_pb.ROLE_DECODE):
-            name = worker_pb.Role.Name(role).removeprefix("ROLE_").lower()
-            workers.add_metric([self._model, name], len(self._pool.usable(role)))
+            workers.add_metric([self._model, role_name(role)], len(self._pool.usable(role)))
         yield workers
 
     def _lora_requests(self) -> Iterable[Metric]:

@@ -11,6 +11,7 @@ import click
 
 from engine.engine_args import EngineArgs
 from protos import tandem_worker_pb2 as pb
+from registry.workers import role_name
 from rpc import failpoints
 from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
 from worker_service.args import WorkerArgs
@@ -18,8 +19,9 @@ from worker_service.process import run_worker
 from worker_service.role import MakeService
 
 
-def worker_command(role: pb.Role, name: str, make_service: MakeService) -> click.Command:
-    """The command that runs one worker called `name` ("prefill", "decode") until SIGTERM, which drains it."""
+def worker_command(role: pb.Role, make_service: MakeService) -> click.Command:
+    """The command that runs one worker until SIGTERM, which drains it."""
+    name = role_name(role)
 
     @click.command(
         context_settings={"help_option_names": ["-h", "--help"]},

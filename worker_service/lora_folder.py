@@ -42,7 +42,7 @@ Stamp: TypeAlias = tuple[tuple[int, int, int, int], ...]
 
 
 class LoRAFolder:
-    """Used on the event loop. `look` once before others hear of the worker, then `follow`."""
+    """Used on the event loop. `start` it before others hear of the worker."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class LoRAFolder:
     ) -> None:
         """`names_of_others`: the model's names, which no adapter may have. `on_change` is called when the adapters that
         requests may ask for, or `exchanged`, have changed."""
-        self._folder = folder
+        self._folder = folder.expanduser()
         self._engine = engine
         self._names_of_others = frozenset(names_of_others)
         self._on_change = on_change
@@ -71,14 +71,25 @@ class LoRAFolder:
         self._incomplete: dict[str, int] = {}
         """Folders with only one of an adapter's files: in how many looks in a row."""
         self._is_missing = False
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def exchanged(self) -> list[str]:
         """The names of adapters that made room for the next one of their name, which has not come yet."""
         return [name for name, made_room in self._waiting.items() if made_room]
 
-    async def follow(self) -> None:
-        """Look again and again, until cancelled or until the engine has ended."""
+    async def start(self) -> None:
+        """Load the adapters that are there, and follow the folder from then on."""
+        await self.look(waits=False)
+        self._following = asyncio.create_task(self._follow())
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+
+    async def _follow(self) -> None:
+        """Look again and again, until the engine has ended."""
         with suppress(EngineDeadError):
             while True:
                 await asyncio.sleep(LOOK_S)

@@ -39,7 +39,7 @@ from protos.tandem_inference_pb2 import KVTransferStats
 from protos.tandem_worker_pb2_grpc import add_WorkerServicer_to_server
 from registry.model_traits import read_model_traits
 from registry.prefix_index import PrefixReporter
-from registry.workers import WorkerRegistration
+from registry.workers import WorkerRegistration, role_name
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, KV_PING_TIMEOUT_MS
 from rpc.entrypoint import announce, with_flags
 from rpc.http import HttpServer, show_metrics, tell_of_process
@@ -70,10 +70,6 @@ ends if the rank hangs."""
 
 class CannotLoad(Exception):  # noqa: N818 - named for what happened
     """The weights do not fit the model's config, or the device is too small. The message is one line with advice."""
-
-
-def random_worker_id(role: pb.Role) -> str:
-    return f"{'prefill' if role == pb.Role.ROLE_PREFILL else 'decode'}-{secrets.token_hex(3)}"
 
 
 async def run_worker(
@@ -127,7 +123,7 @@ class WorkerProcess:
         self._load = pb.WorkerLoad()
         self._traits = pb.ModelTraits()
         self.identity = Identity(
-            worker_id=args.worker_id or random_worker_id(role),
+            worker_id=args.worker_id or f"{role_name(role)}-{secrets.token_hex(3)}",
             incarnation=secrets.token_hex(8),
             compat_digest=config.compat_digest,
         )
@@ -153,9 +149,7 @@ class WorkerProcess:
             snapshot=self._prefix_snapshot,
         )
         self._watchdog: asyncio.Task[None] | None = None
-        self._lora_dir = Path(args.lora_dir).expanduser() if args.lora_dir else None
         self._lora_folder: LoRAFolder | None = None
-        self._lora_task: asyncio.Task[None] | None = None
         self._ranks = RankExits(self._on_failure)
         self._metrics: WorkerMetrics | None = None
         self._metrics_server: HttpServer | None = None
@@ -168,12 +162,13 @@ class WorkerProcess:
         self = cls(role, args, config)
         pool = await self._load_model()
         self._make_services(pool, make_service)
-        await self._read_lora_dir()
+        await self._follow_lora_dir()
         self._show_metrics()  # before others learn of this worker, since the port may be in use
         listening = await self.server.start()
         self._address = args.advertise or listening
         await self.service.start(self._address)
-        self._register()
+        self._reporter.start()
+        self._registration.start()
         self._watchdog = asyncio.create_task(self._end_when_stuck())
         announce(listening)
         facts = {
@@ -203,18 +198,16 @@ class WorkerProcess:
         self._load = load_message(self.engine.first_load)
         return memory.as_pool(self.engine.kv_pool, self.engine.kv_shape, config.cache.kv_order)
 
-    async def _read_lora_dir(self) -> None:
-        """Load the folder's adapters before others learn of this worker, and follow the folder from then on."""
-        if self._lora_dir is None:
+    async def _follow_lora_dir(self) -> None:
+        if not self._args.lora_dir:
             return
         self._lora_folder = LoRAFolder(
-            self._lora_dir,
+            Path(self._args.lora_dir),
             self.engine,
             names_of_others=[self._config.model.served_model_name, *self._config.model.aliases],
             on_change=self._registration.beat_now,
         )
-        await self._lora_folder.look(waits=False)
-        self._lora_task = asyncio.create_task(self._lora_folder.follow())
+        await self._lora_folder.start()
 
     def _make_services(self, pool: KVPool, make_service: MakeService) -> None:
         """Make the role's services, and `Worker`."""
@@ -244,11 +237,7 @@ class WorkerProcess:
     def _show_metrics(self) -> None:
         """Serve metrics if the flags ask for it. Raises `CannotListen`."""
         self._metrics = WorkerMetrics(
-            labels=(
-                self._config.model.served_model_name,
-                self.identity.worker_id,
-                pb.Role.Name(self._role).removeprefix("ROLE_").lower(),
-            ),
+            labels=(self._config.model.served_model_name, self.identity.worker_id, role_name(self._role)),
             load=lambda: self._load,
             stats=self.engine.stats,
             block_bytes=self.engine.kv_shape.all_layers_bytes,
@@ -257,10 +246,6 @@ class WorkerProcess:
         )
         tell_of_process(self._metrics.registry)
         self._metrics_server = show_metrics(self._metrics.registry, self._args.metrics_listen)
-
-    def _register(self) -> None:
-        self._reporter.start()
-        self._registration.start()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, and wait at most `grace_s` seconds for running requests. Also ends when the engine fails."""
@@ -273,9 +258,8 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the sessions, leave the registry, release everything."""
-        if self._lora_task is not None:
-            self._lora_task.cancel()
-            await asyncio.wait([self._lora_task])
+        if self._lora_folder is not None:
+            await self._lora_folder.close()
         await self.host.end_sessions(SESSIONS_END_S)
         await self._registration.close()
         await self._reporter.close()

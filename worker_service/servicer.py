@@ -43,10 +43,7 @@ class WorkerServicer(WorkerServicerBase):  # type: ignore[misc]
     async def GetStatus(  # noqa: N802
         self, request: pb.GetWorkerStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.WorkerStatus:
-        stats, counters = (
-            self._engine.stats,
-            self._service.counters,
-        )  # works even if the engine hangs
+        stats, counters = self._engine.stats, self._service.counters  # works even if the engine hangs
         return pb.WorkerStatus(
             record=self._record(),
             uptime_s=time.monotonic() - self._started_s,
