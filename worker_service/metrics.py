@@ -113,9 +113,7 @@ class WorkerMetrics(Collector):
             ("late_writes", "Blocks dropped because their grant had ended.", counters.num_late_writes),
             ("repaired_blocks", "Blocks damaged in transit and pushed again.", counters.num_repairs),
         ):
-            counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
+            yield self._counter(name, help_text, value)
 
     def _of_offloading(self, host_blocks: pb.HostLedger) -> Iterable[Metric]:
         usage = host_blocks.num_kept / host_blocks.num_blocks
@@ -131,19 +129,19 @@ class WorkerMetrics(Collector):
         ):
             moved.add_metric([*self._labels, transfer_type], num_blocks * self._block_bytes)
         yield moved
-        stats = self._stats
-        num_not_in_pool = stats.num_prefix_queries_tokens - stats.num_prefix_hits_tokens + stats.num_loaded_tokens
-        for name, help_text, value in (
-            ("external_prefix_cache_queries", "Prompt tokens looked up in host memory.", num_not_in_pool),
-            ("external_prefix_cache_hits", "Prompt tokens found in host memory.", stats.num_loaded_tokens),
-        ):
-            counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
+        stats, num_hits = self._stats, self._stats.num_loaded_tokens
+        num_not_in_pool = stats.num_prefix_queries_tokens - stats.num_prefix_hits_tokens + num_hits
+        yield self._counter("external_prefix_cache_queries", "Prompt tokens looked up in host memory.", num_not_in_pool)
+        yield self._counter("external_prefix_cache_hits", "Prompt tokens found in host memory.", num_hits)
 
     def _histogram(self, name: str, help_text: str, edges: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"tandem:{name}", help_text, LABELS, buckets=edges, registry=self.registry)
         return histogram.labels(*self._labels)
+
+    def _counter(self, name: str, help_text: str, value: float) -> CounterMetricFamily:
+        counter = CounterMetricFamily(f"tandem:{name}", help_text, labels=LABELS)
+        counter.add_metric(self._labels, value)
+        return counter
 
     def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"tandem:{name}", help_text, labels=LABELS)

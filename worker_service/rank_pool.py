@@ -106,8 +106,11 @@ class RankPool(KVPool):
         told = endpoint.SerializeToString()
         return _Peer(self, self._ask("open_by_agent", told, agent=agent, name=name, num_blocks=num_blocks)[0])
 
-    def count_push(self, agent: int, is_entered: bool) -> None:
-        self._ask("count_push", agent=agent, is_entered=is_entered)
+    def enter_push(self, agent: int) -> None:
+        self._ask("enter_push", agent=agent)
+
+    def leave_push(self, agent: int) -> None:
+        self._ask("leave_push", agent=agent)
 
     def close_agent(self, agent: int) -> None:
         self._ask("close_agent", agent=agent)
@@ -179,10 +182,10 @@ class _Agent:
         return self._pool.open_by_agent(self._agent, name, endpoint, num_blocks)
 
     def enter_push(self) -> None:
-        self._pool.count_push(self._agent, is_entered=True)
+        self._pool.enter_push(self._agent)
 
     def leave_push(self) -> None:
-        self._pool.count_push(self._agent, is_entered=False)
+        self._pool.leave_push(self._agent)
 
     def close(self) -> None:
         self._pool.close_agent(self._agent)
@@ -205,7 +208,7 @@ class PoolServer:
             for call in (
                 self._share, self._describe_layout, self._describe_memory, self._open_peer, self._read, self._write,
                 self._digests, self._copy, self._finish, self._close_peer, self._start_agent, self._open_by_agent,
-                self._count_push, self._close_agent,
+                self._enter_push, self._leave_push, self._close_agent,
             )
         }  # fmt: skip
 
@@ -276,12 +279,12 @@ class PoolServer:
         self._peers[number := next(self._numbers)] = opened
         return number, b""
 
-    def _count_push(self, _: memoryview, agent: int, is_entered: bool) -> tuple[None, bytes]:
-        counted = self._agents[agent]
-        if is_entered:
-            counted.enter_push()
-        else:
-            counted.leave_push()
+    def _enter_push(self, _: memoryview, agent: int) -> tuple[None, bytes]:
+        self._agents[agent].enter_push()
+        return None, b""
+
+    def _leave_push(self, _: memoryview, agent: int) -> tuple[None, bytes]:
+        self._agents[agent].leave_push()
         return None, b""
 
     def _close_agent(self, _: memoryview, agent: int) -> tuple[None, bytes]:
