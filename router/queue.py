@@ -219,25 +219,19 @@ class RequestQueue:
         """Plan requests until the workers are full."""
         self._end_patience()
         self._step_back()
-        full: set[Hashable] = set()
-        barred: set[WorkerKey] = set()
+        full: set[Hashable] = set()  # groups for which no worker has room
+        barred: set[WorkerKey] = set()  # what they wait for, which nobody behind them may take
         is_line_full = False
         lanes = self._aside.due()
         while True:
-            request, is_aside = None if is_line_full else self._first(), False
-            lane = lanes.first()
-            if lane is not None and (first_aside := self._aside.first_of(lane)) is not None:
-                turn, aside = first_aside
-                # Requests aside were before it in the line, so of two equal places theirs comes first.
-                if request is None or turn.place <= Place.of(request.share, is_return=request.is_return):
-                    request, is_aside = aside, True
+            request, is_aside = self._next_in_turn(None if is_line_full else self._first(), lanes.first())
             if request is None:
                 return
             group = request.needs.group
-            request.barred = barred
-            if group not in full and self._settle(request):
-                continue
             if group not in full:
+                request.barred = barred
+                if self._settle(request):
+                    continue
                 barred |= set(self._workers_for(request))
             if is_aside:
                 full.add(group)
@@ -249,6 +243,18 @@ class RequestQueue:
                 self._note_if_empty()
             else:
                 is_line_full = True
+
+    def _next_in_turn(self, first: QueuedRequest | None, lane: Hashable | None) -> tuple[QueuedRequest | None, bool]:
+        """Which goes next: `first`, which is in line, or the first request of the `lane` aside; and whether it is the
+        latter."""
+        first_aside = None if lane is None else self._aside.first_of(lane)
+        if first_aside is None:
+            return first, False
+        turn, aside = first_aside
+        # Requests aside were before it in the line, so of two equal places theirs comes first.
+        if first is None or turn.place <= Place.of(first.share, is_return=first.is_return):
+            return aside, True
+        return first, False
 
     def _let_overtake(self, request: QueuedRequest) -> None:
         """Plan a request that just arrived, if the head of the line waits only for prompts, this one need not, and a
