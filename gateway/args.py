@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from rpc.entrypoint import LOG_LEVELS
 from rpc.flag_numbers import check_numbers, number
+from rpc.flag_texts import check_address, check_choice
 from rpc.keys import check_keys, first_key
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
-from rpc.server import split_address
 from rpc.targets import check_target
 from rpc.tls import SslArgs
 from tandem.client import DEFAULT_ADDRESS
@@ -86,11 +86,8 @@ class GatewayArgs(SslArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_numbers(self)
-        for name, address in (("listen", self.listen), ("metrics_listen", self.metrics_listen or self.listen)):
-            try:
-                split_address(address)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        check_address("listen", self.listen)
+        check_address("metrics_listen", self.metrics_listen or self.listen)
         check_endpoint(self.otlp_traces_endpoint)
         self._check_routers()
         check_keys("api_key", self.api_key)
@@ -100,8 +97,7 @@ class GatewayArgs(SslArgs):
                 'allowed_origins must be a JSON list of origins such as "https://chat.example" or '
                 f'"http://localhost:3000" (no path, no last slash), or ["*"], is {self.allowed_origins}'
             )
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")
+        check_choice("log_level", self.log_level, LOG_LEVELS)
 
     def _check_routers(self) -> None:
         if not all(self.router) or not self.router:

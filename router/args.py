@@ -12,6 +12,7 @@ from router.text.reasoning import NONE, PARSERS
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
 from rpc.flag_numbers import number
+from rpc.flag_texts import check_choice
 from rpc.keys import check_keys
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 
@@ -114,12 +115,6 @@ class RouterArgs(ServiceArgs):
             raise ValueError(f"chat_template must be a file with a chat template, is {self.chat_template!r:.200}")
         if self.served_model_name and not all(map(str.strip, self.served_model_name.split(","))):
             raise ValueError(f"served_model_name must be NAME or NAME,NAME, is {self.served_model_name!r:.200}")
-        if self.tool_call_parser not in (AUTO, *FORMATS):
-            known = ", ".join((AUTO, *FORMATS))
-            raise ValueError(f"tool_call_parser must be one of {known}, is {self.tool_call_parser!r}")
-        if self.reasoning_parser not in (AUTO, *PARSERS, NONE):
-            known = ", ".join((AUTO, *PARSERS, NONE))
-            raise ValueError(f"reasoning_parser must be one of {known}, is {self.reasoning_parser!r}")
-        if self.scheduling_policy not in SCHEDULING_POLICIES:
-            known = ", ".join(SCHEDULING_POLICIES)
-            raise ValueError(f"scheduling_policy must be one of {known}, is {self.scheduling_policy!r}")
+        check_choice("tool_call_parser", self.tool_call_parser, (AUTO, *FORMATS))
+        check_choice("reasoning_parser", self.reasoning_parser, (AUTO, *PARSERS, NONE))
+        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)

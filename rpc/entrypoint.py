@@ -29,7 +29,8 @@ from urllib.parse import urlsplit
 import click
 
 from rpc.flag_numbers import check_numbers
-from rpc.server import CannotListen, split_address
+from rpc.flag_texts import check_address, check_choice
+from rpc.server import CannotListen
 from rpc.tls import SslArgs
 
 T = TypeVar("T")
@@ -66,12 +67,8 @@ class ServiceArgs(SslArgs):
         check_numbers(self)
         if self.ssl_ca_certs and not self.ssl_certfile:
             raise ValueError("ssl_ca_certs needs ssl_certfile: workers require a certificate of their callers")
-        for name in ("listen", "metrics_listen"):
-            try:
-                if name == "listen" or self.metrics_listen:
-                    split_address(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        check_address("listen", self.listen)
+        check_address("metrics_listen", self.metrics_listen or self.listen)
         if not re.match(r"(redis|rediss|unix)://.", self.redis):
             shown = re.sub(r".*@", "…@", self.redis, flags=re.DOTALL)  # without its password
             raise ValueError(f"redis must be a redis://, rediss:// or unix:// URL, is {shown!r}")
@@ -84,8 +81,7 @@ class ServiceArgs(SslArgs):
             raise ValueError(
                 f"namespace must be 1 to 64 letters, digits, dots, dashes or underscores, is {self.namespace!r}"
             )
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}")
+        check_choice("log_level", self.log_level, LOG_LEVELS)
 
 
 class Several(click.Option):

@@ -21,6 +21,7 @@ from kv_transfer import TRANSPORTS
 from router.args import RouterArgs
 from router.policy import PolicyConfig
 from rpc.entrypoint import ServiceArgs, with_flags
+from rpc.flag_texts import check_choice
 from rpc.server import split_address
 from rpc.targets import target_of
 from rpc.tls import SSL_FIELDS, SslArgs
@@ -128,8 +129,7 @@ class ClusterArgs:
             raise ValueError(f"--prefill must be at least 1, is {self.num_prefill}; --aggregated starts without any")
         if self.num_prefill > MAX_WORKERS:
             raise ValueError(f"--prefill must be at most {MAX_WORKERS}, is {self.num_prefill}")
-        if self.transport not in (transports := (AUTO, *TRANSPORTS)):
-            raise ValueError(f"--transport must be one of {', '.join(transports)}, is {self.transport!r}")
+        check_choice("--transport", self.transport, (AUTO, *TRANSPORTS))
         for flag, number in (("--routers", self.num_routers), ("--gateways", self.num_gateways)):
             if not 1 <= number <= MAX_FRONTS:
                 raise ValueError(f"{flag} must be in [1, {MAX_FRONTS}], is {number}")

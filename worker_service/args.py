@@ -10,7 +10,8 @@ from registry.keys import check_name
 from rpc import failpoints
 from rpc.entrypoint import ServiceArgs
 from rpc.flag_numbers import number
-from rpc.server import is_any_host, split_address
+from rpc.flag_texts import check_address, check_choice
+from rpc.server import is_any_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +75,12 @@ class WorkerArgs(ServiceArgs):
         self._check_advertise()
         if self.worker_id:
             check_name("worker_id", self.worker_id)
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, is {self.transport!r}")
+        check_choice("transport", self.transport, TRANSPORTS)
 
     def _check_advertise(self) -> None:
         """Refuse a wildcard address, at which others would reach themselves."""
         where = self.advertise or self.listen
-        try:
-            host, port = split_address(where)
-        except ValueError as error:
-            raise ValueError(f"advertise: {error}") from error
+        host, port = check_address("advertise", where)
         if is_any_host(host):
             raise ValueError(
                 "advertise must be HOST:PORT at which routers and other workers reach this one, "

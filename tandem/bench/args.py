@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rpc.flag_texts import check_choice
 from rpc.keys import check_keys
 from rpc.tls import ClientTLS
 from tandem.bench.backends import BACKENDS, HttpServer, Sending
@@ -112,12 +113,8 @@ class BenchArgs:
             getattr(self, name)  # each property raises `ValueError` for a wrong flag
 
     def _check_choices(self) -> None:
-        for name, value, known in (
-            ("backend", self.backend, BACKENDS),
-            ("dataset_name", self.dataset_name, DATASETS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, is {value!r}")
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("dataset_name", self.dataset_name, DATASETS)
         if self.dataset_name == "trace" and not self.dataset_path:
             raise ValueError("dataset_path must name the file of --dataset-name trace")
         if self.dataset_name != "trace" and self.dataset_path:
