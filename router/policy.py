@@ -177,9 +177,10 @@ def choose_plan(
     `num_waiting_tokens`: tokens of the prompts that wait in the router behind this one.
     """
     costs = learned if config.learn_costs else Costs()
+    choice = _Choice(config, costs, now_s, num_tokens, num_waiting_tokens)
     with_room = those_with_room(decode, num_tokens)
     if not with_room:
-        return _stay(costs, now_s, num_tokens, prefill, decode, avoid) if may_stay and decode else None
+        return choice.stay(prefill, decode, avoid) if may_stay and decode else None
     best = min(with_room, key=lambda d: (d.key in avoid, d.cost_blocks(num_tokens), d.slowness))
     compatible = [
         p
@@ -190,78 +191,86 @@ def choose_plan(
     ]
     if best.num_uncached_tokens(num_tokens) <= config.local_max_uncached_tokens or not compatible:
         return Plan(best.key, None)
-
-    return _with_prefill_workers(
-        config, costs, now_s, num_tokens, best, compatible, num_waiting_tokens, may_keep=not is_return
-    )
+    return choice.here_or_there(best, compatible, may_keep=not is_return)
 
 
-def _with_prefill_workers(
-    config: PolicyConfig,
-    costs: Costs,
-    now_s: float,
-    num_tokens: int,
-    decode: DecodeCandidate,
-    prefill: Sequence[PrefillCandidate],
-    num_waiting_tokens: int,
-    *,
-    may_keep: bool,
-) -> Plan | None:
-    """The cheaper place to prefill the prompt: its decode worker, or the best of the `prefill` workers, which may keep
-    the request. None: the cheaper one has too much queued. `may_keep`: whether one may keep it in a burst."""
-    num_uncached_tokens = decode.num_uncached_tokens(num_tokens)
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The choice for one prompt, now."""
 
-    def there_s(p: PrefillCandidate, num_behind: float = 0) -> float:
-        own = max(1, num_tokens - p.num_cached_tokens)
-        return costs.prompt_s(p.key, p.num_queued_tokens + own + num_behind, now_s)
+    config: PolicyConfig
+    costs: Costs
+    now_s: float
+    num_tokens: int
+    num_waiting_tokens: int
 
-    def has_backlog(worker: PrefillCandidate | DecodeCandidate) -> bool:
-        num_queued = worker.num_queued_tokens
-        is_slow = config.learn_costs and costs.prompt_s(worker.key, num_queued, now_s) > MAX_BACKLOG_S
+    def here_or_there(
+        self, decode: DecodeCandidate, prefill: Sequence[PrefillCandidate], *, may_keep: bool
+    ) -> Plan | None:
+        """The cheaper place to prefill the prompt: its decode worker, or the best of the `prefill` workers, which may
+        keep the request. None: the cheaper one has too much queued. `may_keep`: whether one may keep it in a burst."""
+        free = [p for p in prefill if not self._has_backlog(p)]
+        soonest = min(free or prefill, key=self._there_s)
+        here_s = self._here_s(decode, soonest)
+        num_behind = self.num_waiting_tokens / len(prefill)
+        is_burst = may_keep and self.config.learn_costs and self._is_burst(soonest, decode, num_behind)
+        is_near = self._there_s(soonest) <= KEEP_WAIT_RATIO * here_s
+        if is_burst and is_near and self._should_keep_all(soonest, decode, num_behind):
+            return Plan(soonest.key, None, is_stay=True) if free else None
+        # If prompts wait in the router, each that is prefilled here lets all behind it come sooner.
+        there_s = self._there_s(soonest, 0 if free else num_behind)
+        if there_s + self.costs.handover_s(decode.num_uncached_tokens(self.num_tokens), self.now_s) > here_s:
+            return None if self._has_backlog(decode) else Plan(decode.key, None)
+        if not free:
+            return None
+        return Plan(decode.key, soonest.key)
+
+    def stay(
+        self, prefill: Sequence[PrefillCandidate], decode: Sequence[DecodeCandidate], avoid: frozenset[WorkerKey]
+    ) -> Plan | None:
+        """The prefill worker, one that is idle now, that keeps the request and decodes it too."""
+        num_needed = decode[0].num_blocks(self.num_tokens)
+        kinds = {d.kind for d in decode}
+        idle = [p for p in prefill if not p.num_queued_tokens and p.kind in kinds and p.key not in avoid]
+        idle = [p for p in idle if _has_room_to_keep(p, num_needed)]
+        return Plan(min(idle, key=self._there_s).key, None, is_stay=True) if idle else None
+
+    def _there_s(self, worker: PrefillCandidate, num_behind: float = 0) -> float:
+        """Until the first token, if this prefill worker prefills the prompt, and `num_behind` tokens more."""
+        own = max(1, self.num_tokens - worker.num_cached_tokens)
+        return self.costs.prompt_s(worker.key, worker.num_queued_tokens + own + num_behind, self.now_s)
+
+    def _here_s(self, decode: DecodeCandidate, soonest: PrefillCandidate) -> float:
+        """Until the first token, if the decode worker prefills the prompt; with what that costs its streams."""
+        num_uncached_tokens = decode.num_uncached_tokens(self.num_tokens)
+        # Streams on this worker stretch the time that it takes for a prompt, yet only the computing itself holds them
+        # up. So the stall counts the time of whichever worker is expected to be faster.
+        alone_s = min(self.costs.prompt_s(key, num_uncached_tokens, self.now_s) for key in (decode.key, soonest.key))
+        stall_s = STALL_WEIGHT * (decode.num_running + 1) * alone_s
+        return self.costs.prompt_s(decode.key, decode.num_queued_tokens + num_uncached_tokens, self.now_s) + stall_s
+
+    def _has_backlog(self, worker: PrefillCandidate | DecodeCandidate) -> bool:
+        num_queued, config = worker.num_queued_tokens, self.config
+        is_slow = config.learn_costs and self.costs.prompt_s(worker.key, num_queued, self.now_s) > MAX_BACKLOG_S
         return num_queued > config.max_prefill_backlog_tokens or (num_queued > 0 and is_slow)
 
-    free = [p for p in prefill if not has_backlog(p)]
-    soonest = min(free or prefill, key=there_s)
-    # Streams on this worker stretch the time that it takes for a prompt, yet only the computing itself holds them up.
-    # So the stall counts the time of whichever worker is expected to be faster.
-    alone_s = min(costs.prompt_s(key, num_uncached_tokens, now_s) for key in (decode.key, soonest.key))
-    stall_s = STALL_WEIGHT * (decode.num_running + 1) * alone_s
-    here_s = costs.prompt_s(decode.key, decode.num_queued_tokens + num_uncached_tokens, now_s) + stall_s
-    num_behind = num_waiting_tokens / len(prefill)
-    is_burst = may_keep and config.learn_costs and _is_burst(costs, soonest, decode, num_behind, now_s)
-    is_near = there_s(soonest) <= KEEP_WAIT_RATIO * here_s
-    if is_burst and is_near and _should_keep_all(soonest, decode, num_tokens, num_behind):
-        return Plan(soonest.key, None, is_stay=True) if free else None
-    # If prompts wait in the router, each that is prefilled here lets all behind it come sooner.
-    if there_s(soonest, 0 if free else num_behind) + costs.handover_s(num_uncached_tokens, now_s) > here_s:
-        return None if has_backlog(decode) else Plan(decode.key, None)
-    if not free:
-        return None
-    return Plan(decode.key, soonest.key)
+    def _is_burst(self, prefill: PrefillCandidate, decode: DecodeCandidate, num_behind: float) -> bool:
+        """Whether streams will pile up at `decode`, because answers take longer than the prompts that are to come:
+        those at the prefill worker, and `num_behind` tokens of others that wait in the router. Whether prompts take
+        long shows at both workers, since a burst's first prompts go to either."""
+        num_to_come = prefill.num_queued_tokens + num_behind
+        if self.costs.prompt_s(prefill.key, num_to_come + decode.num_queued_tokens, self.now_s) <= BURST_S:
+            return False
+        answer_s = self.costs.paces.answer_s(decode.key, decode.num_used_blocks)
+        return not answer_s or answer_s > PILE_UP_RATIO * self.costs.prompt_s(prefill.key, num_to_come, self.now_s)
 
-
-def _is_burst(
-    costs: Costs, prefill: PrefillCandidate, decode: DecodeCandidate, num_behind: float, now_s: float
-) -> bool:
-    """Whether streams will pile up at `decode`, because answers take longer than the prompts that are to come: those at
-    the prefill worker, and `num_behind` tokens of others that wait in the router. Whether prompts take long shows at
-    both workers, since a burst's first prompts go to either."""
-    num_to_come = prefill.num_queued_tokens + num_behind
-    if costs.prompt_s(prefill.key, num_to_come + decode.num_queued_tokens, now_s) <= BURST_S:
-        return False
-    answer_s = costs.paces.answer_s(decode.key, decode.num_used_blocks)
-    return not answer_s or answer_s > PILE_UP_RATIO * costs.prompt_s(prefill.key, num_to_come, now_s)
-
-
-def _should_keep_all(
-    prefill: PrefillCandidate, decode: DecodeCandidate, num_tokens: int, num_behind_tokens: float
-) -> bool:
-    """Whether the prefill worker should decode a request of `num_tokens`, and all those behind it, rather than
-    `decode`. Not if `decode` has more of the prompt cached."""
-    num_kept = prefill.num_used_blocks + (num_tokens + num_behind_tokens) / decode.block_size
-    has_less = decode.num_cached_blocks * decode.block_size > prefill.num_cached_tokens
-    has_room = _has_room_to_keep(prefill, decode.num_blocks(num_tokens))
-    return num_kept < decode.num_used_blocks and has_room and not has_less
+    def _should_keep_all(self, prefill: PrefillCandidate, decode: DecodeCandidate, num_behind: float) -> bool:
+        """Whether the prefill worker should decode the request, and all those behind it, rather than `decode`. Not if
+        `decode` has more of the prompt cached."""
+        num_kept = prefill.num_used_blocks + (self.num_tokens + num_behind) / decode.block_size
+        has_less = decode.num_cached_blocks * decode.block_size > prefill.num_cached_tokens
+        has_room = _has_room_to_keep(prefill, decode.num_blocks(self.num_tokens))
+        return num_kept < decode.num_used_blocks and has_room and not has_less
 
 
 def _has_room_to_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
@@ -270,22 +279,3 @@ def _has_room_to_keep(worker: PrefillCandidate, num_blocks: int) -> bool:
     Half of its block pool stays reserved for prompts. The worker itself says Busy if this answer and those that it has
     are expected to need more than the other half, since it knows how far they are."""
     return not worker.is_full and worker.num_available_blocks - num_blocks >= worker.num_blocks // 2
-
-
-def _stay(
-    costs: Costs,
-    now_s: float,
-    num_tokens: int,
-    prefill: Sequence[PrefillCandidate],
-    decode: Sequence[DecodeCandidate],
-    avoid: frozenset[WorkerKey],
-) -> Plan | None:
-    """The prefill worker, one that is idle now, that keeps the request and decodes it too."""
-    num_needed = decode[0].num_blocks(num_tokens)
-    kinds = {d.kind for d in decode}
-    idle = [p for p in prefill if not p.num_queued_tokens and p.kind in kinds and p.key not in avoid]
-    idle = [p for p in idle if _has_room_to_keep(p, num_needed)]
-    if not idle:
-        return None
-    soonest = min(idle, key=lambda p: costs.prompt_s(p.key, max(1, num_tokens - p.num_cached_tokens), now_s))
-    return Plan(soonest.key, None, is_stay=True)
