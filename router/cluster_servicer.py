@@ -38,13 +38,11 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
         router_id: str,
         parts: RouterParts,
         open_requests: OpenRequests,
-        is_registry_reachable: Callable[[], bool],
         unused: Callable[[], list[str]],
     ) -> None:
         self._router_id = router_id
         self._parts = parts
         self._open_requests = open_requests
-        self._is_registry_reachable = is_registry_reachable
         self._unused = unused
 
     async def GetStatus(  # noqa: N802
@@ -58,7 +56,7 @@ class ClusterServicer(ClusterServicerBase):  # type: ignore[misc]
             num_queued_requests=len(self._parts.queue),
             num_queued_tokens=self._parts.queue.num_tokens,
             num_running_requests=len(self._open_requests),
-            is_registry_reachable=self._is_registry_reachable(),
+            is_registry_reachable=self._parts.pool.is_registry_reachable(),
             workers=workers,
             unreachable=unreachable,
             unused=self._unused(),

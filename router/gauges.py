@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,18 +21,10 @@ COST_TOKENS = 1024
 class RouterGauges(Collector):
     """Reads the router's state at scrape time."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        parts: RouterParts,
-        open_requests: OpenRequests,
-        is_registry_reachable: Callable[[], bool],
-    ) -> None:
+    def __init__(self, model: str, *, parts: RouterParts, open_requests: OpenRequests) -> None:
         self._model = model
         self._queue, self._pool, self._budget = parts.queue, parts.pool, parts.budget
         self._open_requests = open_requests
-        self._is_registry_reachable = is_registry_reachable
 
     def collect(self) -> Iterable[Metric]:
         for name, help_text, value in (
@@ -40,7 +32,7 @@ class RouterGauges(Collector):
             ("queue_requests", "Requests that wait for a worker.", len(self._queue)),
             ("queue_tokens", "Prompt tokens of requests that wait for a worker.", self._queue.num_tokens),
             ("retry_budget", "Retries left in the budget; a request's first is free.", self._budget.num_tokens),
-            ("registry_reachable", "1 while Redis answers.", self._is_registry_reachable()),
+            ("registry_reachable", "1 while Redis answers.", self._pool.is_registry_reachable()),
             ("ejected_workers", "Workers not used for a while after repeated failures.", len(self._pool.ejected)),
             ("pairs_apart", "Worker pairs not used together after failed transfers.", len(self._pool.apart)),
         ):

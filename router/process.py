@@ -137,12 +137,7 @@ class Router:
         )
         self._tokenizer = TokenizerServicer(texts=texts, pool=self._pool, max_request_bytes=args.max_message_bytes)
         self._add_services(router_id, parts)
-        gauges = RouterGauges(
-            name,
-            parts=parts,
-            open_requests=self._inference.open_requests,
-            is_registry_reachable=lambda: self._directory.is_reachable,
-        )
+        gauges = RouterGauges(name, parts=parts, open_requests=self._inference.open_requests)
         self._metrics.registry.register(gauges)
         tell_of_process(self._metrics.registry)
         self._metrics_listen = args.metrics_listen
@@ -153,7 +148,6 @@ class Router:
             router_id=router_id,
             parts=parts,
             open_requests=self._inference.open_requests,
-            is_registry_reachable=lambda: self._directory.is_reachable,
             unused=lambda: self._peers.unused,
         )
         self._server.add(add_InferenceServicer_to_server, self._inference, INFERENCE_SERVICE)

@@ -55,7 +55,7 @@ class WorkerPool:
         """`on_change`, `tls`: as in `KnownWorkers`. `now_s`: the clock of ejections and costs. `is_registry_reachable`:
         whether Redis, where the router finds workers, answers."""
         self._policy = policy
-        self._is_registry_reachable = is_registry_reachable
+        self.is_registry_reachable = is_registry_reachable
         self._now_s = now_s
         self.costs = Costs()
         """What the router has learned about the workers' speed; plans are chosen by it."""
@@ -104,7 +104,7 @@ class WorkerPool:
         if not self.has_decode_worker:
             what_to_do = (
                 "start one, or wait until one is ready"
-                if self._is_registry_reachable()
+                if self.is_registry_reachable()
                 else "Redis does not answer, so this router finds no workers: check that it runs at --redis"
             )
             raise NoWorker(f"no decode worker is available; {what_to_do}", retry_after_s=2.0)

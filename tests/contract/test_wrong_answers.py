@@ -129,14 +129,19 @@ async def test_a_worker_that_talks_nonsense_is_unreachable_for_operators() -> No
     async with open_channel(address) as channel:
         handle = WorkerHandle(pb.WorkerRecord(worker_id="w", address="a"), channel)
         pool = SimpleNamespace(
-            handles=[handle], rooms=set(), ejected=[], apart=[], of_another_kind=[], not_connected=[]
+            handles=[handle],
+            rooms=set(),
+            ejected=[],
+            apart=[],
+            of_another_kind=[],
+            not_connected=[],
+            is_registry_reachable=lambda: True,
         )
         parts: Any = SimpleNamespace(pool=pool, queue=_EmptyQueue())
         servicer = ClusterServicer(
             router_id="r",
             parts=parts,
             open_requests=OpenRequests(),
-            is_registry_reachable=lambda: True,
             unused=list,
         )
         context: Any = None

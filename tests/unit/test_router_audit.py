@@ -127,7 +127,6 @@ async def test_an_audit_tells_what_it_finds_twice() -> None:
         router_id="r",
         parts=bench.cluster,
         open_requests=OpenRequests(),
-        is_registry_reachable=lambda: True,
         unused=list,
     )
 

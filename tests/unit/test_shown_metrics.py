@@ -113,7 +113,7 @@ def gauges_of(bench: Bench, *running: Lifecycle) -> RouterGauges:
     for each in running:
         open_requests.enter(each.name, [each.name])
         open_requests.begin(each.name, Sequences([each], is_streaming=True))
-    return RouterGauges("m", parts=bench.cluster, open_requests=open_requests, is_registry_reachable=lambda: True)
+    return RouterGauges("m", parts=bench.cluster, open_requests=open_requests)
 
 
 async def test_adapters_that_are_asked_for_run_or_wait() -> None:
