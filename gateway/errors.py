@@ -51,9 +51,10 @@ class Kind(NamedTuple):
 RETRY_AFTER_S = 1.0
 """For errors without a time to retry, such as those of a router that is restarting."""
 UNAVAILABLE = Kind(503, "server_error", "unavailable")
+INTERNAL = Kind(500, "server_error", "internal_error")
 KINDS: dict[type[TandemError], Kind] = {
     InvalidRequest: Kind(400, "invalid_request_error", None),
-    Unauthenticated: Kind(500, "server_error", "internal_error"),  # the gateway, by the router
+    Unauthenticated: INTERNAL,  # the gateway, by the router
     NotFound: Kind(404, "invalid_request_error", "not_found"),
     RequestExists: Kind(409, "invalid_request_error", "request_exists"),
     Overloaded: Kind(429, "rate_limit_error", "rate_limit_exceeded"),
@@ -64,14 +65,13 @@ KINDS: dict[type[TandemError], Kind] = {
     Outdated: UNAVAILABLE,
     Unreachable: UNAVAILABLE,
     LeaseGone: UNAVAILABLE,
-    Incompatible: Kind(500, "server_error", "internal_error"),
-    CorruptKV: Kind(500, "server_error", "internal_error"),
-    InternalError: Kind(500, "server_error", "internal_error"),
+    Incompatible: INTERNAL,
+    CorruptKV: INTERNAL,
+    InternalError: INTERNAL,
 }
 CONTEXT_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
 _OUT_OF_CONTEXT = re.compile(r"\((?:a|the) context of (\d+)")
 """Occurs in the router's error about a prompt, or a prompt and its answer, that is too long."""
-BUG = Kind(500, "server_error", "internal_error")
 MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
 NO_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
 TOO_LARGE = Kind(413, "invalid_request_error", "request_too_large")
@@ -132,7 +132,7 @@ def refusal_of_any(error: Exception, request_id: str) -> Refusal:
             )
         case _:
             _log.error("unexpected error", extra={"request_id": request_id}, exc_info=error)
-    return Refusal(BUG, f"internal server error; see the server's log for request_id={request_id}")
+    return Refusal(INTERNAL, f"internal server error; see the server's log for request_id={request_id}")
 
 
 def refusal_in_stream(error: Exception, request_id: str) -> Refusal:
@@ -151,8 +151,7 @@ def refusal_of(error: TandemError) -> Refusal:
         param = error.violations[0].field or None
         if param == "model":
             kind = MODEL_NOT_FOUND
-        named = [(wrong.field, wrong.description) for wrong in error.violations]
-        message = "; ".join(f"{name}: {description}" if name else description for name, description in named)
+        message = "; ".join(map(str, error.violations))  # the error's own may have been cut
         if param != "model" and (found := _OUT_OF_CONTEXT.search(message)):  # a model's name may contain any text
             # Clients that shorten a chat by themselves look for this code, or for this sentence of OpenAI's.
             kind = CONTEXT_EXCEEDED

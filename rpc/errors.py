@@ -58,6 +58,9 @@ class Violation(NamedTuple):
     field: str
     description: str
 
+    def __str__(self) -> str:
+        return f"{self.field}: {self.description}" if self.field else self.description
+
 
 class TandemError(Exception):
     """Base of all errors with a gRPC status. `message` is one sentence for the person at the client.
@@ -83,11 +86,8 @@ class InvalidRequest(TandemError):
         retry_after_s: float | None = None,
     ) -> None:
         self.violations = [Violation(field, description) for field, description in violations]
-        if not message:
-            message = "; ".join(
-                f"{field}: {description}" if field else description for field, description in violations
-            )
-        super().__init__(message or "the request is not valid", retry_after_s=retry_after_s)
+        message = message or "; ".join(map(str, self.violations)) or "the request is not valid"
+        super().__init__(message, retry_after_s=retry_after_s)
 
 
 class Unauthenticated(TandemError):
