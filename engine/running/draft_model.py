@@ -15,7 +15,8 @@ it: guesses at temperature 1 are right nearly as often as rejection sampling wou
 tokens are those that it would have without guesses. After M. Daliri et al., Coupling without communication and
 drafter-invariant speculative decoding (2024).
 
-A round is launched before the host knows the guesses of the round before.
+A round is launched before the host knows the guesses of the round before, unless one of them decides what may be
+guessed next, as with a grammar.
 
 Shapes: T tokens, S sequences, D hidden, V the engine's vocabulary.
 """
@@ -23,7 +24,7 @@ Shapes: T tokens, S sequences, D hidden, V the engine's vocabulary.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,12 +79,18 @@ class DraftModel:
         return kept_bytes
 
     def draft(self, parts: list[DraftPart]) -> list[list[int]]:
-        """Do the parts. Returns the guesses of each: `num_drafts` token ids."""
+        """Do the parts. Returns the guesses of each: `num_drafts` token ids, or fewer if a grammar ends the answer."""
         followed = [_Followed(part, reads_pairs_apart=self._config.device.uses_graphs) for part in parts]
         followed.sort(key=lambda each: each.place)
         launched = self._launch(followed)
         for num_guessed in range(1, max(part.num_drafts for part in parts)):
-            earlier, launched = launched, self._launch([each for each in followed if each.num_drafts > num_guessed])
+            due = [each for each in followed if each.num_drafts > num_guessed]
+            if any(each.needs_known_tokens for each in due):
+                launched.take()
+                due = [each for each in due if not each.has_ended]
+            if not due:
+                break
+            earlier, launched = launched, self._launch(due)
             earlier.take()
         launched.take()
         guesses = {each.seq_id: each.guesses for each in followed}
@@ -95,7 +102,7 @@ class DraftModel:
         tokens = self._runner.launch(step, self._runner.prepare(step))
         for each in followed:
             each.begin()
-        return _Round(followed, tokens)
+        return _Round(followed, tokens, self._config.model.eos_token_ids)
 
     def _make_runner(self, num_blocks: int) -> tuple[ModelRunner, torch.Tensor]:
         config = self._config
@@ -117,6 +124,9 @@ class _Followed:
         seq, params = part.seq, part.seq.sampling_params
         self.seq_id, self.num_drafts = seq.seq_id, part.num_drafts
         self.guesses: list[int] = []
+        self.has_ended = False
+        """The answer cannot go on after the guesses."""
+        self.needs_known_tokens = seq.grammar is not None or seq.thinking is not None or params.has_phrases
         self._num_known = len(seq)
         self._num_new = part.end - part.first
         self._apart: list[int] = []
@@ -130,6 +140,8 @@ class _Followed:
             num_computed_tokens=part.first,
             sampling_params=params if params.logprobs is None else replace(params, logprobs=None),
             lora_id=0,
+            # The last known token is counted, too: then a grammar books its time as that for guesses.
+            num_drafts=1,
         )
 
     @property
@@ -147,23 +159,33 @@ class _Followed:
         copy.token_ids.extend([*self._apart, PENDING_TOKEN])
         self._num_new, self._apart = 1, []
 
-    def take(self, sampled: list[int]) -> None:
+    def take(self, sampled: list[int], eos_token_ids: frozenset[int]) -> None:
         """The round's tokens are known; none if it only read."""
-        if sampled:
-            token_id = max(sampled[-1], 0)  # a broken model samples INVALID_TOKEN, which must not be read on
-            self._copy.token_ids[self._num_known + len(self.guesses)] = token_id
-            self.guesses.append(token_id)
+        if not sampled:
+            return
+        token_id = max(sampled[-1], 0)  # a broken model samples INVALID_TOKEN, which must not be read on
+        if self._copy.grammar is not None and (sampled[-1] < 0 or token_id in eos_token_ids):
+            self.has_ended = True
+            return
+        self._copy.token_ids[self._num_known + len(self.guesses)] = token_id
+        self._copy.num_drafts += 1
+        self.guesses.append(token_id)
 
 
-@dataclass(frozen=True, slots=True)
 class _Round:
-    followed: list[_Followed]
-    tokens: SampledTokens
+    """A launched round."""
+
+    def __init__(self, followed: list[_Followed], tokens: SampledTokens, eos_token_ids: frozenset[int]) -> None:
+        self._followed = followed
+        self._tokens = tokens
+        self._eos_token_ids = eos_token_ids
 
     def take(self) -> None:
-        """Wait for the round's guesses."""
-        for each, sampled in zip(self.followed, self.tokens.wait(), strict=True):
-            each.take(sampled)
+        """Wait for the round's guesses. Safe to repeat."""
+        followed, self._followed = self._followed, []
+        if followed:
+            for each, sampled in zip(followed, self._tokens.wait(), strict=True):
+                each.take(sampled, self._eos_token_ids)
 
 
 class _OfOtherVocabulary:

@@ -1,10 +1,9 @@
 """Adds draft tokens to decoding sequences before a step, and removes the wrong ones after the step.
 
     decoding sequences ──add──> some of them with drafts ──computed──> drop_wrong: as if only the right ones had been
-                          └─ with a draft model: DraftParts, whose drafts `with_drafts` adds
+                          └─ with a draft model: DraftParts, whose drafts `add_models` adds
 
-speculation.py says where drafts come from. Answers with a grammar get theirs from it and from the lookup, whatever the
-method.
+speculation.py says where drafts come from.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from engine.config import SchedulerConfig
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.model_drafting import ModelDrafting
-from engine.scheduling.sequence import INVALID_TOKEN, DraftPart, ScheduledSequence, Sequence
+from engine.scheduling.sequence import INVALID_TOKEN, DraftPart, ScheduledSequence, SchedulerOutput, Sequence
 from engine.scheduling.speculation import SpeculativeConfig, propose
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
@@ -62,8 +61,21 @@ class Drafting:
         if most < 1 or seq.is_prefill_only:
             return scheduled, None
         if self._model is None or seq.grammar is not None:
-            return self._looked_up(scheduled, config, most), None
+            scheduled = self._looked_up(scheduled, config, most)
+        if self._model is None or scheduled.draft_token_ids or not _may_guess(seq):
+            return scheduled, None
         return scheduled, self._model.plan(seq, min(most, seq.draft_history.num_wanted(len(seq))))
+
+    def add_models(self, output: SchedulerOutput, drafts: list[list[int]]) -> list[ScheduledSequence]:
+        """Return the step's sequences with `drafts`, those of each of `output.draft_parts`."""
+        of_seq = {part.seq.seq_id: guessed for part, guessed in zip(output.draft_parts, drafts, strict=True)}
+        for part in output.draft_parts:
+            if part.num_drafts and not of_seq[part.seq.seq_id]:
+                self._settle(part.seq)
+        return [
+            ScheduledSequence(item.seq, 1 + len(guessed), guessed) if (guessed := of_seq.get(item.seq.seq_id)) else item
+            for item in output.scheduled
+        ]
 
     def _looked_up(self, scheduled: ScheduledSequence, config: SpeculativeConfig, most: int) -> ScheduledSequence:
         """Add at most `most` drafts of the lookup or the grammar, if there are some and their blocks are available."""
@@ -88,24 +100,35 @@ class Drafting:
         num_wrong = len(drafts) - num_right
         seq.num_computed_tokens -= num_wrong
         del seq.token_ids[len(seq) - num_wrong :]
-        self._block_manager.give_back(seq)
-        if self._model is not None:
-            self._model.settle(seq)
+        self._settle(seq)
         seq.draft_history.note(len(drafts), num_right, len(seq))
         self._stats.num_drafts += 1
         self._stats.num_draft_tokens += len(drafts)
         self._stats.num_accepted_tokens += num_right
         return num_wrong
 
+    def _settle(self, seq: Sequence) -> None:
+        """What comes after the last token of `seq` is gone."""
+        self._block_manager.give_back(seq)
+        if self._model is not None:
+            self._model.settle(seq)
+
+
+def _may_guess(seq: Sequence) -> bool:
+    """Whether the sequence's grammar, if any, has time for guesses."""
+    return seq.grammar is None or seq.grammar.may_guess(seq.num_output_tokens)
+
 
 def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
     """Guess at most `most` next tokens. How many are looked up depends on how earlier drafts went. With a grammar, the
-    tokens that it forces come first, and no draft violates it."""
+    tokens that it forces come first, and no draft violates it. If there is a draft model, nothing is looked up."""
     num_wanted = min(most, seq.draft_history.num_wanted(len(seq)))
     if seq.grammar is None:
         return propose(seq.token_ids, config, num_wanted)
 
     def look_up(forced: list[int]) -> list[int]:
+        if config.model:
+            return []
         return propose(seq.followed_by(forced).token_ids, config, num_wanted - len(forced))
 
     return seq.grammar.propose(seq.token_ids[seq.num_prompt_tokens :], look_up, most)

@@ -130,7 +130,7 @@ class GrammarState:
         """Guess at most `most` tokens that follow `answer`: first the forced text, as the tokenizer cuts it into
         tokens, then what `look_up` finds to follow that, up to the first token that the grammar is known to forbid (an
         exact check would need masks). Never an end-of-sequence token. Empty once the time for drafts is used up."""
-        if not self._may_guess(len(answer)):
+        if not self.may_guess(len(answer)):
             return []
         before_s = time.thread_time()
         matcher = self._at(answer, 0)
@@ -157,7 +157,7 @@ class GrammarState:
             return None  # the answer without drafts came to an error in this step, which is reported
         before_s = time.thread_time()
         if num_drafts:
-            allowed = self._allowed(answer, num_drafts) if self._may_guess(len(answer)) else None
+            allowed = self._allowed(answer, num_drafts) if self.may_guess(len(answer)) else None
             self._spent_on_drafts_s += time.thread_time() - before_s
             if self.error:
                 self._forget_drafts()
@@ -169,7 +169,8 @@ class GrammarState:
             return None
         return allowed
 
-    def _may_guess(self, num_tokens: int) -> bool:
+    def may_guess(self, num_tokens: int) -> bool:
+        """Whether there is time left for drafts in an answer of `num_tokens` tokens."""
         return self._spent_on_drafts_s <= MAX_SPENT_ON_DRAFTS_S + MAX_S_PER_TOKEN * num_tokens
 
     def _allowed(self, answer: Seq[int], num_drafts: int) -> NDArray[np.bool_] | None:

@@ -14,12 +14,9 @@ What the draft model has decides how good its guesses are, and nothing else: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
-
 from engine.config import SchedulerConfig
 from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.sequence import DraftPart, ScheduledSequence, Sequence
+from engine.scheduling.sequence import DraftPart, Sequence
 
 
 class ModelDrafting:
@@ -83,11 +80,3 @@ class ModelDrafting:
         seq.num_drafted_tokens = part.end + max(0, part.num_drafts - 1)
         for block_id in seq.block_table[part.first // self._block_size : self._block_manager.num_blocks_for(part.end)]:
             self._read.pop(block_id, None)
-
-
-def with_drafts(scheduled: Seq[ScheduledSequence], drafts: Mapping[int, list[int]]) -> list[ScheduledSequence]:
-    """Add `drafts`, by `seq_id`, to the parts of a step."""
-    return [
-        ScheduledSequence(item.seq, 1 + len(guessed), guessed) if (guessed := drafts.get(item.seq.seq_id)) else item
-        for item in scheduled
-    ]

@@ -32,7 +32,6 @@ from engine.scheduling.block_ledger import BlockOwner
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.grammar import GrammarState
-from engine.scheduling.model_drafting import with_drafts
 from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import (
     INVALID_TOKEN,
@@ -154,8 +153,7 @@ class Scheduler:
 
     def take_drafts(self, output: SchedulerOutput, drafts: list[list[int]]) -> SchedulerOutput:
         """Return the step with `drafts`, the draft model's guesses for each of `output.draft_parts`."""
-        of_seq = {part.seq.seq_id: guessed for part, guessed in zip(output.draft_parts, drafts, strict=True)}
-        return replace(output, scheduled=with_drafts(output.scheduled, of_seq))
+        return replace(output, scheduled=self._drafting.add_models(output, drafts))
 
     def wait_for_grammar(self) -> bool:
         """Wait for the first grammar that was not ready in the last `schedule`; call it only if there is nothing else

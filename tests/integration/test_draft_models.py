@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from handover import alone, finish, handed_over
+from many_endings import BAD_WORDS, BUDGETS, answers_of, prompt_of
 from many_endings import CONFIG as ENDINGS
-from many_endings import answers_of, prompt_of
 
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -127,22 +127,50 @@ def test_tokens_that_it_does_not_know_are_never_guessed() -> None:
     assert logits.tolist() == [[-1.0] * 4 + [float("-inf")] * 2] * 2
 
 
-def test_answers_with_a_form_get_their_guesses_from_it(
-    tmp_path: Path, parts: list[tuple[str, int, int, int]], model_folder: Path, few_layers: Path
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_with_a_form(
+    tmp_path: Path, parts: list[tuple[str, int, int, int]], model_folder: Path, few_layers: Path, temperature: float
 ) -> None:
-    speculation = json.dumps({"model": str(few_layers), "num_speculative_tokens": 4})
+    """Text that the form forces is guessed without the draft model, which then guesses within the form. It never
+    guesses beyond the end."""
     schema = {
         "type": "object",
-        "properties": {"first_name": {"enum": ["Ada"]}},
-        "required": ["first_name"],
+        "properties": {
+            "first_name": {"enum": ["Ada"]},
+            "job": {"type": "string", "maxLength": 60},
+            "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 5},
+        },
+        "required": ["first_name", "job", "numbers"],
         "additionalProperties": False,
     }
-    params = OfflineParams(max_tokens=40, structured_outputs=StructuredOutputsParams(json=schema))
-    llm = LLM(str(model_folder), speculative_config=speculation)
-    [output] = llm.generate(["Who?"], params, use_tqdm=False)
-    assert json.loads(output.outputs[0].text) == {"first_name": "Ada"}
-    assert llm.llm_engine.stats.num_accepted_tokens > 2
-    assert parts == []
+    form = StructuredOutputsParams(json=schema)
+    params = OfflineParams(max_tokens=200, temperature=temperature, seed=3, structured_outputs=form)
+
+    def answered(draft: Path | None) -> tuple[LLM, str]:
+        speculation = {} if draft is None else {"model": str(draft), "num_speculative_tokens": 4}
+        llm = LLM(str(model_folder), speculative_config=speculation or None, attention_backend="cpu", dtype="bfloat16")
+        [output] = llm.generate(["Who?"], params, use_tqdm=False)
+        return llm, output.outputs[0].text
+
+    _, expected = answered(None)
+    assert json.loads(expected)["first_name"] == "Ada"
+    llm, text = answered(model_folder)
+    assert text == expected
+    stats = llm.llm_engine.stats
+    assert stats.num_steps < 0.5 * stats.num_generation_tokens
+    assert any(num_drafts for *_, num_drafts in parts)
+    assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens, "all but some texts that are cut in another way"
+    assert answered(few_layers)[1] == expected
+
+
+def test_thoughts_that_are_cut_off_and_bad_words(tmp_path: Path) -> None:
+    """What may come next depends on guesses, too."""
+    engine, plain = make_engine(tmp_path, CONFIG), make_engine(tmp_path, None)
+    for number in (2, 5, 6, 7):
+        params = replace(DRAWN, thinking_budget=BUDGETS[number], bad_words_token_ids=BAD_WORDS)
+        assert alone(engine, prompt_of(number), params) == alone(plain, prompt_of(number), params)
+    assert engine.stats.num_accepted_tokens > 50
+    assert num_wrong(engine) == 0
 
 
 def test_a_stop_token_among_the_guesses_ends_the_answer(tmp_path: Path) -> None:

@@ -126,6 +126,9 @@ def test_the_setting_is_json_with_vllms_words() -> None:
     )
     assert SpeculativeConfig.parse("") is None
     assert SpeculativeConfig.parse('{"num_speculative_tokens": 3}') == SpeculativeConfig(num_speculative_tokens=3)
+    by_model = SpeculativeConfig(num_speculative_tokens=3, method="draft_model", model="small", quantization="int8")
+    text = '{"model": "small", "num_speculative_tokens": 3, "quantization": "int8"}'
+    assert SpeculativeConfig.parse(text) == by_model
     only_one = SpeculativeConfig.parse('{"num_speculative_tokens": 3, "prompt_lookup_max": 1}')
     assert only_one is not None
     assert only_one.prompt_lookup_min == 1
@@ -144,14 +147,21 @@ def test_the_setting_is_json_with_vllms_words() -> None:
         ({"num_speculative_tokens": 2.5}, "is 2.5"),
         (
             {"num_speculative_tokens": 2, "method": "eagle"},
-            "method must be 'ngram' .drafts are of the text itself., is 'eagle'",
+            "method must be 'ngram' .* or 'draft_model' .a smaller model guesses., is 'eagle'",
         ),
         ({"method": "eagle3", "model": "x", "draft_tensor_parallel_size": 1}, "method must be 'ngram'"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": "4"}, r"prompt_lookup_max .* is '4'"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": 65}, r"in \[1, 64\], is 65"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 6}, "at most prompt_lookup_max=5, is 6"),
         (5, "must be a text, is 5"),
-        ({"num_speculative_tokens": 2, "model": "x"}, "has no model; there are num_speculative_tokens, method"),
+        ({"num_speculative_tokens": 2, "medusa": "x"}, "has no medusa; there are num_speculative_tokens, method"),
+        ({"num_speculative_tokens": 2, "model": 5}, "model must be a text, is 5"),
+        ({"num_speculative_tokens": 2, "method": "draft_model"}, "model must name the draft model: .*, is ''"),
+        (
+            {"num_speculative_tokens": 2, "method": "ngram", "model": "x"},
+            "model must be empty with the method 'ngram', is 'x'",
+        ),
+        ({"model": "x"}, "must have num_speculative_tokens"),
     ],
 )
 def test_a_wrong_setting_is_named(given_config: object, sentence: str) -> None:
