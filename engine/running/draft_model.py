@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from engine.attention import PagedBackend, create_attention_backend
-from engine.config import EngineConfig
+from engine.cache_dir import report
+from engine.config import GIB, EngineConfig
 from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import load_model
@@ -65,6 +66,7 @@ class DraftModel:
     def allocate(self, num_blocks: int) -> None:
         """Allocate the pool, and warm up a GPU."""
         self._runner, pool = self._make_runner(num_blocks)
+        report(f"{self._config.model.model} guesses; its KV takes {num_blocks * self.block_bytes / GIB:.2f} GiB")
         if self._config.device.device != "cpu":
             warm_up(self._config, self._runner, pool)
 
