@@ -137,7 +137,7 @@ def write_for_ever(self: Any, layer: int, first_block: int, src_block_ids: Seque
 
 def free_what_failed(self: Any, seq: EngineSequence, offset: int) -> RequestOutput:
     output = FAIL(self, seq, offset)
-    self.abort(seq.request_id)
+    self.sequences.abort(seq.request_id)
     return output
 
 

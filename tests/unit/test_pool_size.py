@@ -130,12 +130,12 @@ def test_a_pool_leaves_room_for_weights_for_a_step_and_for_what_is_recorded(tmp_
 
 
 def test_ranks_have_pools_as_large_as_the_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "measure_num_blocks", lambda config, shape, run_steps: 100)
+    monkeypatch.setattr(worker, "measure_num_blocks", lambda config, shape, run_steps, bytes_beside: 100)
     config = small_config(tmp_path)
     config = replace(config, cache=replace(config.cache, num_blocks=0))
     others: Any = SimpleNamespace(smallest=lambda num_blocks: min(num_blocks, 70))
     never: Any = None
-    assert [worker._shape_of_pool(config, never, group).num_blocks for group in (None, others)] == [100, 70]
+    assert [worker._shape_of_pool(config, never, None, group).num_blocks for group in (None, others)] == [100, 70]
 
 
 @pytest.mark.parametrize(
