@@ -69,6 +69,7 @@ PARTS = (
     Part(name="digests", about="of blocks, alone", measure=digests.measure, limit_s=40),
     Part(name="steps", about="of an engine", measure=steps.measure, limit_s=120),
     Part(name="steps-drafts", about="the same with guesses", measure=drafts.measure, limit_s=60),
+    Part(name="steps-draft-model", about="with guesses by a smaller model", measure=drafts.measure_model, limit_s=90),
     Part(name="offload", about="KV to the host's memory and back", measure=offload.measure, limit_s=90),
     Part(name="push-ipc", about="KV between two processes", measure=push.measure_ipc, limit_s=60),
     Part(name="push-nixl", about="KV between two processes", measure=push.measure_nixl, limit_s=60),

@@ -1,11 +1,14 @@
 """Measures decoding steps with drafts (docs/speculation.md), of the engine of `steps`. Each draft is a row of its own
-of a recorded step. All are wrong, so that every step has as many.
+of a recorded step. All are wrong (with random weights, a draft model's hardly ever are right), so that every step has
+as many.
 
-The limit is a step's without drafts: the bytes that it reads.
+The limit of a step is the time for the bytes that it reads: as many as without drafts, and a draft model's weights and
+context once for each draft.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator, MutableSequence
 from pathlib import Path
@@ -27,6 +30,7 @@ BATCHES = (1, 7)
 
 
 def measure(setting: Setting) -> Iterator[Row]:
+    """With looked-up drafts, which cost nothing."""
     sizes = setting.sizes
     context = sizes.decode_steps[0][1]
     config = f'{{"method": "ngram", "num_speculative_tokens": {NUM_DRAFTS}}}'
@@ -39,6 +43,27 @@ def measure(setting: Setting) -> Iterator[Row]:
                     what=f"decode step, {batch} x {context}, {num_drafts} drafts each",
                     value=step_ms(engine, batch, context, num_drafts), unit="ms", limit=limit_ms,
                 )  # fmt: skip
+
+
+def measure_model(setting: Setting) -> Iterator[Row]:
+    """With a draft model. A note says how many guesses of a step must be right on average for it to win."""
+    sizes = setting.sizes
+    context = sizes.decode_steps[0][1]
+    copy_gb_s = setting.known.get(floors.COPY)
+    with TemporaryDirectory() as name:
+        draft = write_model(Path(name) / "draft", sizes.draft.config)
+        config = json.dumps({"model": str(draft), "num_speculative_tokens": NUM_DRAFTS})
+        engine = open_engine(write_model(Path(name) / "model", sizes.model.config), setting, speculative_config=config)
+        for batch in batches(sizes):
+            plain_ms, drafting_ms = (step_ms(engine, batch, context, num_drafts) for num_drafts in (0, NUM_DRAFTS))
+            limit_ms = decode_limit_ms(sizes, batch, context, copy_gb_s)
+            if limit_ms is not None and copy_gb_s is not None:
+                limit_ms += NUM_DRAFTS * sizes.draft.decode_bytes(batch, context) / copy_gb_s / 1e6
+            yield Row(
+                what=f"decode step, {batch} x {context}, {NUM_DRAFTS} drafts each by a draft model",
+                value=drafting_ms, unit="ms", limit=limit_ms,
+                note=f"{plain_ms:.2f} ms without: pays if more than {drafting_ms / plain_ms - 1:.1f} are right",
+            )  # fmt: skip
 
 
 def batches(sizes: Sizes) -> list[int]:

@@ -17,6 +17,11 @@ LLAMA_8B: Mapping[str, Any] = {
     "hidden_act": "silu", "bos_token_id": 128000, "eos_token_id": 128001, "torch_dtype": "bfloat16",
 }  # fmt: skip
 """Llama-3.1-8B without the scaling of its rotary positions, which costs nothing."""
+LLAMA_1B: Mapping[str, Any] = {
+    **LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""Llama-3.2-1B, likewise."""
 TOY: Mapping[str, Any] = {
     **LLAMA_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 2048,
@@ -212,6 +217,8 @@ class Sizes:
     """The sizes to measure."""
 
     model: ModelShape
+    draft: ModelShape
+    """The draft model's."""
     copy_bytes: int
     host_bytes: int
     """Bytes copied between pinned host memory and the device."""
@@ -246,6 +253,7 @@ class Sizes:
 
 FULL = Sizes(
     model=ModelShape(LLAMA_8B),
+    draft=ModelShape(LLAMA_1B),
     copy_bytes=4 << 30,
     host_bytes=1 << 30,
     matrix=8192,
@@ -278,6 +286,7 @@ FULL = Sizes(
 )  # fmt: skip
 TINY = Sizes(
     model=ModelShape(TOY),
+    draft=ModelShape({**TOY, "num_hidden_layers": 1}),
     copy_bytes=1 << 22,
     host_bytes=1 << 20,
     matrix=256,
