@@ -49,41 +49,6 @@ class RankWatch:
     ) -> None:
         """`processes`, `connections`: of ranks 1, 2, … `abort`: ends what the device waits for; called on a thread of
         its own, since it may block."""
-        self._state = _State(processes, connections, abort)
-        self._thread = threading.Thread(target=self._state.watch, name="rank-watch", daemon=True)
-        self._thread.start()
-
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        """Context for launching a step. Raises `RankLost` at once if a rank has ended, and instead of an error within
-        that a rank's end has caused."""
-        with self._state.launch_lock, self._state.within():
-            yield
-
-    @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Context for taking a step's tokens from the device, or for other work that waits for all ranks. Raises
-        `RankLost`; what was taken must not be used then."""
-        with self._state.within():
-            yield
-
-    def close(self) -> None:
-        """Stop watching, before the ranks and their connections are ended. Returns when the thread no longer uses the
-        connections."""
-        self._state.leave()
-        if self._thread is not threading.current_thread():
-            self._thread.join(END_S)
-
-
-class _State:
-    """State that the stepping thread and the watching thread share."""
-
-    def __init__(
-        self,
-        processes: Sequence[subprocess.Popen[bytes]],
-        connections: Sequence[Connection[bytes, bytes]],
-        abort: Callable[[], None],
-    ) -> None:
         self._processes, self._connections, self._abort = processes, connections, abort
         self._lost = ""
         """Which rank has ended, and how; empty if none has."""
@@ -91,11 +56,22 @@ class _State:
         self._is_within = False
         self._is_left = threading.Event()
         """Set when the stepping thread has noticed the loss, or when the watch is closed."""
-        self.launch_lock = threading.Lock()
+        self._launch_lock = threading.Lock()
         self._wakes, self._woken = Pipe()
+        self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._thread.start()
 
     @contextmanager
-    def within(self) -> Iterator[None]:
+    def launching(self) -> Iterator[None]:
+        """Context for launching a step. Raises `RankLost` at once if a rank has ended, and instead of an error within
+        that a rank's end has caused."""
+        with self._launch_lock, self.taking():
+            yield
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Context for taking a step's tokens from the device, or for other work that waits for all ranks. Raises
+        `RankLost`; what was taken must not be used then."""
         self._is_within = True  # set before the check: the watching thread reads this after recording a loss
         try:
             self._check()
@@ -112,7 +88,21 @@ class _State:
             if self._lost:
                 self._is_left.set()
 
-    def watch(self) -> None:
+    def close(self) -> None:
+        """Stop watching, before the ranks and their connections are ended. Returns when the thread no longer uses the
+        connections."""
+        self._is_left.set()
+        # Send a message instead of closing: a forked process may hold this end, too.
+        self._wakes.send_bytes(LEFT)
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    def _check(self) -> None:
+        if self._lost:
+            raise RankLost(self._lost)
+
+    def _watch(self) -> None:
+        """Runs on the watching thread."""
         ended = wait([self._woken, *self._connections])
         if self._woken in ended:
             return
@@ -120,22 +110,13 @@ class _State:
         self._lost = _what_ended(rank, self._processes[rank - 1])
         self._is_lost.set()
         # Let a launch finish: NCCL's abort frees what a call on another thread still uses.
-        if self.launch_lock.acquire(timeout=LAUNCH_S):
-            self.launch_lock.release()
+        if self._launch_lock.acquire(timeout=LAUNCH_S):
+            self._launch_lock.release()
         # The abort returns only when no recorded step uses the communicator, long after the device has continued.
         threading.Thread(target=self._abort, name="rank-abort", daemon=True).start()
         if self._is_within and not self._is_left.wait(NOTICE_S):
             report(f"{self._lost}; exiting")
             os._exit(1)  # the thread still waits for the device in spite of the abort, and cannot be woken
-
-    def leave(self) -> None:
-        self._is_left.set()
-        # Send a message instead of closing: a forked process may hold this end, too.
-        self._wakes.send_bytes(LEFT)
-
-    def _check(self) -> None:
-        if self._lost:
-            raise RankLost(self._lost)
 
 
 def _what_ended(rank: int, process: subprocess.Popen[bytes]) -> str:

@@ -107,7 +107,7 @@ def test_what_is_being_launched_is_let_finish(
     monkeypatch.setattr(rank_watch, "LAUNCH_S", END_S)
     with pytest.raises(RankLost), watch.launching():  # noqa: PT012
         ranks.kill(2)
-        assert watch._state._is_lost.wait(END_S)
+        assert watch._is_lost.wait(END_S)
         assert not device.is_aborted.wait(0.2)
     assert device.is_aborted.wait(END_S)
 
@@ -117,7 +117,7 @@ def test_what_breaks_meanwhile_names_who_ended_first(watch: RankWatch, ranks: Ra
     broken = RuntimeError("Connection closed by peer")
     with pytest.raises(RankLost, match=r"^rank 2 ") as caught, watch.launching():  # noqa: PT012
         ranks.kill(2)
-        assert watch._state._is_lost.wait(END_S)
+        assert watch._is_lost.wait(END_S)
         ranks.kill(1)
         raise broken
     assert caught.value.__cause__ is broken
@@ -136,7 +136,7 @@ def test_ranks_that_are_let_go_of_are_not_lost(ranks: Ranks, device: Device) -> 
     """The watch does not watch their ends. A process forked meanwhile keeps copies of this process' files open."""
     watch = RankWatch(ranks.processes, ranks.connections, device.abort)
     [thread] = [each for each in threading.enumerate() if each.name == "rank-watch"]
-    forked = os.dup(watch._state._wakes.fileno())
+    forked = os.dup(watch._wakes.fileno())
     watch.close()
     os.close(forked)
     assert not thread.is_alive()
@@ -181,7 +181,7 @@ def test_whoever_has_heard_of_it_lives_on(watch: RankWatch, ranks: Ranks, monkey
     exited: list[int] = []
     monkeypatch.setattr(os, "_exit", exited.append)
     monkeypatch.setattr(rank_watch, "NOTICE_S", END_S)
-    left = watch._state._is_left = Left()
+    left = watch._is_left = Left()
     [thread] = [each for each in threading.enumerate() if each.name == "rank-watch"]
     with pytest.raises(RankLost), watch.taking():  # noqa: PT012
         ranks.kill(2)
