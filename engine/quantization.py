@@ -107,11 +107,9 @@ class Int8Linear(Linear):
     """`x @ (weight * scale).T + bias`, with the weight in int8 and everything else in x's dtype."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        if isinstance(weight, ScaledWeight):
-            assert not weight.has_groups
-            self.weight_NK, self.scale_N = weight.weight, _narrowed(weight.scale[:, 0], weight.dtype)
-        else:
-            self.weight_NK, self.scale_N = quantize_int8(dequantized(weight))
+        scaled = as_int8(weight)
+        assert not scaled.has_groups
+        self.weight_NK, self.scale_N = scaled.weight, _narrowed(scaled.scale[:, 0], weight.dtype)
         self.bias = bias
         self._dtype = weight.dtype
         self._can_pack = self.weight_NK.device.type == "cpu" and self.weight_NK.shape[1] % PACKED_GRAIN == 0
@@ -136,14 +134,9 @@ class Float8Linear(Linear):
     """`(x8 @ weight8.T) * scale of row * scale of output + bias`: both operands in 8 bits, added up in float32."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        if isinstance(weight, ScaledWeight):
-            assert not weight.has_groups
-            self.weight_NK, self.scale_1N = weight.weight, weight.scale.T.contiguous()
-        else:
-            plain = dequantized(weight)
-            _check_finite(plain.abs().amax(dim=1))
-            self.weight_NK, scale_N1 = quantize_float8(plain)
-            self.scale_1N = scale_N1.T.contiguous()
+        scaled = as_float8(weight)
+        assert not scaled.has_groups
+        self.weight_NK, self.scale_1N = scaled.weight, scaled.scale.T.contiguous()
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
