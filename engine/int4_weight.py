@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.narrow_weight import NarrowWeight, joined_narrow
+from engine.narrow_weight import NarrowWeight, cannot_cut, check_finite, joined_narrow
 from engine.quantization_choice import INT4_GROUP_SIZE
 
 LEVELS = 16
@@ -87,18 +87,12 @@ class Int4Weight(NarrowWeight):
         packed, scale, offset = tensors
         return Int4Weight(packed, scale, offset, self.dtype)
 
-    def part(self, axis: int, part: range) -> Int4Weight:
-        """Copy some outputs (axis 0) or inputs (axis 1). If a group is cut, its pieces become groups with the same
-        scale. Raises `ValueError` if their size would not be a multiple of INT4_GRAIN."""
-        if axis == 0:
-            return self.like(*(each.clone() for each in self.rows(part).tensors))
+    def _inputs(self, part: range) -> Int4Weight:
+        """If a group is cut, its pieces become groups with the same scale. Raises `ValueError` if their size would not
+        be a multiple of INT4_GRAIN."""
         size = math.gcd(self.group_size, part.start, len(part))
         if size != self.group_size and size % INT4_GRAIN:
-            at = part.stop if part.start % self.group_size == 0 else part.start
-            raise ValueError(
-                f"tensor_parallel_size cuts a weight at input {at}, where {self.group_size} share a scale; give "
-                "quantization none"
-            )
+            raise cannot_cut(part, self.group_size)
         groups = torch.arange(part.start, part.stop, size, device=self.scale.device) // self.group_size
         packed = self.packed[:, part.start // 2 : part.stop // 2].clone(memory_format=torch.contiguous_format)
         return Int4Weight(packed, self.scale.index_select(1, groups), self.offset.index_select(1, groups), self.dtype)
@@ -119,8 +113,7 @@ def _quantized(weight_NK: torch.Tensor, group_size: int) -> Int4Weight:
     dtype = weight_NK.dtype
     groups = weight_NK.float().view(len(weight_NK), -1, group_size)
     low, high = groups.aminmax(dim=2)
-    if not bool((low.isfinite() & high.isfinite()).all()):
-        raise ValueError("weights that are not finite (NaN, infinity) cannot be quantised; give quantization none")
+    check_finite(low, high)
     kept = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     offset = low.to(kept).float()
     scale = ((high - offset) / (LEVELS - 1)).to(kept).float().clamp_min(torch.finfo(torch.float32).tiny)

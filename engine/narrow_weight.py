@@ -40,9 +40,35 @@ class NarrowWeight(ABC):
         """A view of some outputs."""
         return self.like(*(each[part.start : part.stop] for each in self.tensors))
 
+    def part(self, axis: int, part: range) -> Self:
+        """Copy some outputs (axis 0) or inputs (axis 1). Raises `ValueError` if inputs that share a scale cannot be cut
+        there."""
+        return self.like(*(each.clone() for each in self.rows(part).tensors)) if axis == 0 else self._inputs(part)
+
+    @abstractmethod
+    def _inputs(self, part: range) -> Self:
+        """Copy some inputs."""
+
+    def to(self, device: str) -> Self:
+        return self.like(*(each.to(device) for each in self.tensors))
+
     def with_room(self, num_outputs: int) -> Self:
         """A weight of the same form with `num_outputs` uninitialised outputs."""
         return self.like(*(each.new_empty(num_outputs, *each.shape[1:]) for each in self.tensors))
+
+
+def cannot_cut(part: range, group_size: int) -> ValueError:
+    """The error if `part` begins or ends among inputs that share a scale."""
+    at = part.stop if part.start % group_size == 0 else part.start
+    return ValueError(
+        f"tensor_parallel_size cuts a weight at input {at}, where {group_size} share a scale; give quantization none"
+    )
+
+
+def check_finite(*extremes: torch.Tensor) -> None:
+    """Raise `ValueError` if one of these, of a weight that is to be quantised, is not finite."""
+    if not all(bool(each.isfinite().all()) for each in extremes):
+        raise ValueError("weights that are not finite (NaN, infinity) cannot be quantised; give quantization none")
 
 
 W = TypeVar("W", bound=NarrowWeight)

@@ -31,6 +31,7 @@ from engine.float8 import MAX_FLOAT8, saturated_float8
 from engine.int4_weight import Int4Weight
 from engine.layers import Linear, MakeLinear
 from engine.models.stored_weights import AS_STORED
+from engine.narrow_weight import check_finite
 from engine.scaled_weight import ScaledWeight
 from engine.weight import Weight, as_int4, dequantized
 
@@ -53,7 +54,7 @@ def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     dtype = torch.float32 if weight_NK.dtype == torch.float16 else weight_NK.dtype
     amax_N = weight_NK.abs().amax(dim=1).float()
-    _check_finite(amax_N)
+    check_finite(amax_N)
     scale_N = _divided(amax_N, MAX_INT8).to(dtype).clamp_min(torch.finfo(dtype).tiny)
     int8_NK = (weight_NK.float() / scale_N.float()[:, None]).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8)
     return int8_NK, scale_N
@@ -73,7 +74,7 @@ def as_float8(weight: Weight) -> ScaledWeight:
     if isinstance(weight, ScaledWeight):
         return weight
     weight = dequantized(weight)
-    _check_finite(weight.abs().amax(dim=1))
+    check_finite(weight.abs().amax(dim=1))
     float8_NK, scale_N1 = quantize_float8(weight)
     return ScaledWeight(float8_NK, scale_N1, weight.shape[1], weight.dtype)
 
@@ -96,11 +97,6 @@ def _narrowed(scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     `quantize_int8`."""
     narrow_N = scale_N.to(dtype)
     return narrow_N if dtype != torch.float16 and torch.equal(narrow_N.float(), scale_N) else scale_N
-
-
-def _check_finite(amax: torch.Tensor) -> None:
-    if not bool(amax.isfinite().all()):
-        raise ValueError("weights that are not finite (NaN, infinity) cannot be quantised; give quantization none")
 
 
 class Int8Linear(Linear):

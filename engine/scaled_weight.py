@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.narrow_weight import NarrowWeight
+from engine.narrow_weight import NarrowWeight, cannot_cut
 
 MAX_FLOATS = 1 << 22
 """Numbers that are dequantised at once: 16 MiB of scratch. With four times as many, a CPU takes twice the time."""
@@ -58,20 +58,14 @@ class ScaledWeight(NarrowWeight):
         as_bytes, scale_NG = tensors
         return ScaledWeight(as_bytes.view(self.weight.dtype), scale_NG, self.group_size, self.dtype)
 
-    def part(self, axis: int, part: range) -> ScaledWeight:
-        """Copy some outputs (axis 0) or inputs (axis 1). Raises `ValueError` if a group would be cut."""
+    def _inputs(self, part: range) -> ScaledWeight:
         # As bytes: not every device can copy 8-bit floats.
-        as_bytes = self.weight.view(torch.uint8).narrow(axis, part.start, len(part))
+        as_bytes = self.weight.view(torch.uint8)[:, part.start : part.stop]
         cut = as_bytes.clone(memory_format=torch.contiguous_format).view(self.weight.dtype)
-        if axis == 0:
-            return ScaledWeight(cut, self.scale[part.start : part.stop].clone(), self.group_size, self.dtype)
         if not self.has_groups:
             return ScaledWeight(cut, self.scale, len(part), self.dtype)
         size = self.group_size
         if part.start % size or len(part) % size:
-            at = part.stop if part.start % size == 0 else part.start
-            raise ValueError(
-                f"tensor_parallel_size cuts a weight at input {at}, where {size} share a scale; give quantization none"
-            )
+            raise cannot_cut(part, size)
         groups = slice(part.start // size, part.stop // size)
         return ScaledWeight(cut, self.scale[:, groups].clone(), size, self.dtype)

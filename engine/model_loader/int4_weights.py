@@ -252,7 +252,7 @@ def _widened(weight: Int4Weight, group_of: torch.Tensor) -> torch.Tensor:
     wide_NK = torch.empty(len(weight), weight.num_inputs, dtype=weight.dtype, device=weight.packed.device)
     num_rows = max(MAX_NUMBERS // weight.num_inputs, 1)
     for start in range(0, len(weight), num_rows):
-        rows = weight.part(0, range(start, min(start + num_rows, len(weight))))
+        rows = weight.rows(range(start, start + num_rows))
         wide_NK[start : start + num_rows] = rows.integers() * rows.scale[:, group_of] + rows.offset[:, group_of]
     return wide_NK
 

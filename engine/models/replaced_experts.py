@@ -141,12 +141,7 @@ def _replace_scores(beside: nn.Module, sizes: ExpertSizes, parts: Parts) -> None
 
 
 def _on_device(expert: ExpertWeight, device: str) -> ExpertWeight:
-    gate, up, down = (
-        weight.to(device)
-        if isinstance(weight, torch.Tensor)
-        else weight.like(*(tensor.to(device) for tensor in weight.tensors))
-        for weight in expert
-    )
+    gate, up, down = (weight.to(device) for weight in expert)
     return gate, up, down
 
 

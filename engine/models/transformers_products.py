@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,7 @@ def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, Narrow
                     module.weight.data = narrow.dequantized().to(module.weight.dtype)
                 continue
             if narrow is not None:
-                on_device = narrow.like(*(tensor.to(device) for tensor in narrow.tensors))
-                setattr(parent, name, _Product(ours.narrow(on_device, *bias)))
+                setattr(parent, name, _Product(ours.narrow(narrow.to(device), *bias)))
                 continue
             make = ours.lm_head if module is head else ours.linear_of(*size_of(module))
             if make is Linear or size_of(module)[1] % 2 or (module is head and module.bias is not None):
@@ -72,12 +71,9 @@ def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, Narrow
 
 def sizes_of_products(causal_lm: Any) -> tuple[tuple[int, int], ...]:
     """(outputs, inputs) of the products that layers have, without repetitions."""
-    return tuple(sorted({size_of(module) for module in _products_of_layers(causal_lm)}))
-
-
-def _products_of_layers(causal_lm: Any) -> Iterator[nn.Module]:
     head = causal_lm.get_output_embeddings()
-    return (module for module in causal_lm.modules() if is_product(module) and module is not head)
+    products = (module for module in causal_lm.modules() if is_product(module) and module is not head)
+    return tuple(sorted({size_of(module) for module in products}))
 
 
 def is_product(module: nn.Module) -> bool:
