@@ -44,6 +44,16 @@ class Group:
     mask: torch.Tensor | None
     """[B, 1, L, C], added to the scores; None: causal from the first token."""
 
+    def queries(self, q_TNH: torch.Tensor) -> torch.Tensor:
+        """[T, N, H] -> [B, N, L, H]: the group's, padded."""
+        rows = self.token_rows if self.padded_rows is None else self.padded_rows
+        return q_TNH[rows].view(self.num_seqs, self.query_len, *q_TNH.shape[1:]).transpose(1, 2)
+
+    def results(self, o_BNLH: torch.Tensor) -> torch.Tensor:
+        """[B, N, L, H] -> [tokens of the group, N, H]: without the padding."""
+        o = o_BNLH.transpose(1, 2).flatten(0, 1)
+        return o if self.valid_rows is None else o[self.valid_rows]
+
 
 @dataclass(slots=True)
 class TorchPlan:

@@ -73,14 +73,10 @@ class TorchAttention(AttentionBackend[TorchPlan]):
             q_BKGH = q_TNH[group.token_rows].reshape(B, K, N // K, H)
             sinks_KG = None if sinks_N is None else sinks_N.view(K, N // K)
             return _weighted_values(q_BKGH, k_BKCH, v_BKCH, group.mask, scores, sinks_KG).reshape(B, N, H)
-        q = q_TNH[group.token_rows] if group.padded_rows is None else q_TNH[group.padded_rows]
-        q_BNLH = q.view(B, L, N, H).transpose(1, 2)
         if group.mask is None:
             k_BKCH, v_BKCH = k_BKCH[:, :, :L], v_BKCH[:, :, :L]
         sinks_N1 = None if sinks_N is None else sinks_N.view(N, 1)
-        o_BNLH = _weighted_values(q_BNLH, k_BKCH, v_BKCH, group.mask, scores, sinks_N1)
-        o = o_BNLH.transpose(1, 2).reshape(B * L, N, H)
-        return o if group.valid_rows is None else o[group.valid_rows]
+        return group.results(_weighted_values(group.queries(q_TNH), k_BKCH, v_BKCH, group.mask, scores, sinks_N1))
 
 
 def _weighted_values(

@@ -124,28 +124,25 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
 
     def _attend_group(self, q_TNR: torch.Tensor, kv: torch.Tensor, group: Group, scale: float) -> torch.Tensor:
         """[tokens of the group, N, C]"""
-        B, L, N = group.num_seqs, group.query_len, q_TNR.shape[1]
+        L, N = group.query_len, q_TNR.shape[1]
         k_B1SR = self._groups.gather(kv, group, q_TNR.dtype)[0]
         if L == 1:
             q_B1NR = q_TNR[group.token_rows].unsqueeze(1)
             v_B1SV = self._values_in(k_B1SR)
             o_B1NV = F.scaled_dot_product_attention(q_B1NR, k_B1SR, v_B1SV, attn_mask=group.mask, scale=scale)
             return o_B1NV.squeeze(1)[..., : self._value_dim]
-        q = q_TNR[group.token_rows] if group.padded_rows is None else q_TNR[group.padded_rows]
-        q_BNLR = q.view(B, L, N, -1).transpose(1, 2)
         if group.mask is None:
             k_B1SR = k_B1SR[:, :, :L]
         k_BNSR = k_B1SR.expand(-1, N, -1, -1)
         o_BNLV = F.scaled_dot_product_attention(
-            q_BNLR,
+            group.queries(q_TNR),
             k_BNSR,
             self._values_in(k_BNSR),
             attn_mask=group.mask,
             is_causal=group.mask is None,
             scale=scale,
         )
-        o = o_BNLV[..., : self._value_dim].transpose(1, 2).reshape(B * L, N, -1)
-        return o if group.valid_rows is None else o[group.valid_rows]
+        return group.results(o_BNLV[..., : self._value_dim])
 
     def _values_in(self, k_BNSR: torch.Tensor) -> torch.Tensor:
         """The latents as values. On a CPU the values include the rotated keys, whose sums are ignored: torch's fast CPU

@@ -33,9 +33,8 @@ class UnfoldedHeads:
     ) -> torch.Tensor:
         """[tokens of the group, N, V]. `q_UNX`: the result of `unfolded_queries`."""
         B, L, N, V = group.num_seqs, group.query_len, q_UNX.shape[1], heads.up_value.shape[2]
-        q = q_UNX[group.token_rows] if group.padded_rows is None else q_UNX[group.padded_rows]
-        q_BNLX = q.view(B, L, N, -1).transpose(1, 2)
-        o_BLNV = q_UNX.new_empty(B, L, N, V)
+        q_BNLX = group.queries(q_UNX)
+        o_BNLV = q_UNX.new_empty(B, L, N, V).transpose(1, 2)
         for some, k_BHSX, v_BHSX in self._unfold(latent_BSR, heads, q_UNX.shape[2]):
             num_keys = L if group.mask is None else k_BHSX.shape[2]
             o_BHLX = F.scaled_dot_product_attention(
@@ -46,9 +45,8 @@ class UnfoldedHeads:
                 is_causal=group.mask is None,
                 scale=scale,
             )
-            o_BLNV[:, :, some] = o_BHLX[..., :V].transpose(1, 2)
-        o = o_BLNV.view(B * L, N, V)
-        return o if group.valid_rows is None else o[group.valid_rows]
+            o_BNLV[:, some] = o_BHLX[..., :V]
+        return group.results(o_BNLV)
 
     def _unfold(
         self, latent_BSR: torch.Tensor, heads: LatentProjection, size: int
