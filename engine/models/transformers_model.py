@@ -7,7 +7,7 @@ both when a model is made.
 
     forward(tokens) ──> transformers' body ──(layer i: q, k, v)──> AttentionBackend.project, attend ──> … ──> [T, D]
                                          └──(layers with a state)──> recurrent_layers.py, over RecurrentStates
-    compute_logits  ──> the rest of its causal language model (`Head`)
+    compute_logits  ──> the rest of its causal language model (transformers_head.py)
 
 Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H head dim.
 """
@@ -31,7 +31,8 @@ from engine.models.recurrent_states import RecurrentStates
 from engine.models.scores import Scores
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_experts import FourBitExperts
-from engine.models.transformers_probe import SINKS, Head
+from engine.models.transformers_head import Head
+from engine.models.transformers_probe import SINKS
 
 if TYPE_CHECKING:
     from engine.lora.adapters import Adapters

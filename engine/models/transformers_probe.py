@@ -27,7 +27,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.models.head_shape import HeadShape, pool_shape, why_not_together
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
@@ -35,6 +34,7 @@ from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.replaced_experts import sizes_of_experts
 from engine.models.scores import AttentionModule, Scores
 from engine.models.stored_weights import QUANTIZATIONS
+from engine.models.transformers_head import Head
 from engine.models.transformers_products import sizes_of_products
 
 WATCHED = "tandem_watched"
@@ -153,47 +153,6 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         products=products,
         body=body,
     )
-
-
-class Head:
-    """Computes logits from hidden states, with everything that a causal language model has after its body (such as a
-    cap, a scale, a bias). Removes the body from the model."""
-
-    def __init__(self, model: Any, body: str) -> None:
-        self._model = model
-        self._handed_over = _HandedOver(model.get_submodule(body))
-        parent, _, attribute = body.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, self._handed_over)
-
-    def logits(self, x_1TD: torch.Tensor) -> torch.Tensor:
-        """[1, T, D] -> [1, T, V]"""
-        self._handed_over.x_1TD = x_1TD
-        logits_1TV: torch.Tensor = self._model(inputs_embeds=x_1TD, use_cache=False).logits
-        self._handed_over.x_1TD = None
-        return logits_1TV
-
-
-class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
-    """A body's output. Further attributes, which heads read to pass them on (such as router logits), are None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-class _HandedOver(nn.Module):
-    """Replaces a body, and returns hidden states that were computed before. Heads may read the body's numbers."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.x_1TD: torch.Tensor | None = None
-        numbers = {name: value for name, value in vars(body).items() if isinstance(value, (int, float))}
-        for name in numbers.keys() - vars(self).keys():
-            setattr(self, name, numbers[name])
-
-    def forward(self, *_args: object, **_kwargs: object) -> _Hidden:
-        assert self.x_1TD is not None
-        return _Hidden(last_hidden_state=self.x_1TD)
 
 
 @dataclass(frozen=True, slots=True)
