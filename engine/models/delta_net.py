@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from engine.models.recurrent_ops import Convolution, RecurrentOps
-from engine.models.recurrent_reference import TORCH_OPS
 from engine.models.recurrent_shape import DeltaLayer
 from engine.models.recurrent_states import RecurrentStates
 
@@ -48,8 +47,7 @@ class DeltaNet(nn.Module):
         self._convolution = Convolution(module.conv1d.weight.data.squeeze(1).contiguous(), has_silu=True)
         self._rate_N = module.A_log.data.float().exp()
         self._dt_bias_N = module.dt_bias.data.float()
-        self._layer, self._number, self._states = layer, number, states
-        self._ops = ops if ops.fit(layer) else TORCH_OPS
+        self._layer, self._number, self._states, self._ops = layer, number, states, ops
 
     def forward(self, hidden_states: torch.Tensor, **_further: object) -> torch.Tensor:
         """[1, T, D] -> [1, T, D]"""

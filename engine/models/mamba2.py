@@ -21,7 +21,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from engine.models.recurrent_ops import Convolution, RecurrentOps
-from engine.models.recurrent_reference import TORCH_OPS
 from engine.models.recurrent_shape import Mamba2Layer
 from engine.models.recurrent_states import RecurrentStates
 
@@ -48,8 +47,7 @@ class Mamba2(nn.Module):
         self._scales = module.mup_vector.flatten() if hasattr(module, "mup_vector") else None
         self._has_norm = getattr(module, "mamba_rms_norm", True)
         self._sizes = layer.num_heads * layer.head_dim, layer.num_channels, layer.num_heads
-        self._number, self._states = number, states
-        self._ops = ops if ops.fit(layer) else TORCH_OPS
+        self._number, self._states, self._ops = number, states, ops
 
     def forward(self, hidden_states: torch.Tensor, **_further: object) -> torch.Tensor:
         """[1, T, D] -> [1, T, D]"""

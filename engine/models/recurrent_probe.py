@@ -46,8 +46,7 @@ def take_recurrent_layers(model: Any) -> tuple[RecurrentLayer, ...]:
             found.append(_convolution_layer(name, module))
         else:
             continue
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, _Passed())
+        model.set_submodule(name, _Passed())
     return tuple(found)
 
 

@@ -122,10 +122,9 @@ def replace_experts(
         if weights is not None:
             products = _products(weights, sizes.num_experts, parts)
             chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
-            parent, _, name = path.rpartition(".")
-            setattr(causal_lm.get_submodule(parent), name, ReplacedExperts(chosen, sizes.num_experts))
+            causal_lm.set_submodule(path, ReplacedExperts(chosen, sizes.num_experts))
             if parts.each_expert is not None:
-                _replace_scores(causal_lm.get_submodule(parent), sizes, parts)
+                _replace_scores(causal_lm.get_submodule(path.rpartition(".")[0]), sizes, parts)
     assert not stored
 
 

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from engine.models.recurrent_ops import Convolution, RecurrentOps
-from engine.models.recurrent_reference import TORCH_OPS
-from engine.models.recurrent_shape import ConvolutionLayer
 from engine.models.recurrent_states import RecurrentStates
 
 
@@ -23,15 +21,12 @@ class ShortConvolution(nn.Module):
 
     _parts: Any
 
-    def __init__(
-        self, module: Any, layer: ConvolutionLayer, number: int, states: RecurrentStates, ops: RecurrentOps
-    ) -> None:
+    def __init__(self, module: Any, number: int, states: RecurrentStates, ops: RecurrentOps) -> None:
         """`number`: the layer's among those that keep a state."""
         super().__init__()
         self._parts = module
         self._convolution = Convolution(module.conv.weight.data.squeeze(1).contiguous())
-        self._number, self._states = number, states
-        self._ops = ops if ops.fit(layer) else TORCH_OPS
+        self._number, self._states, self._ops = number, states, ops
 
     def forward(self, hidden_states: torch.Tensor, **_further: object) -> torch.Tensor:
         """[1, T, D] -> [1, T, D]"""

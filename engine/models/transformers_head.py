@@ -19,8 +19,7 @@ class Head:
     def __init__(self, model: Any, body: str) -> None:
         self._model = model
         self._handed_over = _HandedOver(model.get_submodule(body))
-        parent, _, attribute = body.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, self._handed_over)
+        model.set_submodule(body, self._handed_over)
 
     def logits(self, x_1TD: torch.Tensor) -> torch.Tensor:
         """[1, T, D] -> [1, T, V]"""

@@ -66,10 +66,8 @@ class TransformersModel:
                 module.compute_by(parts)
         for number, layer in enumerate(config.recurrent_layers):
             assert states is not None
-            parent, _, attribute = layer.name.rpartition(".")
-            module, ops = causal_lm.get_submodule(layer.name), parts.recurrent_ops
-            ours = module_of(module, layer, number, states, ops)
-            setattr(causal_lm.get_submodule(parent), attribute, ours)
+            module = causal_lm.get_submodule(layer.name)
+            causal_lm.set_submodule(layer.name, module_of(module, layer, number, states, parts.recurrent_ops))
         self._embedding = causal_lm.get_input_embeddings()
         self._body = causal_lm.get_submodule(config.body)
         attending = [causal_lm.get_submodule(module.name) for module in config.attention]
