@@ -141,13 +141,8 @@ class StepInput:
             end = start + math.prod(shape)
             arrays.append(numbers[start:end].reshape(shape))
             start = end
-        query_lens, context_lens, tables, slots, token_ids, positions, *lists = arrays
-        layout = StepLayout(query_lens, context_lens, tables, slots, num_decodes)
-        sampled, pending, before, prompts, begun, adapters, slots, loaded, saved = lists
-        return StepInput(
-            token_ids, positions, layout, sampled, pending, before, prompts, begun, adapters, slots, loaded, saved,
-            bool(has_exports),
-        )  # fmt: skip
+        layout = StepLayout(*(*arrays[:4], num_decodes))  # see `_arrays`
+        return StepInput(*(*arrays[4:6], layout, *arrays[6:], bool(has_exports)))
 
     def _arrays(self) -> tuple[Integers, ...]:
         """The layout's arrays, then its own, in the order of the fields."""
