@@ -111,7 +111,7 @@ def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGrou
     from engine.models.decoder import Decoder
 
     shape = load_model_shape(config.model.hf_config, config.model.model_impl)
-    parts = _parts_of(config)
+    parts = _parts_of(config, config.model.quantization)
     if isinstance(shape, DecoderConfig):
         weights = _weights_of(config, config.device.device)
         if config.lora_modules or config.lora_room.num:
@@ -149,9 +149,8 @@ def _adapted(config: EngineConfig, parts: Parts, cut_of: CutOf) -> Parts:
         return replace(parts, adapters=TritonAdapters(modules, dtype, device, cut_of, room))
     from engine.lora.adapters import Adapters
 
-    # Adapters' weights are never quantised.
-    linear = replace(config, model=replace(config.model, quantization="none"))
-    return replace(parts, adapters=Adapters(modules, dtype, device, _parts_of(linear).linear, cut_of, room))
+    plain = _parts_of(config, "none").linear  # adapters' weights are never quantised
+    return replace(parts, adapters=Adapters(modules, dtype, device, plain, cut_of, room))
 
 
 def _load_transformers_model(
@@ -182,8 +181,8 @@ def _linear_of(config: EngineConfig, parts: Parts) -> Callable[[int, int], MakeL
     from engine.quantization_choice import quantizes
 
     quantization = config.model.quantization
-    plain = _parts_of(replace(config, model=replace(config.model, quantization="none")))
-    return lambda outputs, inputs: parts.linear if quantizes(quantization, outputs, inputs) else plain.linear
+    plain = _parts_of(config, "none").linear
+    return lambda outputs, inputs: parts.linear if quantizes(quantization, outputs, inputs) else plain
 
 
 def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStates | None:
@@ -223,12 +222,11 @@ def _weights_of(config: EngineConfig, device: str) -> Weights:
     return kept(model.path, model.dtype, device, stored, model.quantization)
 
 
-def _parts_of(config: EngineConfig) -> Parts:
-    """The decoder's parts for the device, with quantised products if configured."""
+def _parts_of(config: EngineConfig, quantization: str) -> Parts:
+    """The decoder's parts for the device. `quantization`: of layers' products, resolved."""
     from engine.models.decoder import PLAIN_PARTS
     from engine.quantization import QUANTIZED_LINEARS
 
-    quantization = config.model.quantization
     if config.device.attention_backend == "cpu":
         from engine.kernels.cpu import KERNEL_PARTS, QUANTIZED_KERNEL_PARTS
 
