@@ -53,6 +53,9 @@ MakeLinear = Callable[..., Linear]
 """Makes a product from a weight and an optional bias. Has the signature of `Linear`."""
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks, on all of them. The argument may be overwritten."""
+CosSin = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and signed sines of the positions of a step's T tokens, from `RotaryEmbedding.select`: [T, 1, H] each, where
+H is the rotated size of a head."""
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
@@ -151,11 +154,10 @@ class RotaryEmbedding:
         self._sin = (sin * config.attention_factor).to(device=device, dtype=dtype)
         self._half = head_dim // 2
 
-    def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines of the step's positions, for `rotate`: [T, 1, H] each."""
+    def select(self, positions: torch.Tensor) -> CosSin:
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
-    def rotate(self, x_TNH: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def rotate(self, x_TNH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         cos, sin = cos_sin
         return (x_TNH * cos).add_(x_TNH.roll(self._half, -1).mul_(sin))
 
@@ -163,12 +165,12 @@ class RotaryEmbedding:
 class Unrotated:
     """Replaces `RotaryEmbedding` if queries and keys are rotated already."""
 
-    def select(self, x_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines 1 and sines 0, for kernels that always rotate: [T, 1, H] each."""
+    def select(self, x_TNH: torch.Tensor) -> CosSin:
+        """Cosines 1 and sines 0, for kernels that always rotate."""
         one = torch.ones_like(x_TNH[:, :1], memory_format=torch.contiguous_format)
         return one, torch.zeros_like(one)
 
-    def rotate(self, x_TNH: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def rotate(self, x_TNH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         del cos_sin
         return x_TNH
 
@@ -184,9 +186,7 @@ class HeadProjection:
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
 
-    def __call__(
-        self, qkv_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __call__(self, qkv_TX: torch.Tensor, cos_sin: CosSin) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, (N + 2K) * H] -> q [T, N, H], k and v [T, K, H]: q and k normed, if the model does that, and rotated."""
         N, K = self.num_heads, self.num_kv_heads
         qkv = qkv_TX.view(-1, N + 2 * K, self.head_dim)
@@ -213,7 +213,7 @@ class LatentProjection:
     """[N, C, V] each head's product from latents to values; absorbed attention applies it to outputs instead."""
 
     def __call__(
-        self, q_TX: torch.Tensor, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
+        self, q_TX: torch.Tensor, latent_TR: torch.Tensor, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, N * (Q + P)] and [T, R] -> queries [T, N, R], absorbed and rotated; and [T, R], the normed latent and the
         rotated key."""
@@ -223,12 +223,12 @@ class LatentProjection:
         q_TNR[:, :, C:] = self.rotated(q_TX, cos_sin)
         return q_TNR, self.latents(latent_TR, cos_sin)
 
-    def rotated(self, q_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def rotated(self, q_TX: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """[T, N, P]: the rotated part of the queries."""
         N, Q, _ = self.up_key.shape
         return self.rotary.rotate(q_TX.view(len(q_TX), N, -1)[:, :, Q:], cos_sin)
 
-    def latents(self, latent_TR: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def latents(self, latent_TR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """[T, R]: the normed latent and the rotated key."""
         C = self.up_key.shape[2]
         key_T1P = self.rotary.rotate(latent_TR[:, C:].unsqueeze(1), cos_sin)

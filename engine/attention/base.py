@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.layers import HeadProjection, LatentProjection
+from engine.layers import CosSin, HeadProjection, LatentProjection
 from engine.models.model_shape import ModelShape
 from engine.models.scores import Scores
 
@@ -98,7 +98,7 @@ class AttentionBackend(PagedBackend[Plan]):
         kv: torch.Tensor,
         plan: Plan,
         heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
         """Apply `heads` to the step's [T, (N + 2K) * H]. Writes keys and values into one layer of the pool, and returns
         the queries [T, N, H]."""
@@ -132,7 +132,7 @@ class LatentBackend(PagedBackend[Plan]):
         kv: torch.Tensor,
         plan: Plan,
         heads: LatentProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
         scale: float,
     ) -> torch.Tensor:
         """Apply `heads` to the step's latents and keys [T, R] and write them into one layer of the pool. Then let every

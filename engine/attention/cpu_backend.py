@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.base import AttentionBackend, Needs, StepLayout
-from engine.layers import HeadProjection
+from engine.layers import CosSin, HeadProjection
 from engine.models.scores import Scores
 
 GRAIN = 16
@@ -77,7 +77,7 @@ class CpuAttention(AttentionBackend[CpuPlan]):
         kv: torch.Tensor,
         plan: CpuPlan,
         heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
         q_norm, k_norm = heads.q_norm, heads.k_norm
         q_TNH: torch.Tensor = torch.ops.tandem_cpu.rotate_and_store(

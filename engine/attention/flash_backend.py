@@ -20,7 +20,7 @@ from engine.attention.flash_calls import FlashCalls, PagedBatch
 from engine.attention.paged_groups import TorchPlan
 from engine.attention.step_arrays import IntArray, pack, unpack
 from engine.attention.torch_backend import TorchAttention
-from engine.layers import HeadProjection
+from engine.layers import CosSin, HeadProjection
 from engine.models.scores import Scores
 from engine.to_device import to_device
 
@@ -67,7 +67,7 @@ class FlashAttention(AttentionBackend[FlashPlan]):
         kv: torch.Tensor,
         plan: FlashPlan,
         heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
         return self._plain.project(qkv_TX, kv, plan.plain, heads, cos_sin)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from engine.attention.base import AttentionBackend, StepLayout
-from engine.layers import HeadProjection
+from engine.layers import CosSin, HeadProjection
 from engine.models.head_shape import HeadShape, pool_shape
 from engine.models.scores import Scores
 
@@ -74,7 +74,7 @@ class ShapedAttention(AttentionBackend[ShapedPlan]):
         kv: torch.Tensor,
         plan: ShapedPlan,
         heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
         own = self._of[heads.head_dim]
         return own.backend.project(qkv_TX, own.layer(kv), plan[heads.head_dim], heads, cos_sin)

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.base import AttentionBackend, StepLayout
 from engine.attention.paged_groups import Group, PagedGroups, TorchPlan, in_token_order
-from engine.layers import HeadProjection
+from engine.layers import CosSin, HeadProjection
 from engine.models.scores import Scores
 
 FLASH_CAPABILITY = (8, 0)
@@ -41,7 +41,7 @@ class TorchAttention(AttentionBackend[TorchPlan]):
         kv: torch.Tensor,
         plan: TorchPlan,
         heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
         q_TNH, k_TKH, v_TKH = heads(qkv_TX, cos_sin)
         self.write_kv(kv, k_TKH, v_TKH, plan)

@@ -19,9 +19,7 @@ from engine.attention.base import LatentBackend, StepLayout
 from engine.attention.latent_forms import UNFOLDED_BYTES, Part, Unfolding, part_of, unfolded_seqs
 from engine.attention.paged_groups import Group, PagedGroups, TorchPlan, in_token_order
 from engine.attention.torch_unfolded import UnfoldedHeads, unfolded_queries
-from engine.layers import LatentProjection
-
-CosSin = tuple[torch.Tensor, torch.Tensor]
+from engine.layers import CosSin, LatentProjection
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.latent_forms import Part
 from engine.attention.paged_groups import Group
-from engine.layers import LatentProjection
+from engine.layers import CosSin, LatentProjection
 
 
 class UnfoldedHeads:
@@ -74,9 +74,7 @@ class UnfoldedHeads:
         return k, v
 
 
-def unfolded_queries(
-    q_TX: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], heads: LatentProjection, part: Part
-) -> torch.Tensor:
+def unfolded_queries(q_TX: torch.Tensor, cos_sin: CosSin, heads: LatentProjection, part: Part) -> torch.Tensor:
     """[U, N, X]: the rotated queries of the part's tokens, padded with zeros if values are longer."""
     (N, Q, _), V = heads.up_key.shape, heads.up_value.shape[2]
     size = q_TX.shape[1] // N

@@ -23,7 +23,7 @@ from engine.attention.flash_backend import paged_batch, pages_of
 from engine.attention.flash_calls import FlashCalls, PagedBatch
 from engine.attention.triton_backend import TritonAttention
 from engine.attention.triton_plans import TritonPlan
-from engine.layers import HeadProjection
+from engine.layers import CosSin, HeadProjection
 from engine.models.scores import Scores
 
 
@@ -62,7 +62,7 @@ class TritonFlashAttention(AttentionBackend[TritonFlashPlan]):
         kv: torch.Tensor,
         plan: TritonFlashPlan,
         heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
         return self._ours.project(qkv_TX, kv, plan.ours, heads, cos_sin)
 

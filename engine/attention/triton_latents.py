@@ -39,7 +39,7 @@ from engine.kernels.gpu.latents import (
 )
 from engine.kernels.gpu.unfolded import MAX_QUERY, MAX_VALUE
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
-from engine.layers import LatentProjection
+from engine.layers import CosSin, LatentProjection
 from engine.models.deepseek_config import LatentConfig
 
 
@@ -118,7 +118,7 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
         kv: torch.Tensor,
         plan: TritonPlan | MixedTritonPlan,
         heads: LatentProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
         scale: float,
     ) -> torch.Tensor:
         if isinstance(plan, TritonPlan):
@@ -145,7 +145,7 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
         kv: torch.Tensor,
         plan: TritonPlan,
         heads: LatentProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
         """Write latents and keys into the pool. Returns queries [T, N, R] in the latent space."""
         q_TNR = q_TX.new_empty(len(q_TX), self._num_heads, latent_TR.shape[1])

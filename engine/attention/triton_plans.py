@@ -22,7 +22,7 @@ from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
 from engine.kernels.gpu.prefill import list_tiles
 from engine.kernels.gpu.rotate import project_heads
-from engine.layers import HeadProjection
+from engine.layers import CosSin, HeadProjection
 from engine.to_device import fill, to_device
 
 
@@ -167,6 +167,6 @@ class WithTritonPlans(WithReservedPlans):
         kv: torch.Tensor,
         plan: TritonPlan,
         heads: HeadProjection,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
     ) -> torch.Tensor:
         return project_heads(qkv_TX, kv, plan.slot_mapping, heads, cos_sin)

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.attention.cpu_backend import CpuPlan
 from engine.int4_weight import Int4Weight
 from engine.kernels.cpu_recurrent import CPU_OPS
-from engine.layers import GatedLinear, Linear, RMSNorm
+from engine.layers import CosSin, GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts, ExpertWeight
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
@@ -173,7 +173,7 @@ class FusedLayers:
         x_TD: torch.Tensor,
         kv_pool: torch.Tensor,
         plan: CpuPlan,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: CosSin,
         on_layer: OnLayer | None,
     ) -> torch.Tensor:
         step = (*cos_sin, plan.slot_mapping, plan.block_tables, plan.query_lens, plan.context_lens, self._adapter_ids())

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from engine.attention import AttentionBackend
-from engine.layers import HeadProjection, RotaryEmbedding
+from engine.layers import CosSin, HeadProjection, RotaryEmbedding
 from engine.models.decoder_config import DecoderConfig
-from engine.models.layer import CosSin
 from engine.models.parts import PartsFactory
 from engine.models.scores import Scores
 

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from engine.attention import LatentBackend
-from engine.layers import LatentProjection, RotaryEmbedding
+from engine.layers import CosSin, LatentProjection, RotaryEmbedding
 from engine.models.decoder_config import DecoderConfig
 from engine.models.deepseek_config import LatentConfig
-from engine.models.layer import CosSin
 from engine.models.parts import PartsFactory, WeightAndBias
 
 LATENT_NORM_EPS = 1e-6

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.layers import RMSNorm
+from engine.layers import CosSin, RMSNorm
 
 OnLayer = Callable[[int], None]
-CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(Protocol):

@@ -22,9 +22,9 @@ from torch import nn
 from transformers import AttentionInterface
 
 from engine.attention import AttentionBackend
-from engine.layers import HeadProjection, Unrotated
+from engine.layers import CosSin, HeadProjection, Unrotated
 from engine.models.head_shape import HeadShape
-from engine.models.layer import CosSin, OnLayer
+from engine.models.layer import OnLayer
 from engine.models.parts import Parts
 from engine.models.recurrent_layers import module_of
 from engine.models.recurrent_states import RecurrentStates

@@ -13,12 +13,13 @@ import triton.language as tl
 
 from engine.float8 import MAX_FLOAT8
 from engine.kernels.gpu.rotate import VALUES_PER_PROGRAM, for_pool
+from engine.layers import CosSin
 
 
 def rotate_and_store_latents(
     q_TX: torch.Tensor,
     latent_TR: torch.Tensor,
-    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    cos_sin: CosSin,
     norm_weight: torch.Tensor,
     eps: float,
     kv: torch.Tensor,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from engine.float8 import MAX_FLOAT8
-from engine.layers import HeadProjection
+from engine.layers import CosSin, HeadProjection
 
 VALUES_PER_PROGRAM = 1024
 
@@ -24,7 +24,7 @@ def project_heads(
     kv: torch.Tensor,
     slot_mapping: torch.Tensor,
     heads: HeadProjection,
-    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    cos_sin: CosSin,
 ) -> torch.Tensor:
     """Apply `heads` to `qkv_TX` [T, (N + 2K) * H]: `rotate_and_store` with a layer's own norms."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
@@ -37,7 +37,7 @@ def project_heads(
 
 def rotate_and_store(
     qkv_TX: torch.Tensor,
-    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    cos_sin: CosSin,
     norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     kv: torch.Tensor,
