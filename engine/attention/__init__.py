@@ -78,48 +78,38 @@ def _create_backend(config: EngineConfig) -> AttentionBackend[Any]:
         if config.device.batch_invariant:
             return InvariantTritonAttention(**_triton_arguments(config))
         return TritonAttention(**_triton_arguments(config))
-    if config.device.attention_backend == "flash_attn":
-        model, device, block_size = config.model, config.device.device, config.cache.block_size
-        calls = load_flash_calls(
-            device=device,
-            dtype=model.dtype,
-            kv_dtype=config.cache.kv_dtype,
-            head_dim=model.head_dim,
-            block_size=block_size,
-        )
-        if config.device.uses_triton:
-            from engine.attention.triton_backend import TritonAttention
-            from engine.attention.triton_flash import TritonFlashAttention
-
-            return TritonFlashAttention(TritonAttention(**_triton_arguments(config)), calls, device)
-        return FlashAttention(
-            calls=calls,
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            block_size=block_size,
-            device=device,
-        )
-    return TorchAttention(
-        num_heads=config.model.num_heads,
-        num_kv_heads=config.model.num_kv_heads,
+    if config.device.attention_backend == "torch":
+        return TorchAttention(**_sizes(config))
+    assert config.device.attention_backend == "flash_attn"
+    device = config.device.device
+    calls = load_flash_calls(
+        device=device,
+        dtype=config.model.dtype,
+        kv_dtype=config.cache.kv_dtype,
         head_dim=config.model.head_dim,
         block_size=config.cache.block_size,
-        device=config.device.device,
     )
+    if config.device.uses_triton:
+        from engine.attention.triton_backend import TritonAttention
+        from engine.attention.triton_flash import TritonFlashAttention
+
+        return TritonFlashAttention(TritonAttention(**_triton_arguments(config)), calls, device)
+    return FlashAttention(TorchAttention(**_sizes(config)), calls, device)
 
 
-def _triton_arguments(config: EngineConfig) -> dict[str, Any]:
+def _sizes(config: EngineConfig) -> dict[str, Any]:
     return {
-        "kind": gpu_kind(config.device.device),
         "num_heads": config.model.num_heads,
         "num_kv_heads": config.model.num_kv_heads,
         "head_dim": config.model.head_dim,
         "block_size": config.cache.block_size,
-        "dtype": config.model.dtype,
-        "kv_dtype": config.cache.kv_dtype,
         "device": config.device.device,
     }
+
+
+def _triton_arguments(config: EngineConfig) -> dict[str, Any]:
+    kind = gpu_kind(config.device.device)
+    return _sizes(config) | {"kind": kind, "dtype": config.model.dtype, "kv_dtype": config.cache.kv_dtype}
 
 
 def _create_latent_backend(config: EngineConfig, mla: LatentConfig) -> LatentBackend[Any]:

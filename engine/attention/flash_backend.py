@@ -37,21 +37,9 @@ class FlashPlan:
 
 
 class FlashAttention(AttentionBackend[FlashPlan]):
-    def __init__(
-        self,
-        *,
-        calls: FlashCalls,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        device: str,
-    ) -> None:
-        self._calls = calls
-        self._device = device
-        self._plain = TorchAttention(
-            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, device=device
-        )
+    def __init__(self, plain: TorchAttention, calls: FlashCalls, device: str) -> None:
+        """`plain`: writes keys and values."""
+        self._plain, self._calls, self._device = plain, calls, device
 
     def prepare(self, layout: StepLayout) -> FlashPlan:
         return FlashPlan(

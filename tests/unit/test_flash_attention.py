@@ -99,16 +99,13 @@ def case_of(
 
 
 def backend_of(case: Case, calls: FlashCalls, device: str = "cpu") -> FlashAttention:
-    return FlashAttention(
-        calls=calls, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim,
-        block_size=case.block_size, device=device,
-    )  # fmt: skip
+    return FlashAttention(plain_backend_of(case, device), calls, device)
 
 
-def plain_backend_of(case: Case) -> TorchAttention:
+def plain_backend_of(case: Case, device: str = "cpu") -> TorchAttention:
     return TorchAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
-        device="cpu",
+        device=device,
     )  # fmt: skip
 
 
