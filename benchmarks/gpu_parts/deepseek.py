@@ -142,6 +142,7 @@ def backend_of(
         kv_lora_rank=sizes.kv_lora_rank,
         block_size=BLOCK_SIZE,
         dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(dtype).removeprefix("torch."),
         device=setting.device,
         kind=gpu_kind(setting.device),
         unfolding=unfolding,

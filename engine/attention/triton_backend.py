@@ -39,14 +39,14 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         head_dim: int,
         block_size: int,
         dtype: str,
+        kv_dtype: str,
         device: str,
         kind: GpuKind,
-        kv_dtype: str = "",
     ) -> None:
-        """`kind`: the device's. `kv_dtype`: the pool's, if it is not the queries' `dtype`."""
+        """`dtype`: of queries. `kv_dtype`: the pool's. `kind`: the device's."""
         self._num_heads, self._head_dim = num_heads, head_dim
         self._device = device
-        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
+        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype].itemsize
         num_groups = num_heads // num_kv_heads
         self._decode_config = DecodeConfig.of(kind, head_dim, itemsize, kv_itemsize)
         self._prefill_config = PrefillConfig.of(kind, head_dim, itemsize, num_groups, kv_itemsize)

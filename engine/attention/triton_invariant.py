@@ -31,13 +31,13 @@ class InvariantTritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         head_dim: int,
         block_size: int,
         dtype: str,
+        kv_dtype: str,
         device: str,
         kind: GpuKind,
-        kv_dtype: str = "",
     ) -> None:
         """See `TritonAttention`."""
         self._num_heads, self._head_dim = num_heads, head_dim
-        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
+        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype].itemsize
         num_groups = num_heads // num_kv_heads
         self._config = PiecesConfig.of(kind, head_dim, itemsize, num_groups, kv_itemsize)
         self._plans = TritonPlans(

@@ -61,16 +61,16 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
         kv_lora_rank: int,
         block_size: int,
         dtype: str,
+        kv_dtype: str,
         device: str,
         kind: GpuKind,
-        kv_dtype: str = "",
         batch_invariant: bool = False,
         unfolding: Unfolding | None = None,
     ) -> None:
-        """`kind`: the device's. `kv_dtype`: the pool's, if it is not the queries' `dtype`. `unfolding`: None for none;
-        ignored if a head is too large for a tile, and with `batch_invariant`."""
+        """See `TritonAttention`. `unfolding`: None for none; ignored if a head is too large for a tile, and with
+        `batch_invariant`."""
         self._num_heads, self._latent_dim, self._device = num_heads, kv_lora_rank, device
-        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype or dtype].itemsize
+        itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype].itemsize
         self._decode_config = LatentTileConfig.of_decode(kind, num_heads, itemsize, kv_itemsize)
         self._prefill_config = LatentTileConfig.of_prefill(kind, itemsize, kv_itemsize)
         self._plans = TritonPlans(

@@ -248,7 +248,7 @@ def mixed_backend_of(case: Case, calls: FlashCalls, device: str = "cpu") -> Trit
 
     ours = TritonAttention(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
-        dtype="float16", device=device, kind=gpu_kind(device),
+        dtype="float16", kv_dtype="float16", device=device, kind=gpu_kind(device),
     )  # fmt: skip
     return TritonFlashAttention(ours, calls, device)
 
