@@ -88,31 +88,6 @@ class PanelGatedLinear(GatedLinear):
         return y
 
 
-class Int8PanelLinear(PanelLinear):
-    """Weights in int8, quantised here if necessary: half the bytes to read."""
-
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        super().__init__(as_int8(weight), bias)
-
-
-class Int8PanelGatedLinear(PanelGatedLinear):
-    def __init__(self, gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None) -> None:
-        super().__init__(as_int8(gate), as_int8(up), gate_bias, up_bias)
-
-
-class Int4PanelLinear(PanelLinear):
-    """Weights in int4, quantised here if necessary: a product equals, bit for bit, that with the dequantised weights in
-    bfloat16."""
-
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        super().__init__(as_int4(weight), bias)
-
-
-class Int4PanelGatedLinear(PanelGatedLinear):
-    def __init__(self, gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None) -> None:
-        super().__init__(as_int4(gate), as_int4(up), gate_bias, up_bias)
-
-
 def _side_by_side(gate_and_up: list[torch.Tensor]) -> torch.Tensor:
     """[N, ...] twice -> [2 * N, ...], alternately 16 of one and 16 of the other; N is padded with zeros to 16."""
     missing = -len(gate_and_up[0]) % LANES
@@ -158,9 +133,7 @@ class KernelRMSNorm(RMSNorm):
 class FusedLayers:
     """Computes all layers in one call, or in one call per layer if `on_layer` is given."""
 
-    def __init__(
-        self, layers: list[DecoderLayer], adapter_ids: Callable[[], torch.Tensor | None] = lambda: None
-    ) -> None:
+    def __init__(self, layers: list[DecoderLayer], adapter_ids: Callable[[], torch.Tensor | None]) -> None:
         """`adapter_ids` returns the step's adapter per row, [T] int32, or None if no row uses one."""
         self._adapter_ids = adapter_ids
         self._layers = [fused(layer) for layer in layers]
@@ -238,7 +211,22 @@ KERNEL_PARTS = Parts(
     each_expert=PanelExperts,
     recurrent_ops=CPU_OPS,
 )
-QUANTIZED_KERNEL_PARTS = {
-    "int8": replace(KERNEL_PARTS, linear=Int8PanelLinear, gated_linear=Int8PanelGatedLinear),
-    "int4": replace(KERNEL_PARTS, linear=Int4PanelLinear, gated_linear=Int4PanelGatedLinear),
-}
+
+
+def _quantising(quantise: Callable[[Weight], Weight]) -> Parts:
+    """Kernel parts that quantise the weights of layers' products first, unless they are already."""
+
+    def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        return PanelLinear(quantise(weight), bias)
+
+    def gated_linear(
+        gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
+    ) -> GatedLinear:
+        return PanelGatedLinear(quantise(gate), quantise(up), gate_bias, up_bias)
+
+    return replace(KERNEL_PARTS, linear=linear, gated_linear=gated_linear)
+
+
+QUANTIZED_KERNEL_PARTS = {"int8": _quantising(as_int8), "int4": _quantising(as_int4)}
+"""In int8 there are half the bytes to read. In int4 a product equals, bit for bit, that with the dequantised weights in
+bfloat16."""

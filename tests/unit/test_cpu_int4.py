@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from engine.int4_weight import Int4Weight
-from engine.kernels.cpu import Int4PanelGatedLinear, Int4PanelLinear, PanelExperts, PanelGatedLinear, PanelLinear
+from engine.kernels.cpu import QUANTIZED_KERNEL_PARTS, PanelExperts, PanelGatedLinear, PanelLinear
 from engine.kernels.cpu_adapters import AdaptedPanelLinear, PanelAdapters
 from engine.lora.adapters import AddedPart
 from engine.weight import as_int4
@@ -104,9 +104,10 @@ def test_weights_are_quantised_where_they_are_not() -> None:
     x, _, bias = case(5, 64, 40, 32)
     plain = torch.randn(40, 64, generator=torch.Generator().manual_seed(3)).to(BFLOAT16)
     weight = as_int4(plain)
-    assert torch.equal(Int4PanelLinear(plain, bias)(x), PanelLinear(weight, bias)(x))
-    assert torch.equal(Int4PanelLinear(weight, bias)(x), PanelLinear(weight, bias)(x))
-    gated = Int4PanelGatedLinear(plain, plain, None, None)(x)
+    parts = QUANTIZED_KERNEL_PARTS["int4"]
+    assert torch.equal(parts.linear(plain, bias)(x), PanelLinear(weight, bias)(x))
+    assert torch.equal(parts.linear(weight, bias)(x), PanelLinear(weight, bias)(x))
+    gated = parts.gated_linear(plain, plain, None, None)(x)
     assert torch.equal(gated, PanelGatedLinear(weight, weight, None, None)(x))
 
 

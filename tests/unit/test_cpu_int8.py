@@ -13,8 +13,7 @@ from torch.nn.functional import linear, silu
 
 from engine.kernels.cpu import (
     PANEL,
-    Int8PanelGatedLinear,
-    Int8PanelLinear,
+    QUANTIZED_KERNEL_PARTS,
     PanelGatedLinear,
     PanelLinear,
 )
@@ -127,9 +126,10 @@ def test_weights_are_quantised_where_they_are_not() -> None:
     plain = torch.randn(40, 64, generator=torch.Generator().manual_seed(3)).to(BFLOAT16)
     int8, scale = quantize_int8(plain)
     weight = ScaledWeight(int8, scale.float()[:, None], 64, BFLOAT16)
-    assert torch.equal(Int8PanelLinear(plain, bias)(x), PanelLinear(weight, bias)(x))
-    assert torch.equal(Int8PanelLinear(weight, bias)(x), PanelLinear(weight, bias)(x))
-    gated = Int8PanelGatedLinear(plain, plain, None, None)(x)
+    parts = QUANTIZED_KERNEL_PARTS["int8"]
+    assert torch.equal(parts.linear(plain, bias)(x), PanelLinear(weight, bias)(x))
+    assert torch.equal(parts.linear(weight, bias)(x), PanelLinear(weight, bias)(x))
+    gated = parts.gated_linear(plain, plain, None, None)(x)
     assert torch.equal(gated, PanelGatedLinear(weight, weight, None, None)(x))
 
 
