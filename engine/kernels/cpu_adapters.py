@@ -58,12 +58,17 @@ class PanelAdapters(Adapters):
 
 
 class _AddedInPanels:
-    """Holds what adapters add to one product, in the kernels' form."""
+    """A product, and what adapters add to it, in the kernels' form."""
 
-    def __init__(self, inputs: int, sixteens: Sixteens) -> None:
+    def __init__(
+        self, product: PanelLinear | PanelGatedLinear, inputs: int, sixteens: Sixteens, adapters: PanelAdapters
+    ) -> None:
+        self.num_outputs, self.panels = product.num_outputs, product.panels
+        self.scale, self.bias = product.scale, product.bias
         self.added = torch.classes.tandem_cpu.AddedProduct(inputs, len(sixteens))
         self._inputs = inputs
         self._sixteens = sixteens
+        self._adapters = adapters
 
     def prepare(self, parts: Sequence[AddedPart]) -> PackedParts:
         return packed(parts, self._inputs, self._sixteens)
@@ -77,11 +82,7 @@ class _AddedInPanels:
 
 class AdaptedPanelLinear(_AddedInPanels, PanelLinear):
     def __init__(self, linear: PanelLinear, inputs: int, adapters: PanelAdapters) -> None:
-        super().__init__(inputs, sixteens_of(linear))
-        self.num_outputs, self.panels, self.scale, self.bias = (
-            linear.num_outputs, linear.panels, linear.scale, linear.bias,
-        )  # fmt: skip
-        self._adapters = adapters
+        super().__init__(linear, inputs, sixteens_of(linear), adapters)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._adapters.ids_T is None:
@@ -94,11 +95,7 @@ class AdaptedPanelLinear(_AddedInPanels, PanelLinear):
 
 class AdaptedPanelGatedLinear(_AddedInPanels, PanelGatedLinear):
     def __init__(self, gated: PanelGatedLinear, inputs: int, adapters: PanelAdapters) -> None:
-        super().__init__(inputs, gated_sixteens(gated))
-        self.num_outputs, self.panels, self.scale, self.bias = (
-            gated.num_outputs, gated.panels, gated.scale, gated.bias,
-        )  # fmt: skip
-        self._adapters = adapters
+        super().__init__(gated, inputs, gated_sixteens(gated), adapters)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._adapters.ids_T is None:
