@@ -207,7 +207,7 @@ KERNEL_PARTS = Parts(
     PanelLogits,
     KernelRMSNorm,
     fastest_stack,
-    scores=PanelLogits,
+    expert_scores=PanelLogits,
     each_expert=PanelExperts,
     recurrent_ops=CPU_OPS,
 )

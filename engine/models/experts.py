@@ -33,7 +33,7 @@ class Router:
         self._config = config
         self._choose_experts = factory.parts.choose_experts
         E = config.num_experts
-        self._logits = factory.parts.scores(factory.weights.take(f"{name}.weight", (E, hidden_size)))
+        self._logits = factory.parts.expert_scores(factory.weights.take(f"{name}.weight", (E, hidden_size)))
         self._bias_E = None
         if config.scoring == "sigmoid":
             # float32: differences between experts are far below the precision of 16 bits.

@@ -55,7 +55,7 @@ class Parts:
     rms_norm: type[RMSNorm] = RMSNorm
     stack: Callable[[list[DecoderLayer]], LayerStack] = PlainLayers
     """Makes a stack of the layers."""
-    scores: MakeLinear = FloatLinear
+    expert_scores: MakeLinear = FloatLinear
     """The product of experts' scores, in float32."""
     choose_experts: ChooseExperts = choose_experts
     head_products: type[HeadProducts] = HeadProducts

@@ -136,7 +136,7 @@ def _replace_scores(beside: nn.Module, sizes: ExpertSizes, parts: Parts) -> None
         if weight_ED is None or not is_of_scores or weight_ED.dtype != torch.bfloat16 or isinstance(module, nn.Linear):
             continue
         del module._parameters["weight"]
-        module.weight = ScoresWeight.of(weight_ED.data, parts.scores(weight_ED.data))
+        module.weight = ScoresWeight.of(weight_ED.data, parts.expert_scores(weight_ED.data))
 
 
 def _on_device(expert: ExpertWeight, device: str) -> ExpertWeight:

@@ -94,7 +94,12 @@ def test_experts_against_plain_torch(counts: list[int]) -> None:
 
 def test_a_decoder_has_no_products_of_torch_left() -> None:
     """A part that is not named here is no product, or its rows do not meet."""
-    made = {INVARIANT_PARTS.linear, INVARIANT_PARTS.lm_head, INVARIANT_PARTS.scores, INVARIANT_PARTS.plain_experts}
+    made = {
+        INVARIANT_PARTS.linear,
+        INVARIANT_PARTS.lm_head,
+        INVARIANT_PARTS.expert_scores,
+        INVARIANT_PARTS.plain_experts,
+    }
     assert {each.__module__ for each in made} == {InvariantLinear.__module__}  # type: ignore[union-attr]
     assert INVARIANT_PARTS.head_products is InvariantHeadProducts
     gate = numbers(32, 16, dtype=BFLOAT16)

@@ -119,7 +119,7 @@ class InvariantInt4Linear(TritonInt4Linear):
 INVARIANT_PARTS = replace(
     TRITON_PARTS.with_products(InvariantLinear),
     lm_head=InvariantFloatLinear,
-    scores=InvariantFloatLinear,
+    expert_scores=InvariantFloatLinear,
     head_products=InvariantHeadProducts,
     plain_experts=InvariantExperts,
 )
