@@ -72,15 +72,10 @@ class HostCopies:
         is_pinned = self._device.type != "cpu"
         self._num_ahead = LAUNCHED_AHEAD if is_pinned else 0
         pool_LNE = _as_words(pool)
-        num_layers, _, size = pool_LNE.shape
-        self._num_in_piece = max(1, PIECE_BYTES // (num_layers * size * pool_LNE.itemsize))
-        pieces_HLE = self._allocate(pool_LNE, is_pinned=is_pinned)
+        memory = _HostMemory(num_host_blocks, pool_LNE, is_pinned=is_pinned)
         self._copy: Callable[[list[BlockCopy]], None]
         """Launches copies, which must be all loads or all saves."""
-        if is_pinned:
-            self._copy = _ByDevice(pool_LNE, self._num_in_piece, pieces_HLE)
-        else:
-            self._copy = _ByHost(pool_LNE, self._num_in_piece, pieces_HLE)
+        self._copy = _ByDevice(pool_LNE, memory) if is_pinned else _ByHost(pool_LNE, memory)
         self.on_done: Callable[[], object] = lambda: None
         """Called on the copying thread when `take_done` has something to return or to raise."""
         self._loads: deque[BlockCopy] = deque()
@@ -136,19 +131,6 @@ class HostCopies:
         """End the thread after its current copies, and wait for that."""
         self.leave()
         self._thread.join()
-
-    def _allocate(self, pool_LNE: torch.Tensor, *, is_pinned: bool) -> list[torch.Tensor]:
-        num_layers, _, size = pool_LNE.shape
-        firsts = range(0, self.num_blocks, self._num_in_piece)
-        nums_blocks = [min(self._num_in_piece, self.num_blocks - first) for first in firsts]
-        try:
-            return [torch.empty((n, num_layers, size), dtype=pool_LNE.dtype, pin_memory=is_pinned) for n in nums_blocks]
-        except RuntimeError as error:
-            size_gib = self.num_blocks * num_layers * size * pool_LNE.itemsize / GIB
-            raise ValueError(
-                f"kv_offloading_size: the host has no {size_gib:.1f} GiB for what one process is to keep there: lower "
-                f"it ({str(error).splitlines()[0]})"
-            ) from error
 
     # -- this object's thread -----------------------------------------------------------------------------------
 
@@ -215,19 +197,41 @@ def _end_all() -> None:
             copies._thread.join(EXIT_PATIENCE_S)
 
 
+class _HostMemory:
+    """The blocks in host memory, in pieces. Raises `ValueError` if the host has not enough memory."""
+
+    def __init__(self, num_blocks: int, pool_LNE: torch.Tensor, *, is_pinned: bool) -> None:
+        num_layers, _, size = pool_LNE.shape
+        block_bytes = num_layers * size * pool_LNE.itemsize
+        self._num_in_piece = most = max(1, PIECE_BYTES // block_bytes)
+        nums_blocks = [min(most, num_blocks - first) for first in range(0, num_blocks, most)]
+        try:
+            self._pieces_HLE = [
+                torch.empty((n, num_layers, size), dtype=pool_LNE.dtype, pin_memory=is_pinned) for n in nums_blocks
+            ]
+        except RuntimeError as error:
+            raise ValueError(
+                f"kv_offloading_size: the host has no {num_blocks * block_bytes / GIB:.1f} GiB for what one process is "
+                f"to keep there: lower it ({str(error).splitlines()[0]})"
+            ) from error
+
+    def __getitem__(self, host_block_id: int) -> torch.Tensor:
+        """[L, E]"""
+        piece, number = divmod(host_block_id, self._num_in_piece)
+        return self._pieces_HLE[piece][number]
+
+
 class _ByHost:
     """Copies block by block with numpy: torch would split each copy among threads that compete with those of the
     steps."""
 
-    def __init__(self, pool_LNE: torch.Tensor, num_in_piece: int, pieces_HLE: list[torch.Tensor]) -> None:
+    def __init__(self, pool_LNE: torch.Tensor, memory: _HostMemory) -> None:
         self._pool_LNE: npt.NDArray[Any] = pool_LNE.numpy()
-        self._num_in_piece = num_in_piece
-        self._pieces_HLE: list[npt.NDArray[Any]] = [piece.numpy() for piece in pieces_HLE]
+        self._memory = memory
 
     def __call__(self, copies: list[BlockCopy]) -> None:
         for copy in copies:
-            piece, number = divmod(copy.host_block_id, self._num_in_piece)
-            on_host_LE, in_pool_LE = self._pieces_HLE[piece][number], self._pool_LNE[:, copy.block_id]
+            on_host_LE, in_pool_LE = self._memory[copy.host_block_id].numpy(), self._pool_LNE[:, copy.block_id]
             if copy.is_load:
                 np.copyto(in_pool_LE, on_host_LE)
             else:
@@ -239,11 +243,10 @@ class _ByDevice:
     buffer, from which each block is one copy. Copying a block as a view across layers would take torch one launch for
     every 2 GiB that the view spans: in a large pool, one for each layer."""
 
-    def __init__(self, pool_LNE: torch.Tensor, num_in_piece: int, pieces_HLE: list[torch.Tensor]) -> None:
+    def __init__(self, pool_LNE: torch.Tensor, memory: _HostMemory) -> None:
         self._num_layers, self._num_blocks, size = pool_LNE.shape
         self._pool_RE = pool_LNE.flatten(0, 1)
-        self._num_in_piece = num_in_piece
-        self._pieces_HLE = pieces_HLE
+        self._memory = memory
         self._num_at_once = max(1, STAGED_BYTES // (self._num_layers * size * pool_LNE.itemsize))
 
     def __call__(self, copies: list[BlockCopy]) -> None:
@@ -265,8 +268,7 @@ class _ByDevice:
 
     def _pairs(self, copies: list[BlockCopy], staged_RE: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for copy, block_LE in zip(copies, torch.split(staged_RE, self._num_layers), strict=True):
-            piece, number = divmod(copy.host_block_id, self._num_in_piece)
-            yield self._pieces_HLE[piece][number], block_LE
+            yield self._memory[copy.host_block_id], block_LE
 
 
 def _as_words(pool: torch.Tensor) -> torch.Tensor:

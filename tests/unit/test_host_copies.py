@@ -242,7 +242,7 @@ from engine.scheduling.offloading import BlockCopy
 pool = torch.zeros(8, 64, 2, 2, 16, 16)
 copies = HostCopies(pool, 64)
 words = _as_words(pool)
-copies._copy = _ByDevice(words, 64, [words.new_empty(64, *words.shape[::2])])  # within torch, as on a GPU
+copies._copy = _ByDevice(words, words.new_empty(64, *words.shape[::2]))  # within torch, as on a GPU
 copies.begin(BlockCopy(False, n % 64, n % 64) for n in range(50_000))
 """
 
