@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.base import AttentionBackend, Needs
-from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans, why_not_either
+from engine.attention.base import Needs
+from engine.attention.triton_plans import TritonHeadsBackend, TritonPlan, why_not_either
 from engine.kernels.gpu.decode import DecodeConfig, paged_decode, partial_size
 from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.prefill import MAX_GROUPS, MAX_LARGE_GROUPS, PrefillConfig, paged_prefill
@@ -28,7 +28,7 @@ MAX_SMALL_HEAD_DIM = 256
 """With larger heads, the kernels for `batch_invariant` have too few registers, and others fewer rows."""
 
 
-class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
+class TritonAttention(TritonHeadsBackend):
     """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether Triton can run here."""
 
     def __init__(
@@ -45,16 +45,12 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
     ) -> None:
         """`dtype`: of queries. `kv_dtype`: the pool's. `kind`: the device's."""
         self._num_heads, self._head_dim = num_heads, head_dim
-        self._device = device
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype].itemsize
         num_groups = num_heads // num_kv_heads
         self._decode_config = DecodeConfig.of(kind, head_dim, itemsize, kv_itemsize)
         self._prefill_config = PrefillConfig.of(kind, head_dim, itemsize, num_groups, kv_itemsize)
-        self._plans = TritonPlans(
-            block_size=block_size,
-            tokens_per_tile=self._prefill_config.block_m // num_groups,
-            device=device,
-            scratch_size=self._scratch_size,
+        super().__init__(
+            block_size=block_size, tokens_per_tile=self._prefill_config.block_m // num_groups, device=device
         )
 
     @staticmethod
@@ -107,5 +103,5 @@ class TritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
                 max_context_len=plan.max_context_len, scores=scores, sinks_N=sinks_N, config=self._decode_config,
             )  # fmt: skip
 
-    def _scratch_size(self, num_decodes: int, max_context_len: int) -> int:
-        return partial_size(num_decodes, self._num_heads, self._head_dim, max_context_len, self._decode_config)
+    def _scratch_size(self, num_seqs: int, max_context_len: int) -> int:
+        return partial_size(num_seqs, self._num_heads, self._head_dim, max_context_len, self._decode_config)

@@ -49,11 +49,11 @@ class TritonFlashAttention(AttentionBackend[TritonFlashPlan]):
         self._ours.keep_scratch(num_seqs, max_context_len)
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonFlashPlan:
-        """See `TritonPlans`."""
+        """See `WithTritonPlans`."""
         return TritonFlashPlan(self._ours.reserve_decode_plan(num_seqs, max_context_len), prompts=None)
 
     def refill(self, plan: TritonFlashPlan, layout: StepLayout) -> None:
-        """See `TritonPlans`."""
+        """See `WithTritonPlans`."""
         self._ours.refill(plan.ours, layout)
 
     def project(

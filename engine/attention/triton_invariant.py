@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.base import AttentionBackend
-from engine.attention.triton_plans import TritonPlan, TritonPlans, WithTritonPlans
+from engine.attention.triton_plans import TritonHeadsBackend, TritonPlan
 from engine.kernels.gpu.gpu_kind import GpuKind
 from engine.kernels.gpu.pieces import PiecesCall, PiecesConfig, partial_size
 from engine.kv_cache import KV_DTYPES, TORCH_DTYPES
 from engine.models.scores import Scores
 
 
-class InvariantTritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
+class InvariantTritonAttention(TritonHeadsBackend):
     def __init__(
         self,
         *,
@@ -40,12 +39,7 @@ class InvariantTritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype].itemsize
         num_groups = num_heads // num_kv_heads
         self._config = PiecesConfig.of(kind, head_dim, itemsize, num_groups, kv_itemsize)
-        self._plans = TritonPlans(
-            block_size=block_size,
-            tokens_per_tile=self._config.block_m // num_groups,
-            device=device,
-            scratch_size=self._scratch_size,
-        )
+        super().__init__(block_size=block_size, tokens_per_tile=self._config.block_m // num_groups, device=device)
 
     def attend(
         self,
@@ -68,5 +62,5 @@ class InvariantTritonAttention(WithTritonPlans, AttentionBackend[TritonPlan]):
             call.prefill(plan.prefill_tiles)
         return o_TNH.view(len(o_TNH), -1)
 
-    def _scratch_size(self, num_decodes: int, max_context_len: int) -> int:
-        return partial_size(num_decodes, self._num_heads, self._head_dim, max_context_len)
+    def _scratch_size(self, num_seqs: int, max_context_len: int) -> int:
+        return partial_size(num_seqs, self._num_heads, self._head_dim, max_context_len)

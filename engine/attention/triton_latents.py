@@ -25,7 +25,7 @@ import torch
 
 from engine.attention.base import LatentBackend, Needs, StepLayout
 from engine.attention.latent_forms import Part, Unfolding, part_of, unfolded_seqs
-from engine.attention.triton_plans import TritonPlan, TritonPlans, WithReservedPlans, why_not_either
+from engine.attention.triton_plans import TritonPlan, WithTritonPlans, why_not_either
 from engine.attention.triton_unfolded import UnfoldedAttention, UnfoldedPlan
 from engine.kernels.gpu.decode import partial_size
 from engine.kernels.gpu.gpu_kind import GpuKind
@@ -51,7 +51,7 @@ class MixedTritonPlan:
     absorbed: tuple[Part, TritonPlan] | None
 
 
-class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedTritonPlan]):
+class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan | MixedTritonPlan]):
     """`why_not` says whether it can serve a model, `engine.kernels.gpu.why_no_triton` whether Triton can run here."""
 
     def __init__(
@@ -69,15 +69,14 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
     ) -> None:
         """See `TritonAttention`. `unfolding`: None for none; ignored if a head is too large for a tile, and with
         `batch_invariant`."""
-        self._num_heads, self._latent_dim, self._device = num_heads, kv_lora_rank, device
+        self._num_heads, self._latent_dim = num_heads, kv_lora_rank
         itemsize, kv_itemsize = TORCH_DTYPES[dtype].itemsize, KV_DTYPES[kv_dtype].itemsize
         self._decode_config = LatentTileConfig.of_decode(kind, num_heads, itemsize, kv_itemsize)
         self._prefill_config = LatentTileConfig.of_prefill(kind, itemsize, kv_itemsize)
-        self._plans = TritonPlans(
+        super().__init__(
             block_size=block_size,
             tokens_per_tile=self._prefill_config.tokens_per_tile(num_heads),
             device=device,
-            scratch_size=self._scratch_size,
             splits_decodes=not batch_invariant,
         )
         has_room = unfolding is not None and unfolding.query_dim <= MAX_QUERY and unfolding.value_dim <= MAX_VALUE
@@ -104,11 +103,11 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
         is_unfolded = unfolded_seqs(layout, self._unfolding)
         unfolded = part_of(layout, is_unfolded)
         if unfolded is None:
-            return self._plans.prepare(layout)
+            return self._plan_of(layout)
         absorbed = part_of(layout, ~is_unfolded)
         return MixedTritonPlan(
             self._unfolded.prepare(layout, unfolded),
-            None if absorbed is None else (absorbed, self._plans.prepare(absorbed.layout)),
+            None if absorbed is None else (absorbed, self._plan_of(absorbed.layout)),
         )
 
     def attend(
@@ -172,8 +171,8 @@ class TritonLatentAttention(WithReservedPlans, LatentBackend[TritonPlan | MixedT
             )  # fmt: skip
         return o_TNC
 
-    def _scratch_size(self, num_decodes: int, max_context_len: int) -> int:
-        return partial_size(num_decodes, self._num_heads, self._latent_dim, max_context_len, self._decode_config)
+    def _scratch_size(self, num_seqs: int, max_context_len: int) -> int:
+        return partial_size(num_seqs, self._num_heads, self._latent_dim, max_context_len, self._decode_config)
 
 
 def _absorbed_queries(

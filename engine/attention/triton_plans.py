@@ -2,21 +2,21 @@
 
 A reserved plan has fixed addresses, so that a CUDA graph captured with it can replay other steps:
 
-    plan = plans.reserve_decode_plan(num_seqs, max_context_len)     once; then capture with it
-    plans.refill(plan, layout)                                      before every replay; fewer sequences fit, too
+    plan = backend.reserve_decode_plan(num_seqs, max_context_len)   once; then capture with it
+    backend.refill(plan, layout)                                    before every replay; fewer sequences fit, too
 
 Shapes: T tokens, S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from engine.attention.base import Needs, StepLayout
+from engine.attention.base import AttentionBackend, Needs, StepLayout
 from engine.attention.step_arrays import IntArray, empty_decodes, fill_up_decodes, pack, unpack
 from engine.float8 import FLOAT8, why_no_float8
 from engine.kernels.gpu.pointwise import MAX_HIDDEN_SIZE
@@ -59,39 +59,37 @@ class TritonPlan:
     """float32, large enough for the pieces of decoding sequences. Shared by all plans."""
 
 
-class TritonPlans:
-    """One per backend. Its plans share scratch memory, since steps run one after the other."""
+class WithTritonPlans(ABC):
+    """The plans of a backend. They share scratch memory, since steps run one after the other."""
 
-    def __init__(
-        self,
-        *,
-        block_size: int,
-        tokens_per_tile: int,
-        device: str,
-        scratch_size: Callable[[int, int], int],
-        splits_decodes: bool = True,
-    ) -> None:
-        """`tokens_per_tile`: of the prefill kernel. `scratch_size(num_seqs, max_context_len)`: float32 numbers that the
-        decode kernel needs. `splits_decodes`: if False, decoding sequences get a prefill tile each instead."""
+    def __init__(self, *, block_size: int, tokens_per_tile: int, device: str, splits_decodes: bool = True) -> None:
+        """`tokens_per_tile`: of the prefill kernel. `splits_decodes`: if False, decoding sequences get a prefill tile
+        each instead."""
         self._block_size, self._tokens_per_tile, self._device = block_size, tokens_per_tile, device
         self._splits_decodes = splits_decodes
-        self._scratch_size = scratch_size
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
 
-    def prepare(self, layout: StepLayout) -> TritonPlan:
+    @abstractmethod
+    def _scratch_size(self, num_seqs: int, max_context_len: int) -> int:
+        """How many float32 numbers the decode kernel needs."""
+
+    def _plan_of(self, layout: StepLayout) -> TritonPlan:
+        """The plan of a step."""
         decodes = self._num_split(layout)
         max_context_len = int(layout.context_lens[:decodes].max()) if decodes else 0
-        return self._plan(layout, max_context_len, self.scratch(decodes, max_context_len))
+        return self._plan(layout, max_context_len, self._scratch_for(decodes, max_context_len))
 
     def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
         """Make a plan for steps in which up to `num_seqs` sequences of up to `max_context_len` tokens decode, to be
         filled by `refill`. Rows without a sequence attend to nothing and write nothing."""
         layout = empty_decodes(num_seqs, -(-max_context_len // self._block_size))
-        return self._plan(layout, max_context_len, self.scratch(num_seqs, max_context_len))
+        return self._plan(layout, max_context_len, self._scratch_for(num_seqs, max_context_len))
 
-    def scratch(self, num_seqs: int, max_context_len: int) -> torch.Tensor:
-        """Scratch memory for steps in which up to `num_seqs` sequences of up to `max_context_len` tokens decode. It is
-        kept."""
+    def keep_scratch(self, num_seqs: int, max_context_len: int) -> None:
+        """See `PagedBackend.keep_scratch`."""
+        self._scratch_for(num_seqs, max_context_len)
+
+    def _scratch_for(self, num_seqs: int, max_context_len: int) -> torch.Tensor:
         size = self._scratch_size(num_seqs, max_context_len) if self._splits_decodes else 0
         if len(self._scratch) < size:
             # Grow at least twofold, so that older buffers, which reserved plans keep, add up to no more than the last.
@@ -138,28 +136,11 @@ class TritonPlans:
         )
 
 
-class WithReservedPlans:
-    """Mixin: methods for reserved plans and scratch memory, by the backend's `_plans`, which the backend creates."""
-
-    _plans: TritonPlans
-
-    def keep_scratch(self, num_seqs: int, max_context_len: int) -> None:
-        self._plans.scratch(num_seqs, max_context_len)
-
-    def reserve_decode_plan(self, num_seqs: int, max_context_len: int) -> TritonPlan:
-        """See `TritonPlans`."""
-        return self._plans.reserve_decode_plan(num_seqs, max_context_len)
-
-    def refill(self, plan: TritonPlan, layout: StepLayout) -> None:
-        """See `TritonPlans`."""
-        self._plans.refill(plan, layout)
-
-
-class WithTritonPlans(WithReservedPlans):
-    """Mixin: also `prepare`, and `project` for the keys and values of heads."""
+class TritonHeadsBackend(WithTritonPlans, AttentionBackend[TritonPlan]):
+    """The common base of backends for the keys and values of heads."""
 
     def prepare(self, layout: StepLayout) -> TritonPlan:
-        return self._plans.prepare(layout)
+        return self._plan_of(layout)
 
     def project(
         self,

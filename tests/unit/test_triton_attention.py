@@ -378,7 +378,7 @@ def test_scratch_that_is_kept_is_enough_for_every_step() -> None:
     """So the pool can take the rest of the memory."""
     backend = backend_of(case_of([(5, 1)]))
     backend.keep_scratch(8, 1 << 17)
-    address = backend._plans._scratch.data_ptr()
+    address = backend._scratch.data_ptr()
     for lens in ([(300, 1), (40, 1)], [(3, 1)] * 8, [(200, 1), (0, 5)]):
         assert backend.prepare(case_of(lens).layout).scratch.data_ptr() == address
 
