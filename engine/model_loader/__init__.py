@@ -224,7 +224,7 @@ def _weights_of(config: EngineConfig, device: str) -> Weights:
 
 def _parts_of(config: EngineConfig, quantization: str) -> Parts:
     """The decoder's parts for the device. `quantization`: of layers' products, resolved."""
-    from engine.models.decoder import PLAIN_PARTS
+    from engine.models.parts import PLAIN_PARTS
     from engine.quantization import QUANTIZED_LINEARS
 
     if config.device.attention_backend == "cpu":

@@ -28,9 +28,6 @@ from engine.models.layer import Attention, DecoderLayer, FeedForward, OnLayer
 from engine.models.parts import PLAIN_PARTS, Parts, PartsFactory
 from engine.models.recurrent_states import RecurrentStates
 
-__all__ = ["PLAIN_PARTS", "Decoder", "Parts"]
-
-
 HEAD = "lm_head.weight"
 
 

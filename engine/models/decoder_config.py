@@ -18,8 +18,6 @@ from engine.models.hf_fields import flag, integer, number, one_of
 from engine.models.model_shape import ModelShape
 from engine.models.rope_config import RopeConfig
 
-__all__ = ["ARCHITECTURES", "DecoderConfig", "RopeConfig"]
-
 MOST_LAYERS = 1024
 MOST_HEAD_DIM = 4096
 """Several times what any model has. A larger number is a mistake, which would otherwise show as a pool that fits

@@ -12,7 +12,7 @@ from attention_cases import LENS, QKV, Case
 from engine.attention.cpu_backend import CpuAttention
 from engine.kernels.cpu import PanelGatedLinear, PanelLinear, PanelLogits
 from engine.layers import GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
-from engine.models.decoder_config import RopeConfig
+from engine.models.rope_config import RopeConfig
 
 BFLOAT16 = torch.bfloat16
 

@@ -14,7 +14,6 @@ from engine.int4_weight import Int4Weight
 from engine.model_loader.eight_bit_weights import DummyEightBitWeights
 from engine.model_loader.int4_weights import DummyInt4Weights
 from engine.model_loader.weights import DummyWeights, Weights
-from engine.models.decoder import PLAIN_PARTS
 from engine.models.expert_products import (
     ExpertProducts,
     PlainExperts,
@@ -23,7 +22,7 @@ from engine.models.expert_products import (
     stack_of,
 )
 from engine.models.experts_config import qwen_experts
-from engine.models.parts import PartsFactory
+from engine.models.parts import PLAIN_PARTS, PartsFactory
 from engine.models.stored_weights import StoredWeights
 from engine.scaled_weight import ScaledWeight
 from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank

@@ -16,7 +16,7 @@ from engine.layers import inverse_frequencies
 from engine.model_loader import model_config
 from engine.model_loader import settings as settings_module
 from engine.models import load_decoder_config
-from engine.models.decoder_config import RopeConfig
+from engine.models.rope_config import RopeConfig
 
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False}
 LLAMA3_ROPE: dict[str, Any] = {

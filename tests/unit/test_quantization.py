@@ -13,7 +13,7 @@ from deepseek_cases import V3
 from engine.float8 import why_no_float8
 from engine.layers import GatedLinear, Linear
 from engine.models import load_decoder_config
-from engine.models.decoder import PLAIN_PARTS
+from engine.models.parts import PLAIN_PARTS
 from engine.models.stored_weights import StoredWeights
 from engine.quantization import (
     MAX_PACKED_ROWS,

@@ -24,7 +24,7 @@ from engine.kernels.build import load_cpu_kernels
 from engine.kernels.cpu import KERNEL_PARTS
 from engine.layers import Linear
 from engine.models import load_model_shape
-from engine.models.decoder import PLAIN_PARTS
+from engine.models.parts import PLAIN_PARTS
 from engine.models.replaced_experts import ReplacedExperts, replace_experts
 from engine.models.transformers_products import OurProducts, is_product, replace_products
 from engine.quantization import quantize_int8

@@ -18,7 +18,7 @@ from engine.kernels.gpu.pointwise import silu_multiply
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.kv_cache import rounded_for_pool
 from engine.layers import GatedLinear, HeadProjection, RMSNorm, RotaryEmbedding
-from engine.models.decoder_config import RopeConfig
+from engine.models.rope_config import RopeConfig
 from engine.running import model_runner
 
 BFLOAT16 = torch.bfloat16

@@ -30,10 +30,9 @@ from engine.kernels.gpu.latents import LatentTileConfig, decode_latents
 from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
 from engine.model_loader.weights import DummyWeights
 from engine.models import expert_products, load_decoder_config
-from engine.models.decoder import PLAIN_PARTS
 from engine.models.experts import ExpertsFeedForward
 from engine.models.experts_config import GROUPED_MAJORS
-from engine.models.parts import PartsFactory
+from engine.models.parts import PLAIN_PARTS, PartsFactory
 from engine.models.rope_config import RopeConfig
 from engine.running import model_runner
 
