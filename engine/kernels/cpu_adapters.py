@@ -26,7 +26,7 @@ from engine.models.parts import Parts
 from engine.weight_cut import CutOf, uncut
 
 
-def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf, room: LoRARoom = NO_ROOM) -> Parts:
+def with_adapters(parts: Parts, modules: Sequence[LoRAModule], cut_of: CutOf, room: LoRARoom) -> Parts:
     """`parts`: the CPU kernels' parts. `cut_of`, `room`: see `Adapters`."""
     adapters = PanelAdapters(modules, cut_of, room)
     return replace(parts, stack=partial(fastest_stack, adapter_ids=lambda: adapters.ids_T), adapters=adapters)

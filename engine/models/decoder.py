@@ -25,7 +25,7 @@ from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
 from engine.models.latent_attention import LatentAttention
 from engine.models.layer import Attention, DecoderLayer, FeedForward, OnLayer
-from engine.models.parts import PLAIN_PARTS, Parts, PartsFactory
+from engine.models.parts import Parts, PartsFactory
 from engine.models.recurrent_states import RecurrentStates
 
 HEAD = "lm_head.weight"
@@ -40,7 +40,7 @@ class Decoder:
         weights: Weights,
         backend: PagedBackend[Any],
         max_model_len: int,
-        parts: Parts = PLAIN_PARTS,
+        parts: Parts,
     ) -> None:
         self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, max_model_len, weights.dtype, weights.device)
         self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))

@@ -53,7 +53,7 @@ class TransformersModel:
         causal_lm: Any,
         backend: AttentionBackend[Any],
         parts: Parts,
-        states: RecurrentStates | None = None,
+        states: RecurrentStates | None,
     ) -> None:
         """`causal_lm`: transformers' model on the device, with `PAGED` attention and its products replaced
         (engine/models/transformers_products.py). This modifies it further. `states`: of `config.recurrent_layers`; None

@@ -16,10 +16,10 @@ import torch
 
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters, max_tiles, tiles_of
 from engine.layers import Linear
-from engine.lora.adapters import NO_ROOM, AdapterIds, Adapters, Added
+from engine.lora.adapters import AdapterIds, Adapters, Added
 from engine.lora.modules import LoRAModule, LoRARoom
 from engine.to_device import fill, to_device
-from engine.weight_cut import CutOf, uncut
+from engine.weight_cut import CutOf
 
 
 class TritonAdapters(Adapters):
@@ -30,8 +30,8 @@ class TritonAdapters(Adapters):
         modules: Sequence[LoRAModule],
         dtype: str,
         device: str,
-        cut_of: CutOf = uncut,
-        room: LoRARoom = NO_ROOM,
+        cut_of: CutOf,
+        room: LoRARoom,
     ) -> None:
         super().__init__(modules, dtype, device, cut_of=cut_of, room=room)
         self._num_at_start, self._num_adapters = len(modules), len(modules) + room.num
