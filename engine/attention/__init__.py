@@ -1,4 +1,15 @@
-"""Attention backends: the interface (base.py), the choice of one for an engine (choice.py), and creating it (here)."""
+"""Attention backends: the interface (base.py), the choice of one for an engine (choice.py), and creating it (here).
+
+              keys and values of heads                    latents (DeepSeek)                        both
+torch         torch_backend.py                            torch_latents.py, torch_unfolded.py       paged_groups.py
+cpu           cpu_backend.py
+triton        triton_backend.py, triton_invariant.py      triton_latents.py, triton_unfolded.py     triton_plans.py
+flash_attn    flash_backend.py, or triton_flash.py with Triton; flash_calls.py: the libraries
+
+shaped_backend.py    a backend for each shape of heads, where a model's layers differ
+latent_forms.py      which sequences unfold their latents to keys and values; unfolded_slices.py: how many at once
+step_arrays.py       a step's arrays in one copy to the device
+"""
 
 from __future__ import annotations
 

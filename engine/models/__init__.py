@@ -1,4 +1,25 @@
-"""Models: which architectures are known, and which implementation computes them."""
+"""Models: which architectures are known, and which implementation computes them (here).
+
+model.py                  what the runner calls; model_shape.py: what the engine must know of any model
+hf_fields.py              reads fields of config.json; stored_weights.py: how the checkpoint stores its weights
+
+decoder.py                our own decoder, as decoder_config.py and rope_config.py read it from config.json
+layer.py, parts.py        a layer, a stack of them; the classes that they are made of
+head_attention.py         attention to keys and values: scores.py, head_shape.py
+latent_attention.py       attention to latents: deepseek_config.py
+feed_forward.py           dense
+experts.py                a few of many: experts_config.py, expert_choice.py, expert_products.py
+
+transformers_model.py     transformers' code over our attention, as transformers_config.py describes it, which
+                          transformers_probe.py finds out; transformers_head.py: from hidden states to logits
+transformers_products.py  our products in place of its linear layers
+replaced_experts.py       our products in place of its experts; in MXFP4: transformers_experts.py,
+                          four_bit_experts.py
+recurrent_layers.py       our modules in place of its layers that keep a state (delta_net.py, mamba2.py,
+                          short_convolution.py), which recurrent_probe.py finds
+recurrent_states.py       these states; recurrent_shape.py: their sizes
+recurrent_ops.py          what such layers compute; recurrent_reference.py: in plain torch
+"""
 
 from __future__ import annotations
 

@@ -3,10 +3,6 @@
 Owns the weights, in the shapes that it computes with (q, k, v fused; gate and up fused). Knows neither sequences nor
 blocks: tokens are flattened, and the backend does attention.
 
-    layer.py            a layer and a stack of them        parts.py   classes that layers are made of
-    head_attention.py   attention to keys and values       feed_forward.py   dense
-    latent_attention.py attention to latents               experts.py        a few of many (expert_products.py)
-
 Shapes: T tokens, D hidden, V vocabulary.
 """
 
