@@ -131,16 +131,18 @@ class ExpertWeights:
 
     def take_stacked(self) -> tuple[ExpertStack, ExpertStack] | None:
         """(gate and up, down) as stored; None unless all experts' weights are quantised, in the same form."""
-        gate_up = stack_of(self._gate_up(), self.config.num_experts)
-        down = None if gate_up is None else stack_of(self._down(), self.config.num_experts)
-        return None if gate_up is None or down is None else (gate_up, down)
+        num_experts, (gate, up, down) = self.config.num_experts, self.config.products
+        both = (stacked([self._take(e, gate), self._take(e, up)]) for e in range(num_experts))
+        gate_up_stack = stack_of(both, num_experts)
+        if gate_up_stack is None:
+            return None
+        down_stack = stack_of((self._take(e, down) for e in range(num_experts)), num_experts)
+        return None if down_stack is None else (gate_up_stack, down_stack)
 
     def take_each(self) -> Iterator[ExpertWeight]:
         """Yield one expert after the other, with its weights as stored."""
-        D, I = self.hidden_size, self.config.intermediate_size  # noqa: E741
-        shapes = dict(zip(self.config.products, ((I, D), (I, D), (D, I)), strict=True))
         for e in range(self.config.num_experts):
-            gate, up, down = (self.weights.take_product(self._name(e, name), shape) for name, shape in shapes.items())
+            gate, up, down = (self._take(e, product) for product in self.config.products)
             yield gate, up, down
 
     def take_plain(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,17 +158,10 @@ class ExpertWeights:
             down_EDI[e, :, :I] = weights.take(self._name(e, down), (D, I))
         return gate_up_EXD, down_EDI
 
-    def _gate_up(self) -> Iterator[Weight]:
-        gate, up, _ = self.config.products
-        shape = self.config.intermediate_size, self.hidden_size
-        for e in range(self.config.num_experts):
-            yield stacked([self.weights.take_product(self._name(e, product), shape) for product in (gate, up)])
-
-    def _down(self) -> Iterator[Weight]:
-        _, _, down = self.config.products
-        shape = self.hidden_size, self.config.intermediate_size
-        for e in range(self.config.num_experts):
-            yield self.weights.take_product(self._name(e, down), shape)
+    def _take(self, e: int, product: str) -> Weight:
+        D, I = self.hidden_size, self.config.intermediate_size  # noqa: E741
+        is_down = product == self.config.products[2]
+        return self.weights.take_product(self._name(e, product), (D, I) if is_down else (I, D))
 
     def _name(self, e: int, product: str) -> str:
         return f"{self.name}.{e}.{product}.weight"
