@@ -98,10 +98,15 @@ def as_movable(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
+def rows_of_blocks(pool: torch.Tensor, block_ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+    """View a pool as [layer * block, numbers of a block in a layer], and find these blocks' rows in all layers. For a
+    view across layers, torch would need one launch for every 2**31 numbers that the view spans."""
+    num_layers, num_blocks = pool.shape[:2]
+    rows = np.arange(num_layers)[:, None] * num_blocks + np.asarray(block_ids)
+    return pool.view(num_layers * num_blocks, -1), to_device(rows.reshape(-1), pool.device)
+
+
 def clear_blocks(pool: torch.Tensor, block_ids: npt.ArrayLike) -> None:
     """Zero these blocks in all layers."""
-    num_layers, num_blocks = pool.shape[:2]
-    # Index rows: for a view across layers, torch would need one launch for every 2**31 numbers that the view spans.
-    rows = np.arange(num_layers)[:, None] * num_blocks + np.asarray(block_ids)
-    flat = as_movable(pool).view(num_layers * num_blocks, -1)
-    flat.index_fill_(0, to_device(rows.reshape(-1), pool.device), 0)
+    flat, rows = rows_of_blocks(as_movable(pool), block_ids)
+    flat.index_fill_(0, rows, 0)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.kv_cache import rows_of_blocks
 from engine.models.recurrent_shape import RecurrentLayer
 from engine.to_device import to_device
 
@@ -108,18 +109,10 @@ class RecurrentStates:
 
     def save(self, kv_pool: torch.Tensor, slot: int, block_ids: Sequence[int]) -> None:
         """Copy a row to blocks of the pool."""
-        bytes_of_pool, rows = _rows_of_blocks(kv_pool, block_ids)
-        bytes_of_pool.index_copy_(0, rows, self._rows[slot].view(len(rows), -1))
+        pool, rows = rows_of_blocks(kv_pool, block_ids)
+        pool.view(torch.uint8).index_copy_(0, rows, self._rows[slot].view(len(rows), -1))
 
     def load(self, kv_pool: torch.Tensor, slot: int, block_ids: Sequence[int]) -> None:
         """Copy to a row what `save` has written."""
-        bytes_of_pool, rows = _rows_of_blocks(kv_pool, block_ids)
-        torch.index_select(bytes_of_pool, 0, rows, out=self._rows[slot].view(len(rows), -1))
-
-
-def _rows_of_blocks(kv_pool: torch.Tensor, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pool's bytes [layer * block, bytes of a block in a layer], and which of these rows the blocks have."""
-    num_layers, num_blocks = kv_pool.shape[:2]
-    rows = np.arange(num_layers)[:, None] * num_blocks + np.asarray(block_ids)
-    flat = kv_pool.view(num_layers * num_blocks, -1).view(torch.uint8)
-    return flat, to_device(rows.reshape(-1), kv_pool.device)
+        pool, rows = rows_of_blocks(kv_pool, block_ids)
+        torch.index_select(pool.view(torch.uint8), 0, rows, out=self._rows[slot].view(len(rows), -1))
