@@ -26,7 +26,7 @@ import numpy as np
 from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError
 from kv_transfer.pool import Copying, KVPool, PeerPool, Rows
-from kv_transfer.transfer import Transfer
+from kv_transfer.transfer import Transfer, queue_call
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +61,7 @@ class CopyAgent:
     def open(self, open_peer: Callable[[], PeerPool], num_blocks: int) -> Future[OpenedPool]:
         """Call `open_peer` on the agent's thread to open a pool with `num_blocks` blocks. The future gets what it
         returns or raises; in any case, `release` the future once."""
-        opening: Future[OpenedPool] = Future()
-
-        def open_it() -> None:
-            if not opening.set_running_or_notify_cancel():
-                return
-            try:
-                opening.set_result(OpenedPool(open_peer(), num_blocks))
-            except Exception as error:
-                opening.set_exception(error)
-
-        self._calls.put(open_it)
-        return opening
+        return queue_call(lambda: OpenedPool(open_peer(), num_blocks), self._calls.put)
 
     def release(self, opening: Future[OpenedPool]) -> None:
         """Close the pool once no copy to it is in progress; queued transfers to it fail."""

@@ -32,7 +32,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +40,10 @@ from kv_transfer.base import MAX_BYTES_IN_FLIGHT
 from kv_transfer.errors import PeerUnreachable, TransferError, TransportMissing
 from kv_transfer.nixl_peer import NixlPeerPool
 from kv_transfer.pool import KVPool, PeerPool
-from kv_transfer.transfer import Transfer
+from kv_transfer.transfer import Result, Transfer, queue_call
 from protos import tandem_kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 SENDING_POLL_S = 100e-6
 RECEIVING_POLL_S = 500e-6
@@ -104,18 +103,7 @@ class NixlAgent:
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work` on the agent's thread."""
-        future: Future[Result] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._calls.put(run)
-        return future
+        return queue_call(work, self._calls.put)
 
     def close(self) -> None:
         """Fail transfers in flight, deregister the pool, end the thread. Blocks for a moment."""

@@ -1,13 +1,33 @@
-"""What a one-sided push (one_sided.py) passes to the writing thread."""
+"""What the event loop passes to a thread that writes: calls, and the transfers of one-sided pushes (one_sided.py)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kv_transfer.errors import TransferError
+
+Result = TypeVar("Result")
+
+
+def queue_call(work: Callable[[], Result], put: Callable[[Callable[[], None]], object]) -> Future[Result]:
+    """Queue `work`, by `put`, for a thread that calls what it is given. The future gets what `work` returns or
+    raises."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    put(run)
+    return future
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
