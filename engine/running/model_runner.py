@@ -12,7 +12,7 @@ import torch
 
 from engine.attention import PagedBackend
 from engine.config import EngineConfig
-from engine.kernels import sampling
+from engine.kernels import cpu_sampling
 from engine.kv_cache import clear_blocks
 from engine.lora.adapters import Adapters
 from engine.models.layer import OnLayer
@@ -215,7 +215,7 @@ def make_sampler(config: EngineConfig) -> Sampler:
     """Choose the fastest sampler for the device that holds the logits."""
     eos_token_ids = config.model.eos_token_ids
     if config.device.attention_backend == "cpu":
-        return Sampler(eos_token_ids, choose_greedy=sampling.choose_largest, draw_rows=sampling.draw)
+        return Sampler(eos_token_ids, choose_greedy=cpu_sampling.choose_largest, draw_rows=cpu_sampling.draw)
     if config.device.device != "cpu":
         draw = _kernels_draw() if config.device.uses_triton else device_draw.draw
         return Sampler(eos_token_ids, draw_rows=draw)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.sampling import choose_largest as kernel_largest
-from engine.kernels.sampling import draw as kernel_draw
+from engine.kernels.cpu_sampling import choose_largest as kernel_largest
+from engine.kernels.cpu_sampling import draw as kernel_draw
 from engine.sampling.sampler import HOPELESS, Sampler, choose_largest, draw, filtered_weights
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import INVALID_TOKEN, Sequence

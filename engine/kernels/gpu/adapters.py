@@ -62,10 +62,10 @@ class TritonAdapters(Adapters):
             added, list(outputs.values()), inputs, self._num_at_start,
             room=self._room, dtype=self._dtype, device=self._device,
         )  # fmt: skip
-        return self._with_place(AdaptedLinear(linear, stacked, self), {}, outputs, inputs)
+        return self._with_place(TritonAdaptedLinear(linear, stacked, self), {}, outputs, inputs)
 
 
-class AdaptedLinear(Linear):
+class TritonAdaptedLinear(Linear):
     """A product of all rows, plus what the adapters add to it."""
 
     def __init__(self, linear: Linear, stacked: StackedAdapters, adapters: TritonAdapters) -> None:
