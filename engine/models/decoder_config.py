@@ -133,7 +133,7 @@ class DecoderConfig(ModelShape):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=number(hf_config, "rms_norm_eps", 1e-6, least=0),
+            rms_norm_eps=number(hf_config, "rms_norm_eps", least=0, default=1e-6),
             max_positions=max_positions,
             has_qkv_bias=arch.has_qkv_bias or has_attention_bias,
             has_output_bias=has_attention_bias,
@@ -149,7 +149,7 @@ class DecoderConfig(ModelShape):
 
 
 def _num_nextn_predict_layers(arch: Architecture, hf_config: dict[str, Any]) -> int:
-    return integer(hf_config, "num_nextn_predict_layers", 0, default=0) if arch.has_latents else 0
+    return integer(hf_config, "num_nextn_predict_layers", least=0, default=0) if arch.has_latents else 0
 
 
 def _heads(arch: Architecture, hf_config: dict[str, Any]) -> tuple[int, int]:
@@ -179,7 +179,7 @@ def _sliding_windows(arch: Architecture, hf_config: dict[str, Any], num_layers: 
     if arch.sliding != "late":
         return (window,) * num_layers
     if layer_types is None:
-        first_sliding = integer(hf_config, "max_window_layers", 0, default=28)
+        first_sliding = integer(hf_config, "max_window_layers", least=0, default=28)
         return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))
     return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
 

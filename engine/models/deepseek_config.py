@@ -69,6 +69,6 @@ class LatentConfig:
             qk_nope_head_dim=nope,
             qk_rope_head_dim=rotated,
             v_head_dim=integer(hf_config, "v_head_dim"),
-            interleaves_rope=always_interleaves or flag(hf_config, "rope_interleave", True),
+            interleaves_rope=always_interleaves or flag(hf_config, "rope_interleave", default=True),
             softmax_scale=(nope + rotated) ** -0.5 * mscale**2,
         )

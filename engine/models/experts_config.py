@@ -94,7 +94,7 @@ def _without_groups(
 
 def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -> ExpertsConfig | None:
     """DeepSeek's experts; None if no layer has experts. Raises `ValueError` naming the field."""
-    first_layer = integer(hf_config, "first_k_dense_replace", 0)
+    first_layer = integer(hf_config, "first_k_dense_replace", least=0)
     if first_layer >= num_layers:
         return None
     one_of(hf_config, "scoring_func", (scoring,))
@@ -112,7 +112,7 @@ def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -
         first_layer=first_layer,
         num_experts=num_experts,
         num_experts_per_token=per_token,
-        num_shared_experts=integer(hf_config, "n_shared_experts", 0) if has_shared else 0,
+        num_shared_experts=integer(hf_config, "n_shared_experts", least=0) if has_shared else 0,
         intermediate_size=integer(hf_config, "moe_intermediate_size"),
         num_groups=num_groups,
         num_chosen_groups=num_chosen,

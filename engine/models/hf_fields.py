@@ -7,7 +7,7 @@ from typing import Any
 
 
 def integer(
-    hf_config: dict[str, Any], field: str, least: int = 1, default: int | None = None, most: int | None = None
+    hf_config: dict[str, Any], field: str, *, least: int = 1, most: int | None = None, default: int | None = None
 ) -> int:
     """Raises `ValueError` if the value is missing without a default, no integer, below `least` or above `most`."""
     value = _value(hf_config, field, default)
@@ -18,7 +18,7 @@ def integer(
     return value
 
 
-def number(hf_config: dict[str, Any], field: str, default: float | None = None, least: float = -math.inf) -> float:
+def number(hf_config: dict[str, Any], field: str, *, least: float = -math.inf, default: float | None = None) -> float:
     """Raises `ValueError` if the value is missing without a default, no finite number, or below `least`."""
     value = _value(hf_config, field, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
@@ -28,15 +28,15 @@ def number(hf_config: dict[str, Any], field: str, default: float | None = None, 
     return float(value)
 
 
-def positive(hf_config: dict[str, Any], field: str, default: float | None = None) -> float:
+def positive(hf_config: dict[str, Any], field: str, *, default: float | None = None) -> float:
     """A `number` above 0. Raises `ValueError` likewise."""
-    value = number(hf_config, field, default)
+    value = number(hf_config, field, default=default)
     if value <= 0:
         raise ValueError(f"config.json: {field} must be above 0, is {value:g}")
     return value
 
 
-def flag(hf_config: dict[str, Any], field: str, default: bool = False) -> bool:
+def flag(hf_config: dict[str, Any], field: str, *, default: bool = False) -> bool:
     """Raises `ValueError` if the field is neither true nor false."""
     value = _value(hf_config, field, default)
     if not isinstance(value, bool):

@@ -39,7 +39,7 @@ class RopeConfig:
         of_either = {name: hf_config.get(name) for name in ("rope_theta", "partial_rotary_factor")} | parameters
         rope_type = one_of(parameters, "rope_type" if "rope_type" in parameters else "type", ROPE_TYPES)
         one_of(of_either, "partial_rotary_factor", (1.0,))
-        theta = positive(of_either, "rope_theta", 10000.0)
+        theta = positive(of_either, "rope_theta", default=10000.0)
         original = integer(parameters, "original_max_position_embeddings", default=max_positions)
         if rope_type == "yarn":
             return _yarn(parameters, theta, original, max_positions)
@@ -67,8 +67,8 @@ def yarn_scale(factor: float, mscale: float) -> float:
 
 def _yarn(parameters: dict[str, Any], theta: float, original: int, max_positions: int) -> RopeConfig:
     _check_has(parameters, "yarn", ("factor",))
-    factor = number(parameters, "factor", max_positions / original, least=1)
-    mscale, mscale_all_dim = (number(parameters, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    factor = number(parameters, "factor", least=1, default=max_positions / original)
+    mscale, mscale_all_dim = (number(parameters, name, default=0.0) for name in ("mscale", "mscale_all_dim"))
     attention_factor = yarn_scale(factor, 1.0)
     if mscale and mscale_all_dim:
         attention_factor = yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
@@ -77,9 +77,9 @@ def _yarn(parameters: dict[str, Any], theta: float, original: int, max_positions
         rope_type="yarn",
         factor=factor,
         original_max_positions=original,
-        beta_fast=number(parameters, "beta_fast", 32.0) or 32.0,
-        beta_slow=number(parameters, "beta_slow", 1.0) or 1.0,
-        is_ramp_whole=flag(parameters, "truncate", True),
-        attention_factor=positive(parameters, "attention_factor", attention_factor),
+        beta_fast=number(parameters, "beta_fast", default=32.0) or 32.0,
+        beta_slow=number(parameters, "beta_slow", default=1.0) or 1.0,
+        is_ramp_whole=flag(parameters, "truncate", default=True),
+        attention_factor=positive(parameters, "attention_factor", default=attention_factor),
         mscale_all_dim=mscale_all_dim,
     )
