@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.base import LatentBackend, StepLayout
-from engine.attention.latent_forms import UNFOLDED_BYTES, Part, Unfolding, part_of, unfolded_seqs
+from engine.attention.latent_forms import Part, Unfolding, part_of, unfolded_seqs
 from engine.attention.paged_groups import Group, PagedGroups, TorchPlan, in_token_order
 from engine.attention.torch_unfolded import UnfoldedHeads, unfolded_queries
 from engine.layers import CosSin, LatentProjection
@@ -47,7 +47,8 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
         self._groups = PagedGroups(
             num_parts=1, num_kv_heads=1, head_dim=latent_dim, block_size=block_size, device=device
         )
-        self._unfolded_heads = UnfoldedHeads(UNFOLDED_BYTES if unfolding is None else unfolding.max_bytes)
+        if unfolding is not None:
+            self._unfolded_heads = UnfoldedHeads(unfolding.max_bytes)
 
     def prepare(self, layout: StepLayout) -> TorchPlan | MixedTorchPlan:
         is_unfolded = unfolded_seqs(layout, self._unfolding)

@@ -165,7 +165,7 @@ class DecodeGraphs:
         return (
             bool(self._recordings)
             and batch.sample_rows is None
-            and (not len(batch.adapter_ids) or True in self._kinds)
+            and (not len(batch.adapter_ids) or self._adapters is not None)
             and batch.layout.num_decodes == len(context_lens) <= self._batch_sizes[-1]
             and int(context_lens.max()) <= self._context_lens[-1]
         )
