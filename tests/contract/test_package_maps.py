@@ -12,7 +12,16 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "package", ["engine", "engine/attention", "engine/kernels/gpu", "engine/model_loader", "engine/models"]
+    "package",
+    [
+        "engine",
+        "engine/attention",
+        "engine/kernels/gpu",
+        "engine/model_loader",
+        "engine/models",
+        "engine/running",
+        "engine/scheduling",
+    ],
 )
 def test_a_map_has_all_modules(package: str) -> None:
     docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
