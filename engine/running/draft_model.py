@@ -75,10 +75,12 @@ class DraftModel:
         measured. Returns the bytes that recordings will keep, as `ModelRunner.record_largest_decode_step`."""
         num_blocks, steps = measured_steps(self._config)
         runner, _ = self._make_runner(num_blocks)
+        torch.cuda.empty_cache()
+        of_others = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         kept_bytes = runner.record_largest_decode_step()
         for step in steps:
             runner.launch(step, runner.prepare(step)).wait()
-        return kept_bytes
+        return max(0, kept_bytes - of_others)  # which counts the memory of the engine's own recordings again
 
     def draft(self, parts: list[DraftPart]) -> list[list[int]]:
         """Do the parts. Returns the guesses of each: `num_drafts` token ids, or fewer if a grammar ends the answer."""
